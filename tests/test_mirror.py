@@ -114,7 +114,6 @@ TESTED_IN = {
     # Both halves of the connector beside each other.
     "kvstore_backend/integrations/vllm/cached.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/names.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
-    "kvstore_backend/integrations/vllm/scheduler.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/messages.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/worker.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     # Attention, beside transformers' own.

@@ -279,10 +279,12 @@ def _walk(config: Any, special: Mapping[str, object]) -> Iterator[tuple[str, obj
             if dataclasses.is_dataclass(value):
                 yield from _walk(value, special)
         elif verdict in ("counted", ""):
-            path = f"{kind}.{field.name}"
-            known = special[path] if path in special else _describe(value)
-            if known is not None and (path in special or known != _describe(_find_default(field))):
-                yield f"{prefix}{field.name}", known
+            path, described = f"{kind}.{field.name}", _describe(value)
+            if path in special:
+                if special[path] is not None:
+                    yield f"{prefix}{field.name}", special[path]
+            elif described != _describe(_find_default(field)):
+                yield f"{prefix}{field.name}", described
 
 
 def _find_default(field: dataclasses.Field[Any]) -> object:

@@ -4,31 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
+import vllm
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from vllm.config import KVTransferConfig
+from vllm.config import ModelConfig as ModelConfigOfVllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvstore_backend import ConfigError
+from kvstore_backend import ConfigError, Namespace
+from kvstore_backend.config import MooncakeSettings
+from kvstore_backend.integrations.vllm.clock import HostClock
 from kvstore_backend.integrations.vllm.connector import (
     KVStoreConnector,
     KVStoreMetrics,
     KVStoreStats,
+    _collect_facts,
+    _find_family,
 )
 from kvstore_backend.integrations.vllm.fields import FIELDS, _find_default, collect_fields
+from kvstore_backend.integrations.vllm.memory import KVMemory
+from kvstore_backend.integrations.vllm.messages import Report
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
+from kvstore_backend.namespace import fingerprint_model
 from kvstore_backend.stores.memory import MemoryStore
+from tests.kvstore_backend.integrations.vllm.test_halves import Blocks, Request
+from tests.kvstore_backend.test_namespace import checkpoint
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+connector_module: Any = importlib.import_module("kvstore_backend.integrations.vllm.connector")
 
 
 def transfer(role: str = "kv_both", **extra: object) -> KVTransferConfig:
@@ -226,6 +245,431 @@ def test_statistics_add_up_and_appear_in_vllms_metrics() -> None:
     text = generate_latest(registry).decode()
     assert 'vllm:kvstore_blocks_total{engine="0",namespace="abc",operation="load",outcome="ok"} 3.0' in text, text
     assert 'vllm:kvstore_bytes_total{engine="0",namespace="abc",operation="load"} 10.0' in text
+
+
+class ModelConfig(ModelConfigOfVllm):  # type: ignore[misc]
+    """vLLM's, without a model that it would have to read."""
+
+    use_mla = False
+    is_diffusion = False
+    is_prefix_caching_supported = True
+
+    def get_total_num_kv_heads(self) -> int:
+        return HEADS
+
+
+HEADS, NUM_BLOCKS, BLOCK = 2, 16, 4
+
+
+def make_config(folder: Path, pool: Path, **extra: object) -> Any:
+    """What vLLM gives a connector, as its command line would have it."""
+    import vllm.config as configs
+
+    config = make_plain(configs.VllmConfig)
+    for name, kind in [("cache", "Cache"), ("parallel", "Parallel"), ("scheduler", "Scheduler"), ("load", "Load")]:
+        setattr(config, f"{name}_config", make_plain(getattr(configs, f"{kind}Config")))
+    config.attention_config = make_plain(configs.AttentionConfig)
+    config.model_config = make_plain(ModelConfig)
+    model = {"model": str(folder), "dtype": torch.float32, "max_model_len": 64, "hf_config": None}
+    for name, value in {**model, "hf_text_config": SimpleNamespace(rope_parameters=None), "revision": None}.items():
+        object.__setattr__(config.model_config, name, value)
+    for name, value in {
+        "block_size": BLOCK,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256",
+    }.items():
+        object.__setattr__(config.cache_config, name, value)
+    for size in ("pipeline", "decode_context", "prefill_context", "tensor"):
+        object.__setattr__(config.parallel_config, f"{size}_parallel_size", 1)
+    config.kv_transfer_config = transfer(extra.pop("role", "kv_both"), pool=f"file://{pool}", **extra)  # type: ignore[arg-type]
+    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN"), isa="avx")
+    config.compilation_config = SimpleNamespace(static_forward_context={"l0": layer, "l1": layer})
+    return config
+
+
+class VllmInstance:
+    """A scheduler's connector and a worker's, which are called in the order in which vLLM does."""
+
+    def __init__(self, config: Any) -> None:
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=3, dtype=torch.float32)
+        groups = [SimpleNamespace(kv_cache_spec=spec)]
+        self.kv = {f"l{layer}": torch.zeros(NUM_BLOCKS, HEADS, BLOCK, 6) for layer in range(2)}
+        cache = SimpleNamespace(kv_cache_groups=groups, num_blocks=NUM_BLOCKS)
+        self.worker = KVStoreConnector(config, KVConnectorRole.WORKER, cache)
+        self.worker.register_kv_caches(self.kv)
+        self.scheduler = KVStoreConnector(config, KVConnectorRole.SCHEDULER, cache)
+        rank = self.worker.get_handshake_metadata()
+        assert rank is not None
+        self.rank: Any = rank
+        self.scheduler.set_xfer_handshake_metadata({0: rank})
+        self.blocks = Blocks()
+        self.scheduler.bind_gpu_block_pool(self.blocks)
+
+    def step(self, scheduled: dict[str, int], tables: dict[str, list[int]]) -> Any:
+        """One step: the requests whose loads ended."""
+        state = SimpleNamespace(get_block_ids=lambda request_id: (tables[request_id],))
+        output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
+        plan = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
+        self.worker.bind_connector_metadata(plan)
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_layer_load("l0")
+        self.worker.save_kv_layer("l0", None, None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(set())
+        self.invalid = self.worker.get_block_ids_with_load_errors()
+        meta = self.worker.build_connector_worker_meta()
+        self.worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=meta))
+        return results
+
+    def compute(self, request: Request, table: list[int]) -> None:
+        """Compute a whole prompt, and end the request."""
+        for layer, tensor in enumerate(self.kv.values()):
+            for block_hash, block in zip(request.block_hashes, table, strict=False):
+                tensor[block] = block_hash[0] + layer
+        self.scheduler.update_state_after_alloc(request, Table(table), 0)
+        self.step({request.request_id: request.num_tokens}, {request.request_id: table})
+        request.num_computed_tokens = request.num_tokens
+        assert self.scheduler.request_finished(request, table) == (False, None)
+        wait_until(lambda: self.step({}, {}) and not self.scheduler.has_pending_push_work(), "the saves")
+
+    def match(self, request: Request) -> tuple[int, bool]:
+        """What the pool has of it."""
+        answers: list[Any] = []
+
+        def is_known() -> bool:
+            answers.append(self.scheduler.get_num_new_matched_tokens(request, 0))
+            return answers[-1][0] is not None
+
+        wait_until(is_known, "a look-up")
+        return answers[-1]  # type: ignore[no-any-return]
+
+    def load(self, request: Request, table: list[int]) -> Any:
+        """Load what the pool has of it; the results of the step in which that ended."""
+        matched, is_async = self.match(request)
+        assert is_async
+        self.scheduler.update_state_after_alloc(request, Table(table), matched)
+        ended: list[Any] = []
+
+        def has_ended() -> bool:
+            results = self.step({}, {})
+            ended.append((results, self.invalid))
+            return bool(results.finished_recving or results.failed_recving)
+
+        wait_until(has_ended, "the load")
+        return ended[-1]
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+class TickingClock(HostClock):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[object] = []
+
+    def begin(self) -> None:
+        self.calls.append("begin")
+
+    def end(self, num_tokens: int) -> None:
+        self.calls.append(num_tokens)
+
+
+class Table:
+    """vLLM's ``KVCacheBlocks``."""
+
+    def __init__(self, table: list[int]) -> None:
+        self._table = table
+
+    def get_block_ids(self) -> tuple[list[int]]:
+        return (self._table,)
+
+
+@pytest.fixture(autouse=True)
+def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process group is up here."""
+    monkeypatch.setattr(connector_module, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
+class TestTwoInstances:
+    """vLLM's calls, from a prompt that one computes to another that loads it, over a folder."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return checkpoint(tmp_path / "model")
+
+    @pytest.fixture
+    def two(self, folder: Path, tmp_path: Path) -> Iterator[tuple[VllmInstance, VllmInstance]]:
+        with (
+            contextlib.closing(VllmInstance(make_config(folder, tmp_path / "pool"))) as first,
+            contextlib.closing(VllmInstance(make_config(folder, tmp_path / "pool"))) as second,
+        ):
+            yield first, second
+
+    def test_what_one_computes_the_other_loads(self, two: tuple[VllmInstance, VllmInstance]) -> None:
+        first, second = two
+        first.compute(Request("a", list(range(22))), [7, 3, 5, 1, 2, 9])
+        request = Request("b", list(range(22)))
+        assert second.match(request) == (20, True)
+        results, invalid = second.load(request, [4, 8, 11, 10, 6, 0])
+        assert (results.finished_recving, results.failed_recving, invalid) == ({"b"}, set(), set())
+        for layer, tensor in enumerate(second.kv.values()):
+            for block_hash, block in zip(request.block_hashes, [4, 8, 11, 10, 6], strict=False):
+                assert bool((tensor[block] == block_hash[0] + layer).all())
+        assert second.match(Request("c", list(range(100, 122)))) == (0, False)
+
+    def test_blocks_that_do_not_come_are_told_to_vllm(self, two: tuple[VllmInstance, VllmInstance]) -> None:
+        first, second = two
+        first.compute(Request("a", list(range(22))), [7, 3, 5, 1, 2, 9])
+        request = Request("b", list(range(22)))
+        second.match(request)
+        second.worker._mover._pool.remove_blocks(request.block_hashes[2:], force=True)
+        results, invalid = second.load(request, [4, 8, 11, 10, 6, 0])
+        assert (results.finished_recving, invalid) == ({"b"}, {11, 10, 6})
+
+    def test_both_count_under_one_namespace(self, two: tuple[VllmInstance, VllmInstance]) -> None:
+        first, second = two
+        first.compute(Request("a", list(range(22))), [7, 3, 5, 1, 2, 9])
+        second.load(Request("b", list(range(22))), [4, 8, 11, 10, 6, 0])
+        saved, loaded, found = (
+            half.get_kv_connector_stats() for half in (first.worker, second.worker, second.scheduler)
+        )
+        assert saved is not None
+        assert loaded is not None
+        assert found is not None
+        assert saved.data.keys() == loaded.data.keys() == found.data.keys() == {first.rank.namespace.digest}
+        counts = [each.data[first.rank.namespace.digest] for each in (saved, loaded, found)]
+        assert (counts[0]["save ok"], counts[1]["load ok"], counts[2]["lookup ok"]) == (5, 5, 5)
+        assert second.worker.get_kv_connector_stats() is None
+        assert not saved.is_empty()
+        saved.reset()
+        assert saved.is_empty()
+
+    def test_a_prefill_waits_for_its_saves_and_steps_are_timed(
+        self, two: tuple[VllmInstance, VllmInstance], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, _ = two
+        awaited: list[object] = []
+        monkeypatch.setattr(first.worker._mover, "wait_for_saves", lambda numbers: awaited.append(list(numbers)))
+        request = Request("a", list(range(22)), max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+        first.scheduler.update_state_after_alloc(request, Table([0, 1, 2, 3, 4, 5]), 0)
+        assert not first.scheduler.has_pending_push_work()
+        clock = TickingClock()
+        monkeypatch.setattr(first.worker._mover, "_clock", clock)
+        first.step({"a": 22}, {"a": [0, 1, 2, 3, 4, 5]})
+        assert awaited == [[1]]
+        assert clock.calls == ["begin", 22]
+        assert first.scheduler.has_pending_push_work()
+
+    def test_a_reset_ends_sharing(self, two: tuple[VllmInstance, VllmInstance]) -> None:
+        first, second = two
+        first.compute(Request("a", list(range(22))), [7, 3, 5, 1, 2, 9])
+        assert second.scheduler.reset_cache() is False, "vLLM's own cache was not reset before"
+        second.blocks.reset_prefix_cache()
+        assert second.scheduler.reset_cache() is True
+        assert second.match(Request("b", list(range(22)))) == (0, False)
+        assert second.worker.reset_cache() is True
+
+    def test_instances_of_one_setup_have_one_namespace_and_say_what_it_is(
+        self, two: tuple[VllmInstance, VllmInstance], folder: Path
+    ) -> None:
+        first, second = two
+        namespace = first.rank.namespace
+        assert namespace == second.rank.namespace
+        assert dataclasses.replace(namespace, model="") == Namespace(
+            model="",
+            kv_dtype="auto float32",
+            block_size=BLOCK,
+            num_layers=2,
+            num_kv_heads=HEADS,
+            head_size=3,
+            layout=f"vllm {vllm.__version__} CPU_ATTN avx torch.float32[h2,n4,c6]",
+        )
+        assert len(namespace.model) == 32
+        assert first.rank.family is not None
+        facts = _collect_facts(make_config(folder, folder / "pool"))
+        assert facts["checkpoint"] == fingerprint_model(folder)
+        assert facts["setting dtype"] == "torch.float32"
+        assert facts["software"] == f"vLLM {vllm.__version__}"
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"model_config.quantization": "fp8"},
+            {"model_config.model_impl": "transformers"},
+            {"cache_config.prefix_caching_hash_algo": "sha256_cbor"},
+            {"cache_config.cache_dtype": "fp8"},
+            {"kv_transfer_config.kv_connector_extra_config": {"weights_version": "2"}},
+        ],
+        ids=str,
+    )
+    def test_instances_of_other_settings_have_another_namespace(
+        self, two: tuple[VllmInstance, VllmInstance], folder: Path, tmp_path: Path, change: dict[str, Any]
+    ) -> None:
+        config = make_config(folder, tmp_path / "pool")
+        for path, value in change.items():
+            kind, name = path.split(".")
+            if isinstance(value, dict):
+                value = {**config.kv_transfer_config.kv_connector_extra_config, **value}
+            object.__setattr__(getattr(config, kind), name, value)
+        with contextlib.closing(VllmInstance(config)) as other:
+            assert other.rank.namespace.digest != two[0].rank.namespace.digest
+
+    @pytest.mark.parametrize("change", ["mla", "drafts", "heads"])
+    def test_other_cuts_are_read_only_where_heads_can_be_told_apart(
+        self, folder: Path, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = make_config(folder, tmp_path / "pool")
+        monkeypatch.setattr(ModelConfig, "use_mla", change == "mla")
+        namespace = make_namespace(num_kv_heads=HEADS + (change == "heads"))
+        if change == "drafts":
+            config.speculative_config = SimpleNamespace()
+        memory = KVMemory({"l0": torch.zeros(NUM_BLOCKS, HEADS, BLOCK, 6)}, NUM_BLOCKS)
+        assert _find_family(config, namespace, memory) is None
+
+    def test_adapters_are_watched_where_there_may_be_any(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.config import LoRAConfig
+        from vllm.lora.worker_manager import WorkerLoRAManager
+
+        read = WorkerLoRAManager._load_adapter
+        config = make_config(folder, tmp_path / "pool")
+        with contextlib.closing(VllmInstance(config)):
+            assert WorkerLoRAManager._load_adapter is read
+        monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", read)
+        config.lora_config = make_plain(LoRAConfig)
+        with contextlib.closing(VllmInstance(config)):
+            assert WorkerLoRAManager._load_adapter is not read
+
+    def test_memory_on_a_gpu_that_the_pool_reaches_itself_has_a_namespace_of_its_own(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = make_config(folder, tmp_path / "pool", memory="direct")
+        asked: dict[str, Any] = {}
+        monkeypatch.setattr(connector_module, "choose_route", lambda named, memory, config: named)
+        monkeypatch.setattr(connector_module, "DeviceClock", lambda make_mark: HostClock())
+        open_pool = connector_module.open_pool
+        monkeypatch.setattr(
+            connector_module, "open_pool", lambda *given, **more: asked.update(more) or open_pool(*given, **more)
+        )
+        make_memory = connector_module.KVMemory
+
+        def make_on_gpu(*given: Any) -> Any:
+            made: Any = make_memory(*given)
+            made.is_on_device = True
+            made.record_event = lambda: None
+            return made
+
+        monkeypatch.setattr(connector_module, "KVMemory", make_on_gpu)
+        with contextlib.closing(VllmInstance(config)) as instance:
+            assert instance.rank.namespace.layout.endswith(" unverified")
+            assert instance.rank.family is None
+            assert asked["is_summed"] is False
+
+
+def make_namespace(**changes: Any) -> Namespace:
+    fields: dict[str, Any] = {
+        "model": "m",
+        "kv_dtype": "float32",
+        "block_size": BLOCK,
+        "num_layers": 1,
+        "num_kv_heads": HEADS,
+        "head_size": 3,
+        "layout": "torch.float32[h2,n4,c6]",
+    }
+    return Namespace(**{**fields, **changes})
+
+
+def test_look_ups_need_next_to_no_memory_of_the_pool() -> None:
+    config = connector_module.read_config("mooncake://127.0.0.1:1?global_segment_size=1GiB&local_buffer_size=1GiB")
+    assert config is not None
+    store = connector_module._lookup_only(config).store
+    assert isinstance(store, MooncakeSettings)
+    assert (store.global_segment_size, store.local_buffer_size) == (0, 16 << 20)
+
+
+def test_a_pool_that_is_said_not_to_be_is_refused(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector_module, "read_config", lambda source: None)
+    with pytest.raises(ConfigError, match="leave --kv-transfer-config out"):
+        KVStoreConnector(*_ordered(config(spec, {})))
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0, 0.0), (2, 2.0), (0.5, 0.5)])
+def test_how_long_a_prompt_waits_for_prefill_may_be_said(seconds: float, expected: float) -> None:
+    assert connector_module._read_prefill_wait(transfer(prefill_wait_s=seconds)) == expected
+    assert connector_module._read_prefill_wait(transfer()) == 0.0
+    assert connector_module._read_prefill_wait(transfer("kv_producer")) == 0.0
+
+
+@pytest.mark.parametrize("seconds", [True, "2", -0.1, float("inf"), float("nan")])
+def test_a_wait_that_is_no_number_of_seconds_is_refused(seconds: object) -> None:
+    with pytest.raises(ConfigError, match="must be a number of seconds, 0 or more"):
+        connector_module._read_prefill_wait(transfer(prefill_wait_s=seconds))
+
+
+def test_models_of_several_kinds_of_layers_are_refused(spec: Any) -> None:
+    vllm_config, kv_cache_config = config(spec, {})
+    kv_cache_config.kv_cache_groups *= 2
+    with pytest.raises(ConfigError, match="keeps its KV as FullAttentionSpec, FullAttentionSpec"):
+        KVStoreConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
+
+
+def test_reports_of_workers_add_up() -> None:
+    one = connector_module._Report(Report(short={"a"}))
+    assert one.aggregate(connector_module._Report(Report(short={"b"}))) is one
+    assert one.report.short == {"a", "b"}
+
+
+def test_ranks_are_in_the_order_of_their_numbers(spec: Any, tmp_path: Path) -> None:
+    connector = KVStoreConnector(*_ordered(config(spec, {"pool": f"file://{tmp_path}/pool"})))
+    try:
+        family = SimpleNamespace(num_heads=2)
+        given: list[Any] = []
+        connector._planner.learn_namespaces = lambda *told: given.append(told)  # type: ignore[method-assign]
+        ranks = [connector_module._Rank(make_namespace(tp_rank=n), family if n == 0 else None) for n in (0, 1)]
+        connector.set_xfer_handshake_metadata({1: ranks[1], 0: ranks[0]})
+        assert given == [([ranks[0].namespace, ranks[1].namespace], family)]
+    finally:
+        connector.shutdown()
+
+
+def test_a_connector_without_a_half_has_nothing_to_tell(spec: Any) -> None:
+    vllm_config, kv_cache_config = config(spec, {"pool": "file:///tmp/pool"})
+    worker = KVStoreConnector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
+    assert worker.get_kv_connector_stats() is None
+    assert worker.get_handshake_metadata() is None
+    assert not worker.has_pending_push_work()
+    worker.shutdown()
+
+
+def test_statistics_begin_with_what_vllm_has_kept() -> None:
+    assert KVStoreConnector.build_kv_connector_stats({"a": {"load ok": 1}}).data == {"a": {"load ok": 1}}
+    assert KVStoreConnector.build_kv_connector_stats().data == {}
+
+
+def test_every_kind_of_figure_has_a_metric_of_its_own() -> None:
+    registry = CollectorRegistry()
+    metrics = KVStoreConnector.build_prom_metrics(
+        SimpleNamespace(kv_transfer_config=transfer()),
+        {Counter: functools.partial(Counter, registry=registry), **_others()},
+        ["engine"],
+        {0: ["0"]},
+    )
+    metrics.observe({"n": {"decide load": 2, "lookup absent": 3, "save bytes": 5, "load seconds": 0.1234}})
+    text = generate_latest(registry).decode()
+    for line in (
+        'load_or_compute_total{decision="load",engine="0",namespace="n"} 2.0',
+        'blocks_total{engine="0",namespace="n",operation="lookup",outcome="absent"} 3.0',
+        'bytes_total{engine="0",namespace="n",operation="save"} 5.0',
+        'seconds_total{engine="0",namespace="n",operation="load"} 0.1234',
+    ):
+        assert f"vllm:kvstore_{line}" in text, text
+    assert KVStoreStats({"n" * 9: {"load seconds": 0.12345}}).reduce() == {"nnnnnnnn load seconds": 0.123}
 
 
 def _ordered(configs: tuple[Any, Any]) -> tuple[Any, KVConnectorRole, Any]:

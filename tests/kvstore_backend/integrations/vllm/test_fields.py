@@ -137,8 +137,11 @@ class TestLaterVersions:
 
     def test_an_unknown_field_without_default_counts(self) -> None:
         kind = dataclasses.make_dataclass("CacheConfig", [("invented", Any)])
-        assert collect_fields(kind(None)) == {}
+        assert collect_fields(kind(None)) == {"CacheConfig.invented": None}
         assert collect_fields(kind(0)) == {"CacheConfig.invented": 0}
+
+    def test_none_counts_where_it_is_not_the_default(self) -> None:
+        assert collect_fields(make_kind("CacheConfig", "invented", 1)(invented=None)) == {"CacheConfig.invented": None}
 
     def test_all_of_an_unknown_class_counts(self) -> None:
         invented = dataclasses.make_dataclass("InventedConfig", [("depth", int, 3)])

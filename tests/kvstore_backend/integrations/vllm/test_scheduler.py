@@ -1,0 +1,587 @@
+"""The scheduler's half of the vLLM connector by itself: what it plans, counts and waits for; see ``test_halves.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import TimeoutError as NotYet
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore_backend import StorageBackend
+from kvstore_backend.backend import Status
+from kvstore_backend.integrations.vllm import scheduler as module
+from kvstore_backend.integrations.vllm.messages import Report
+from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.checked import CheckedBackend
+from tests.faults.injector import Fault, FaultInjector
+from tests.kvstore_backend.integrations.vllm.test_halves import (
+    BEFORE_DECODE,
+    BLOCK,
+    NUM_BLOCKS,
+    Instance,
+    Request,
+    make_request,
+    prefill,
+)
+from tests.support.waiting import wait_until
+
+TABLE = [0, 1, 2, 3, 4, 5]
+
+
+class Clock:
+    """Time that passes as it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+class Answer:
+    """A look-up that has an answer, or none for as long as one waits for it."""
+
+    def __init__(self, clock: Clock, found: int | None = None, seconds: float = 0.0) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self.found = found
+        self.waited: list[float] = []
+
+    def result(self, timeout: float) -> Any:
+        self.waited.append(timeout)
+        self._clock.now += self._seconds
+        if self.found is None:
+            raise NotYet
+        return module._Found(self.found, None)
+
+
+class Asked:
+    """A scheduler whose look-ups are ``Answer``s, at the time of a ``Clock``."""
+
+    def __init__(self, instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        self.scheduler = instance.scheduler
+        self.next: list[Answer] = []
+        self.begun: list[tuple[int, int | None]] = []
+        monkeypatch.setattr(module, "time", self.clock)
+        monkeypatch.setattr(self.scheduler, "_begin_lookup", self._begin)
+
+    def answer(self, found: int | None = None, seconds: float = 0.0) -> Answer:
+        """What the next look-up says."""
+        self.next.append(Answer(self.clock, found, seconds))
+        return self.next[-1]
+
+    def idle(self) -> None:
+        """A step of the engine in which nothing is computed."""
+        self.scheduler.plan_step({}, lambda _: [])
+
+    def _begin(self, wanted: Sequence[bytes], found_before: int | None = None) -> Answer:
+        self.begun.append((len(wanted), found_before))
+        return self.next.pop(0)
+
+
+@pytest.fixture
+def store() -> StorageBackend:
+    return CheckedBackend(MemoryStore(1 << 20))
+
+
+@pytest.fixture
+def instance(store: StorageBackend) -> Iterator[Instance]:
+    with contextlib.closing(Instance(store)) as made:
+        yield made
+
+
+@pytest.fixture
+def asked(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(instance, monkeypatch)
+
+
+@pytest.fixture
+def decode(store: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    with contextlib.closing(Instance(store, prefill_wait_s=10.0)) as made:
+        yield Asked(made, monkeypatch)
+
+
+class TestLookUps:
+    """A step waits 2 ms in all for answers, and asks again for what it was not told."""
+
+    def test_a_step_waits_two_milliseconds_in_all(self, asked: Asked) -> None:
+        first, second = asked.answer(None, 0.0015), asked.answer(None, 9.0)
+        assert asked.scheduler.matched_tokens(make_request(name="a"), 0) is None
+        assert asked.scheduler.matched_tokens(make_request(name="b"), 0) is None
+        assert first.waited == [0.002]
+        assert second.waited == [pytest.approx(0.0005)]
+        assert asked.scheduler.matched_tokens(make_request(name="b"), 0) is None
+        assert second.waited[1:] == [0.0], "never less than none"
+        asked.idle()
+        asked.scheduler.matched_tokens(make_request(name="a"), 0)
+        assert first.waited[1:] == [0.002], "each step has its own patience"
+
+    def test_a_request_is_looked_up_once_however_often_vllm_asks(self, asked: Asked) -> None:
+        asked.answer(3)
+        assert [asked.scheduler.matched_tokens(make_request(), 0) for _ in range(3)] == [12] * 3
+        assert asked.begun == [(5, None)]
+
+    def test_it_is_looked_up_again_where_it_has_other_blocks_itself_by_now(self, asked: Asked) -> None:
+        asked.answer(3)
+        asked.answer(2)
+        assert asked.scheduler.matched_tokens(make_request(), 0) == 12
+        assert asked.scheduler.matched_tokens(make_request(), 9) == 8
+        assert asked.begun == [(5, None), (3, None)]
+
+    @pytest.mark.parametrize(("tokens", "computed"), [(4, 0), (8, 4), (5, 4), (22, 20)])
+    def test_where_no_whole_block_is_left_nothing_is_asked(self, asked: Asked, tokens: int, computed: int) -> None:
+        assert asked.scheduler.matched_tokens(make_request(tokens), computed) == 0
+        assert asked.begun == []
+
+    def test_where_nothing_is_found_nothing_is_decided(self, asked: Asked) -> None:
+        asked.answer(0)
+        assert asked.scheduler.matched_tokens(make_request(), 0) == 0
+        assert asked.scheduler.take_counts() == {}
+
+    def test_look_ups_are_counted_with_their_seconds_and_outcomes(self, instance: Instance) -> None:
+        assert instance.scheduler.num_lookups == 0
+        instance.compute(make_request(10), TABLE)
+        assert instance.match_request(make_request(name="b")) == 8
+        assert instance.scheduler.num_lookups == 1
+        (counts,) = instance.scheduler.take_counts().values()
+        assert (counts["lookup ok"], counts["lookup absent"]) == (2, 3)
+        assert 0 < counts["lookup seconds"] < 60.0
+
+    def test_a_look_up_that_fails_is_a_miss(self, instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+        instance.compute(make_request(), TABLE)
+
+        def fail(names: Sequence[bytes]) -> int:
+            raise RuntimeError("a pool never raises, but this one does")
+
+        monkeypatch.setattr(instance.scheduler._pools[0], "lookup", fail)
+        assert instance.match_request(make_request(name="b")) == 0
+
+    def test_ranks_after_one_that_has_nothing_are_not_asked(self, store: StorageBackend) -> None:
+        with contextlib.closing(Instance(store, ranks=2)) as two_ranks:
+            asked: list[int] = []
+            for rank, pool in enumerate(two_ranks.scheduler._pools):
+                pool.lookup = lambda names, rank=rank: asked.append(rank) or 0  # type: ignore[method-assign, misc]
+            assert two_ranks.match_request(make_request()) == 0
+            assert asked == [0]
+
+    def test_without_namespaces_nothing_is_ready(self) -> None:
+        with contextlib.closing(SchedulerHalf(MemoryStore(1 << 20), BLOCK)) as half:
+            assert not half._is_ready
+            assert not half._may_save
+            assert half.take_counts() == {}
+
+
+class TestPrefillElsewhere:
+    """Decode waits for blocks that a prefill instance saves meanwhile."""
+
+    def test_it_looks_up_again_every_twenty_milliseconds(self, decode: Asked) -> None:
+        decode.answer(1)
+        decode.answer(2)
+        request = make_request()
+        assert decode.scheduler.matched_tokens(request, 0) is None
+        decode.clock.now += 0.0199
+        assert decode.scheduler.matched_tokens(request, 0) is None
+        assert decode.begun == [(5, None)]
+        decode.clock.now += 0.0002
+        assert decode.scheduler.matched_tokens(request, 0) is None
+        assert decode.begun == [(5, None), (5, 1)]
+        assert decode.scheduler.matched_tokens(request, 0) is None
+        assert len(decode.begun) == 2, "the next is due 20 ms after this one"
+
+    def test_it_takes_what_is_there_so_long_after_the_last_new_block(self, decode: Asked) -> None:
+        answers = [decode.answer(1), *(decode.answer(found) for found in (2, 2, 2, 2))]
+        request = make_request()
+        assert decode.scheduler.matched_tokens(request, 0) is None
+        decode.clock.now += 9.0
+        assert decode.scheduler.matched_tokens(request, 0) is None
+        assert decode.scheduler.matched_tokens(request, 0) is None, "the second block has come now"
+        decode.clock.now += 9.9
+        assert decode.scheduler.matched_tokens(request, 0) is None
+        decode.clock.now += 0.2
+        assert decode.scheduler.matched_tokens(request, 0) == 8
+        assert answers[0].waited
+
+    def test_one_missing_block_is_waited_for_and_none_is_not(self, decode: Asked) -> None:
+        answer = decode.answer(4)
+        assert decode.scheduler.matched_tokens(make_request(), 0) is None
+        answer.found = 5
+        assert decode.scheduler.matched_tokens(make_request(), 0) == 20
+
+    def test_steps_without_work_are_slowed_while_a_request_waits(self, decode: Asked) -> None:
+        decode.idle()
+        assert decode.clock.slept == []
+        decode.answer(1)
+        decode.scheduler.matched_tokens(make_request(), 0)
+        decode.idle()
+        assert decode.clock.slept == [0.005]
+        decode.idle()
+        assert decode.clock.slept == [0.005], "nobody asked in this step"
+
+    @pytest.mark.parametrize("work", ["computes", "loads", "saves", "is held"])
+    def test_steps_with_work_are_not(self, decode: Asked, work: str) -> None:
+        request = make_request(name="b")
+        decode.scheduler.on_allocation(request, lambda: TABLE, 0)
+        if work == "loads":
+            decode.scheduler._planned_loads.append(SimpleNamespace())  # type: ignore[arg-type]
+        if work == "saves":
+            decode.scheduler._planned_saves.append(SimpleNamespace())  # type: ignore[arg-type]
+        if work == "is held":
+            decode.scheduler._pin_blocks(request, [b"n"], [3], is_load=True)
+        decode.answer(1)
+        decode.scheduler.matched_tokens(make_request(), 0)
+        decode.scheduler.plan_step({"b": 1} if work == "computes" else {}, lambda _: TABLE)
+        assert decode.clock.slept == []
+
+
+class TestLoads:
+    """What is loaded, and what that keeps."""
+
+    def test_a_load_has_the_matched_blocks_alone(self, asked: Asked) -> None:
+        asked.answer(3)
+        request = make_request()
+        matched = asked.scheduler.matched_tokens(request, 5)
+        assert matched == 12
+        asked.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], matched)
+        (load,) = asked.scheduler.plan_step({}, lambda _: []).loads
+        assert (list(load.blocks), load.names) == ([11, 12, 13], request.block_hashes[1:4])
+        assert asked.scheduler.plan_step({}, lambda _: []).loads == []
+
+    def test_of_what_was_found_only_what_vllm_has_room_for_is_loaded(self, asked: Asked) -> None:
+        asked.answer(3)
+        request = make_request()
+        asked.scheduler.matched_tokens(request, 0)
+        asked.scheduler.on_allocation(request, lambda: TABLE, 8)
+        (load,) = asked.scheduler.plan_step({}, lambda _: []).loads
+        assert list(load.blocks) == [0, 1]
+
+    @pytest.mark.parametrize(("found", "external"), [(3, 0), (None, 12)])
+    def test_without_a_match_or_its_look_up_nothing_is_loaded(
+        self, asked: Asked, found: int | None, external: int
+    ) -> None:
+        request = make_request()
+        if found is not None:
+            asked.answer(found)
+            asked.scheduler.matched_tokens(request, 0)
+        asked.scheduler.on_allocation(request, lambda: TABLE, external)
+        assert asked.scheduler.plan_step({}, lambda _: []).loads == []
+        assert not asked.scheduler.has_pins
+
+    def test_loaded_blocks_are_not_saved_and_what_follows_them_is(self, asked: Asked) -> None:
+        asked.answer(3)
+        request = make_request()
+        matched = asked.scheduler.matched_tokens(request, 0) or 0
+        asked.scheduler.on_allocation(request, lambda: TABLE, matched)
+        (load,) = asked.scheduler.plan_step({}, lambda _: []).loads
+        asked.scheduler.on_report(Report(ended=Counter({load.number: 1})))
+        request.num_computed_tokens = 12
+        (save,) = asked.scheduler.plan_step({"a": 10}, lambda _: TABLE).saves
+        assert list(save.blocks) == [3, 4]
+
+    def test_after_a_load_that_was_short_all_blocks_are_saved(self, asked: Asked) -> None:
+        asked.answer(3)
+        request = make_request()
+        matched = asked.scheduler.matched_tokens(request, 0) or 0
+        asked.scheduler.on_allocation(request, lambda: TABLE, matched)
+        (load,) = asked.scheduler.plan_step({}, lambda _: []).loads
+        asked.scheduler.on_report(Report(ended=Counter({load.number: 1}), short={"a", "nobody"}))
+        assert asked.scheduler._barred == {"a"}
+        (save,) = asked.scheduler.plan_step({"a": 22}, lambda _: TABLE).saves
+        assert list(save.blocks) == [0, 1, 2, 3, 4]
+        asked.scheduler.on_request_end(request, TABLE)
+        assert asked.scheduler._barred == set()
+
+    def test_blocks_of_loads_do_not_count_among_those_that_saves_hold(self, asked: Asked) -> None:
+        asked.answer(5)
+        request = make_request()
+        matched = asked.scheduler.matched_tokens(request, 0) or 0
+        asked.scheduler.on_allocation(request, lambda: TABLE, matched)
+        other, table = Request("b", list(range(100, 140))), list(range(10, 20))
+        asked.scheduler.on_allocation(other, lambda: table, 0)
+        (save,) = asked.scheduler.plan_step({"b": 40}, lambda _: table).saves
+        assert len(save.blocks) == NUM_BLOCKS // 4
+
+    def test_a_load_of_a_prefill_is_not_waited_for(self, asked: Asked) -> None:
+        asked.answer(4)
+        request = make_request(max_tokens=1, kv_transfer_params=BEFORE_DECODE)
+        matched = asked.scheduler.matched_tokens(request, 0) or 0
+        asked.scheduler.on_allocation(request, lambda: TABLE, matched)
+        request.num_computed_tokens = matched
+        plan = asked.scheduler.plan_step({"a": 6}, lambda _: TABLE)
+        assert plan.awaited == [save.number for save in plan.saves]
+        assert len(plan.loads) == 1
+
+    def test_running_requests_are_those_that_do_not_load(self, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+        running: list[int] = []
+        monkeypatch.setattr(
+            asked.scheduler._load_or_compute, "decide", lambda found, number: running.append(number) or "load"
+        )
+        for name in ("a", "b", "c"):
+            asked.answer(3)
+            request = make_request(name=name)
+            matched = asked.scheduler.matched_tokens(request, 0) or 0
+            asked.scheduler.on_allocation(request, lambda: TABLE, 0 if name == "a" else matched)
+        assert running == [0, 1, 1]
+
+
+class TestSaves:
+    """What is saved, and when."""
+
+    def test_the_last_token_of_a_request_was_sampled_and_not_computed(self, instance: Instance) -> None:
+        request = make_request(20)
+        instance.scheduler.on_allocation(request, lambda: TABLE, 0)
+        request.num_computed_tokens = 20
+        instance.scheduler.on_request_end(request, TABLE)
+        (save,) = instance.scheduler.plan_step({}, lambda _: []).saves
+        assert len(save.blocks) == 4
+
+    def test_no_more_blocks_are_saved_than_the_request_has(self, instance: Instance) -> None:
+        request = make_request(30)
+        instance.scheduler.on_allocation(request, lambda: [0, 1, 2], 0)
+        request.num_computed_tokens = 30
+        instance.scheduler.on_request_end(request, [0, 1, 2])
+        (save,) = instance.scheduler.plan_step({}, lambda _: []).saves
+        assert list(save.blocks) == [0, 1, 2]
+
+    def test_no_more_blocks_are_saved_than_were_computed(self, instance: Instance) -> None:
+        request = make_request(30)
+        instance.scheduler.on_allocation(request, lambda: list(range(8)), 0)
+        request.num_computed_tokens = 13
+        instance.scheduler.on_request_end(request, list(range(8)))
+        (save,) = instance.scheduler.plan_step({}, lambda _: []).saves
+        assert len(save.blocks) == 3
+
+    def test_blocks_without_a_name_yet_are_not_saved(self, instance: Instance) -> None:
+        request = make_request(22)
+        request.block_hashes = request.block_hashes[:2]
+        instance.scheduler.on_allocation(request, lambda: TABLE, 0)
+        (save,) = instance.scheduler.plan_step({"a": 22}, lambda _: TABLE).saves
+        assert len(save.blocks) == 2
+
+    def test_what_is_left_unsaved_at_the_end_counts_as_dropped(self, instance: Instance) -> None:
+        request, table = make_request(4 * 20), list(range(20))
+        instance.scheduler.on_allocation(request, lambda: table, 0)
+        request.num_computed_tokens = 80
+        instance.scheduler.on_request_end(request, table)
+        (counts,) = instance.scheduler.take_counts().values()
+        assert counts == {"save dropped": 19 - NUM_BLOCKS // 4}
+
+    def test_where_all_was_saved_nothing_counts_as_dropped(self, instance: Instance) -> None:
+        instance.compute(make_request(), TABLE)
+        assert instance.scheduler.take_counts() == {}
+
+    def test_a_request_that_never_had_blocks_just_ends(self, instance: Instance) -> None:
+        instance.scheduler.on_request_end(make_request(), [])
+        assert not instance.scheduler.has_pins
+
+    def test_a_pool_that_was_there_five_seconds_ago_is_given_blocks(
+        self, instance: Instance, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = Clock()
+        monkeypatch.setattr(module, "time", clock)
+        assert instance.scheduler._may_save
+        monkeypatch.setattr(SchedulerHalf, "_is_ready", False)
+        clock.now += 4.99
+        assert instance.scheduler._may_save
+        clock.now += 0.01
+        assert not instance.scheduler._may_save
+
+    def test_transfers_have_numbers_of_their_own(self, instance: Instance) -> None:
+        numbers = [instance.scheduler._pin_blocks(None, [], [], is_load=False).number for _ in range(3)]
+        assert len(set(numbers)) == 3
+
+    def test_a_null_block_ends_the_saves_of_its_request(self, instance: Instance) -> None:
+        instance.blocks.blocks[0].is_null = True
+        request = make_request()
+        instance.scheduler.on_allocation(request, lambda: TABLE, 0)
+        assert instance.scheduler.plan_step({"a": 8}, lambda _: [0, 1]).saves == []
+        request.num_computed_tokens = 8
+        assert instance.scheduler.plan_step({"a": 14}, lambda _: TABLE).saves == []
+
+
+class TestPins:
+    """Blocks are held until every rank has said that nothing touches them."""
+
+    def test_all_ranks_must_have_said_so(self, store: StorageBackend) -> None:
+        with contextlib.closing(Instance(store, ranks=2)) as instance:
+            request = make_request()
+            instance.scheduler.on_allocation(request, lambda: TABLE, 0)
+            (save,) = instance.scheduler.plan_step({"a": 22}, lambda _: TABLE).saves
+            instance.scheduler.on_report(Report(ended=Counter({save.number: 1})))
+            assert instance.scheduler.has_pins
+            assert sum(instance.blocks.held) == 5
+            instance.scheduler.on_report(Report(ended=Counter({save.number: 1})))
+            assert not instance.scheduler.has_pins
+            assert instance.blocks.freed == [4, 3, 2, 1, 0]
+
+    def test_steps_go_on_while_something_is_to_be_done_in_the_next(self, instance: Instance) -> None:
+        assert not instance.scheduler.has_pins
+        instance.scheduler._posts.put(lambda: None)
+        assert instance.scheduler.has_pins
+        instance.scheduler.plan_step({}, lambda _: [])
+        assert not instance.scheduler.has_pins
+
+
+class TestRefill:
+    """Blocks that the pool has lost are put again."""
+
+    def test_it_begins_once_namespaces_and_blocks_are_known_and_ends_with_the_half(
+        self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun: list[object] = []
+        closed: list[bool] = []
+
+        def refill(pool: object, *more: object) -> Any:
+            begun.append(pool)
+            return SimpleNamespace(close=lambda: closed.append(True))
+
+        monkeypatch.setattr(module, "Refill", refill)
+        with contextlib.closing(Instance(store)) as instance:
+            assert begun == [instance.scheduler._pools[0]]
+        assert closed == [True]
+
+    def test_an_instance_that_does_not_save_puts_nothing_again(
+        self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun: list[object] = []
+        monkeypatch.setattr(module, "Refill", lambda *given: begun.append(given))
+        with contextlib.closing(Instance(store, saves=False)):
+            assert begun == []
+
+    @pytest.mark.parametrize("may_save", [True, False])
+    def test_where_there_is_nothing_to_save_again_or_no_pool_it_is_told_at_once(
+        self, instance: Instance, monkeypatch: pytest.MonkeyPatch, may_save: bool
+    ) -> None:
+        monkeypatch.setattr(SchedulerHalf, "_may_save", may_save)
+        ended: list[bool] = []
+        blocks = [] if may_save else [3]
+        instance.scheduler._save_again([b"n"] * len(blocks), blocks, lambda: ended.append(True))
+        assert ended == [True]
+        assert not instance.scheduler.has_pins
+
+    def test_blocks_that_are_put_again_count_among_those_that_saves_hold(self, instance: Instance) -> None:
+        instance.scheduler._save_again([bytes([n]) * 32 for n in range(8)], list(range(8)), lambda: None)
+        instance.scheduler.on_allocation(make_request(), lambda: [20, 21, 22, 23, 24, 25], 0)
+        (save,) = instance.scheduler.plan_step({"a": 22}, lambda _: [20, 21, 22, 23, 24, 25]).saves
+        assert list(save.blocks) == list(range(8))
+
+    def test_blocks_of_adapters_are_not_put_again(self, instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+        lora = SimpleNamespace(lora_name="ad", lora_path="/ad")
+        instance.scheduler.on_report(Report(adapters={("ad", "/ad"): [b"d" * 32]}))
+        noted: list[object] = []
+        assert instance.scheduler._cached is not None
+        monkeypatch.setattr(instance.scheduler._cached, "note_blocks", lambda *given: noted.append(given))
+        request = make_request(lora_request=lora)
+        instance.scheduler.on_allocation(request, lambda: TABLE, 0)
+        (save,) = instance.scheduler.plan_step({"a": 22}, lambda _: TABLE).saves
+        assert save.adapter == ("ad", "/ad")
+        assert noted == []
+
+
+def test_who_never_reset_vllms_cache_cannot_vouch_for_it(instance: Instance) -> None:
+    assert not instance.scheduler.forget_blocks()
+
+
+def test_a_reset_forgets_look_ups_under_way(instance: Instance) -> None:
+    instance.compute(make_request(), TABLE)
+    assert instance.match_request(make_request(name="b")) == 20
+    assert instance.scheduler.num_open_lookups == 1
+    assert instance.reset()
+    assert instance.scheduler.num_open_lookups == 0
+    assert instance.match_request(make_request(name="b")) == 0
+
+
+def test_vllm_hears_whether_its_cache_was_reset(instance: Instance) -> None:
+    assert instance.blocks.reset_prefix_cache() is True
+    instance.blocks.in_use = True
+    assert instance.blocks.reset_prefix_cache() is False
+
+
+def test_blocks_without_a_reset_of_their_own_are_taken(store: StorageBackend) -> None:
+    with contextlib.closing(SchedulerHalf(store, BLOCK)) as half:
+        half.bind_blocks(SimpleNamespace(blocks=[]))  # type: ignore[arg-type]
+        assert not half.forget_blocks()
+
+
+@pytest.mark.parametrize(("tokens", "is_prefill"), [(1, True), (2, False)])
+def test_only_a_request_for_one_token_is_a_prefill(store: StorageBackend, tokens: int, is_prefill: bool) -> None:
+    with contextlib.closing(Instance(store, loads=False)) as producer:
+        request = make_request(max_tokens=tokens)
+        producer.scheduler.on_allocation(request, lambda: TABLE, 0)
+        assert bool(producer.scheduler.plan_step({"a": 22}, lambda _: TABLE).awaited) is is_prefill
+
+
+def test_only_saves_of_the_prefill_itself_are_waited_for(instance: Instance) -> None:
+    other = Request("other", list(range(100, 122)))
+    instance.scheduler.on_allocation(other, lambda: [10, 11, 12, 13, 14, 15], 0)
+    request = make_request(max_tokens=1, kv_transfer_params=BEFORE_DECODE)
+    instance.scheduler.on_allocation(request, lambda: TABLE, 0)
+    tables = {"a": TABLE, "other": [10, 11, 12, 13, 14, 15]}
+    plan = instance.scheduler.plan_step({"other": 22, "a": 22}, tables.__getitem__)
+    assert plan.awaited == [save.number for save in plan.saves if save.request_id == "a"]
+    assert len(plan.saves) == 2
+
+
+def test_steps_of_unknown_requests_plan_nothing(instance: Instance) -> None:
+    plan = instance.scheduler.plan_step({"nobody": 4}, lambda _: TABLE)
+    assert (plan.loads, plan.saves, plan.awaited, plan.num_tokens) == ([], [], [], 0)
+
+
+def test_a_step_with_the_last_token_of_a_prompt_computes_a_prompt(instance: Instance) -> None:
+    request = make_request(22, num_computed_tokens=21)
+    instance.scheduler.on_allocation(request, lambda: TABLE, 0)
+    assert instance.scheduler.plan_step({"a": 1}, lambda _: TABLE).num_tokens == 1
+
+
+class TestClosing:
+    """An instance that ends waits for nobody longer than a moment."""
+
+    def test_a_look_up_that_hangs_is_left_behind_and_those_after_it_never_begin(self) -> None:
+        store = FaultInjector(CheckedBackend(MemoryStore(1 << 20)), [Fault.HANGS] * 4)
+        instance = Instance(store)
+        names = [f"r{number}" for number in range(6)]
+        for name in names:
+            instance.scheduler.matched_tokens(make_request(name=name), 0)
+        wait_until(lambda: store.calls.count("exists") == 4, "four look-ups that hang")
+        questions = [instance.scheduler._questions[name].answer for name in names]
+        ended = threading.Thread(target=instance.scheduler.close, daemon=True)
+        ended.start()
+        ended.join(10.0)
+        assert not ended.is_alive()
+        assert [answer.cancelled() for answer in questions] == [False] * 4 + [True] * 2
+        store.go_on()
+        for worker in instance.workers:
+            worker.close()
+
+    def test_the_store_is_left_by_a_thread_that_keeps_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        left: list[bool] = []
+        half = SchedulerHalf(MemoryStore(1 << 20), BLOCK)
+        monkeypatch.setattr(half._backend, "close", lambda: left.append(threading.current_thread().daemon))
+        half.close()
+        assert left == [True]
+
+
+def test_the_counts_of_a_look_up_made_again_have_new_blocks_alone(instance: Instance) -> None:
+    instance.compute(make_request(), TABLE)
+    look_up: Callable[..., Any] = instance.scheduler._look_up
+    for before, expected in ((2, 3), (7, 0)):
+        assert look_up(make_request().block_hashes, before) == (5, None)
+        (counts,) = instance.scheduler.take_counts().values() or [{}]
+        assert counts.get("lookup ok", 0) == expected
+        assert "lookup absent" not in counts
+
+
+def test_saves_of_a_prefill_are_waited_for_only_in_the_step_that_computes_its_end(instance: Instance) -> None:
+    plan = prefill(instance, make_request(max_tokens=1, kv_transfer_params=BEFORE_DECODE), TABLE)
+    assert len(plan.awaited) == 1
+    assert Status.OK in instance.scheduler._pools[0].exists(make_request().block_hashes)
