@@ -101,7 +101,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]
 def storage(shape: Shape, master: MooncakeMaster, command: list[str], **arguments: object) -> Iterator[Storage]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", command)
-        start_under(engine_of(**arguments), patch)
+        start_under(engine_of("", None, **arguments), patch)
         opened = shape(master.settings())
     yield opened
     for client in filter(None, (opened.client, getattr(opened, "scheduler", None))):
@@ -336,7 +336,7 @@ def test_each_setting_of_the_engine_that_decides_on_kv_has_a_namespace_of_its_ow
 ) -> None:
     command = commands(models[0])[kind]
     found = {digest_of(command, engine_of(models[0])): ""}
-    arguments = {name: engine_of(models[0], **{name: "another value"}) for name in DECIDE_ON_KV}
+    arguments = {name: engine_of(models[0], None, **{name: "another value"}) for name in DECIDE_ON_KV}
     drafting = {"method": "mtp", "model": str(models[1])}
     arguments["speculative_config"] = engine_of(models[0], speculative_config=json.dumps(drafting))
     variables = {name: engine_of(models[0], {name: "another value"}) for name in VARIABLES_ON_KV}
@@ -359,7 +359,7 @@ def test_settings_of_the_engine_that_cannot_change_kv_do_not_part_instances(mode
 def test_arguments_with_a_field_of_their_own_change_it(models: list[Path]) -> None:
     scheduler = commands(models[0])["scheduler"]
     plain, changed = (
-        process_namespace(scheduler, engine_of(models[0], **each))
+        process_namespace(scheduler, engine_of(models[0], None, **each))
         for each in ({}, {"tensor_parallel_size": 2, "block_size": 128})
     )
     assert (plain.tp_size, plain.block_size, changed.tp_size, changed.block_size) == (1, 64, 2, 128)

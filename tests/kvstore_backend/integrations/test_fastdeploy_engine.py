@@ -177,13 +177,14 @@ def test_arguments_that_fastdeploy_does_not_take_are_refused(monkeypatch: pytest
         def parse_args(self, words: list[str]) -> None:
             sys.exit(2)
 
-    for name, members in {
+    doubles: dict[str, dict[str, Any]] = {
         "fastdeploy": {},
         "fastdeploy.entrypoints": {},
         "fastdeploy.entrypoints.openai": {},
         "fastdeploy.entrypoints.openai.utils": {"make_arg_parser": lambda parser: parser},
         "fastdeploy.utils": {"FlexibleArgumentParser": Parser},
-    }.items():
+    }
+    for name, members in doubles.items():
         module = types.ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
