@@ -81,7 +81,7 @@ def parse_arguments(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any
     try:
         arguments = vars(parser.parse_args(list(words)))
     except SystemExit:
-        raise ConfigError(f"FastDeploy does not take its own command line: {' '.join(words)}") from None
+        raise ConfigError("FastDeploy's own parser does not take its command line; its message says why") from None
     return arguments, {name: parser.get_default(name) for name in arguments}
 
 

@@ -188,7 +188,7 @@ def test_arguments_that_fastdeploy_does_not_take_are_refused(monkeypatch: pytest
         module = types.ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(ConfigError, match="does not take its own command line: --nonsense"):
+    with pytest.raises(ConfigError, match="own parser does not take its command line"):
         parse_arguments(["--nonsense"])
 
 
