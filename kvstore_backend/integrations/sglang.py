@@ -129,7 +129,8 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             return
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._host_pools[name] = host_pool
-        self._suffixes.setdefault(name, f".{name} {_describe_state(host_pool)}")
+        if name != PoolName.KV.value:
+            self._suffixes[name] = f".{name} {_describe_state(host_pool)}"
         buffers = getattr(host_pool, "get_hybrid_pool_buffer", lambda: [host_pool.kv_buffer])()
         for buffer in buffers:
             if buffer is not None and buffer.numel():

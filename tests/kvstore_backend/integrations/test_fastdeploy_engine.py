@@ -226,6 +226,13 @@ class TestWeights:
     def test_a_model_without_a_version_has_the_weights_of_its_folder(self, tmp_path: Path) -> None:
         assert Weights(tmp_path, may_change=False).read() == WeightsVersion("", "")
 
+    @pytest.mark.parametrize("content", ["", "step: 1", "version: ["])
+    def test_a_file_that_says_no_version_counts_by_its_content(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "version.yaml").write_text(content)
+        found = Weights(tmp_path, may_change=False).read()
+        assert found is not None
+        assert (len(found.text), found.step) == (12, "")
+
     def test_the_version_is_read_again_when_it_changes(self, tmp_path: Path) -> None:
         file = tmp_path / "version.yaml"
         file.write_text("version: RL-STEP1-17-a")

@@ -447,6 +447,23 @@ def test_a_pool_that_was_never_registered_has_no_pages(attach: Attach, sglang: A
     assert backend.batch_get_v2([unknown]) == backend.batch_set_v2([unknown]) == {"indexer": [False]}
 
 
+def test_state_in_several_buffers_is_registered_where_there_is_any(
+    integration: Any, attach: Attach, sglang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StrictStore(MemoryStore(1 << 20))
+    monkeypatch.setattr(integration, "open_pool", lambda _, namespace, *__, **___: BlockPool(store, namespace))
+    backend = attach(HostMemory())
+    before = dict(store.registered.regions)
+    conv, temporal = torch.ones(4), torch.ones(8)
+    state = HostMemory()
+    state.get_hybrid_pool_buffer = lambda: [None, conv, torch.empty(0), temporal]  # type: ignore[attr-defined]
+    for _ in range(2):  # SGLang may say it twice
+        backend.register_mem_host_pool_v2(state, sglang.PoolName.MAMBA)
+    added = {address: size for address, size in store.registered.regions.items() if address not in before}
+    assert added == {conv.data_ptr(): 16, temporal.data_ptr(): 32}
+    assert store.registered.complaints == []
+
+
 def test_flat_tensors_are_memory_that_rdma_was_told_of(
     integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
