@@ -303,7 +303,8 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     def _build_namespace(self, host: Any, *, is_shared: bool) -> Namespace:
         config = self._storage_config
         layout = [
-            f"sglang {sglang_version} {host.layout} {getattr(host, 'storage_format_tag', None) or ''}",
+            f"sglang {sglang_version} {host.layout}",
+            getattr(host, "storage_format_tag", None),
             "pages" if self._comes_by_address else "flat",
             f"pp={config.pp_rank}/{config.pp_size}",
             f"cp={config.attn_cp_rank}/{config.attn_cp_size}",
