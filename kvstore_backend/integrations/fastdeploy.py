@@ -139,11 +139,12 @@ def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
 def _read_engine(engine: Engine) -> dict[str, str]:
     """The settings of the engine that decide on KV."""
     arguments = {name: value for name, value in engine.arguments.items() if name not in CANNOT_CHANGE_KV}
-    if "speculative_config" in arguments:
-        arguments["speculative_config"] = _find_drafting(arguments["speculative_config"])
+    for name, find_effect in _EFFECTS.items():
+        arguments[name] = find_effect(arguments.get(name))
+    given = {name: value for name, value in arguments.items() if value is not None}
     known = engine_variables((*VARIABLE_PREFIXES, *VARIABLES_ON_KV), engine.environ)
     variables = {name: text for name, text in known.items() if name not in NEUTRAL_VARIABLES}
-    return read_settings({**arguments, **variables}, TOLD_OTHERWISE)
+    return read_settings({**given, **variables}, TOLD_OTHERWISE)
 
 
 def _find_drafting(value: object) -> object:
@@ -152,6 +153,18 @@ def _find_drafting(value: object) -> object:
     if not isinstance(settings, Mapping):
         return value
     return settings if settings.get("method") == _DRAFTING else None
+
+
+def _find_compilation(value: object) -> object:
+    """The settings of graphs but for CUDA graphs, which replay the kernels that would be launched one by one."""
+    settings = read_json(value)
+    if not isinstance(settings, Mapping):
+        return value
+    return {name: each for name, each in settings.items() if "cuda" not in name} or None
+
+
+# Arguments of which only a part decides on KV; None: nothing of it.
+_EFFECTS = {"speculative_config": _find_drafting, "graph_optimization_config": _find_compilation}
 
 
 def _find_model(argv: Sequence[str], engine: Engine) -> str:

@@ -81,7 +81,7 @@ def parse_arguments(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any
     try:
         arguments = vars(parser.parse_args(list(words)))
     except SystemExit:
-        raise ConfigError(f"FastDeploy does not take its own command line: {' '.join(words)}") from None
+        raise ConfigError("FastDeploy's own parser does not take its command line; its message says why") from None
     return arguments, {name: parser.get_default(name) for name in arguments}
 
 
@@ -181,17 +181,17 @@ class Weights:
         except OSError:
             seen = None
         if seen != self._seen:
-            self._version = self._parse() if seen is not None else None
-            self._seen = seen
-        if self._version is None and not self._may_change:
-            return WeightsVersion("", "")
+            self._version, self._seen = self._parse(), seen
         return self._version
 
     def _parse(self) -> WeightsVersion | None:
         try:
             content = self._file.read_bytes()
-            version = yaml.safe_load(content)["version"]
-        except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-            return None
-        text = f"{version} {hashlib.sha256(content).hexdigest()[:12]}"
-        return WeightsVersion(text, "-".join(str(version).split("-", 2)[:2]))
+        except OSError:
+            return None if self._may_change else WeightsVersion("", "")
+        digest = hashlib.sha256(content).hexdigest()[:12]
+        try:
+            version = str(yaml.safe_load(content)["version"])
+        except (ValueError, TypeError, KeyError, yaml.YAMLError):
+            return None if self._may_change else WeightsVersion(digest, "")
+        return WeightsVersion(f"{version} {digest}", "-".join(version.split("-", 2)[:2]))

@@ -22,6 +22,8 @@ _CHUNK_BYTES = 1 << 20
 # A manifest takes sixteen facts, of which ``collect_facts`` and the integrations give five.
 _MAX_FACTS = 10
 _MAX_TEXT = 80
+# Names and texts that a manifest, which everybody at the pool may read, does not repeat.
+_SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -60,12 +62,15 @@ def digest_settings(fingerprint: str, settings: Mapping[str, str]) -> str:
 
 
 def list_facts(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
-    """Facts for a manifest: the settings that are not at their defaults; beyond ten, the digest of the others."""
+    """Facts for a manifest: the settings that are not at their defaults; beyond ten, the digest of the others.
+
+    Of what may be a secret the digest stands there.
+    """
     changed = {name: text for name, text in settings.items() if text != defaults.get(name)}
     names = list(changed)
     rest = [[name, changed[name]] for name in names[_MAX_FACTS:]]
     others = {f"setting {rest[0][0]} or a later one": _digest(json.dumps(rest).encode())} if rest else {}
-    return {**others, **{f"setting {name}": _shorten(changed[name]) for name in names[:_MAX_FACTS]}}
+    return {**others, **{f"setting {name}": _show(name, changed[name]) for name in names[:_MAX_FACTS]}}
 
 
 def _write(value: object) -> str:
@@ -117,7 +122,9 @@ def _name_object(value: object) -> str:
     return str(value.value) if isinstance(value, enum.Enum) else _ADDRESS.sub("", repr(value))
 
 
-def _shorten(text: str) -> str:
+def _show(name: str, text: str) -> str:
+    if _SECRET.search(f"{name} {text}"):
+        return _digest(text.encode())
     plain = "".join(character if character.isprintable() else "?" for character in text)
     return plain if len(plain) <= _MAX_TEXT else f"{plain[:_MAX_TEXT]}... {_digest(text.encode())}"
 

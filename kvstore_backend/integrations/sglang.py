@@ -129,7 +129,8 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             return
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._host_pools[name] = host_pool
-        self._suffixes.setdefault(name, f".{name} {_describe_state(host_pool)}")
+        if name != PoolName.KV.value:
+            self._suffixes[name] = f".{name} {_describe_state(host_pool)}"
         buffers = getattr(host_pool, "get_hybrid_pool_buffer", lambda: [host_pool.kv_buffer])()
         for buffer in buffers:
             if buffer is not None and buffer.numel():
@@ -302,7 +303,8 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     def _build_namespace(self, host: Any, *, is_shared: bool) -> Namespace:
         config = self._storage_config
         layout = [
-            f"sglang {sglang_version} {host.layout} {getattr(host, 'storage_format_tag', None) or ''}",
+            f"sglang {sglang_version} {host.layout}",
+            getattr(host, "storage_format_tag", None),
             "pages" if self._comes_by_address else "flat",
             f"pp={config.pp_rank}/{config.pp_size}",
             f"cp={config.attn_cp_rank}/{config.attn_cp_size}",

@@ -341,3 +341,15 @@ class TestOpening:
             assert loaded(pool, blocks) == [block[:1] * NBYTES for block in blocks]
             wait_until(lambda: registry.get_sample_value("kvstore_write_queue_blocks") == 0, "the writes")
             assert registry.get_sample_value("kvstore_blocks_total", {"operation": "put", "status": "ok"}) == 3
+
+
+def test_a_pool_may_move_to_another_namespace_with_its_manifest(tmp_path: Path) -> None:
+    old, memory = Memory(bytes(NBYTES)), Memory(NBYTES)
+    config = load_config(f"file://{tmp_path}?size=1MiB", environ={})
+    with open_pool(config, NAMESPACE, background=False, facts={"name": "model"}) as pool:
+        assert pool.put_blocks([bytes(32)], [old.value]) == [OK]
+        pool.move_to(replace(NAMESPACE, weights_version="2"))
+        assert pool.get_blocks([bytes(32)], [memory.value]) == [ABSENT]
+        assert (pool.manifest.digest, pool.manifest.facts) == (pool.namespace.digest, {"name": "model"})
+        pool.move_to(NAMESPACE)
+        assert pool.get_blocks([bytes(32)], [memory.value]) == [OK]

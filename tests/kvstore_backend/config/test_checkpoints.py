@@ -49,6 +49,21 @@ def test_the_revision_is_the_one_that_main_names(tmp_path: Path) -> None:
     assert find_checkpoint(NAME, {"HF_HUB_CACHE": str(tmp_path)}) == str(snapshot)
 
 
+def test_a_revision_is_a_branch_or_a_commit(tmp_path: Path) -> None:
+    main = hugging_face_download(tmp_path)
+    other = download(main.parent / "89ef")
+    (main.parent.parent / "refs" / "v2").write_text("89ef")
+    environ = {"HF_HUB_CACHE": str(tmp_path)}
+    found = {revision: find_checkpoint(NAME, environ, revision) for revision in ("main", "master", "v2", "89ef")}
+    assert found == {"main": str(main), "master": str(main), "v2": str(other), "89ef": str(other)}
+
+
+def test_a_revision_that_was_not_downloaded_is_no_other(tmp_path: Path) -> None:
+    hugging_face_download(tmp_path)
+    with pytest.raises(ConfigError, match="snapshots/v3"):
+        find_checkpoint(NAME, {"HF_HUB_CACHE": str(tmp_path)}, "v3")
+
+
 @pytest.mark.parametrize("name", [NAME, NAME.replace("PaddlePaddle", "baidu")])
 @pytest.mark.parametrize("variable", ["HOME", "FD_MODEL_CACHE"])
 def test_a_model_that_fastdeploy_downloaded_is_found(variable: str, name: str, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]
 def storage(shape: Shape, master: MooncakeMaster, command: list[str], **arguments: object) -> Iterator[Storage]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", command)
-        start_under(engine_of(**arguments), patch)
+        start_under(engine_of("", None, **arguments), patch)
         opened = shape(master.settings())
     yield opened
     for client in filter(None, (opened.client, getattr(opened, "scheduler", None))):
@@ -336,7 +336,7 @@ def test_each_setting_of_the_engine_that_decides_on_kv_has_a_namespace_of_its_ow
 ) -> None:
     command = commands(models[0])[kind]
     found = {digest_of(command, engine_of(models[0])): ""}
-    arguments = {name: engine_of(models[0], **{name: "another value"}) for name in DECIDE_ON_KV}
+    arguments = {name: engine_of(models[0], None, **{name: "another value"}) for name in DECIDE_ON_KV}
     drafting = {"method": "mtp", "model": str(models[1])}
     arguments["speculative_config"] = engine_of(models[0], speculative_config=json.dumps(drafting))
     variables = {name: engine_of(models[0], {name: "another value"}) for name in VARIABLES_ON_KV}
@@ -351,15 +351,15 @@ def test_each_setting_of_the_engine_that_decides_on_kv_has_a_namespace_of_its_ow
 def test_settings_of_the_engine_that_cannot_change_kv_do_not_part_instances(models: list[Path], kind: str) -> None:
     command = commands(models[0])[kind]
     told = dict.fromkeys(CANNOT_CHANGE_KV, "another value")
-    engine = engine_of(models[0], dict.fromkeys(NEUTRAL_VARIABLES, "another value"), **told, speculative_config=None)
-    plain = engine_of(models[0], speculative_config=None)
+    engine = engine_of(models[0], dict.fromkeys(NEUTRAL_VARIABLES, "another value"), **told)
+    plain = engine_of(models[0])
     assert digest_of(command, engine) == digest_of(command, plain)
 
 
 def test_arguments_with_a_field_of_their_own_change_it(models: list[Path]) -> None:
     scheduler = commands(models[0])["scheduler"]
     plain, changed = (
-        process_namespace(scheduler, engine_of(models[0], **each))
+        process_namespace(scheduler, engine_of(models[0], None, **each))
         for each in ({}, {"tensor_parallel_size": 2, "block_size": 128})
     )
     assert (plain.tp_size, plain.block_size, changed.tp_size, changed.block_size) == (1, 64, 2, 128)
@@ -385,9 +385,16 @@ def test_the_engine_and_its_worker_agree(models: list[Path], settings: dict[str,
 def test_speculation_without_a_draft_model_parts_no_instances(models: list[Path], method: str) -> None:
     speculative = {"method": method, "num_speculative_tokens": 5}
     with_it = engine_of(models[0], speculative_config=json.dumps(speculative))
-    assert digest_of(argv(models[0]), with_it) == digest_of(
-        argv(models[0]), engine_of(models[0], speculative_config=None)
-    )
+    assert digest_of(argv(models[0]), with_it) == digest_of(argv(models[0]), engine_of(models[0]))
+
+
+def test_cuda_graphs_part_no_instances_as_decode_has_them_and_prefill_does_not(models: list[Path]) -> None:
+    found = [
+        digest_of(argv(models[0]), engine_of(models[0], graph_optimization_config=each))
+        for each in (None, '{"use_cudagraph": true}', '{"use_cudagraph": true, "graph_opt_level": 2}')
+    ]
+    assert found[0] == found[1] != found[2]
+    assert found[0] == digest_of(argv(models[0]), engine_of(models[0]))
 
 
 def test_a_draft_model_counts_by_its_content(models: list[Path], tmp_path: Path) -> None:

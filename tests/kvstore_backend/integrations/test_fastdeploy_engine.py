@@ -177,17 +177,18 @@ def test_arguments_that_fastdeploy_does_not_take_are_refused(monkeypatch: pytest
         def parse_args(self, words: list[str]) -> None:
             sys.exit(2)
 
-    for name, members in {
+    doubles: dict[str, dict[str, Any]] = {
         "fastdeploy": {},
         "fastdeploy.entrypoints": {},
         "fastdeploy.entrypoints.openai": {},
         "fastdeploy.entrypoints.openai.utils": {"make_arg_parser": lambda parser: parser},
         "fastdeploy.utils": {"FlexibleArgumentParser": Parser},
-    }.items():
+    }
+    for name, members in doubles.items():
         module = types.ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(ConfigError, match="does not take its own command line: --nonsense"):
+    with pytest.raises(ConfigError, match="own parser does not take its command line"):
         parse_arguments(["--nonsense"])
 
 
@@ -224,6 +225,13 @@ class TestVersion:
 class TestWeights:
     def test_a_model_without_a_version_has_the_weights_of_its_folder(self, tmp_path: Path) -> None:
         assert Weights(tmp_path, may_change=False).read() == WeightsVersion("", "")
+
+    @pytest.mark.parametrize("content", ["", "step: 1", "version: ["])
+    def test_a_file_that_says_no_version_counts_by_its_content(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "version.yaml").write_text(content)
+        found = Weights(tmp_path, may_change=False).read()
+        assert found is not None
+        assert (len(found.text), found.step) == (12, "")
 
     def test_the_version_is_read_again_when_it_changes(self, tmp_path: Path) -> None:
         file = tmp_path / "version.yaml"

@@ -125,3 +125,10 @@ def test_the_longest_facts_fit_a_manifest() -> None:
     assert decode_manifest(encode_manifest(manifest), NAMESPACE.digest).facts.keys() >= facts.keys()
     changed = list_facts({f"setting_with_a_long_name_{i:02}": f"\n{'x' * 3999}y" for i in range(30)}, {})
     assert all(changed[name] != text for name, text in facts.items())
+
+
+@pytest.mark.parametrize("settings", [{"FD_X_API_KEY": "s3cret"}, {"rsync_config": '{"etcd_password": "s3cret"}'}])
+def test_what_may_be_a_secret_is_in_no_manifest(settings: dict[str, str]) -> None:
+    facts = list_facts(settings, {})
+    assert "s3cret" not in str(facts)
+    assert facts != list_facts({name: f"{text} " for name, text in settings.items()}, {})

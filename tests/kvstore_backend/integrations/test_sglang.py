@@ -259,6 +259,21 @@ def test_a_prefix_is_as_long_as_every_pool_allows(attach: Attach, sglang: Any) -
     assert found.extra_pool_hit_pages == {"kv": 3, "indexer": 3, "mamba": 2}
 
 
+@pytest.mark.parametrize(("window", "ends"), [(["x", "y"], [3]), (["x"], [2, 3]), (None, [2, 3])])
+def test_a_window_of_state_ends_where_all_of_its_pages_are(
+    attach: Attach, sglang: Any, window: list[str] | None, ends: list[int]
+) -> None:
+    backend = attach(HostMemory())
+    backend.register_mem_host_pool_v2(HostMemory(), sglang.PoolName.SWA if hasattr(sglang.PoolName, "SWA") else "swa")
+    keys = ["a", "b", "c", "d"]
+    backend.batch_set_v1(keys, indices(0, 1, 2, 3))
+    stored = sglang.PoolTransfer(name="swa", host_indices=indices(0, 1), keys=["b", "c"])
+    assert backend.batch_set_v2([stored]) == {"swa": [True, True]}
+    asked = sglang.PoolTransfer(name="swa", keys=window, hit_policy=sglang.PoolHitPolicy.TRAILING_PAGES)
+    found = backend.batch_exists_v2(keys, [asked])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (3, ends)
+
+
 # Whose pages these are.
 
 
@@ -380,6 +395,24 @@ def test_state_of_another_type_shares_no_pages(attach: Attach, sglang: Any) -> N
     assert one.batch_get_v2([transfer]) == {"mamba": [True]}
 
 
+def test_a_namespace_says_how_pages_lie(attach: Attach) -> None:
+    ranks = {"tp_rank": 1, "tp_size": 2, "pp_rank": 1, "pp_size": 3, "attn_cp_rank": 1, "attn_cp_size": 4}
+    heads, latent = HostMemory(), HostMemory()
+    del latent.head_num
+    latent.kv_cache_dim = 576  # type: ignore[attr-defined]
+    own = attach(heads, **ranks)._pools[False].namespace
+    shared = attach(
+        latent, {"interface_v1": 0, "weights_version": 7}, is_mla_model=True, dcp_rank=1, dcp_size=2, **ranks
+    )
+    told = shared._pools[True].namespace
+    assert own.layout == "sglang 0.5.23 page_first pages pp=1/3 cp=1/4 dcp=0/1"
+    assert told.layout == "sglang 0.5.23 page_first flat pp=1/3 cp=1/4 dcp=1/2"
+    assert (own.tp_size, own.tp_rank, told.tp_size, told.tp_rank) == (2, 1, 1, 0)
+    assert (own.num_kv_heads, own.head_size, told.num_kv_heads, told.head_size) == (HEADS, DIM, 1, 576)
+    assert (own.block_size, own.num_layers, own.kv_dtype) == (PAGE, LAYERS, "torch.bfloat16 auto")
+    assert (own.weights_version, told.weights_version) == ("", "7")
+
+
 def test_the_format_of_pages_is_part_of_the_namespace(attach: Attach) -> None:
     tagged = HostMemory()
     tagged.storage_format_tag = "interleaved"  # type: ignore[attr-defined]
@@ -445,6 +478,23 @@ def test_a_pool_that_was_never_registered_has_no_pages(attach: Attach, sglang: A
     unknown = sglang.PoolTransfer(name=sglang.PoolName.INDEXER, host_indices=indices(0), keys=["a"])
     assert backend.batch_exists_v2(["a"], [unknown]).kv_hit_pages == 0
     assert backend.batch_get_v2([unknown]) == backend.batch_set_v2([unknown]) == {"indexer": [False]}
+
+
+def test_state_in_several_buffers_is_registered_where_there_is_any(
+    integration: Any, attach: Attach, sglang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StrictStore(MemoryStore(1 << 20))
+    monkeypatch.setattr(integration, "open_pool", lambda _, namespace, *__, **___: BlockPool(store, namespace))
+    backend = attach(HostMemory())
+    before = dict(store.registered.regions)
+    conv, temporal = torch.ones(4), torch.ones(8)
+    state = HostMemory()
+    state.get_hybrid_pool_buffer = lambda: [None, conv, torch.empty(0), temporal]  # type: ignore[attr-defined]
+    for _ in range(2):  # SGLang may say it twice
+        backend.register_mem_host_pool_v2(state, sglang.PoolName.MAMBA)
+    added = {address: size for address, size in store.registered.regions.items() if address not in before}
+    assert added == {conv.data_ptr(): 16, temporal.data_ptr(): 32}
+    assert store.registered.complaints == []
 
 
 def test_flat_tensors_are_memory_that_rdma_was_told_of(
