@@ -1,0 +1,31 @@
+"""Over RDMA no byte moves that was not registered: all that the engine moves to and from its pool is."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from engine.pool_connector import PoolConnector
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.checked import CheckedBackend
+from tests.engine.faulty_store import FaultyStore
+from tests.engine.running import Engine
+from tests.support.strict_registration import StrictStore
+
+PROMPT = list(range(100))
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+def test_blocks_are_saved_from_and_loaded_into_registered_memory(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, staged: bool
+) -> None:
+    monkeypatch.setattr("engine.core.PoolConnector", functools.partial(PoolConnector, staged=staged))
+    strict = StrictStore(MemoryStore(64 << 20))
+    for is_second in (False, True):
+        with Engine(tiny_checkpoint, store=FaultyStore(CheckedBackend(strict))) as engine:
+            answering = engine.answer(PROMPT, 1)
+            assert answering.saved.wait(30)
+            assert (answering.sequence.pool_cached_tokens > 0) is is_second
+    assert not strict.registered.complaints

@@ -1,0 +1,81 @@
+"""A store of which one call goes wrong, whichever it is: the n-th, counted over all kinds of calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Literal
+
+from kvstore_backend.backend import Status, StorageBackend, Value
+from kvstore_backend.wrappers.wrapper import Wrapper
+
+__all__ = ["How", "NthCall"]
+
+How = Literal["raises", "hangs"]
+
+
+class NthCall(Wrapper):
+    """Passes on every call but the n-th, which raises, or waits until ``let_go`` and is passed on then.
+
+    Args:
+        store: sound.
+        number: of that call, from 0 on; -1: none goes wrong.
+        how: what happens to it.
+    """
+
+    def __init__(self, store: StorageBackend, number: int = -1, how: How = "raises") -> None:
+        super().__init__(store)
+        self.number, self.how = number, how
+        self.count = 0
+        """How many calls were made."""
+        self.is_closed = False
+        self._lock = threading.Lock()
+        self._go = threading.Event()
+
+    def let_go(self) -> None:
+        """Let the call that hangs go on."""
+        self._go.set()
+
+    def _go_wrong(self) -> None:
+        with self._lock:
+            is_wrong = self.count == self.number
+            self.count += 1
+        if is_wrong and self.how == "raises":
+            raise RuntimeError(f"call {self.number} raises, which no store may do")
+        if is_wrong:
+            self._go.wait()
+
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        self._go_wrong()
+        return super()._put(keys, values)
+
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        self._go_wrong()
+        return super()._keep(keys, values, seconds)
+
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        self._go_wrong()
+        return super()._get(keys, targets)
+
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
+        self._go_wrong()
+        return super()._exists(keys)
+
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+        self._go_wrong()
+        return super()._remove(keys, force=force)
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        """Go wrong, or register."""
+        self._go_wrong()
+        super().register(address, nbytes, headroom=headroom)
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Go wrong, or unregister."""
+        self._go_wrong()
+        super().unregister(address, nbytes)
+
+    def close(self) -> None:
+        """Close the store, whatever went wrong before."""
+        self.is_closed = True
+        super().close()
