@@ -232,9 +232,9 @@ def add_router_flags(parser: FlagParser) -> None:
     parser.add_argument(
         "--router",
         type=_parse_url,
-        default="http://127.0.0.1:52700",
+        default="http://127.0.0.1:9000",
         metavar="HOST:PORT",
-        help="the router (default: 127.0.0.1:52700); https://HOST:PORT if it speaks HTTPS",
+        help="the router (default: 127.0.0.1:9000, where it listens by default); https://HOST:PORT if it speaks HTTPS",
     )
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="with the router's admin token, if it has one")
     parser.add_argument(
