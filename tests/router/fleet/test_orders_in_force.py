@@ -1,7 +1,8 @@
 """What an operator orders about an instance stays in force under traffic, heartbeats and probes. Stand-ins.
 
 Probes come every 20 ms here, and heartbeats with them, so that twelve of each, the minute of an operator who watches
-where they come every 5 s, pass in a second. Orders to the pool: ``tests/kvstore_backend/cli/operator/test_in_force.py``.
+where they come every 5 s, pass in a second. For orders to the pool see
+``tests/kvstore_backend/cli/operator/test_in_force.py``.
 """
 
 from __future__ import annotations
