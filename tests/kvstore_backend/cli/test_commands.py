@@ -435,3 +435,10 @@ def test_bash_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -
     asked = f"{script}\nCOMP_WORDS=(kvstore stats --wa) COMP_CWORD=2\n_shtab_kvstore kvstore --wa stats\n"
     asked += 'echo "${COMPREPLY[@]}"'
     assert subprocess.run(["bash"], input=asked, capture_output=True, text=True, check=True).stdout == "--watch\n"
+
+
+def test_mooncakes_own_log_is_shown_to_those_who_ask_for_it_alone(mooncake_master: MooncakeMaster) -> None:
+    bench = ["bench", url(mooncake_master), "--json", "--batches", "1", "--warm-up", "0", "--block-size", "64KiB"]
+    quiet = kvstore(*bench)
+    assert (quiet.status, quiet.errors) == (0, "")
+    assert "metadata not found" in kvstore(*bench, MC_LOG_LEVEL="ERROR").errors
