@@ -72,6 +72,10 @@ class ClearMarks:
         self._found = {key: text for key, status, text in marks if status and _ID.fullmatch(text)}
         return any(self._known.get(key) != text for key, text in self._found.items())
 
+    def close(self) -> None:
+        """Give the memory back; ``look`` is not called any more."""
+        self._pool.unregister(self._memory.ctypes.data, self._memory.nbytes)
+
     def accept(self) -> None:
         """Take the marks that the last ``look`` found for known."""
         self._known |= self._found

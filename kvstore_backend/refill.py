@@ -134,6 +134,7 @@ class Refill:
             except Exception:
                 if not self._closed.is_set():
                     logger.exception("Looking for blocks that the pool has lost failed; it is tried again")
+        self._marks.close()
 
     def _look_after_pool(self) -> None:
         """Hear of a clear, and make a loss good that is no clear."""

@@ -26,7 +26,15 @@ from typing import Any
 
 import httpx
 
-from router.settings import FlagParser, SettingsError, parse_port, read_authorities, read_token
+from router.settings import (
+    CERTIFICATE_REMEDY,
+    FlagParser,
+    SettingsError,
+    is_certificate_refused,
+    parse_port,
+    read_authorities,
+    read_token,
+)
 
 __all__ = ["Sidecar", "main"]
 
@@ -46,6 +54,10 @@ _ADDRESS = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.
 
 class UntoldError(Exception):
     """The server does not tell its kind, or another than the operator says: one sentence, to stand behind "as"."""
+
+
+class UntrustedError(Exception):
+    """The router's or the server's certificate is not believed, which trying again does not change: one sentence."""
 
 
 class Sidecar:
@@ -77,6 +89,9 @@ class Sidecar:
 
         After a failure it tries again sooner than after a success: at start the router or the server is often only a
         second late.
+
+        Raises:
+            UntrustedError: the router's or the server's certificate is not believed.
         """
         async with httpx.AsyncClient(timeout=_TIMEOUT_SECONDS, trust_env=False, verify=self._tls) as client:
             pause = FIRST_RETRY_SECONDS
@@ -103,6 +118,8 @@ class Sidecar:
         try:
             response = await client.post(f"{self._router}/register", json=payload, headers=self._headers)
         except httpx.HTTPError as exc:
+            if is_certificate_refused(exc):
+                raise UntrustedError(f"the router {self._router} {CERTIFICATE_REMEDY}: {exc}") from None
             return f"the router {self._router} does not answer ({_describe_error(exc)}); trying again"
         if response.status_code != 200:
             return f"the router {self._router} refused with {response.status_code}: {response.text[:300]}; trying again"
@@ -117,6 +134,8 @@ class Sidecar:
         try:
             health = await client.get(f"{server}/health")
         except httpx.HTTPError as exc:
+            if is_certificate_refused(exc):
+                raise UntrustedError(f"the server at {server} {CERTIFICATE_REMEDY}: {exc}") from None
             raise UntoldError(f"the server at {server} does not answer /health ({_describe_error(exc)})") from None
         if health.status_code != 200:
             raise UntoldError(f"the server at {server} answers /health with {health.status_code}")
@@ -145,7 +164,8 @@ class Sidecar:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Register until SIGTERM or SIGINT; the exit status: 0, or 2 if the command line cannot be used."""
+    """Register until SIGTERM or SIGINT; the exit status: 0, 1 if the router's or the server's certificate is not
+    believed, 2 if the command line cannot be used."""
     try:
         arguments = _make_flags().parse_args(sys.argv[1:] if argv is None else argv)
         token = read_token(arguments.token_file, "--token-file") if arguments.token_file else ""
@@ -161,7 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             payload[name] = value
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    asyncio.run(_run_until_signal(Sidecar(arguments.router, payload, token, tls)))
+    try:
+        asyncio.run(_run_until_signal(Sidecar(arguments.router, payload, token, tls)))
+    except UntrustedError as exc:
+        print(f"router.register: {exc}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -269,7 +293,7 @@ async def _fetch_object(client: httpx.AsyncClient, url: str) -> tuple[int, dict[
 def _parse_router_url(text: str) -> str:
     found = _ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found["port"]) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not host:port, such as 127.0.0.1:52700")
+        raise argparse.ArgumentTypeError(f"{text!r} is not host:port, such as 127.0.0.1:9000")
     return f"{found['scheme'] or 'http'}://{found['host']}:{found['port']}"
 
 

@@ -6,9 +6,14 @@ keeps its port for a minute after it was closed, so a port that nobody serves is
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 CLOSED_CONNECTION = 70.0  # seconds: TCP's TIME-WAIT, and some
 
@@ -45,12 +50,59 @@ def become_free(name: str, port: int) -> bool:
     return True
 
 
+def describe_user(port: int) -> str:
+    """Who listens at the port, as far as /proc tells: another run of these scripts, mostly."""
+    pid = find_listener(port)
+    if pid is None:
+        return "; ss -tanp shows by what"
+    command = read_command(pid)
+    told = f" by process {pid} ({command[:120]})" if command else f" by process {pid}"
+    for parent in list_parents(pid):
+        if (script := re.search(r"run\w*\.sh", read_command(parent))) is not None:
+            return f"{told}, of {script[0]} (process {parent}): end that first, with Ctrl-C or kill {parent}"
+    return f"{told}: end that first, or take other ports"
+
+
+def find_listener(port: int) -> int | None:
+    """The process that listens there; None: nobody does, or it is another user's."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:  # LISTEN
+                    inodes.add(f"socket:[{fields[9]}]")
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if inodes and any(os.readlink(each) in inodes for each in (folder / "fd").iterdir()):
+                return int(folder.name)
+    return None
+
+
+def read_command(pid: int) -> str:
+    """The command line of a process; empty where it is not told."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    text = " ".join(word.decode(errors="replace") for word in words).strip()
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def list_parents(pid: int) -> Iterator[int]:
+    """The processes above, the nearest first."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while pid > 1:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            yield pid
+
+
 def main() -> None:
     """Check the ports in the order given."""
     for entry in sys.argv[1:]:
         name, _, port = entry.rpartition("=")
         if not become_free(name, int(port)):
-            sys.exit(f"port {port}, wanted for {name}, is in use; ss -tanp shows by what")
+            sys.exit(f"port {port}, wanted for {name}, is in use{describe_user(int(port))}")
 
 
 if __name__ == "__main__":

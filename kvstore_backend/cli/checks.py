@@ -286,6 +286,15 @@ def _find_leader(settings: MooncakeSettings) -> tuple[list[Finding], str]:
     return [ok("etcd", f"{where} says that the master at {leader} leads the cluster {settings.cluster_id}")], leader
 
 
+def _listens_on_all(port: int) -> bool:
+    """Whether somebody on this machine listens at this port of every address, as far as /proc tells."""
+    try:
+        lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    except OSError:
+        return False
+    return any(line.split()[1] == f"00000000:{port:04X}" and line.split()[3] == "0A" for line in lines)
+
+
 def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
     """Whether the metadata server answers as one."""
     url = settings.metadata_server
@@ -304,6 +313,12 @@ def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
     if "metadata not found" not in response.text:
         text = f"what answers at {url} is not Mooncake's metadata server: status {response.status_code}"
         yield fail("metadata", text, f"the path is /metadata, the port --http_metadata_server_port; or {remedy}")
+        return
+    if _listens_on_all(urlsplit(url).port or 80) and (urlsplit(url).hostname or "").startswith(("127.", "localhost")):
+        text = f"the metadata server of {url} listens on all addresses of this machine, as Mooncake has it"
+        yield warn(
+            "metadata", text, "close its port to others, or start the master without: kvstore master --metadata-port 0"
+        )
         return
     yield ok("metadata", f"a metadata server answers at {url}")
 

@@ -18,7 +18,7 @@ from kvstore_backend.backend import KVStoreError
 from kvstore_backend.cli import bench, doctor, master, stats
 from kvstore_backend.cli.checks import find_wheels
 from kvstore_backend.cli.operator import OPERATOR_COMMANDS, Command
-from kvstore_backend.config import did_you_mean
+from kvstore_backend.config import did_you_mean, wants_native_log
 
 __all__ = ["main"]
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status: 0 done, 1 something is wrong, 2 the command line is."""
     arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        with _announce_slow_stop():
+        with _silence_native_log(is_wanted=arguments.command == "master"), _announce_slow_stop():
             status: int = arguments.run(arguments)
             sys.stdout.flush()
     except KVStoreError as exc:
@@ -98,6 +98,33 @@ def _describe_version() -> str:
         own = "(not installed: run from its folder)"
     wheels = ", ".join(f"{wheel} {version}" for wheel, version in find_wheels().items())
     return f"kvstore {own}; {wheels or 'no Mooncake'}"
+
+
+@contextlib.contextmanager
+def _silence_native_log(*, is_wanted: bool) -> Iterator[None]:
+    """Keep what Mooncake's library writes to standard error from the operator; ours goes on to come.
+
+    It complains of each metadata that it looks for and does not find, as of a fault, and before that of its own log.
+    ``MC_LOG_LEVEL`` shows all of it.
+    """
+    if is_wanted or wants_native_log() or sys.stderr is not sys.__stderr__:
+        yield
+        return
+    sys.stderr.flush()
+    number = sys.stderr.fileno()
+    kept = os.dup(number)
+    own = open(os.dup(kept), "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")  # noqa: SIM115
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
+    before, sys.stderr = sys.stderr, own
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        own.close()
+        os.dup2(kept, number)
+        os.close(kept)
 
 
 @contextlib.contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
@@ -20,6 +22,8 @@ from kvstore_backend.stores.mooncake import INSTALL
 __all__ = ["add_arguments", "build_command", "run"]
 
 _PROGRAM = "mooncake_master"
+# A master answers within a second or two, and logs some seconds more what it started with.
+_READY_SECONDS, _QUIET_SECONDS, _POLL_SECONDS = 60.0, 3.0, 0.1
 _LEASE = re.compile(r"\d+(ms|s|m|h)?", re.ASCII)  # as Mooncake reads it; a number alone is of milliseconds
 
 
@@ -163,12 +167,31 @@ def run(arguments: argparse.Namespace) -> int:
             _check_port(arguments.host, port)
     environ = set_snapshot_folder(arguments.snapshot_dir) if arguments.snapshot_dir else {}
     print(f"# {shlex.join([*(f'{name}={value}' for name, value in environ.items()), *command])}")
-    for line in _client_lines(arguments):
-        print(line)
+    lines = list(_client_lines(arguments))
+    print("\n".join(lines))
     if not arguments.print:
         sys.stdout.flush()
+        if sys.stdout.isatty():
+            _print_when_ready(lines, arguments.host, arguments.metrics_port)
         os.execv(command[0], command)
     return 0
+
+
+def _print_when_ready(lines: Sequence[str], host: str, port: int) -> None:
+    """Print the lines once more behind all that the master logs as it starts, from a process that ends then."""
+    if os.fork():
+        os.wait()  # for the first child, which ends at once, so that nobody has to wait for the second
+        return
+    if os.fork() == 0:
+        address = "127.0.0.1" if host == "0.0.0.0" else host
+        give_up_at = time.monotonic() + _READY_SECONDS
+        while time.monotonic() < give_up_at:
+            with contextlib.suppress(OSError), socket.create_connection((address, port), 1.0):
+                time.sleep(_QUIET_SECONDS)
+                print("\n".join(["", "The master is ready. For its clients:", *lines]), flush=True)
+                break
+            time.sleep(_POLL_SECONDS)
+    os._exit(0)
 
 
 def build_command(arguments: argparse.Namespace) -> list[str]:
@@ -258,6 +281,11 @@ def _client_lines(arguments: argparse.Namespace) -> Iterator[str]:
         yield "export MOONCAKE_METADATA_SERVER=P2PHANDSHAKE"
     if arguments.host.startswith("127.") and any("server_host" in word for word in arguments.native):
         yield "# clients on other machines need --host 0.0.0.0, mooncake_master's own default, on a network you trust"
+    if arguments.metadata_port and not arguments.etcd and arguments.host != "0.0.0.0":
+        yield (
+            "# Mooncake's metadata server listens on all addresses, whatever --host is: close port "
+            f"{arguments.metadata_port} to others, or do without it by --metadata-port 0"
+        )
     yield f"# health: curl http://{host}:{arguments.metrics_port}/health"
 
 

@@ -234,7 +234,7 @@ def _figures_of_instance(address: str) -> dict[str, float]:
     try:
         page = httpx.get(f"http://{address}/metrics", timeout=5, trust_env=False).raise_for_status().text
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
-        raise PoolUnavailable(f"the instance at {address} gives no metrics: {exc}") from exc
+        raise PoolUnavailable(f"the instance at {address} gives no metrics: {str(exc).partition(chr(10))[0]}") from exc
     try:
         families = list(text_string_to_metric_families(page))
     except ValueError:  # a page of something else

@@ -28,6 +28,7 @@ from kvstore_backend.config.environment import (
     set_native_cluster,
     set_native_defaults,
     set_snapshot_folder,
+    wants_native_log,
 )
 from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.rdma import has_active_port, list_rdma_devices
@@ -83,4 +84,5 @@ __all__ = [
     "set_native_cluster",
     "set_native_defaults",
     "set_snapshot_folder",
+    "wants_native_log",
 ]

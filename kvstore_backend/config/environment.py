@@ -23,6 +23,7 @@ __all__ = [
     "set_native_cluster",
     "set_native_defaults",
     "set_snapshot_folder",
+    "wants_native_log",
 ]
 
 # MC_LOG_LEVEL: Mooncake logs every step to stderr otherwise. MC_RPC_TIMEOUT_MS: a master that hangs costs 30 s a
@@ -116,6 +117,11 @@ def set_native_defaults() -> None:
     """
     for variable, value in _NATIVE_DEFAULTS.items():
         os.environ.setdefault(variable, value)
+
+
+def wants_native_log(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether somebody has asked for the log of Mooncake's native library, by ``MC_LOG_LEVEL``."""
+    return "MC_LOG_LEVEL" in (os.environ if environ is None else environ)
 
 
 def set_native_cluster(settings: MooncakeSettings) -> None:

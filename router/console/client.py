@@ -15,7 +15,7 @@ from urllib.parse import quote
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.settings import FlagParser, read_authorities, read_token
+from router.settings import CERTIFICATE_REMEDY, FlagParser, is_certificate_refused, read_authorities, read_token
 
 __all__ = [
     "ROLES",
@@ -26,6 +26,7 @@ __all__ = [
     "Sample",
     "TokenWanted",
     "UnknownInstance",
+    "UntrustedCertificate",
     "add_router_flags",
     "find_own_address",
     "parse_interval",
@@ -48,6 +49,10 @@ class RouterError(Exception):
 
 class RouterAway(RouterError):
     """The router does not answer."""
+
+
+class UntrustedCertificate(RouterError):
+    """The router's certificate is not believed; asking again does not help."""
 
 
 class UnknownInstance(RouterError):
@@ -172,7 +177,9 @@ class RouterClient:
         finally:
             await answer.aclose()
 
-    def _explain_silence(self, exc: httpx.HTTPError) -> RouterAway:
+    def _explain_silence(self, exc: httpx.HTTPError) -> RouterError:
+        if is_certificate_refused(exc):
+            return UntrustedCertificate(f"the router at {self.url} {CERTIFICATE_REMEDY}: {exc}")
         return RouterAway(f"the router at {self.url} does not answer: {exc or type(exc).__name__}")
 
     async def _fetch(
@@ -232,9 +239,9 @@ def add_router_flags(parser: FlagParser) -> None:
     parser.add_argument(
         "--router",
         type=_parse_url,
-        default="http://127.0.0.1:52700",
+        default="http://127.0.0.1:9000",
         metavar="HOST:PORT",
-        help="the router (default: 127.0.0.1:52700); https://HOST:PORT if it speaks HTTPS",
+        help="the router (default: 127.0.0.1:9000, where it listens by default); https://HOST:PORT if it speaks HTTPS",
     )
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="with the router's admin token, if it has one")
     parser.add_argument(
@@ -259,7 +266,7 @@ def parse_interval(text: str) -> float:
 def _parse_url(text: str) -> str:
     found = _ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found["port"]) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not host:port, such as 127.0.0.1:52700")
+        raise argparse.ArgumentTypeError(f"{text!r} is not host:port, such as 127.0.0.1:9000")
     return text.rstrip("/") if "://" in text else f"http://{text.rstrip('/')}"
 
 

@@ -20,10 +20,12 @@ from router.console.client import (
     RouterAway,
     RouterClient,
     RouterError,
+    TokenWanted,
     UnknownInstance,
     add_router_flags,
     find_own_address,
 )
+from router.console.dashboard.figures import describe_loss, read_listed
 from router.settings import FlagParser, SettingsError, parse_port
 
 __all__ = ["main", "make_parser"]
@@ -100,6 +102,9 @@ def make_parser() -> FlagParser:
         action="store_true",
         help="the next process at the same address takes requests again (default: the order holds until --undrain)",
     )
+    parser.add_argument(
+        "--force", action="store_true", help="also where no other instance of its role takes requests; asks nobody"
+    )
     parser.add_argument("--undrain", action="store_true", help="take the order back")
     add_router_flags(parser)
     return parser
@@ -110,6 +115,8 @@ async def _carry_out(router: RouterClient, flags: argparse.Namespace) -> int:
     if flags.self_port is not None:
         instances.append(f"{find_own_address(router.url)}:{flags.self_port}")
     try:
+        if not flags.undrain and not flags.force:
+            await _check_loss(router, instances, flags)
         with _Progress() as progress:
             work = (_drain_one(router, instance, flags, progress) for instance in instances)
             outcomes = await asyncio.gather(*work, return_exceptions=True)
@@ -122,6 +129,38 @@ async def _carry_out(router: RouterClient, flags: argparse.Namespace) -> int:
     for sentence in dict.fromkeys(map(str, failures)):  # the router that is away is so for all of them
         print(f"kvrouter drain: {sentence}", file=sys.stderr)
     return 1 if failures else 0
+
+
+async def _check_loss(router: RouterClient, instances: Sequence[str], flags: argparse.Namespace) -> None:
+    """Ask, where instances are the last of their role that take requests; a hook of the instance itself only warns.
+
+    Raises:
+        RouterError: nobody says yes, or the router does not tell.
+    """
+    try:
+        listed = await _ask(router.list_instances, AWAY_SECONDS if flags.wait is not None else 0.0)
+    except TokenWanted:
+        return  # the order needs a token, too, but another one may do for it
+    loss = describe_loss([read_listed(each) for each in listed], instances)
+    if not loss:
+        return
+    if flags.self_port is not None:
+        print(f"kvrouter drain: warning: {loss}", file=sys.stderr, flush=True)
+    elif not _is_terminal():
+        raise RouterError(f"{loss}; nothing was drained: start another one first, or say --force")
+    elif not await asyncio.to_thread(_is_confirmed, f"{loss}: drain all the same? [y/N] "):
+        raise RouterError("nothing was drained")
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _is_confirmed(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 async def _drain_one(router: RouterClient, instance: str, flags: argparse.Namespace, progress: _Progress) -> None:

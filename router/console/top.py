@@ -245,6 +245,9 @@ def _draw_head(history: History, url: str, last: Moment) -> Text:
     head.append(f"  refused {format_count(answers['refused'])}", "yellow" if answers["refused"] else "")
     head.append(f"  of {format_count(total)} in {format_seconds(seconds)}\n")
     for name, counts in (("first token", first), ("each further token", later)):
+        if not sum(counts.values()):
+            head.append(f"{name}: no streams  ")
+            continue
         quantiles = " / ".join(format_seconds(estimate_quantile(quantile, counts)) for quantile in (0.5, 0.99))
         head.append(f"{name} p50/p99 {quantiles}  ")
     head.rstrip()

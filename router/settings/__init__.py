@@ -17,11 +17,12 @@ from router.settings.router_settings import ROUTER_GONE_SECONDS, RouterSettings,
 from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token, stamp_file
 from router.settings.served_certificate import ServedCertificate
 from router.settings.sources import load_settings, make_parser
-from router.settings.tls_files import load_certificate, read_authorities
+from router.settings.tls_files import CERTIFICATE_REMEDY, is_certificate_refused, load_certificate, read_authorities
 from router.settings.tracing import find_trace_receiver
 from router.settings.yaml_file import YamlFileError, read_yaml
 
 __all__ = [
+    "CERTIFICATE_REMEDY",
     "PRIORITIES",
     "ROUTER_GONE_SECONDS",
     "ApiKey",
@@ -32,6 +33,7 @@ __all__ = [
     "YamlFileError",
     "did_you_mean",
     "find_trace_receiver",
+    "is_certificate_refused",
     "load_certificate",
     "load_settings",
     "make_parser",

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 __all__ = ["did_you_mean", "suggest_name"]
 
+# As near as a letter or two that are wrong, missing or swapped; --bogus is not near --host.
+_NEAR = 0.65
+
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
     """The name among ``known`` that is nearest to ``name``; all of them where none is near."""
@@ -15,5 +18,5 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The name among ``known`` that is nearest to ``name``; nothing where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=_NEAR)
     return f"; did you mean {near[0]}?" if near else ""

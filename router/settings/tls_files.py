@@ -8,7 +8,12 @@ from typing import NoReturn
 
 from router.settings.router_settings import SettingsError
 
-__all__ = ["load_certificate", "read_authorities"]
+__all__ = ["CERTIFICATE_REMEDY", "is_certificate_refused", "load_certificate", "read_authorities"]
+
+CERTIFICATE_REMEDY = (
+    "has a certificate of an authority that is not known here; name the authority's with --ca-file FILE"
+)
+"""What to do where ``is_certificate_refused``."""
 
 _CERTIFICATE, _KEY = "-----BEGIN CERTIFICATE-----", "PRIVATE KEY-----"
 # OpenSSL's reasons for a key that is another certificate's, the last two of another algorithm.
@@ -62,6 +67,18 @@ def read_authorities(path: str, setting: str) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=path)
     except ssl.SSLError as exc:
         raise SettingsError(f"a certificate in {where} is damaged") from exc
+
+
+def is_certificate_refused(exc: Exception) -> bool:
+    """Whether a connection failed as the other side's certificate is of no known authority; trying again is no use."""
+    reason = str(exc).lower()
+    unknown = (
+        "self-signed certificate",
+        "self signed certificate",
+        "unable to get local issuer",
+        "unable to get issuer",
+    )
+    return "certificate verify failed" in reason and any(each in reason for each in unknown)
 
 
 def _read_text(path: Path, where: str) -> str:

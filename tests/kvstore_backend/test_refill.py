@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import pytest
 
@@ -258,3 +260,22 @@ def test_any_drop_of_more_than_a_tenth_is_a_loss_until_it_is_made_good_and_no_ri
             assert is_loss == (asked >= 8 and usual is not None and usual - found / asked > 0.1)
             if asked >= 8 and not is_loss:
                 usual = found / asked
+
+
+def test_memory_is_given_back_at_the_end() -> None:
+    class Registering(Wrapper):
+        """A store that knows what memory is registered."""
+
+        regions: ClassVar[Counter[tuple[int, int]]] = Counter()
+
+        def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+            self.regions[address, nbytes] += 1
+
+        def unregister(self, address: int, nbytes: int) -> None:
+            self.regions[address, nbytes] -= 1
+
+    pool = BlockPool(Registering(MemoryStore(1 << 20)), NAMESPACE)
+    refill = Refill(pool, Instance(pool), lambda _: None, period=0.002)
+    assert sum(Registering.regions.values()) == 1
+    refill.close()
+    wait_until(lambda: not any(Registering.regions.values()), "the memory to be given back")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from router.fleet import EngineKind, KvConnector, Role
-from router.register import ENGINES, KV_CONNECTORS, ROLES
+from router.register import ENGINES, KV_CONNECTORS, ROLES, main
 from tests.examples.readme import README
 from tests.examples.script import ROOT
 from tests.router.conftest import RouterUnderTest
@@ -208,16 +208,25 @@ def test_a_router_with_an_admin_token_wants_it(
 
 
 def test_a_server_and_a_router_may_both_speak_https(
-    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside, tmp_path: Path
+    stand_in: Callable[..., StandIn],
+    make_router: Callable[..., RouterUnderTest],
+    beside: Beside,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     made = make_certificate(tmp_path)
     certfile, keyfile = str(made.certfile), str(made.keyfile)
     server = stand_in(tls=made.serve())
     router = make_router(ssl_certfile=certfile, ssl_keyfile=keyfile, instance_ca_file=certfile)
-    with beside(router.url, server.port, "--host", "https://127.0.0.1") as sidecar:
-        sidecar.wait_for(lambda: "does not answer /health" in sidecar.output, "saying so")
-        assert f"{server.url} does not answer /health" in sidecar.output
-        assert "certificate verify failed: self-signed certificate" in sidecar.output
+    plain = stand_in()
+    for refused, flags in (
+        (f"the server at {server.url}", ["--port", str(server.port), "--host", "https://127.0.0.1"]),
+        (f"the router {router.url}", ["--port", str(plain.port)]),
+    ):
+        assert main(["--router", router.url, "--engine", "openai", *flags]) == 1  # trying again would not help
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert told.startswith(f"router.register: {refused} has a certificate of an authority that is not known here; ")
+        assert "name the authority's with --ca-file FILE" in told
     with beside(router.url, server.port, "--host", "https://127.0.0.1", "--ca-file", certfile):
         wait_until(lambda: list(healthy(router).values()) == [True], "the registration")
         assert router.chat().status_code == 200

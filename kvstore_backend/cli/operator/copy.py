@@ -43,8 +43,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check the folder, and only say what would be stored")
     parser.epilog = (
         "Every block is checked before it is stored; blocks that the pool has stay as they are. Checks find damage, "
-        "not forgery: whoever wrote the folder decides what these blocks say for their prompts. "
-        "Import only what you trust."
+        "not forgery: who wrote the folder decides what these blocks say for their prompts. Import only what you trust."
     )
 
 

@@ -90,6 +90,8 @@ def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> in
         for digest, counts in told.items():
             would = "would be " if arguments.dry_run else ""
             print(f"{counts['done']} blocks of namespace {digest} {would}{verb}{_tell_rest(counts)}")
+    if seconds and not any(counts["done"] or counts["failed"] for counts in told.values()):
+        raise PoolUnavailable("the pool has none of these blocks whole, so nothing is kept")
     if any(counts["failed"] for counts in told.values()):
         raise PoolUnavailable(
             "the pool did not take all of them: some were being read or written, or --for is more than the master "

@@ -5,7 +5,7 @@ Counters grow for as long as their process lives; ``history`` takes their growth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from router.console.client import Sample
@@ -68,6 +68,21 @@ class Listed(NamedTuple):
     kv_connector: str = ""
     """How a pair of vLLM's hands KV over; ``""`` where the router does not tell."""
     models: tuple[str, ...] = ()
+
+
+def describe_loss(listed: Sequence[Listed], drained: Collection[str]) -> str:
+    """A sentence on roles of models that no instance would take requests for, were these drained; empty: there is none.
+
+    Args:
+        listed: all instances.
+        drained: their keys.
+    """
+    open_to_requests = [each for each in listed if each.state == "healthy"]
+    before = {(each.role, model) for each in open_to_requests for model in each.models or ("",)}
+    left = [each for each in open_to_requests if each.key not in drained]
+    lost = before - {(each.role, model) for each in left for model in each.models or ("",)}
+    told = sorted(f"no {role} instance{f' of {model}' if model else ''}" for role, model in lost)
+    return f"{' and '.join(told)} would take requests any more" if told else ""
 
 
 class RouterFigures(NamedTuple):

@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -35,6 +36,7 @@ from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.peer import Peer
 from tests.support.ports import free_ports
 from tests.support.processes import child
+from tests.support.waiting import wait_until
 
 FIRST, SECOND = (Namespace(name, "float32", 64, 1, 1, 1, "bytes") for name in ("first", "second"))
 
@@ -435,3 +437,29 @@ def test_bash_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -
     asked = f"{script}\nCOMP_WORDS=(kvstore stats --wa) COMP_CWORD=2\n_shtab_kvstore kvstore --wa stats\n"
     asked += 'echo "${COMPREPLY[@]}"'
     assert subprocess.run(["bash"], input=asked, capture_output=True, text=True, check=True).stdout == "--watch\n"
+
+
+def test_mooncakes_own_log_is_shown_to_those_who_ask_for_it_alone(mooncake_master: MooncakeMaster) -> None:
+    bench = ["bench", url(mooncake_master), "--json", "--batches", "1", "--warm-up", "0", "--block-size", "64KiB"]
+    quiet = kvstore(*bench)
+    assert (quiet.status, quiet.errors) == (0, "")
+    assert "metadata not found" in kvstore(*bench, MC_LOG_LEVEL="ERROR").errors
+
+
+def test_the_lines_for_clients_come_once_more_when_the_master_is_ready(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(master, "_QUIET_SECONDS", 0.0)
+    (port,) = free_ports(1)
+    master._print_when_ready(["export A=b"], "127.0.0.1", port)
+    told = ""
+    assert capfd.readouterr().out == ""  # nobody answers yet
+    with socket.create_server(("127.0.0.1", port)):
+
+        def is_told() -> bool:
+            nonlocal told
+            told += capfd.readouterr().out
+            return bool(told)
+
+        wait_until(is_told, "the lines")
+    assert told == "\nThe master is ready. For its clients:\nexport A=b\n"

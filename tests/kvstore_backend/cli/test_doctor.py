@@ -66,8 +66,15 @@ def test_a_pool_that_works_passes_in_every_respect(mooncake_master: MooncakeMast
     diagnosis = doctor(url(mooncake_master), "--model", model, "--master-metrics", admin)
     assert diagnosis.status == 0
     assert {each["subject"] for each in diagnosis.of("ok")} >= {
-        "configuration", "library", "memory", "master", "metadata", "master's flags", "capacity", "trial",
+        "configuration", "library", "memory", "master", "master's flags", "capacity", "trial",
     }  # fmt: skip
+
+
+def test_a_metadata_server_that_strangers_reach_is_told(mooncake_master: MooncakeMaster) -> None:
+    told = [each for each in doctor(url(mooncake_master)).of("warn") if each["subject"] == "metadata"]
+    assert [each["text"].partition(" of http")[0] for each in told] == ["the metadata server"]
+    assert "listens on all addresses of this machine" in told[0]["text"]
+    assert "kvstore master --metadata-port 0" in told[0]["remedy"]
 
 
 def test_its_lines_read_for_people_as_well(tmp_path: Path) -> None:

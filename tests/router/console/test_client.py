@@ -9,9 +9,10 @@ from typing import TypeVar
 
 import pytest
 
-from router.console.client import RouterClient, RouterError, TokenWanted
+from router.console.client import RouterClient, RouterError, TokenWanted, UntrustedCertificate
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, streams
+from tests.support.certificates import make_certificate
 from tests.support.ports import free_port
 
 MakeRouter = Callable[..., RouterUnderTest]
@@ -56,6 +57,13 @@ def test_instances_of_all_roles_are_listed(make_router: MakeRouter, stand_in: Ma
     router = make_router(prefill, decode, splitwise=True)
     listed = ask(router.url, RouterClient.list_instances)
     assert {(each["url"], each["role"]) for each in listed} == {(prefill.url, "prefill"), (decode.url, "decode")}
+
+
+def test_a_certificate_of_an_unknown_authority_is_told_with_its_remedy(make_router: MakeRouter, tmp_path: Path) -> None:
+    made = make_certificate(tmp_path)
+    router = make_router(ssl_certfile=str(made.certfile), ssl_keyfile=str(made.keyfile))
+    with pytest.raises(UntrustedCertificate, match="not known here; name the authority's with --ca-file FILE"):
+        ask(router.url, RouterClient.list_instances)
 
 
 def test_an_order_is_carried_out(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

@@ -55,8 +55,9 @@ class Draining(threading.Thread):
         return self.status
 
 
-def at(router: RouterUnderTest) -> tuple[str, str]:
-    return "--router", router.url
+def at(router: RouterUnderTest) -> tuple[str, str, str]:
+    """At this router, also the last instance of a role."""
+    return "--router", router.url, "--force"
 
 
 def state(router: RouterUnderTest, instance: StandIn) -> str:
@@ -70,7 +71,7 @@ def test_a_drained_instance_is_told_with_what_it_still_runs(
 ) -> None:
     instance = stand_in()
     router = make_router(instance)
-    assert main([instance.key, "--router", router.url.removeprefix("http://")]) == 0
+    assert main([instance.key, "--router", router.url.removeprefix("http://"), "--force"]) == 0
     assert capsys.readouterr().out == f"{instance.key} is draining, with 0 requests running\n"
 
 
@@ -220,6 +221,48 @@ def test_a_command_line_that_makes_no_sense_is_refused(
 ) -> None:
     assert main(argv) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--wait", "5"], ["--until-restart"]])
+def test_the_last_instance_of_its_role_is_drained_by_force_only(
+    make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    prefill, decode, other = stand_in("prefill"), stand_in("decode"), stand_in("decode")
+    router = make_router(prefill, decode, other, splitwise=True)
+    there = ["--router", router.url]
+    assert main([decode.key, *flags, *there]) == 0
+    assert main([prefill.key, other.key, *flags, *there]) == 1
+    told = capsys.readouterr().err
+    assert told == (
+        "kvrouter drain: no decode instance of m and no prefill instance of m would take requests any more; nothing "
+        "was drained: start another one first, or say --force\n"
+    )
+    assert (state(router, prefill), state(router, other)) == ("healthy", "healthy")
+    assert main([other.key, *flags, *there, "--force"]) == 0
+    assert state(router, other) == "draining"
+
+
+@pytest.mark.parametrize(("answer", "status"), [("y", 0), ("n", 1), ("", 1)])
+def test_on_a_terminal_the_last_instance_is_drained_when_somebody_says_yes(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, answer: str, status: int
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
+    monkeypatch.setattr("router.console.drain._is_terminal", lambda: True)
+    assert main([instance.key, "--router", router.url]) == status
+    assert asked == ["no mixed instance of m would take requests any more: drain all the same? [y/N] "]
+    assert state(router, instance) == ("draining" if status == 0 else "healthy")
+
+
+def test_an_instances_own_hook_is_warned_and_not_refused(
+    make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    assert main(["--self-port", instance.key.rpartition(":")[2], "--router", router.url]) == 0
+    assert capsys.readouterr().err == "kvrouter drain: warning: no mixed instance of m would take requests any more\n"
 
 
 def test_an_instance_that_nobody_knows_is_told_with_those_that_are(

@@ -8,6 +8,7 @@ from router.settings.hints import did_you_mean, suggest_name
 def test_the_nearest_name_is_suggested() -> None:
     assert suggest_name("prot", ["host", "port"]) == "; did you mean port?"
     assert did_you_mean("prot", ["host", "port"]) == "; did you mean port?"
+    assert did_you_mean("--bogus", ["--host", "--port"]) == ""
 
 
 def test_where_none_is_near_all_are_told_or_none() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from nicegui import ui
 
 from router.console.client import ROLES, RouterError
+from router.console.dashboard.figures import describe_loss
 from router.console.dashboard.history import InstanceReport, Moment
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.parts import Banner, put_button, put_head, put_html, put_text, put_tiles
@@ -175,6 +176,10 @@ class _Row:
 
     def _ask_to_drain(self) -> None:
         said = "It takes no new requests from then on; those it runs go on to their end."
+        last = self._context.site.collector.history.last
+        listed = [report.listed for report in last.instances.values()] if last else []
+        if loss := describe_loss(listed, [self._key]):
+            said += f" After that {loss}."
         self._confirm(f"Drain {self._key}?", said, "Drain", partial(self._order, "drain"), kind="danger")
 
     def _ask_to_resume(self) -> None:

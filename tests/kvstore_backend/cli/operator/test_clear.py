@@ -215,6 +215,8 @@ def test_the_pool_is_that_of_an_instance_where_nobody_names_one(
     fleet = Fleet({"/kvcache": (200, {"pool": {"url": url}, "digest": FIRST.digest, "cached_blocks": 0})})
     with JsonServer(fleet.answer) as server:
         assert kvstore("clear", "--namespace", FIRST.digest, "--instances", server.address).status == 0
+        stats = kvstore("stats", "--instances", server.address)
+        assert "gives no metrics" in stats.sentence  # so the pool was found
     assert count(tmp_path) == {"first": 0, "second": 3}
     with JsonServer(Fleet({"/kvcache": (200, {"pool": None})}).answer) as server:
         ended = kvstore("clear", "--namespace", FIRST.digest, "--instances", server.address)

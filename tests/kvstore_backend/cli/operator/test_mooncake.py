@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,10 @@ def test_blocks_are_listed_kept_copied_and_removed(
     assert kept_keys(mooncake_master) == before + 3
     assert "1 blocks" in kvstore("unpin", *there, *named, "--tokens", "0,1,2,3").output
     assert kept_keys(mooncake_master) == before + 2
+    nothing = kvstore("pin", *there, *named, "--tokens", "9,9,9,9")
+    assert nothing.sentence == "the pool has none of these blocks whole, so nothing is kept"
+    assert nothing.output == f"0 blocks of namespace {namespace.digest} kept (1 not in the pool)\n"
+    assert kvstore("unpin", *there, *named, "--tokens", "9,9,9,9").status == 0
     too_long = kvstore("pin", *there, *named, "--for", "30d")
     assert (too_long.status, too_long.output.splitlines()[0]) == (
         1,
@@ -89,7 +94,9 @@ def test_a_damaged_block_is_not_written_again(
     assert owner.remove([key], force=True) == [Status.OK]
     memory = Memory(b"something else")
     assert owner.put([key], [memory.value]) == [Status.OK]
-    told = kvstore("pin", *pool(mooncake_master), "--namespace", namespace.digest, "--json").told["namespaces"]
+    ended = kvstore("pin", *pool(mooncake_master), "--namespace", namespace.digest, "--json")
+    assert ended.status == 1
+    told = json.loads(ended.output)["namespaces"]
     assert told == {namespace.digest: {"done": 0, "absent": 0, "damaged": 1, "failed": 0}}
 
 

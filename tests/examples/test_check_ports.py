@@ -1,0 +1,43 @@
+"""The scripts' look at their ports before they start anything."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.ports import free_port
+from tests.support.processes import child
+from tests.support.waiting import port_answers, wait_until
+
+CHECK = Path(__file__).parents[2] / "examples" / "cache_storage" / "check_ports.py"
+
+
+def check(port: int) -> str:
+    """What it says of a port that is in use."""
+    command = [sys.executable, str(CHECK), f"router={port}"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    return ended.stderr.strip()
+
+
+def test_a_port_in_use_is_told_with_the_process_that_has_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        said = check(port)
+    assert said.startswith(f"port {port}, wanted for router, is in use by process {os.getpid()} (")
+    assert "pytest" in said
+
+
+def test_another_run_of_a_script_is_told_with_what_ends_it(tmp_path: Path) -> None:
+    port = free_port()
+    script = tmp_path / "run_pd_storage.sh"
+    script.write_text(f"{sys.executable} -m http.server --bind 127.0.0.1 {port} &\nwait\n")
+    with child(["bash", str(script)], tmp_path / "log") as running:
+        wait_until(lambda: port_answers(port), "the server")
+        said = check(port)
+        assert (
+            f"of run_pd_storage.sh (process {running.pid}): end that first, with Ctrl-C or kill {running.pid}" in said
+        )
