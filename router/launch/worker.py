@@ -68,8 +68,9 @@ async def _take_connections(channel: socket.socket, server: RouterServer, link: 
 
     def take_waiting() -> None:
         nonlocal num_taken
-        for connection in receive_connections(channel):
-            num_taken += 1
+        num_received, connections = receive_connections(channel)
+        num_taken += num_received
+        for connection in connections:
             connection.setblocking(False)
             work = loop.create_task(loop.connect_accepted_socket(make_protocol, connection, ssl=server.config.ssl))
             opening.add(work)

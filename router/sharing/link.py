@@ -259,7 +259,7 @@ class WorkerLink(Link):
         waiting = self._entering.get(number)
         if waiting is not None and not waiting.done():
             waiting.set_result(refusal)
-        elif waiting is None and refusal is None:  # it left the line while it was let in
+        elif refusal is None:  # it left the line while it was let in, or was cancelled and does not know yet
             self.report_end(client, -tokens)
 
     def _on_answers(self, number: int, answers: list[Any]) -> None:

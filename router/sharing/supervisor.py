@@ -7,6 +7,7 @@ the others, and those that come while no worker lives wait in the listener's que
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import secrets
@@ -171,15 +172,17 @@ class Supervisor:
         num_replaced = max(0, self._num_started - self._settings.num_workers)
         # A name is never given twice: what was said of the one that died does not count for the next.
         name = f"{self._prefix}-{place}-{self._num_started}"
-        channel, their_channel = socket.socketpair()
-        connections, their_connections = socket.socketpair(type=socket.SOCK_DGRAM)
-        for each in (channel, connections):
-            each.setblocking(False)
-        task = WorkerTask(self._settings, name, place == 0, is_late, num_replaced, their_channel, their_connections)
-        process = self._context.Process(target=self._run_worker, args=(task,), daemon=True)
-        process.start()
-        their_channel.close()
-        their_connections.close()
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            channel, their_channel = socket.socketpair()
+            connections, their_connections = socket.socketpair(type=socket.SOCK_DGRAM)
+            for mine, other in ((channel, their_channel), (connections, their_connections)):
+                ours.callback(mine.close)
+                theirs.callback(other.close)
+                mine.setblocking(False)
+            task = WorkerTask(self._settings, name, place == 0, is_late, num_replaced, their_channel, their_connections)
+            process = self._context.Process(target=self._run_worker, args=(task,), daemon=True)
+            process.start()
+            ours.pop_all()  # they are closed with the worker
         worker = self._workers[name] = _Worker(name, place, process, connections, self._clock)
         worker.wire = await open_wire(
             channel, lambda message: self._on_message(worker, message), lambda: self._on_lost(worker)

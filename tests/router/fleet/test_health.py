@@ -235,7 +235,7 @@ class Upstream:
         self.on_fetch()
         if self.error is not None:
             raise self.error
-        return Response(200, (), b"")
+        return Response(200, [], b"")
 
 
 class Watched:
@@ -311,7 +311,7 @@ def test_a_probe_that_was_late_while_this_process_did_not_run_says_nothing(error
     assert watched.instances[0].healthy
     watched.upstream.on_fetch = lambda: None
     watched.check(3)
-    assert not watched.instances[0].healthy
+    assert [each.healthy for each in watched.instances] == [False]
 
 
 def test_seconds_in_which_this_process_did_not_run_make_no_instance_silent(monkeypatch: pytest.MonkeyPatch) -> None:

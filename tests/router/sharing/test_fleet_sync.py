@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
+from router.fleet import Instance
 from router.sharing import WorkerLink
+from router.sharing.records import STALE_SECONDS
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn
 from tests.support.waiting import wait_until
@@ -282,6 +285,127 @@ def test_one_that_was_removed_at_one_is_removed_at_both(workers: list[RouterUnde
     wait_until(lambda: not registered(second), "the other to know")
 
 
+def key_of(worker: RouterUnderTest) -> str:
+    return str(registered(worker)[0]["url"].removeprefix("http://"))
+
+
+def forget(worker: RouterUnderTest, key: str) -> None:
+    """Let ``worker`` forget an instance that is silent, as another process need not."""
+
+    async def remove() -> None:
+        instance = worker.app.registry.get(key)
+        assert instance is not None
+        worker.app.registry.remove(instance)
+
+    worker.thread.run(remove())
+
+
+@pytest.mark.parametrize("has_heartbeat", [True, False])
+def test_one_that_was_forgotten_comes_back_with_its_next_heartbeat_or_where_it_has_none_with_a_renewal(
+    workers: list[RouterUnderTest], has_heartbeat: bool
+) -> None:
+    first, second = workers
+    renewal = {**renewal_of(first), "has_heartbeat": has_heartbeat}
+    forget(second, key_of(first))
+    tell(second, renewal)
+    assert bool(registered(second)) is not has_heartbeat
+    tell(second, {**renewal, "version": [100, "later"]})
+    assert registered(second)
+
+
+def test_an_order_from_before_an_instance_was_gone_is_void_for_all_when_it_registers_again(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    first, second = make_router(instance, workers=2).workers
+    order = {"instance": instance.key}
+    assert second.client.post("/admin/drain", json=order).status_code == 200
+    forget(first, instance.key)
+    instance.register(first.url)
+    assert states(first, second) == ["healthy"] * 2
+
+
+def test_an_order_that_holds_elsewhere_holds_here_when_a_forgotten_instance_is_told_of_again(
+    workers: list[RouterUnderTest],
+) -> None:
+    first, second = workers
+    key = key_of(first)
+    assert first.client.post("/admin/drain", json={"instance": key}).status_code == 200
+    record = renewal_of(first)
+    forget(second, key)
+    tell(second, {**record, "version": [100, "later"]})
+    assert states(second) == ["draining"]
+
+
+@pytest.mark.parametrize(("ordered", "state"), [([100, "x"], "draining"), ([0, "x"], "draining"), ([0, ""], "healthy")])
+def test_of_two_orders_the_one_of_the_later_version_counts(
+    workers: list[RouterUnderTest], ordered: list[Any], state: str
+) -> None:
+    first, second = workers
+    record = renewal_of(first)
+    tell(second, {**record, "orders": {**record["orders"], "version": ordered, "draining": True}})
+    assert states(second) == [state]
+
+
+def test_an_instance_that_another_process_finds_healthy_is_not_gone(workers: list[RouterUnderTest]) -> None:
+    first, second = workers
+    (known,) = second.app.registry
+    known.last_healthy = known.last_registered = 0.0
+    tell(second, {**renewal_of(first), "healthy": False})
+    assert known.is_silent(time.monotonic(), expiry=30.0)
+    tell(second, renewal_of(first))
+    assert not known.is_silent(time.monotonic(), expiry=30.0)
+
+
+def test_what_is_known_of_instances_that_are_long_gone_is_forgotten(workers: list[RouterUnderTest]) -> None:
+    first, _ = workers
+    sync, key = first.app.fleet_sync, key_of(first)
+
+    async def grow_old(seconds: float) -> set[str]:
+        sync._forget_old(time.monotonic() + seconds)
+        return set(sync._known)
+
+    assert first.thread.run(grow_old(2 * STALE_SECONDS)) == {key}
+    forget(first, key)
+    assert first.thread.run(grow_old(STALE_SECONDS)) == {key}
+    assert first.thread.run(grow_old(4 * STALE_SECONDS)) == set()
+
+
+def test_a_router_that_is_one_process_remembers_nothing_to_tell(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(instance := stand_in())
+    router.client.post("/admin/drain", json={"instance": instance.key})
+    assert router.app.fleet_sync._known == {}
+
+
+def said_is(instance: Instance, change: str) -> bool:
+    return instance.said.get("health") == change
+
+
+def test_the_log_has_each_change_once_though_each_process_sees_it(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(WorkerLink, "is_of_same_router", lambda link, name: True)
+    caplog.set_level("INFO", "router.fleet")
+    instance = stand_in()
+    first, second = make_router(instance, workers=2, health_failure_threshold=1, health_success_threshold=1).workers
+    order = {"instance": instance.key}
+    for path, more in (("drain", {}), ("drain", {"undrain": True}), ("pause", {}), ("weight", {"weight": 0.5})):
+        assert second.client.post(f"/admin/{path}", json={**order, **more}).status_code == 200
+    for is_up in (False, True, False):
+        instance.health = 200 if is_up else 500
+        first.thread.run(first.app.health.check_all())
+        change = "is healthy again" if is_up else "is unhealthy"
+        (elsewhere,) = second.app.registry
+        wait_until(partial(said_is, elsewhere, change), "the second to know what the first has logged")
+        second.thread.run(second.app.health.check_all())
+    told = [
+        *("registered", "serves ", "drains", "takes requests again", "is paused", "has weight 0.5"),
+        *("is unhealthy", "is healthy again"),
+    ]
+    counts = {change: sum(f"{instance.key} {change}" in line for line in caplog.messages) for change in told}
+    assert counts == dict.fromkeys(told, 1) | {"is unhealthy": 2}
+
+
 async def leave(worker: RouterUnderTest) -> None:
     """Cut a process's link, as its death does."""
     link = worker.app.link
@@ -303,3 +427,9 @@ def _record_of(worker: RouterUnderTest) -> dict[str, Any]:
     """The record by which ``worker`` tells of its only instance."""
     (instance,) = worker.app.registry
     return worker.app.fleet_sync._make_record(instance, is_news=True)
+
+
+def renewal_of(worker: RouterUnderTest) -> dict[str, Any]:
+    """The record by which ``worker`` tells again what it has told of its only instance."""
+    (instance,) = worker.app.registry
+    return worker.app.fleet_sync._make_record(instance, is_news=False)

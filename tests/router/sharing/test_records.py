@@ -33,10 +33,7 @@ RECORDS = st.lists(st.builds(told, st.integers(0, 4), WRITERS, st.integers(0, 4)
 def test_who_hears_the_same_records_knows_the_same_in_whatever_order_and_however_often(
     records: list[dict[str, Any]],
 ) -> None:
-    merged = [
-        functools.reduce(merge_records, order, None)  # type: ignore[arg-type]
-        for order in itertools.permutations([*records, records[0]])
-    ]
+    merged = [functools.reduce(merge_records, order, None) for order in itertools.permutations([*records, records[0]])]
     assert all(each == merged[0] for each in merged)
 
 

@@ -124,9 +124,9 @@ def test_what_stands_in_redis_and_is_no_record_does_not_keep_a_router_from_start
             client: Any = first.shared._redis
             old = {"written_at": 1e9, "is_news": True, "fields": {}, "draining": False}
             await client.hset("kvrouter:1:fleet", "10.0.0.1:80", msgpack.packb(old))
-            for key, data in (("old", msgpack.packb(old)), ("broken", b"\xc1"), ("text", b"\xa1a"), (b"\xff", b"")):
+            for key, data in ((b"old", msgpack.packb(old)), (b"broken", b"\xc1"), (b"text", b"\xa1a"), (b"\xff", b"")):
                 await client.sadd(first.shared._instances, key)
-                await client.set(first.shared._record.encode() + (key if type(key) is bytes else key.encode()), data)
+                await client.set(first.shared._record.encode() + key, data)
             await client.publish(first.shared._channel, b"\xc1")
             await client.publish(first.shared._channel, msgpack.packb(["x", [["keep", 5, None], [], ["what"]]]))
             async with router("b", redis.url) as second:
@@ -157,7 +157,9 @@ def test_redis_drops_a_record_that_nobody_renews_and_a_router_then_drops_its_key
     asyncio.run(run())
 
 
-def test_a_router_is_told_at_once_how_much_of_the_limits_others_use(redis: RedisServer) -> None:
+def test_a_router_is_told_at_once_how_much_of_the_limits_others_use(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running: dict[str, dict[str, int]] = {}
 
     def note(there: str, running_there: dict[str, int], charged_there: dict[str, int]) -> None:
@@ -171,7 +173,7 @@ def test_a_router_is_told_at_once_how_much_of_the_limits_others_use(redis: Redis
         await let_in.wait()
         async with router("c", redis.url) as third:
             third.shared._hub.gate = Gate(Admission(RouterSettings()), lambda *_: None)
-            third.shared._hub.gate.note_elsewhere = note  # type: ignore[method-assign]
+            monkeypatch.setattr(third.shared._hub.gate, "note_elsewhere", note)
             await until(lambda: running.get("a") == {"client": 1})
 
     run_two(redis, work)

@@ -15,7 +15,6 @@ from typing import Any, cast
 import pytest
 
 from router.fleet import AwakeClock
-from router.sharing import silence as silence_module
 from router.sharing.silence import Silence, ThreadTimes, read_thread_times
 from router.sharing.supervisor import HUNG_SECONDS, Supervisor
 from tests.support.waiting import wait_until
@@ -148,7 +147,7 @@ def test_a_kernel_without_the_waits_still_tells_the_cpu_time(monkeypatch: pytest
         return read_text(path, **options)
 
     read_text = Path.read_text
-    monkeypatch.setattr(silence_module.Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
     times = read_thread_times(os.getpid())
     assert times is not None
     assert times.waited == 0.0

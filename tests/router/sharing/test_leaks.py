@@ -1,0 +1,221 @@
+"""Whatever fails, and wherever it is cancelled: nothing that was counted, asked or opened is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.access import Admission, SharedAdmission
+from router.settings import RouterSettings
+from router.sharing import link as link_module
+from router.sharing.gate import Gate
+from router.sharing.hand_over import receive_connections, send_connection
+from router.sharing.supervisor import Supervisor
+from router.sharing.wire import Wire
+from tests.router.sharing.links import LinkedHub, join_all, run_linked, until
+
+# More than any of the ways below has sends, or awaits.
+MANY = 12
+
+
+class Parts:
+    """A hub with a limit of one request, and two workers."""
+
+    def __init__(self, hub: LinkedHub, links: list[Any], admission: Admission) -> None:
+        self.hub, self.links, self.admission = hub, links, admission
+        self.limits = [SharedAdmission(link.wait_for_entry, link.report_end) for link in links]
+
+    @classmethod
+    async def start(cls, hub: LinkedHub) -> Parts:
+        admission = Admission(RouterSettings(max_concurrent_requests=1))
+        hub.hub.gate = Gate(admission, hub.hub.tell_limits)
+        links = await join_all(hub, 2)
+        links[1].answer_topic("sum", lambda content: 3)
+        return cls(hub, links, admission)
+
+    def counted(self) -> dict[str, int]:
+        gate = self.hub.hub.gate
+        assert gate is not None
+        return {
+            "asked": sum(len(link._asked) for link in self.links),
+            "entering": sum(len(link._entering) for link in self.links),
+            "answering": sum(len(link._answering) for link in self.links),
+            "questions": len(self.hub.hub._questions),
+            "entering the gate": len(gate._entering),
+            "running": self.admission.running + sum(each.running for each in self.limits),
+            "waiting": self.admission.waiting + sum(each.waiting for each in self.limits),
+        }
+
+
+async def ask(parts: Parts) -> None:
+    await parts.links[0].ask_others("sum", 1)
+
+
+async def enter_and_leave(parts: Parts) -> None:
+    await parts.limits[0].enter("client", 0, 5)
+    parts.limits[0].leave("client", 5)
+
+
+async def wait_in_line(parts: Parts) -> None:
+    await parts.limits[1].enter("client", 0, 5)
+    try:
+        await asyncio.wait_for(parts.limits[0].enter("client", 0, 5), 0.02)
+    except asyncio.TimeoutError:
+        return
+    finally:
+        parts.limits[1].leave("client", 5)
+    parts.limits[0].leave("client", 5)
+
+
+WAYS: dict[str, Callable[[Parts], Awaitable[None]]] = {
+    "a question": ask,
+    "a request that is let in": enter_and_leave,
+    "a request that leaves the line": wait_in_line,
+}
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("router.sharing.hub.ANSWER_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("turns", range(MANY))
+def test_cancelled_after_any_turn_of_the_loop_nothing_is_left(
+    way: Callable[[Parts], Awaitable[None]], turns: int
+) -> None:
+    async def run(hub: LinkedHub) -> None:
+        parts = await Parts.start(hub)
+        work = asyncio.ensure_future(way(parts))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+        await until(lambda: not any(parts.counted().values()))
+
+    run_linked(run)
+
+
+@pytest.mark.parametrize("failure", [ValueError("nested too deeply"), TypeError("no plain value")])
+@pytest.mark.parametrize("kind", ["ask", "enter"])
+def test_a_message_that_cannot_be_sent_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, kind: str, failure: Exception
+) -> None:
+    send_message = Wire.send_message
+
+    def fail(wire: Wire, *message: Any) -> None:
+        if message[0] == kind:
+            raise failure
+        send_message(wire, *message)
+
+    async def run(hub: LinkedHub) -> None:
+        parts = await Parts.start(hub)
+        monkeypatch.setattr(Wire, "send_message", fail)
+        way = ask if kind == "ask" else enter_and_leave
+        with pytest.raises(type(failure)):
+            await way(parts)
+        monkeypatch.undo()
+        await until(lambda: not any(parts.counted().values()))
+
+    run_linked(run)
+
+
+def test_content_that_no_message_can_have_is_refused_and_leaves_nothing() -> None:
+    async def run(hub: LinkedHub) -> None:
+        parts = await Parts.start(hub)
+        for content in (object(), 1 << 70, -(1 << 70)):
+            with pytest.raises((ValueError, TypeError)):
+                await parts.links[0].ask_others("sum", content)
+        assert not any(parts.counted().values())
+        assert await parts.links[0].ask_others("sum", "\ud800") == [3]
+
+    run_linked(run)
+
+
+def test_a_supervisor_that_hangs_leaves_a_worker_no_questions() -> None:
+    async def run(hub: LinkedHub) -> None:
+        parts = await Parts.start(hub)
+        parts.hub.hub.on_message = lambda *_: None  # type: ignore[method-assign]
+        assert await parts.links[0].ask_others("sum", 1) == []
+        assert not any(parts.counted().values())
+
+    run_linked(run)
+
+
+def test_a_worker_that_dies_leaves_nothing_at_the_gate() -> None:
+    async def run(hub: LinkedHub) -> None:
+        parts = await Parts.start(hub)
+        await parts.limits[0].enter("client", 0, 5)
+        waiting = asyncio.ensure_future(parts.links[0].wait_for_entry("client", 0, 5))
+        await until(lambda: parts.admission.waiting == 1)
+        parts.links[0].disconnect()
+        await until(lambda: parts.admission.running == parts.admission.waiting == 0)
+        waiting.cancel()
+
+    run_linked(run)
+
+
+def open_descriptors() -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_connections_that_are_handed_over_are_open_once_and_counted_though_there_is_no_room_for_them() -> None:
+    before = open_descriptors()
+    with contextlib.ExitStack() as opened:
+        ours, theirs = map(opened.enter_context, socket.socketpair(type=socket.SOCK_DGRAM))
+        theirs.setblocking(False)
+        client, _ = map(opened.enter_context, socket.socketpair())
+        for _ in range(3):
+            assert send_connection(ours, client)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
+        try:
+            count, received = receive_connections(theirs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (count, len(received)) == (3, 1)
+        for each in received:
+            each.close()
+        assert receive_connections(theirs) == (0, [])
+    assert open_descriptors() == before
+
+
+def test_a_worker_that_cannot_be_started_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        settings = RouterSettings(workers=1)
+        graces = {signal.SIGTERM: 1.0}
+        supervisor = Supervisor(settings, listener, lambda task: None, graces, Admission(settings))
+
+        class Process:
+            def __init__(self, **_: Any) -> None:
+                pass
+
+            def start(self) -> None:
+                raise OSError("no more processes")
+
+        supervisor._context = Process  # type: ignore[assignment]
+        Process.Process = Process  # type: ignore[attr-defined]
+        before = open_descriptors()
+        for _ in range(3):
+            with pytest.raises(OSError, match="no more processes"):
+                await supervisor._start_worker(0, is_late=True)
+        assert open_descriptors() == before
+        listener.close()
+
+    asyncio.run(run())
