@@ -70,6 +70,8 @@ __all__ = ["RouterApp"]
 _log = logging.getLogger("router.app")
 
 MODELS_SECONDS = 5.0
+# The control plane is asked nothing as long, and takes its queries apart.
+MAX_QUERY_BYTES = 8 * 1024
 # Aborts that the router still has to send to engines when it stops get this long.
 CLOSING_SECONDS = 0.5
 
@@ -150,6 +152,10 @@ class RouterApp:
                     status, headers, body = preflight
                     await raw_reply(status, headers, body)(scope, receive, send)
                     return
+            if len(scope["query_string"]) > MAX_QUERY_BYTES:
+                message = f"the query is longer than the {MAX_QUERY_BYTES} bytes that this path takes"
+                await error_reply(ApiError(414, message, "target_too_long"))(scope, receive, send)
+                return
             # A model's id may be its folder, which begins with a slash of its own.
             if not is_normal_path(scope["path"].replace("/v1/models//", "/v1/models/", 1)):
                 message = f"the path {scope['path']!r} has an empty segment, '.' or '..'; paths here have none"
