@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import uvicorn
 import uvloop
@@ -33,6 +33,7 @@ from router.http.connection import Connection
 from router.http.server import RouterProtocol
 from router.launch.server import prepare_process
 from router.settings import RouterSettings
+from tests.router.instructions import InstructionCount
 
 __all__ = ["OPERATIONS", "Operation", "Stalls", "measure_stalls"]
 
@@ -202,17 +203,31 @@ OPERATIONS: Sequence[Operation] = (
 class Stalls:
     """The longest turn of one thread's event loop: all that it does before it looks for what has come meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_instructions: bool = False) -> None:
+        """
+        Args:
+            in_instructions: measure in bytecode instructions, which are the same on a busy machine, and not in time.
+        """
         self.longest = 0.0
-        """Seconds of the thread's processor time."""
+        """Seconds of the thread's processor time, or instructions."""
+        self._count = InstructionCount() if in_instructions else None
         self._began = 0.0
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Measure each turn from now on; called by the loop."""
+        if self._count is not None:
+            if self._began:
+                self._count.__exit__()
+                self.longest = max(self.longest, self._count.instructions)
+            self._began, self._count.instructions = 1.0, 0
+            time.sleep(0)  # lets other threads have the interpreter
+            loop.call_soon(self.watch, loop)
+            self._count.__enter__()
+            return
         now = time.thread_time()
         if self._began:
             self.longest = max(self.longest, now - self._began)
-        time.sleep(0)  # lets other threads have the interpreter
+        time.sleep(0)
         self._began = time.thread_time()
         loop.call_soon(self.watch, loop)
 
@@ -228,25 +243,37 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
     thread.join(10)
 
 
-async def answer_instances(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer as instances do; a request of ``hold`` never."""
-    with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-        while True:
-            head = await reader.readuntil(b"\r\n\r\n")
-            lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-            left = int(lengths[0].partition(b":")[2]) if lengths else 0
-            body = b""
-            while left:
-                body = await reader.read(min(left, 1 << 20))
-                left -= len(body)
-            if b'"hold"' in body:
-                await asyncio.sleep(1000)
-            content = b'{"object":"list","data":[{"id":"m"}]}' if head.startswith(b"GET /v1/models ") else ANSWER
-            writer.write(
-                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
-                % (len(content), content)
-            )
-            await writer.drain()
+class _StandIn(asyncio.Protocol):
+    """Answers as instances do; a request that has ``"hold"`` never."""
+
+    def __init__(self, transports: set[asyncio.Transport]) -> None:
+        self._transports = transports
+        self._head = b""
+        self._left = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transports.add(self._transport)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._transports.discard(self._transport)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._left:
+            self._head += data
+            head, blank_line, data = self._head.partition(b"\r\n\r\n")
+            if not blank_line:
+                return
+            lengths = [line for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
+            self._left = int(lengths[0].partition(b":")[2]) if lengths else 0
+        self._left -= len(data)
+        if self._left or b'"hold"' in data:
+            return
+        models = b'{"object":"list","data":[{"id":"m"}]}'
+        content = models if self._head.startswith(b"GET /v1/models ") else ANSWER
+        self._head = b""
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        self._transport.write(head % len(content) + content)
 
 
 class StalledRouter:
@@ -256,9 +283,9 @@ class StalledRouter:
         self._held = held
         self._stalls = stalls
         self.loop, self._others = held.enter_context(running_loop()), held.enter_context(running_loop())
-        listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self._run(self._others, asyncio.start_server(answer_instances, sock=listener, limit=1 << 20))
-        self._port = listener.getsockname()[1]
+        self._transports: set[asyncio.Transport] = set()
+        self._server_of_instances = self._run(self._others, self._start_instances())
+        self._port = self._server_of_instances.sockets[0].getsockname()[1]
         self.sock = held.enter_context(socket.create_server(("127.0.0.1", 0)))
         made = RouterSettings(
             **{"host": "127.0.0.1", "health_check_interval_secs": 1000.0, "access_log": "off", **settings}
@@ -267,6 +294,16 @@ class StalledRouter:
 
     def _run(self, loop: asyncio.AbstractEventLoop, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result(DEADLINE_SECONDS)
+
+    async def _start_instances(self) -> asyncio.Server:
+        make = lambda: _StandIn(self._transports)  # noqa: E731
+        return await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
+
+    async def _stop_instances(self) -> None:
+        self._server_of_instances.close()
+        for transport in list(self._transports):
+            transport.abort()
+        await asyncio.sleep(0.01)
 
     async def _start(self, settings: RouterSettings, instances: int) -> None:
         self.app = app = RouterApp(settings)
@@ -300,6 +337,7 @@ class StalledRouter:
             await self._serving
 
         self._run(self.loop, end())
+        self._run(self._others, self._stop_instances())
 
     def connect(self) -> socket.socket:
         return self._held.enter_context(socket.create_connection(self.sock.getsockname(), timeout=DEADLINE_SECONDS))
@@ -332,11 +370,11 @@ def _send(sock: socket.socket, sent: bytes) -> None:
         sock.sendall(sent)
 
 
-def measure_stalls(operation: Operation, instances: int) -> tuple[float, bytes]:
-    """The longest stall, in seconds, and the beginning of the answer."""
+def measure_stalls(operation: Operation, instances: int, in_instructions: bool = False) -> tuple[float, bytes]:
+    """The longest stall, in seconds or in instructions, and the beginning of the answer."""
     sent = operation.sent()
     with contextlib.ExitStack() as held:
-        stalls = Stalls()
+        stalls = Stalls(in_instructions)
         router = StalledRouter(held, stalls, instances, {"max_body_bytes": 64 * MEGABYTE + 1000, **operation.settings})
         if operation.waiting:
             router.keep_waiting(operation.waiting)
