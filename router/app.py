@@ -73,6 +73,10 @@ __all__ = ["RouterApp"]
 _log = logging.getLogger("router.app")
 
 MODELS_SECONDS = 5.0
+# To ask all instances of a large fleet in one go would hold requests up.
+MAX_ASKED_AT_ONCE = 64
+# The control plane is asked nothing as long, and takes its queries apart.
+MAX_QUERY_BYTES = 8 * 1024
 # Aborts that the router still has to send to engines when it stops get this long.
 CLOSING_SECONDS = 0.5
 
@@ -150,6 +154,10 @@ class RouterApp:
                     status, headers, body = preflight
                     await raw_reply(status, headers, body)(scope, receive, send)
                     return
+            if len(scope["query_string"]) > MAX_QUERY_BYTES:
+                message = f"the query is longer than the {MAX_QUERY_BYTES} bytes that this path takes"
+                await error_reply(ApiError(414, message, "target_too_long"))(scope, receive, send)
+                return
             # A model's id may be its folder, which begins with a slash of its own.
             if not is_normal_path(scope["path"].replace("/v1/models//", "/v1/models/", 1)):
                 message = f"the path {scope['path']!r} has an empty segment, '.' or '..'; paths here have none"
@@ -375,7 +383,7 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
         # What the others are told of these is what the answer shows: later readings must not be less.
         own = router.metrics.dump()
         others = await router.link.ask_others("figures", own)
-        return Response(router.metrics.render_text(own, *others), media_type=CONTENT_TYPE)
+        return Response(await router.metrics.render_aside(own, *others), media_type=CONTENT_TYPE)
 
     @app.get("/prometheus_targets")
     async def list_targets() -> Response:
@@ -502,12 +510,14 @@ def _add_headers(send: Send, headers: Headers) -> Send:
 async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[str, Any]]:
     """The models of all instances, each once, and their aliases, by their ids."""
     authorization = [header for header in request.headers.raw if header[0] == b"authorization"]
+    asked_at_once = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
 
     async def list_models(instance: Instance) -> list[dict[str, Any]]:
         try:
-            answer = await router.upstream.fetch(
-                instance.address, "GET", "/v1/models", headers=authorization, timeout=MODELS_SECONDS
-            )
+            async with asked_at_once:
+                answer = await router.upstream.fetch(
+                    instance.address, "GET", "/v1/models", headers=authorization, timeout=MODELS_SECONDS
+                )
             return parse_models(answer.body)
         except (UpstreamError, ValueError) as exc:
             _log.warning("instance %s did not list its models: %s", instance.key, exc)

@@ -6,11 +6,14 @@ So the router splices its own members into the original bytes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import reprlib
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import orjson
 
 from router.http.large_body import UNCHECKED_BYTES, BadBody, LargeBody, hide_escapes, weigh_values
@@ -27,9 +30,15 @@ _LENIENT_BYTES, _LENIENT_WEIGHT = 16 * 1024 * 1024, 250_000
 
 # A string or an array of numbers, as a whole; or a character that opens, closes or separates. Escapes must be hidden.
 _TOKEN = re.compile(rb'"[^"]*"|\[[^"{}\[\]]*\]|[{}\[\],]')
+# A body up to here is taken apart token by token; a longer one all at once, which needs numpy's constant time.
+_TOKENS_BYTES = 8 * 1024
+_DEPTH_CHANGE = np.zeros(256, np.int8)
+_DEPTH_CHANGE[list(b"{[")], _DEPTH_CHANGE[list(b"}]")] = 1, -1
+# A body with more, or with the same one as often, is no request.
+MAX_MEMBERS = 1000
 # Everything to a space, but the ends of lines, which keep the numbers of those that follow.
 _BLANK = bytes(each if each in b"\r\n" else 0x20 for each in range(256))
-_COMMA = 0x2C
+_COMMA, _QUOTE, _OPENING, _CLOSING = b',"{}'
 # The model in a body of JSON, how the head of its part in a form ends a line, and where in a large body it is looked
 # for. Each byte there is looked at a few times, whatever a client sends.
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
@@ -101,9 +110,12 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
     for name, numbers in large.numbers.items() if large is not None else ():
         if members.get(name) == []:
             members[name] = numbers
+    if len(members) > MAX_MEMBERS:
+        raise BadBody(f"the body has {len(members)} members; it may have {MAX_MEMBERS}")
     request_id = members.get("request_id")
     if request_id is not None and not (isinstance(request_id, str) and request_id.isprintable()):
-        raise BadBody(f"request_id is {request_id!r}; it must be a string of printable characters", "request_id")
+        message = f"request_id is {reprlib.repr(request_id)}; it must be a string of printable characters"
+        raise BadBody(message, "request_id")
     token_ids = members.get("prompt_token_ids")
     prompt_tokens = len(token_ids) if isinstance(token_ids, list) else estimate_tokens(data)
     n, prompt = members.get("n"), members.get("prompt")
@@ -230,9 +242,12 @@ def splice_parts(body: InferenceBody, added: Mapping[str, bytes], dropped: Colle
     Args:
         added: by name, each as ``encode_member`` made it.
         dropped: names of members that are blanked, too.
+
+    Raises:
+        BadBody: the client sent the same member again and again.
     """
     data, has_members, blanks = body.data, bool(body.members), _NO_BLANKS
-    if dropped or not added.keys().isdisjoint(body.members):
+    if not body.members.keys().isdisjoint(dropped) or not added.keys().isdisjoint(body.members):
         blanks, has_members = _find_blanks(body, {*added, *dropped})
     end = data.rindex(b"}")
     # To copy a large body would hold the router up.
@@ -250,7 +265,8 @@ def _find_blanks(body: InferenceBody, names: Container[str]) -> tuple[Sequence[t
     """Where the members of these names stand in the body; whether others are left."""
     data, large = body.data, body.large
     blanks, is_any_left = [], False
-    for key, start, end in _members(data if large is None else large.shorten()):
+    parsed = data if large is None else large.shorten()
+    for key, start, end in _members(parsed) if len(parsed) <= _TOKENS_BYTES else _members_of_long(parsed):
         if key not in names:
             is_any_left = True
             continue
@@ -279,6 +295,29 @@ def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
                 yield key, start, token.start()
             key, start = None, token.end()
         depth -= first in b"}]"
+
+
+def _members_of_long(data: bytes) -> Iterator[tuple[str, int, int]]:
+    """As ``_members``, in time that goes by the bytes and not by the values."""
+    hidden = hide_escapes(data)
+    characters = np.frombuffer(hidden, np.uint8)
+    folded = characters | 0x20  # brackets are braces then
+    is_structural = (folded == _OPENING) | (folded == _CLOSING) | (characters == _QUOTE) | (characters == _COMMA)
+    places = np.flatnonzero(is_structural)
+    kinds = characters[places]
+    is_quote = kinds == _QUOTE
+    is_outside = ~is_quote & (np.cumsum(is_quote, dtype=np.int32) % 2 == 0)
+    places, kinds = places[is_outside], kinds[is_outside]
+    change = _DEPTH_CHANGE[kinds]
+    depth = np.cumsum(change, dtype=np.int32)
+    # The object's beginning, the commas between its members, and its end.
+    seams = places[((depth == 1) & (change >= 0)) | ((depth == 0) & (change < 0))].tolist()
+    if len(seams) > MAX_MEMBERS + 1:
+        raise BadBody(f"the body has {len(seams) - 1} members; it may have {MAX_MEMBERS}")
+    for before, end in itertools.pairwise(seams):
+        quote = hidden.find(b'"', before, end)
+        if quote >= 0:
+            yield json.loads(data[quote : hidden.index(b'"', quote + 1) + 1]), before + 1, end
 
 
 def _parse_leniently(data: bytes, error: orjson.JSONDecodeError) -> Any:

@@ -16,34 +16,39 @@ import orjson
 
 __all__ = ["UNCHECKED_BYTES", "BadBody", "LargeBody", "hide_escapes", "show_escapes", "weigh_values"]
 
-UNCHECKED_BYTES = 200_000
+UNCHECKED_BYTES = 100_000
 """Bodies up to here may be parsed as they are."""
 
+# Of a body longer than that, so much may be left when its long texts were left out.
+MAX_PARSED_BYTES = 6 * 1024 * 1024
 # Looking through so much takes a few milliseconds.
-PIECE_BYTES = 1024 * 1024
+PIECE_BYTES = 256 * 1024
 # Of a body longer than that, texts are left out beyond the first so many pieces; policies look at four megabytes.
-SHORTENED_BYTES = 8 * 1024 * 1024
-KEPT_PIECES = 6
+SHORTENED_BYTES = 5 * 1024 * 1024
+KEPT_PIECES = 16
 # orjson takes some 40 ns for a number, 4 times that for a member's name, and 6 times for an array or an object, which
 # the garbage collector has to know, too.
 QUOTE_WEIGHT, BRACKET_WEIGHT = 2, 6
-MAX_WEIGHT = 1_250_000
+MAX_WEIGHT = 1_050_000
 # Up to here all is parsed at once.
 FEW_VALUES = 250_000
 TOO_FINE = (
-    "the body is divided too finely to be parsed in time: of numbers alone it may have 1000000, of strings 250000, of "
-    "arrays and objects 150000"
+    "the body is divided too finely to be parsed in time: of numbers alone it may have 1000000, of strings 200000, of "
+    "arrays and objects 120000"
 )
 # Stand for an escaped backslash and an escaped quote where these are hidden: bytes that UTF-8 never has.
 _BACKSLASH, _QUOTE = b"\xff\xfd", b"\xff\xfe"
 # The longest escape, of half a pair each: \ud83d\ude00.
 _ESCAPE_BYTES = 12
+_ESCAPE = 0x5C
 _CHARACTER_BYTES = 4
 # One of its own, that is no half of a pair.
 _WHOLE_ESCAPE = re.compile(rb"[^\\]\\u[0-9a-cefA-CEF][0-9a-fA-F]{3}")
 # The beginning of a prompt that may be token ids.
 _PROMPT = re.compile(rb'"(prompt|prompt_token_ids)"[ \t\r\n]*:[ \t\r\n]*\[')
 _PROMPT_BYTES = 64
+# Beyond the pieces that are kept, the inner part of a text as long as this is left out.
+LONG_TEXT_BYTES = 4096
 # So far is looked for a place at which a text may be cut.
 _SEARCHED_BYTES = 512
 
@@ -76,8 +81,13 @@ class LargeBody:
             BadBody: it has so many values that parsing it would hold up the router.
         """
         weight = yield from self._weigh_values()
-        if weight > FEW_VALUES:
+        if weight > FEW_VALUES or len(self._data) > SHORTENED_BYTES:
             yield from self._parse_numbers()
+        left = len(self._data) - sum(end - start for start, end in self._cuts)
+        if left > MAX_PARSED_BYTES:
+            raise BadBody(
+                f"the body has {left} bytes that are no long texts and no token ids; it may have {MAX_PARSED_BYTES}"
+            )
 
     def _weigh_values(self) -> Generator[None, None, int]:
         data, weight = self._data, 0
@@ -144,26 +154,43 @@ class LargeBody:
     def _check_exactly(self) -> Generator[None, None, int]:
         """Count no commas, brackets and escaped quotes that stand in texts; and note which texts can be cut."""
         data, size = self._data, len(self._data)
-        weight, start, in_text, is_clean, kept = 0, 0, False, False, 0
+        weight, start, in_text, is_clean = 0, 0, False, False
         while start < size:
             end, ends_clean = _find_end(data, start)
             piece = hide_escapes(data[start:end])
             if weight + QUOTE_WEIGHT * piece.count(b'"') > MAX_WEIGHT:
                 raise BadBody(TOO_FINE)
             parts = piece.split(b'"')
+            is_beyond = size > SHORTENED_BYTES and start >= KEPT_PIECES * PIECE_BYTES
             if in_text and len(parts) == 1:  # text from end to end
-                kept += 1
-                if kept > KEPT_PIECES and is_clean and ends_clean and size > SHORTENED_BYTES:
+                if is_beyond and is_clean and ends_clean:
                     self._cuts.append((start, end))
             else:
                 outside = b"".join(parts[in_text::2])
                 weight += QUOTE_WEIGHT * (len(parts) - 1) + weigh_values(outside, 0, len(outside))
+                if is_beyond:
+                    self._cut_within(start, parts, in_text)
                 in_text ^= len(parts) % 2 == 0
             if weight > MAX_WEIGHT:
                 raise BadBody(TOO_FINE)
             start, is_clean = end, ends_clean
             yield
         return weight
+
+    def _cut_within(self, start: int, parts: list[bytes], is_text: bool) -> None:
+        """Note the inner part of each long text, and of each long blank, in a piece that was split at its quotes."""
+        data = self._data
+        for part in parts:
+            end = start + len(part)
+            if len(part) >= LONG_TEXT_BYTES:
+                if is_text:
+                    first = _find_seam(data, start + _SEARCHED_BYTES, start + 2 * _SEARCHED_BYTES)
+                    last = _find_seam(data, end - 2 * _SEARCHED_BYTES, end - _SEARCHED_BYTES)
+                    if first and last:
+                        self._cuts.append((first, last))
+                elif not part.strip(b" \t\r\n"):
+                    self._cuts.append((start + 1, end))
+            start, is_text = end + 1, not is_text
 
 
 def weigh_values(data: bytes, start: int, end: int) -> int:
@@ -202,13 +229,20 @@ def _find_end(data: bytes, start: int) -> tuple[int, bool]:
     if b"\\u" not in data[end - _ESCAPE_BYTES : end] and _begins_character(data, end):
         return end, True
     last = min(end + _SEARCHED_BYTES, len(data) - 1)
-    found = _WHOLE_ESCAPE.search(data, end, last)
+    seam = _find_seam(data, end, last)
+    return (seam, True) if seam else (end, False)
+
+
+def _find_seam(data: bytes, start: int, end: int) -> int:
+    """A place between them that is certainly within no character and no escape of a text; 0 if there is none."""
+    found = _WHOLE_ESCAPE.search(data, start, end)
     if found is not None and _begins_character(data, found.end()):
-        return found.end(), True
-    for place in range(end, last):
-        if b"\\" not in data[place - _ESCAPE_BYTES : place] and _begins_character(data, place):
-            return place, True
-    return end, False
+        return found.end()
+    for place in range(start, end):
+        before = data[place - _ESCAPE_BYTES : place]
+        if b"\\u" not in before and before[-1] != _ESCAPE and _begins_character(data, place):
+            return place
+    return 0
 
 
 def _begins_character(data: bytes, place: int) -> bool:

@@ -68,9 +68,10 @@ def prepare_head(method: str, target: bytes, headers: Iterable[tuple[bytes, byte
         target: path and query as they stand in the request line.
         headers: without ``host``, ``connection`` and ``content-length``, which are added later.
     """
-    start = b"%s %s HTTP/1.1\r\n" % (method.encode(), target)
+    lines = [b"%s %s HTTP/1.1\r\n" % (method.encode(), target)]
     for header in headers:  # no comprehension: each costs a call, and this is done for every request
-        start += b"%s: %s\r\n" % header
+        lines.append(b"%s: %s\r\n" % header)
+    start = b"".join(lines)
     return PreparedHead(start, method != "GET" and method != "HEAD", method == "HEAD")
 
 
@@ -87,7 +88,8 @@ def end_to_end(headers: Headers, dropped: frozenset[bytes] = HOP_BY_HOP) -> Head
             if not name.startswith(b"x-router-"):
                 kept.append(header)
         elif name == b"connection":
-            named = (named or set()).union(option.strip().lower() for option in value.split(b","))
+            named = set() if named is None else named
+            named.update([option.strip().lower() for option in value.split(b",")])
     if named is not None and named - dropped:
         kept = [header for header in kept if header[0] not in named]
     return kept

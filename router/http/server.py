@@ -165,23 +165,24 @@ class ClientRequest:
             lines: more of the head.
         """
         is_head = self.method == "HEAD"
-        head = STATUS_LINE[status] + self.added_head + lines
+        head = [STATUS_LINE[status], self.added_head, lines]
         for header in headers:
             if is_head or header[0] != b"content-length":
-                head += b"%s: %s\r\n" % header
+                head.append(b"%s: %s\r\n" % header)
         if not is_head and status not in _BODILESS:
-            head += b"content-length: %d\r\n" % len(body)
+            head.append(b"content-length: %d\r\n" % len(body))
         if not self.keep_alive:
-            head += b"connection: close\r\n"
+            head.append(b"connection: close\r\n")
         self.response_started = True
-        self._write(b"%s\r\n%s" % (head, b"" if is_head else body))
+        head += (b"\r\n", b"" if is_head else body)
+        self._write(b"".join(head))
         self._complete_response()
 
     def start_response(self, status: int, headers: Headers, lines: bytes = b"") -> None:
         """Send the head of a response whose body comes in pieces; as ``send_response``."""
-        head, length = STATUS_LINE[status] + self.added_head + lines, None
+        head, length = [STATUS_LINE[status], self.added_head, lines], None
         for header in headers:
-            head += b"%s: %s\r\n" % header
+            head.append(b"%s: %s\r\n" % header)
             if header[0] == b"content-length" and length is None:
                 length = int(header[1])
         if length is not None:
@@ -190,14 +191,15 @@ class ClientRequest:
             pass
         elif self.version == "1.1":
             self._chunked = True
-            head += b"transfer-encoding: chunked\r\n"
+            head.append(b"transfer-encoding: chunked\r\n")
         else:
             self._left_to_send = -1  # the end of the connection ends the body
             self.keep_alive = False
         if not self.keep_alive:
-            head += b"connection: close\r\n"
+            head.append(b"connection: close\r\n")
         self.response_started = True
-        self._write(head + b"\r\n")
+        head.append(b"\r\n")
+        self._write(b"".join(head))
 
     def run(self, serving: Coroutine[Any, Any, None]) -> None:
         """Serve it from now on in a task, until its answer is complete."""

@@ -9,6 +9,7 @@ import logging
 import resource
 import signal
 import socket
+import sys
 import time
 from types import FrameType
 
@@ -33,6 +34,8 @@ FLUSH_SECONDS = 1.0
 CLIENT_IDLE_SECONDS = 65
 # The collector need not look often: requests leave no circles (tests/router/serving/test_fault_table.py).
 GC_THRESHOLDS = (20_000, 10, 10)
+# The least that Python can be told.
+MAX_DIGITS = 640
 
 
 class RouterServer(uvicorn.Server):
@@ -140,6 +143,8 @@ def list_graces(settings: RouterSettings) -> dict[signal.Signals, float]:
 
 def prepare_process() -> None:
     """Prepare a process that serves requests, once all is loaded."""
+    # Reading a longer number takes time by the square of its length; no engine has any.
+    sys.set_int_max_str_digits(MAX_DIGITS)
     # The records kept to be explained would be looked through again and again for garbage that is not there.
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

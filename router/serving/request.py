@@ -182,6 +182,8 @@ class ServingRequest:
             response.send_rejection(refused, echo_request_id(self._request.headers))
         except RequestEnded as ended:
             self._end_with(ended.error)
+        except BadBody as exc:
+            self._end_with(ApiError(400, str(exc), "invalid_body", exc.param))
         except NoRoom as exc:
             _log.error("%s", exc)
             self._end_with(ApiError(503, str(exc), "router_overloaded"))

@@ -6,6 +6,7 @@ Prometheus asks. prometheus_client's own counters take a lock for each increment
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -91,6 +92,7 @@ class RouterMetrics:
         self._num_replaced = num_replaced
         self._is_shared_state_up: Callable[[], bool] | None = None
         self._discovery: Discovery | None = None
+        self._rendering = asyncio.Lock()
         self._need: InstancesNeeded | None = None
         self._responses: dict[tuple[str, str, int], int] = {}
         self._durations: dict[tuple[str, str], _Durations] = {}
@@ -219,15 +221,30 @@ class RouterMetrics:
             dumps: the figures of this process and the router's others, those that have ended included; without any,
                 this one's.
         """
-        families = merge_families((), dumps or [self.dump()])
-        known = {"", *(instance.key for instance in self._registry)}
-        for family in families:  # of instances that are gone, processes that have ended too
-            family.samples = [sample for sample in family.samples if _names_only(known, sample.labels)]
+        families = self._merge_known(dumps or [self.dump()])
         if self._need is not None:
             families.append(_build_need(self._need, families))
-        collector = CollectorRegistry()
-        collector.register(_Families(families))
-        return generate_latest(collector)
+        return _format_families(families)
+
+    async def render_aside(self, *dumps: Sequence[Any]) -> bytes:
+        """As ``render_text``, while requests go on: one rendering at a time in a thread, which takes turns with them.
+
+        Args:
+            dumps: as there, at least one.
+        """
+        async with self._rendering:
+            families = await asyncio.to_thread(self._merge_known, dumps)
+            if self._need is not None:
+                families.append(_build_need(self._need, families))
+            return await asyncio.to_thread(_format_families, families)
+
+    def _merge_known(self, dumps: Sequence[Sequence[Any]]) -> list[Metric]:
+        """The figures of all processes, without those of instances that are gone; processes may have ended, too."""
+        families = merge_families((), dumps)
+        known = {"", *(instance.key for instance in self._registry)}
+        for family in families:
+            family.samples = [sample for sample in family.samples if _names_only(known, sample.labels)]
+        return families
 
     def watch_shared_state(self, is_up: Callable[[], bool]) -> None:
         """Show, from now on, whether the other routers are heard of, which ``is_up`` tells."""
@@ -436,6 +453,12 @@ def _build_need(need: InstancesNeeded, families: Sequence[Metric]) -> Metric:
     for role, count in need.compute(sum(waiting)).items():
         family.add_metric([role.value], count)
     return family
+
+
+def _format_families(families: Sequence[Metric]) -> bytes:
+    collector = CollectorRegistry()
+    collector.register(_Families(families))
+    return generate_latest(collector)
 
 
 def _names_only(known: Container[str], labels: Mapping[str, str]) -> bool:

@@ -119,7 +119,8 @@ class ParsedRequest:
             members = self._salt_cache(derive_salt, members)
         self.wants_stream = bool(members.get("stream"))
         if self.api.keeps_answers:
-            self.kept_id = str(members.get("previous_response_id") or "")
+            previous = members.get("previous_response_id")
+            self.kept_id = previous if isinstance(previous, str) else ""
         self.features = request_features(members, body.prompt_tokens, head.session, len(body.data))
         self.request_id = body.request_id or head.sent_id or _make_request_id()
 

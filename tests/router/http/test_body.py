@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.http.body import (
+    _members,
+    _members_of_long,
     encode_member,
     estimate_tokens,
     find_model,
@@ -21,6 +23,7 @@ from router.http.body import (
     whole_number,
 )
 from router.http.large_body import BadBody
+from tests.router.instructions import count_instructions
 
 ADDED = {"request_id": "r-1", "disaggregate_info": {"prefill_ip": "10.0.0.1", "decode_rdma_ports": ["7100"]}}
 ENCODED = {name: encode_member(name, value) for name, value in ADDED.items()}
@@ -222,6 +225,38 @@ def test_prompt_tokens_count_the_whole_conversation() -> None:
     short = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
     long = json.dumps({"messages": [{"role": "user", "content": "x"}] * 100}).encode()
     assert parse_inference(long).prompt_tokens > 50 * parse_inference(short).prompt_tokens
+
+
+@given(_written_objects())
+def test_the_members_of_a_long_body_are_found_as_those_of_a_short_one(
+    written: tuple[bytes, list[tuple[str, str]]],
+) -> None:
+    data, _ = written
+    assert list(_members_of_long(data)) == list(_members(data))
+
+
+@pytest.mark.parametrize("unit", [b"[[]],", b'{"a":[1]},', b'"a, word",'])
+def test_a_long_body_is_spliced_in_time_that_goes_by_its_bytes(unit: bytes) -> None:
+    def count(units: int) -> int:
+        body = parse_inference(b'{"request_id":"theirs","messages":[%s7]}' % (unit * units))
+        return count_instructions(lambda: splice(body, ENCODED))
+
+    assert count(9000) <= count(3000)
+
+
+@pytest.mark.parametrize("names", [b'"k%d":1', b'"request_id":"r%d"'])
+def test_a_body_with_members_without_end_is_refused(names: bytes) -> None:
+    data = b"{%s}" % b",".join(names % number for number in range(1001))
+    with pytest.raises(BadBody, match="the body has 1001 members; it may have 1000"):
+        splice(parse_inference(data), ENCODED)
+    whole = b"{%s}" % b",".join(names % number for number in range(1000))
+    assert json.loads(splice(parse_inference(whole), ENCODED)) == {**json.loads(whole), **ADDED}
+
+
+def test_a_wrong_request_id_is_not_told_in_full() -> None:
+    with pytest.raises(BadBody) as refused:
+        parse_inference(b'{"request_id":[%s]}' % b",".join([b"1"] * 1000))
+    assert len(str(refused.value)) < 200
 
 
 FORM = b'--x\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper\r\n--x\r\n'

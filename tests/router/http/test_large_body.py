@@ -46,6 +46,39 @@ def look_through(data: bytes) -> LargeBody:
     return large
 
 
+def parse_error(data: bytes) -> str:
+    """What the parser finds fault with."""
+    with pytest.raises(BadBody) as refused:
+        parse_inference(data, look_through(data))
+    return str(refused.value).partition(": line")[0]
+
+
+@pytest.mark.parametrize("text", ["data:image/png;base64," + "QUJD" * 60_000, 'é中😀\n"\\' * 20_000])
+def test_many_long_texts_are_parsed_in_part(text: str) -> None:
+    for is_ascii in (True, False):
+        parts = [{"image_url": {"url": text}}] * 100
+        data = json.dumps({"messages": [{"content": parts}], "request_id": "r", "n": 2}, ensure_ascii=is_ascii).encode()
+        large = look_through(data)
+        assert len(large.shorten()) < SHORTENED_BYTES + 2 * PIECE_BYTES
+        body = parse_inference(data, large)
+        assert [len(message["content"]) for message in body.members["messages"]] == [100]
+        added = {"request_id": b'"request_id":"ours"'}
+        assert splice(body, added) == splice(parse_inference(data), added)
+
+
+def test_long_blanks_are_not_parsed() -> None:
+    data = b'{"n":1' + b" \n" * 10 * MEGABYTE + b',"request_id":"r"}'
+    large = look_through(data)
+    assert len(large.shorten()) < SHORTENED_BYTES + 2 * PIECE_BYTES
+    assert parse_inference(data, large).members == {"n": 1, "request_id": "r"}
+    assert parse_error(data.replace(b",", b"2,")) == parse_error(b'{"n":1 2,"request_id":"r"}')
+
+
+def test_a_body_with_too_much_that_is_no_text_is_refused() -> None:
+    with pytest.raises(BadBody, match="that are no long texts and no token ids; it may have 6291456"):
+        look_through(b'{"numbers":[' + (b"1" * 4000 + b",") * 2000 + b"1]}")
+
+
 @pytest.mark.parametrize("name", TOO_FINE)
 def test_a_body_divided_too_finely_is_refused_in_one_sentence(name: str) -> None:
     with pytest.raises(BadBody, match=r"^the body is divided too finely to be parsed in time: of numbers alone it may"):
@@ -88,7 +121,8 @@ class Small:
 
     def __enter__(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        sizes = {"PIECE_BYTES": 64, "SHORTENED_BYTES": 100, "KEPT_PIECES": 1, "_SEARCHED_BYTES": 30, "FEW_VALUES": 0}
+        sizes = {"PIECE_BYTES": 64, "SHORTENED_BYTES": 100, "KEPT_PIECES": 1, "FEW_VALUES": 0}
+        sizes |= {"_SEARCHED_BYTES": 14, "LONG_TEXT_BYTES": 40}
         for name, size in sizes.items():
             self.patch.setattr(large_body, name, size)
 
