@@ -84,8 +84,9 @@ class Resuming:
         return None
 
     def explain(self, why: str) -> ApiError:
-        """The error of a stream that was broken off, with the reason why it was not resumed."""
-        assert self._broken_by is not None
+        """The error of a stream that was broken off or preempted, with the reason why it was not resumed."""
+        if self._broken_by is None:
+            return ApiError(503, f"a decode instance preempted the request, which cannot go on: {why}", "preempted")
         return self._broken_by._replace(message=f"{self._broken_by.message}; the stream was not resumed: {why}")
 
     @property

@@ -119,9 +119,10 @@ class StreamMerger:
         return "".join(self._texts)
 
     @property
-    def has_reasoned(self) -> bool:
-        """Whether the client was shown reasoning."""
-        return self._reasoning > 0
+    def num_reasoning(self) -> int:
+        """How many of ``shown_ids`` were reasoning."""
+        self._fold_events()
+        return self._reasoning
 
     @property
     def has_shown_more(self) -> bool:
