@@ -130,7 +130,7 @@ class Attempts:
         if error is not None:
             raise RequestEnded(error)
 
-    def go_on_after_break(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
+    async def go_on_after_break(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
         """Prepare the next segment of a stream whose instance died, broke off or hung.
 
         Raises:
@@ -167,6 +167,22 @@ class Attempts:
         response.end_segment(attempt)
         services.metrics.count_resumption(instance.key)
         retries.begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
+        await self._settle_end(parsed, self.resuming, merger)
+
+    async def _settle_end(self, parsed: ParsedRequest, resuming: Resuming, merger: StreamMerger | None) -> None:
+        """Let a stream go on from the end of a character.
+
+        Raises:
+            RequestEnded: nobody tells where that is.
+        """
+        if merger is None or not merger.doubtful_ids:
+            return
+        try:
+            asked = self._select_instances(parsed).answering
+        except NoInstance as none:
+            raise RequestEnded(self._explain_none(none)) from None
+        if why := await resuming.settle_end(merger, asked, self._services.upstream):
+            raise RequestEnded(resuming.explain(why))
 
     def _explain_none(self, none: NoInstance) -> ApiError:
         """Why no instance can be asked, and, of a stream that was broken off, why it was."""
