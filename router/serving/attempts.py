@@ -6,7 +6,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from router.fleet import EngineKind
 from router.http import ApiError, TimedOut, UpstreamError
 from router.serving.asking import LegMaker, ask_for_usage, ask_instances, list_members
 from router.serving.attempt import Attempt, LegFailed, StreamStalled
@@ -223,8 +222,8 @@ class Attempts:
         try:
             await unready.learn(self._services.upstream)
         except UpstreamError as exc:
-            unlearnt = {"reached": Reached.UNSENT, "trouble": Trouble.UNREACHABLE}
-            raise LegFailed(selection.prefill, str(exc), **unlearnt) from exc
+            prefill, reached, trouble = selection.prefill, Reached.UNSENT, Trouble.UNREACHABLE
+            raise LegFailed(prefill, str(exc), reached=reached, trouble=trouble) from exc
 
     def _make_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
         """Prepare the exchanges with the selected instances; nothing is sent yet.
@@ -253,10 +252,9 @@ class Attempts:
             )
         members = list_members(parsed, engine, response.merger, self.resuming)
         if response.token_count is not None:
-            asked = ask_for_usage(parsed, engine)
+            asked, response.has_null_usages = ask_for_usage(parsed, engine)
             members |= asked
             response.hides_usage = bool(asked)
-            response.has_null_usages = bool(asked) and engine is not EngineKind.SGLANG  # which has them unasked
         if self._retries is not None:
             is_fresh = self._retries.wants_fresh
         else:  # what is not sent again must not meet a connection that was just closed
