@@ -69,11 +69,8 @@ TESTED_IN = {
     "router/serving/request.py": "tests/router/serving/test_attempt.py",
     # The mergers, fed with an engine's events; and what they are for, over HTTP.
     "router/serving/resume/choice.py": "tests/router/serving/resume/test_resuming.py",
-    "router/serving/resume/continuation.py": "tests/router/serving/resume/test_resuming.py",
-    "router/serving/resume/events.py": "tests/router/serving/resume/test_stream.py",
     "router/serving/resume/obstacles.py": "tests/router/serving/resume/test_resuming.py",
     "router/serving/resume/whole.py": "tests/router/serving/resume/test_stream.py",
-    "router/serving/retry.py": "tests/router/serving/test_attempt.py",
     # Every backend passes the same suite.
     "kvstore_backend/backend.py": "tests/kvstore_backend/conformance/suite.py",
     "kvstore_backend/wrappers/wrapper.py": "tests/kvstore_backend/conformance/test_wrappers.py",

@@ -117,7 +117,10 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
         message = f"request_id is {reprlib.repr(request_id)}; it must be a string of printable characters"
         raise BadBody(message, "request_id")
     token_ids = members.get("prompt_token_ids")
-    prompt_tokens = len(token_ids) if isinstance(token_ids, list) else estimate_tokens(data)
+    if isinstance(token_ids, list):
+        prompt_tokens = len(token_ids)
+    else:
+        prompt_tokens = len(data) // _BYTES_PER_TOKEN if len(data) < _SMALL_MEDIA_BYTES else estimate_tokens(data)
     n, prompt = members.get("n"), members.get("prompt")
     choices = 1 if n is None else max(1, whole_number(n) or 1)
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):

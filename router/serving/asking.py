@@ -105,20 +105,24 @@ def list_members(
     return members
 
 
-def ask_for_usage(parsed: ParsedRequest, engine: EngineKind) -> dict[str, bytes]:
+def ask_for_usage(parsed: ParsedRequest, engine: EngineKind) -> tuple[dict[str, bytes], bool]:
     """The member by which a stream tells its usage, if it does not by itself and nothing else of it changes so.
 
     Where engines of other kinds might refuse it, and where a client's own options mean something else with it, there
     is none.
+
+    Returns:
+        The member, and whether the other events may have a usage of null because of it.
     """
     if parsed.body is None or not parsed.wants_stream or not parsed.api.is_continuable or engine is EngineKind.OPENAI:
-        return {}
+        return {}, False
     options = parsed.body.members.get("stream_options")
     if options is None:
         options = {}
     elif not isinstance(options, dict) or options.get("include_usage", True) or options.get("continuous_usage_stats"):
-        return {}
-    return {"stream_options": encode_member("stream_options", {**options, "include_usage": True})}
+        return {}, False
+    member = encode_member("stream_options", {**options, "include_usage": True})
+    return {"stream_options": member}, engine is not EngineKind.SGLANG  # which writes them in any case
 
 
 class LegMaker:

@@ -6,7 +6,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from router.fleet import EngineKind
 from router.http import ApiError, TimedOut, UpstreamError
 from router.serving.asking import LegMaker, ask_for_usage, ask_instances, list_members
 from router.serving.attempt import Attempt, LegFailed, StreamStalled
@@ -130,7 +129,7 @@ class Attempts:
         if error is not None:
             raise RequestEnded(error)
 
-    def go_on_after_break(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
+    async def go_on_after_break(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
         """Prepare the next segment of a stream whose instance died, broke off or hung.
 
         Raises:
@@ -167,6 +166,22 @@ class Attempts:
         response.end_segment(attempt)
         services.metrics.count_resumption(instance.key)
         retries.begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
+        await self._settle_end(parsed, self.resuming, merger)
+
+    async def _settle_end(self, parsed: ParsedRequest, resuming: Resuming, merger: StreamMerger | None) -> None:
+        """Let a stream go on from the end of a character.
+
+        Raises:
+            RequestEnded: nobody tells where that is.
+        """
+        if merger is None or not merger.doubtful_ids:
+            return
+        try:
+            asked = self._select_instances(parsed).answering
+        except NoInstance as none:
+            raise RequestEnded(self._explain_none(none)) from None
+        if why := await resuming.settle_end(merger, asked, self._services.upstream):
+            raise RequestEnded(resuming.explain(why))
 
     def _explain_none(self, none: NoInstance) -> ApiError:
         """Why no instance can be asked, and, of a stream that was broken off, why it was."""
@@ -207,8 +222,8 @@ class Attempts:
         try:
             await unready.learn(self._services.upstream)
         except UpstreamError as exc:
-            unlearnt = {"reached": Reached.UNSENT, "trouble": Trouble.UNREACHABLE}
-            raise LegFailed(selection.prefill, str(exc), **unlearnt) from exc
+            prefill, reached, trouble = selection.prefill, Reached.UNSENT, Trouble.UNREACHABLE
+            raise LegFailed(prefill, str(exc), reached=reached, trouble=trouble) from exc
 
     def _make_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
         """Prepare the exchanges with the selected instances; nothing is sent yet.
@@ -240,10 +255,9 @@ class Attempts:
         own_id = request_id if self._story.tag else ""
         members = list_members(parsed, engine, response.merger, self.resuming, own_id)
         if response.token_count is not None:
-            asked = ask_for_usage(parsed, engine)
+            asked, response.has_null_usages = ask_for_usage(parsed, engine)
             members |= asked
             response.hides_usage = bool(asked)
-            response.has_null_usages = bool(asked) and engine is not EngineKind.SGLANG  # which has them unasked
         if self._retries is not None:
             is_fresh = self._retries.wants_fresh
         else:  # what is not sent again must not meet a connection that was just closed

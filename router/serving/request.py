@@ -416,7 +416,7 @@ class ServingRequest:
             if await self._response.relay_pieces(attempt, first, self._story.own_head()):
                 return True
         except UpstreamError as exc:
-            self._attempts.go_on_after_break(parsed, attempt, exc)
+            await self._attempts.go_on_after_break(parsed, attempt, exc)
         else:
             await self._attempts.go_on_after_preemption()
         return False

@@ -8,11 +8,13 @@ generates on, and answers with the text of the new tokens only; its usage counts
 Where a seam cannot be exact, nothing is guessed. A whole response starts again from the beginning, as the client has
 seen nothing of it; a stream that has shown text and cannot go on exactly is given up.
 
-A router without a tokenizer does not see everything, so a preempted stream may differ from an undisturbed run in three
+A router without a tokenizer does not see everything, so a preempted stream may differ from an undisturbed run in two
 things: a stop string whose first part was shown before the seam is not recognised by the engine after it; presence and
-frequency penalties, and a seed, start anew at the seam; and a character that begins in an event which shows other text
-as well (engines hold a whole token back, but one event may bring several) is lost if the seam comes before its end. A
-stream whose instance died is not resumed where one of the first two may be so (``obstacles.py``).
+frequency penalties, and a seed, start again at the seam. A stream whose instance died is not resumed where one of them
+may be so (``obstacles.py``). Engines hold a token back whose text ends within a character, but one event may bring
+several tokens: then an instance is asked for the text of the last ones (``/detokenize``), and those of a character that
+is not whole are generated again. Where no instance tells, a stream whose instance died is not resumed, and a preempted
+one may lose that character.
 
 events.py        server-sent events and their chunks: read, and stripped of ids that the client did not ask for
 shape.py         the shape of a stream's usual event, by which others of it are recognised without parsing

@@ -43,7 +43,7 @@ def continue_stream(merger: StreamMerger, engine: EngineKind, is_chat: bool) -> 
     if not shown:
         return {}
     if not needs_prompt(engine):
-        return resume_by_ids(members, shown)
+        return {**resume_by_ids(members, shown), **_count_reasoning(merger)}
     prompt = merger.prompt_ids
     if prompt is None:
         raise CannotContinue("the ids of its prompt are not known")
@@ -54,7 +54,7 @@ def continue_stream(merger: StreamMerger, engine: EngineKind, is_chat: bool) -> 
         if "max_tokens" not in members:
             limits["max_tokens"] = max(1, _COMPLETION_TOKENS - len(shown))
         return {"prompt": ids, **limits}
-    if merger.has_reasoned:
+    if merger.num_reasoning:
         raise CannotContinue("it has shown reasoning, whose parser would begin again")
     # A client that has the engine continue its own message has given the beginning of the answer.
     messages = list(members["messages"])
@@ -86,6 +86,30 @@ def count_remaining(members: Mapping[str, Any], generated: int) -> int | None:
     """How many tokens are still wanted; None if no number was given."""
     limit = whole_number(members.get("max_completion_tokens")) or whole_number(members.get("max_tokens"))
     return None if limit is None else max(0, limit - generated)
+
+
+def _count_reasoning(merger: StreamMerger) -> dict[str, int]:
+    """FastDeploy's limits of reasoning, and of the answer behind it, less what was generated.
+
+    FastDeploy counts a request's tokens from its first one on, and sees by the end of the prompt whether it reasons.
+
+    Raises:
+        CannotContinue: what is left is not known exactly.
+    """
+    members, shown, reasoning = merger.members, len(merger.shown_ids), merger.num_reasoning
+    is_reasoning = reasoning == shown
+    limits = {}
+    limit = whole_number(members.get("reasoning_max_tokens"))
+    if limit is not None and reasoning and is_reasoning:
+        if shown >= limit:
+            raise CannotContinue("it has reasoned for as long as it may, and the end of its reasoning was not shown")
+        limits["reasoning_max_tokens"] = limit - shown
+    limit = whole_number(members.get("response_max_tokens"))
+    if limit is not None and not is_reasoning:
+        if reasoning:  # which tokens lie between the two is not known
+            raise CannotContinue("it has a limit of tokens behind its reasoning, of which some were shown")
+        limits["response_max_tokens"] = max(1, limit - shown)
+    return limits
 
 
 def _count_limits(members: Mapping[str, Any], ids: Sequence[int]) -> dict[str, int]:

@@ -10,7 +10,7 @@ import orjson
 from router.http import ApiError, ConnectionPool, UpstreamError
 from router.serving.resume.obstacles import find_obstacle
 from router.serving.resume.stream import StreamMerger
-from router.serving.resume.whole import ResponseMerger
+from router.serving.resume.whole import MAX_UNFINISHED_TOKENS, UNFINISHED, ResponseMerger
 
 if TYPE_CHECKING:
     from router.fleet import Instance
@@ -55,7 +55,32 @@ class Resuming:
             return ApiError(503, message, "preempted")
         if isinstance(merger, StreamMerger):
             merger.begin_segment()
+            await self.settle_end(merger, decode, upstream)  # where it cannot tell, the stream goes on all the same
         return None
+
+    async def settle_end(
+        self, merger: StreamMerger | ResponseMerger | None, instance: Instance, upstream: ConnectionPool
+    ) -> str:
+        """Take from a stream's ids those at their end whose character is not whole; why that cannot be, or ``""``.
+
+        Args:
+            instance: is asked for the ids' text.
+        """
+        ids = merger.doubtful_ids if isinstance(merger, StreamMerger) else ()
+        if not ids or not isinstance(merger, StreamMerger):
+            return ""
+        for unfinished in range(min(MAX_UNFINISHED_TOKENS + 1, len(ids))):
+            text = await _detokenize(upstream, instance, list(ids[: len(ids) - unfinished]))
+            if text is None:
+                return (
+                    f"several tokens came at once, and {instance.key} does not tell whether they end with a character"
+                )
+            if not text.endswith(UNFINISHED):
+                if unfinished and merger.tells_ids:
+                    return "its client has the id of a token that ends within a character"
+                merger.drop_last(unfinished)
+                break
+        return ""  # or the text has such a mark itself
 
     def prepare_after_break(
         self, merger: StreamMerger | None, body: InferenceBody, instance: Instance, error: ApiError, *, is_chat: bool
@@ -84,8 +109,9 @@ class Resuming:
         return None
 
     def explain(self, why: str) -> ApiError:
-        """The error of a stream that was broken off, with the reason why it was not resumed."""
-        assert self._broken_by is not None
+        """The error of a stream that was broken off or preempted, with the reason why it was not resumed."""
+        if self._broken_by is None:
+            return ApiError(503, f"a decode instance preempted the request, which cannot go on: {why}", "preempted")
         return self._broken_by._replace(message=f"{self._broken_by.message}; the stream was not resumed: {why}")
 
     @property
@@ -105,7 +131,8 @@ async def _detokenize(upstream: ConnectionPool, instance: Instance, ids: list[in
             body=orjson.dumps({"tokens": ids}),
             timeout=DETOKENIZE_SECONDS,
         )
-        text = orjson.loads(response.body)["prompt"] if response.status == 200 else None
+        told = orjson.loads(response.body) if response.status == 200 else {}
+        text = told["prompt"] if "prompt" in told else told["text"]  # the second is SGLang's name
     except (UpstreamError, ValueError, KeyError, TypeError):
         return None
     return text if isinstance(text, str) else None

@@ -43,6 +43,8 @@ _KEPT_WITHOUT_IDS = 3
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 # Usual events of which only text and ids are kept, up to this number; then only their ids are.
 _KEPT_USUAL = 256
+# Enough of the last ids to see how their text ends.
+_DOUBTFUL_IDS = 64
 # So often a stream's usual event is looked for anew: where reasoning ends, say.
 _SHAPES_TRIED = 32
 
@@ -61,7 +63,7 @@ class StreamMerger:
         *("preempted", "_client_wants_ids", "_begun", "_blind", "_body", "_head", "_held", "_kept", "_kept_bytes"),
         *("_is_chat", "_offset", "_prompt_tokens", "_reasoning", "_resent", "_segment", "_shown", "_withheld"),
         *("_is_done", "_is_finished", "_has_usage", "_expected", "_keeps_prompt", "_prompt", "_texts", "_cached"),
-        *("_shape", "_shapes_left", "_usual"),
+        *("_last_count", "_shape", "_shapes_left", "_usual"),
     )
 
     def __init__(self, body: InferenceBody, keeps_prompt: bool = False) -> None:
@@ -79,6 +81,7 @@ class StreamMerger:
         self._kept: list[bytes] = []
         self._kept_bytes = 0
         self._shown: list[int] = []  # ids whose text the client has
+        self._last_count = 0  # ids of the last event that showed text
         self._held: list[int] = []  # ids after them, whose text the engine still holds back
         self._withheld: list[bytes] = []  # events with such ids, kept back where the client reads ids itself
         self._blind = False  # whether the client has seen more than ids stand for: text without them, a tool call
@@ -103,10 +106,25 @@ class StreamMerger:
         return self._body.members
 
     @property
+    def tells_ids(self) -> bool:
+        """Whether the client sees the ids itself."""
+        return self._client_wants_ids
+
+    @property
     def shown_ids(self) -> Sequence[int]:
         """The ids of the tokens that the client has the text of."""
         self._fold_events()
         return self._shown
+
+    @property
+    def doubtful_ids(self) -> Sequence[int]:
+        """The last of ``shown_ids``, if part of a character may stand at their end; none where that cannot be.
+
+        An engine holds a token back whose text ends within a character; but one event may bring several tokens, and
+        then show the text of the first ones only.
+        """
+        self._fold_events()
+        return self._shown[-_DOUBTFUL_IDS:] if self._last_count > 1 else []
 
     @property
     def prompt_ids(self) -> list[int] | None:
@@ -119,9 +137,10 @@ class StreamMerger:
         return "".join(self._texts)
 
     @property
-    def has_reasoned(self) -> bool:
-        """Whether the client was shown reasoning."""
-        return self._reasoning > 0
+    def num_reasoning(self) -> int:
+        """How many of ``shown_ids`` were reasoning."""
+        self._fold_events()
+        return self._reasoning
 
     @property
     def has_shown_more(self) -> bool:
@@ -133,6 +152,14 @@ class StreamMerger:
     def is_going_on(self) -> bool:
         """Whether the next segment goes on behind others, rather than begin again."""
         return bool(self.shown_ids)
+
+    def drop_last(self, count: int) -> None:
+        """The text of the last so many of ``shown_ids`` was not shown: they are to be generated again."""
+        if count:
+            self._reasoning -= count if self._reasoning == len(self._shown) else 0
+            del self._shown[-count:]
+            self._resent = len(self._shown)
+        self._last_count = 0
 
     def note_cached(self, figures: Mapping[str, int]) -> None:
         """How much of the client's prompt was cached where it was first computed."""
@@ -283,6 +310,7 @@ class StreamMerger:
         shown = [*self._held, *orjson.loads(b"[%s]" % b",".join(ids))]
         self._held.clear()
         self._shown += shown
+        self._last_count = ids[-1].count(b",") + 1
         self._reasoning += len(shown) if self._shape is not None and self._shape.is_reasoning else 0
         self._offset += len(text)
         if self._keeps_prompt:
@@ -322,6 +350,7 @@ class StreamMerger:
                 self._blind = True
             else:
                 self._shown += [*self._held, *ids]
+                self._last_count = len(ids)
                 self._reasoning += 0 if message.get("content") or message.get("text") else len(self._held) + len(ids)
                 self._held.clear()
                 self._offset += len(text)

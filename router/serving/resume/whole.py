@@ -23,11 +23,11 @@ from router.serving.resume.obstacles import follows_grammar
 if TYPE_CHECKING:
     from router.http import InferenceBody
 
-__all__ = ["ResponseMerger"]
+__all__ = ["MAX_UNFINISHED_TOKENS", "UNFINISHED", "ResponseMerger"]
 
 # A character is four bytes at most, and a token one at least: so many tokens may hold an unfinished one.
-_MAX_UNFINISHED_TOKENS = 3
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+MAX_UNFINISHED_TOKENS = 3
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # Markup that an engine takes out of its responses, but a detokenizer asked for the bare ids may leave in.
 _MARKUP = re.compile(r"</?think>|<[|\uff5c]|</?s>")
 
@@ -72,7 +72,7 @@ class ResponseMerger:
         self.ids_to_detokenize = None
         if text is None or _MARKUP.search(text):
             self._begin_again()
-        elif text.endswith(_UNFINISHED):
+        elif text.endswith(UNFINISHED):
             self._drop_last(ids)
         else:
             self._ids, self._text = ids, text
@@ -130,7 +130,7 @@ class ResponseMerger:
         text = find_text(message)
         if not text:
             self.ids_to_detokenize = list(self._ids)
-        elif text.endswith(_UNFINISHED):
+        elif text.endswith(UNFINISHED):
             self._text += text
             self._drop_last(self._ids)
         else:
@@ -153,7 +153,7 @@ class ResponseMerger:
 
     def _drop_last(self, ids: list[int]) -> None:
         """The ids end within a character: ask for the text of one less, if they may still be sound."""
-        if len(self._ids) - len(ids) < _MAX_UNFINISHED_TOKENS and len(ids) > 1:
+        if len(self._ids) - len(ids) < MAX_UNFINISHED_TOKENS and len(ids) > 1:
             self.ids_to_detokenize = ids[:-1]
         else:
             self._begin_again()

@@ -189,7 +189,7 @@ class _Steps:
             try:
                 step, sent = steps.send, (yield waited_for)
             except BaseException as exc:
-                step, sent = steps.throw, exc  # type: ignore[assignment]
+                step, sent = steps.throw, exc
 
 
 def ask(under_test: RouterUnderTest, body: dict[str, Any]) -> int:

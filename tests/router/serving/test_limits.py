@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from router.access import Admission
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, stalls
 from tests.support.toy_model import Asked
@@ -289,7 +290,10 @@ def test_a_stream_of_a_limited_client_has_the_same_bytes_and_its_tokens_are_coun
     asked_usage = bool((instance.received[0].json.get("stream_options") or {}).get("include_usage"))
     assert asked_usage is (engine != "openai")
     assert not (instance.received[1].json.get("stream_options") or {}).get("include_usage")
-    left, _ = limited.app.admission._rates._buckets["alice"]
+    assert isinstance(limited.app.admission, Admission)
+    rates = limited.app.admission._rates
+    assert rates is not None
+    left, _ = rates._buckets["alice"]
     if asked_usage:
         assert 1000 - left == pytest.approx(used, abs=2)  # the bucket fills meanwhile
         (record,) = limited.app.audit.records

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.router.conftest import RouterUnderTest
+from tests.router.scripted_engine import Engine
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn
 from tests.support.toy_model import LIMITS, PATHS, Asked, answer_text
 from tests.support.waiting import wait_until
@@ -355,3 +356,66 @@ def test_another_prompt_than_the_streams_own_is_found_out(make_router: MakeRoute
         instance.behave = ignoring(instance.behave)
     message = error_of(ask(make_router(*instances), CHAT))["message"]
     assert "made another prompt of it" in message
+
+
+class Merging:
+    """Instances that merge the tokens of an event, and detokenize: the first leg breaks off within a character."""
+
+    def __init__(self, engine: Engine, first: list[int], *, name: str | None = "prompt") -> None:
+        self.engine = engine
+        self.first = first
+        self.name = name  # of the text in an answer of /detokenize; None: there is none
+        self.legs: list[dict[str, Any]] = []
+
+    async def __call__(self, request: Received, respond: Responder) -> None:
+        if request.target == "/detokenize":
+            text = self.engine.text(request.json["tokens"])
+            await respond.answer(*((404, b"") if self.name is None else (200, json.dumps({self.name: text}).encode())))
+            return
+        self.legs.append(request.json)
+        await respond.start_stream()
+        if len(self.legs) == 1:
+            text = self.engine.text(self.first).rstrip("\N{REPLACEMENT CHARACTER}")
+            delta = {"content": text, "completion_token_ids": self.first}
+            await respond.event(json.dumps({"id": "1", "choices": [{"index": 0, "delta": delta}]}))
+            respond.cut()
+            return
+        for event in self.engine.stream(request.json, 1, None, "error"):
+            await respond.chunk(event)
+        await respond.end_stream()
+
+
+SMILE = [b"Hello", b" w", b"\xf0", b"\x9f", b"\x99\x82", b"!"]
+
+
+@pytest.mark.parametrize("name", ["prompt", "text"])
+@pytest.mark.parametrize("count", range(2, len(SMILE) + 1))
+def test_a_character_split_behind_an_event_of_several_tokens_is_whole_in_a_resumed_stream(
+    make_router: MakeRouter, stand_in: MakeStandIn, count: int, name: str
+) -> None:
+    merging = Merging(Engine(SMILE), [100 + i for i in range(count)], name=name)
+    router = make_router(*(stand_in("mixed", merging) for _ in range(2)))
+    events = [
+        json.loads(each[6:]) for each in ask(router, CHAT, max_tokens=9).split("\n\n") if each.startswith("data: {")
+    ]
+    shown = "".join(c["delta"].get("content") or "" for each in events for c in each["choices"])
+    assert shown == b"".join(SMILE).decode()
+    whole = count if count in (2, 5, 6) else 2
+    assert merging.legs[1]["completion_token_ids"] == [100 + i for i in range(whole)]
+    assert events[-1]["usage"]["completion_tokens"] == len(SMILE)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "why"),
+    [
+        (None, {}, "does not tell whether they end with a character"),
+        ("prompt", {"return_token_ids": True}, "its client has the id of a token that ends within a character"),
+    ],
+)
+def test_a_stream_whose_last_character_may_be_half_does_not_go_on_by_guess(
+    make_router: MakeRouter, stand_in: MakeStandIn, name: str | None, asked: dict[str, Any], why: str
+) -> None:
+    merging = Merging(Engine(SMILE), [100, 101, 102], name=name)
+    router = make_router(*(stand_in("mixed", merging) for _ in range(2)))
+    message = error_of(ask(router, CHAT, **asked))["message"]
+    assert message.partition("the stream was not resumed: ")[2].endswith(why)

@@ -59,7 +59,7 @@ def test_the_next_events_of_a_stream_are_stripped_as_if_they_were_read(form: str
         assert merging.feed_usual(usual) == strip_token_ids(usual)
     assert merging.shown_ids == [7, 1, 2, 4, 5, 6, 70_000]
     assert merging.text == ' firsttwo"token_ids":[3]\n\\"}]é🙂a'
-    assert merging.has_reasoned == (form == "reasoning")
+    assert bool(merging.num_reasoning) == (form == "reasoning")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -135,7 +135,7 @@ def test_whichever_events_are_usual_a_stream_is_read_alike(
     assert quick.has_shown_more == thorough.has_shown_more
     if not quick.has_shown_more:
         assert (quick.shown_ids, quick.text) == (thorough.shown_ids, thorough.text)
-        assert quick.has_reasoned == thorough.has_reasoned
+        assert quick.num_reasoning == thorough.num_reasoning
 
 
 def test_a_usual_event_takes_one_call() -> None:

@@ -1,0 +1,67 @@
+"""The request by which another instance goes on with a stream, in its engine's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from router.fleet import EngineKind
+from router.http.body import parse_inference
+from router.serving.resume import CannotContinue, StreamMerger, continue_stream
+
+
+def merge(deltas: list[dict[str, Any]], **members: Any) -> StreamMerger:
+    """A merger that was fed these deltas of a chat, and then lost its instance."""
+    merger = StreamMerger(parse_inference(orjson.dumps({"stream": True, "messages": [], **members})))
+    for delta in deltas:
+        chunk = {"id": "1", "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        merger.feed(b"data: " + orjson.dumps(chunk) + b"\n\n")
+    merger.begin_segment()
+    return merger
+
+
+def reasoning(*ids: int) -> dict[str, Any]:
+    return {"reasoning_content": "hm", "completion_token_ids": ids}
+
+
+def content(*ids: int) -> dict[str, Any]:
+    return {"content": "ah", "completion_token_ids": ids}
+
+
+def continue_at_fastdeploy(merger: StreamMerger) -> dict[str, Any]:
+    return continue_stream(merger, EngineKind.FASTDEPLOY, is_chat=True)
+
+
+def test_a_stream_cut_within_its_reasoning_may_reason_for_what_is_left() -> None:
+    merger = merge([reasoning(1, 2), reasoning(3)], reasoning_max_tokens=10, max_tokens=50, response_max_tokens=5)
+    assert continue_at_fastdeploy(merger) == {
+        "completion_token_ids": [1, 2, 3],
+        "max_tokens": 47,
+        "reasoning_max_tokens": 7,
+    }
+
+
+def test_a_stream_cut_at_the_very_end_of_its_reasoning_does_not_go_on() -> None:
+    with pytest.raises(CannotContinue, match="has reasoned for as long as it may"):
+        continue_at_fastdeploy(merge([reasoning(1, 2)], reasoning_max_tokens=2))
+    assert continue_at_fastdeploy(merge([reasoning(1, 2)], reasoning_max_tokens=3))["reasoning_max_tokens"] == 1
+
+
+def test_a_stream_cut_behind_its_reasoning_keeps_the_limit_that_is_past() -> None:
+    added = continue_at_fastdeploy(merge([reasoning(1, 2), content(3)], reasoning_max_tokens=2))
+    assert added == {"completion_token_ids": [1, 2, 3]}
+
+
+def test_a_limit_of_the_answer_behind_reasoning_is_not_guessed() -> None:
+    with pytest.raises(CannotContinue, match="a limit of tokens behind its reasoning"):
+        continue_at_fastdeploy(merge([reasoning(1, 2), content(3)], response_max_tokens=9))
+
+
+def test_a_limit_of_an_answer_without_reasoning_is_lessened() -> None:
+    assert continue_at_fastdeploy(merge([content(3, 4)], response_max_tokens=9))["response_max_tokens"] == 7
+
+
+def test_a_stream_that_has_shown_nothing_begins_again_with_all_its_limits() -> None:
+    assert continue_at_fastdeploy(merge([], reasoning_max_tokens=2, response_max_tokens=3)) == {}
