@@ -169,14 +169,14 @@ def test_a_penalty_lowers_the_scores_of_each_sequences_own_tokens() -> None:
     """As transformers does it: a positive score is divided by the penalty, a negative one is multiplied."""
     from transformers import RepetitionPenaltyLogitsProcessor
 
-    logits = torch.tensor([[2.0, -1.0, 3.0, 1.0, 2.5], [5.0, 4.5, 4.0, -3.0, -2.0]])
-    tokens = [[0, 1, 2], [0, 3, 4]]
+    logits = torch.tensor([[2.0, 2.4, 1.7, 1.0, 0.0], [3.0, 3.2, 4.0, 4.4, 1.0]])
+    tokens = [[0, 1], [2, 3]]
     sequences = []
     for each in tokens:
         sequences.append(Sequence(Request("r", tuple(each), SamplingParams(max_tokens=9, temperature=0.0)), 16))
     expected = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor(tokens), logits.clone()).argmax(-1).tolist()
     chosen = sample(logits.clone(), sequences, EOS, repetition_penalty=1.5)
-    assert [token_of(choice) for choice in chosen] == expected == [4, 1]
+    assert [token_of(choice) for choice in chosen] == expected == [2, 1]
 
 
 def test_a_penalty_multiplies_negative_scores() -> None:
