@@ -109,10 +109,6 @@ TESTED_IN = {
     "kvstore_backend/staging/ring.py": "tests/kvstore_backend/staging/test_memory.py",
     "kvstore_backend/staging/stand_in.py": "tests/kvstore_backend/staging/test_order.py",
     # Both halves of the connector beside each other.
-    "kvstore_backend/integrations/vllm/cached.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
-    "kvstore_backend/integrations/vllm/names.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
-    "kvstore_backend/integrations/vllm/messages.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
-    "kvstore_backend/integrations/vllm/worker.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     # Attention, beside transformers' own.
     "engine/attention/block_index.py": "tests/engine/test_block_index.py",
     "engine/attention/paged.py": "tests/engine/test_models.py",

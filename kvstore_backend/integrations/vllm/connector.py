@@ -11,9 +11,9 @@ prefill instance: how long a prompt waits for its next block to come to the pool
 
 This file is vLLM's side of it: the calls of vLLM 0.32's ``KVConnectorBase_V1``, put into the words of ``scheduler.py``
 and ``worker.py``, which do the work. vLLM makes one connector for its scheduler and one for each worker. Everything
-is asynchronous: a step neither waits for a look-up nor for a transfer, but for the saves of a request for one token,
-which is how a router asks for prefill. On a GPU a step has only been queued when its calls here come: transfers begin
-after an event that is recorded then, on the stream that the step runs on.
+is asynchronous: a step neither waits for a look-up nor for a transfer, but for the saves of a request that a router has
+marked as prefill's part (``scheduler.py``). On a GPU a step has only been queued when its calls here come: transfers
+begin after an event that is recorded then, on the stream that the step runs on.
 """
 
 from __future__ import annotations

@@ -376,13 +376,6 @@ def test_the_scheduler_names_an_adapter_once_all_ranks_agree(lora: Lora) -> None
     assert known.find_digest(lora, 2) is None
 
 
-def test_reports_of_several_ranks_have_the_digests_of_all() -> None:
-    one, two = Report(adapters={("ad", "/ad"): [b"d"]}), Report(adapters={("ad", "/ad"): [None], ("x", "/x"): [b"x"]})
-    assert not one.is_empty
-    one.add_report(two)
-    assert one.adapters == {("ad", "/ad"): [b"d", None], ("x", "/x"): [b"x"]}
-
-
 def loaded_by(lora: Lora) -> LoadedAdapters:
     """What a worker knows whose vLLM has just read an adapter."""
     loaded = LoadedAdapters()

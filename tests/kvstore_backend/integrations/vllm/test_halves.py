@@ -25,7 +25,6 @@ from kvstore_backend.backend import Status, Value
 from kvstore_backend.integrations.vllm import scheduler
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
-from kvstore_backend.integrations.vllm.names import name_blocks
 from kvstore_backend.integrations.vllm.route import Route, open_route
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
@@ -409,18 +408,6 @@ def test_the_null_block_is_never_saved(two: tuple[Instance, Instance]) -> None:
     first.compute(make_request(), [10, 11, 0, 0, 14, 15])
     assert second.match_request(make_request(name="b")) == 0
     assert first.blocks.held == [0] * NUM_BLOCKS
-
-
-def test_names_of_adapter_and_reset_differ_from_the_plain_ones() -> None:
-    plain = [bytes([i]) * 32 for i in range(3)]
-    assert name_blocks(plain) == plain
-    every = [
-        name_blocks(plain),
-        name_blocks(plain, b"a" * 32),
-        name_blocks(plain, b"", b"a" * 16),
-        name_blocks(plain, b"a" * 32, b"a" * 16),
-    ]
-    assert len({name for each in every for name in each}) == 12
 
 
 def test_a_block_evicted_after_the_look_up_is_computed_and_what_came_before_is_kept(

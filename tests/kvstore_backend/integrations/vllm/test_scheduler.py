@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -170,8 +171,13 @@ class TestLookUps:
     def test_ranks_after_one_that_has_nothing_are_not_asked(self, store: StorageBackend) -> None:
         with contextlib.closing(Instance(store, ranks=2)) as two_ranks:
             asked: list[int] = []
+
+            def look_up(names: Sequence[bytes], rank: int) -> int:
+                asked.append(rank)
+                return 0
+
             for rank, pool in enumerate(two_ranks.scheduler._pools):
-                pool.lookup = lambda names, rank=rank: asked.append(rank) or 0  # type: ignore[method-assign, misc]
+                pool.lookup = functools.partial(look_up, rank=rank)  # type: ignore[method-assign]
             assert two_ranks.match_request(make_request()) == 0
             assert asked == [0]
 
@@ -323,9 +329,12 @@ class TestLoads:
 
     def test_running_requests_are_those_that_do_not_load(self, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
         running: list[int] = []
-        monkeypatch.setattr(
-            asked.scheduler._load_or_compute, "decide", lambda found, number: running.append(number) or "load"
-        )
+
+        def decide(found: int, number: int) -> str:
+            running.append(number)
+            return "load"
+
+        monkeypatch.setattr(asked.scheduler._load_or_compute, "decide", decide)
         for name in ("a", "b", "c"):
             asked.answer(3)
             request = make_request(name=name)
@@ -389,12 +398,12 @@ class TestSaves:
     ) -> None:
         clock = Clock()
         monkeypatch.setattr(module, "time", clock)
-        assert instance.scheduler._may_save
+        given = [instance.scheduler._may_save]
         monkeypatch.setattr(SchedulerHalf, "_is_ready", False)
-        clock.now += 4.99
-        assert instance.scheduler._may_save
-        clock.now += 0.01
-        assert not instance.scheduler._may_save
+        for seconds in (4.99, 0.01):
+            clock.now += seconds
+            given.append(instance.scheduler._may_save)
+        assert given == [True, True, False]
 
     def test_transfers_have_numbers_of_their_own(self, instance: Instance) -> None:
         numbers = [instance.scheduler._pin_blocks(None, [], [], is_load=False).number for _ in range(3)]
@@ -417,19 +426,20 @@ class TestPins:
             request = make_request()
             instance.scheduler.on_allocation(request, lambda: TABLE, 0)
             (save,) = instance.scheduler.plan_step({"a": 22}, lambda _: TABLE).saves
-            instance.scheduler.on_report(Report(ended=Counter({save.number: 1})))
-            assert instance.scheduler.has_pins
-            assert sum(instance.blocks.held) == 5
-            instance.scheduler.on_report(Report(ended=Counter({save.number: 1})))
-            assert not instance.scheduler.has_pins
+            held = []
+            for _ in range(2):
+                instance.scheduler.on_report(Report(ended=Counter({save.number: 1})))
+                held.append((instance.scheduler.has_pins, sum(instance.blocks.held)))
+            assert held == [(True, 5), (False, 0)]
             assert instance.blocks.freed == [4, 3, 2, 1, 0]
 
     def test_steps_go_on_while_something_is_to_be_done_in_the_next(self, instance: Instance) -> None:
-        assert not instance.scheduler.has_pins
+        held = [instance.scheduler.has_pins]
         instance.scheduler._posts.put(lambda: None)
-        assert instance.scheduler.has_pins
+        held.append(instance.scheduler.has_pins)
         instance.scheduler.plan_step({}, lambda _: [])
-        assert not instance.scheduler.has_pins
+        held.append(instance.scheduler.has_pins)
+        assert held == [False, True, False]
 
 
 class TestRefill:
@@ -509,7 +519,7 @@ def test_vllm_hears_whether_its_cache_was_reset(instance: Instance) -> None:
 
 def test_blocks_without_a_reset_of_their_own_are_taken(store: StorageBackend) -> None:
     with contextlib.closing(SchedulerHalf(store, BLOCK)) as half:
-        half.bind_blocks(SimpleNamespace(blocks=[]))  # type: ignore[arg-type]
+        half.bind_blocks(SimpleNamespace(blocks=[]))
         assert not half.forget_blocks()
 
 

@@ -1,0 +1,121 @@
+"""vLLM's cached blocks that the pool was given: which of them are still there, and in which order they are reused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore_backend.backend import Status
+from kvstore_backend.integrations.vllm import cached as module
+from kvstore_backend.integrations.vllm.cached import CachedBlocks
+from tests.support.waiting import wait_until
+
+
+class Scheduler:
+    """vLLM's blocks and what is done with them; posts run when they are told to."""
+
+    def __init__(self, *there: int) -> None:
+        self.blocks = [SimpleNamespace(block_hash=f"h{number}") for number in range(10)]
+        self.posts: list[Callable[[], None]] = []
+        self.saved: list[tuple[list[bytes], list[int]]] = []
+        self.touched: list[list[int]] = []
+        pools: list[Any] = [
+            SimpleNamespace(
+                exists_for_all=lambda names, most=most: ([Status.OK] * most + [Status.ABSENT] * 9)[: len(names)]
+            )
+            for most in there or (9,)
+        ]
+        self.cached = CachedBlocks(
+            pools, self.blocks, self.posts.append, self._save, lambda blocks: self.touched.append(list(blocks))
+        )
+
+    def _save(self, names: Sequence[bytes], blocks: Sequence[int], on_end: Callable[[], None]) -> None:
+        self.saved.append((list(names), list(blocks)))
+        on_end()
+
+    def save_again(self, names: Sequence[bytes]) -> tuple[int, int]:
+        """The answer to a refill, whose thread waits for a step."""
+        answers: list[tuple[int, int]] = []
+        asking = threading.Thread(target=lambda: answers.append(self.cached.save_again(names)), daemon=True)
+        asking.start()
+        wait_until(lambda: bool(self.posts), "what is to be done in the next step")
+        self.posts.pop()()
+        asking.join(10.0)
+        return answers[0]
+
+
+A, B, C, D = b"a", b"b", b"c", b"d"
+
+
+def test_those_given_to_the_pool_last_come_first_and_of_them_the_beginning() -> None:
+    scheduler = Scheduler()
+    scheduler.cached.note_blocks([A, B], [1, 2])
+    scheduler.cached.note_blocks([C], [3])
+    assert scheduler.cached.list_saved_blocks(9) == [C, A, B]
+    assert scheduler.cached.list_saved_blocks(2) == [C, A]
+    scheduler.cached.note_blocks([B], [2])
+    assert scheduler.cached.list_saved_blocks(9) == [B, C, A], "it was given again"
+
+
+def test_blocks_that_hold_something_else_by_now_are_left_out() -> None:
+    scheduler = Scheduler()
+    scheduler.blocks[0].block_hash = scheduler.blocks[1].block_hash = None
+    scheduler.cached.note_blocks([A, B, C], [1, 2, 3])
+    assert scheduler.cached.list_saved_blocks(9) == [B, C], "the first was not cached"
+    scheduler.blocks[2].block_hash = "another"
+    assert scheduler.cached.list_saved_blocks(9) == [C]
+    scheduler.blocks[3].block_hash = None
+    assert scheduler.cached.list_saved_blocks(9) == []
+
+
+def test_blocks_without_a_hash_of_their_own_are_not_noted() -> None:
+    scheduler = Scheduler()
+    scheduler.blocks[1] = SimpleNamespace()
+    scheduler.cached.note_blocks([A], [1])
+    assert scheduler.cached.list_saved_blocks(9) == []
+
+
+def test_beyond_the_limit_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_NAMES", 2)
+    scheduler = Scheduler()
+    scheduler.cached.note_blocks([A], [1])
+    scheduler.cached.note_blocks([B], [2])
+    assert scheduler.cached.list_saved_blocks(9) == [B, A]
+    scheduler.cached.note_blocks([C], [3])
+    assert scheduler.cached.list_saved_blocks(9) == [C, B]
+
+
+def test_after_a_reset_none_is_known() -> None:
+    scheduler = Scheduler()
+    scheduler.cached.note_blocks([A], [1])
+    scheduler.cached.forget_all()
+    assert scheduler.cached.list_saved_blocks(9) == []
+    assert scheduler.save_again([A]) == (0, 0)
+
+
+def test_those_that_are_still_cached_are_saved_again_and_counted() -> None:
+    scheduler = Scheduler()
+    scheduler.cached.note_blocks([A, B, C], [1, 2, 3])
+    scheduler.blocks[2].block_hash = "another"
+    assert scheduler.save_again([A, B, C, D]) == (2, 2)
+    assert scheduler.saved == [([A, C], [1, 3])]
+
+
+def test_a_block_counts_only_where_every_rank_has_it() -> None:
+    scheduler = Scheduler(9, 1)
+    scheduler.cached.note_blocks([A, B, C], [1, 2, 3])
+    assert scheduler.save_again([A, B, C]) == (3, 1)
+
+
+def test_at_the_end_of_a_round_they_are_in_the_order_of_before() -> None:
+    scheduler = Scheduler()
+    scheduler.cached.note_blocks([A, B, C], [1, 2, 3])
+    scheduler.blocks[2].block_hash = None
+    scheduler.cached.end_round([A, B, C])
+    assert scheduler.touched == []
+    scheduler.posts.pop()()
+    assert scheduler.touched == [[3, 1]]

@@ -1,0 +1,38 @@
+"""What the halves of the vLLM connector tell each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kvstore_backend.integrations.vllm.messages import Report
+
+
+def test_reports_of_several_ranks_add_up() -> None:
+    one = Report(Counter({1: 1}), {"a"}, [(2, 0.5)], [(3, 0.25)], {("ad", "/ad"): [b"d"]})
+    other = Report(Counter({1: 1, 2: 1}), {"b"}, [(4, 1.0)], [(5, 2.0)], {("ad", "/ad"): [None], ("x", "/x"): [b"x"]})
+    one.add_report(other)
+    assert one == Report(
+        Counter({1: 2, 2: 1}),
+        {"a", "b"},
+        [(2, 0.5), (4, 1.0)],
+        [(3, 0.25), (5, 2.0)],
+        {("ad", "/ad"): [b"d", None], ("x", "/x"): [b"x"]},
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"ended": Counter({1: 1})},
+        {"short": {"a"}},
+        {"loads": [(1, 0.5)]},
+        {"steps": [(1, 0.5)]},
+        {"adapters": {("ad", "/ad"): [None]}},
+    ],
+)
+def test_a_report_with_anything_is_not_empty(content: dict[str, Any]) -> None:
+    assert not Report(**content).is_empty
+    assert Report().is_empty
