@@ -82,6 +82,18 @@ def test_values_of_bytes_lie_in_memory_that_rdma_was_told_of(strict: tuple[Poole
     assert (registered.complaints, registered.regions) == ([], for_headers)
 
 
+def test_a_value_in_several_pieces_is_read_into_several_others(one: Client) -> None:
+    source, target = Memory(b"three pieces"), Memory(12)
+    put, got = (
+        [[span.address for span in each], [span.nbytes for span in each]]
+        for each in (source.spans(5, 1, 6), target.spans(6, 6))
+    )
+    assert one.client.batch_put_from_multi_buffers(["a"], [put[0]], [put[1]]) == [0]
+    assert one.client.batch_get_into_multi_buffers(["a"], [got[0]], [got[1]]) == [12]
+    assert target.content == b"three pieces"
+    assert one.client.batch_get_into_multi_buffers(["b"], [got[0]], [got[1]]) == [-704]
+
+
 @pytest.mark.parametrize("call", ["put", "get"])
 def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_memory(
     one: Client, call: Literal["put", "get"]
