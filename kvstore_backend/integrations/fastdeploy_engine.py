@@ -195,4 +195,4 @@ class Weights:
             version = str(yaml.safe_load(content)["version"])
         except (ValueError, TypeError, KeyError, yaml.YAMLError):
             return None if self._may_change else WeightsVersion(digest, "")
-        return WeightsVersion(f"{version} {digest}", "-".join(version.split("-", 2)[:2]))
+        return WeightsVersion(f"{version} {digest}", "-".join(version.split("-")[:2]))
