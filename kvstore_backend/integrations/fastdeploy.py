@@ -91,12 +91,12 @@ class FastDeployClient(PooledClient):
         known = collect_facts(model, f"FastDeploy {find_version()}", "FastDeploy", checkpoint=checkpoint)
         return {**known, **list_facts(_read_engine(engine), read_settings(engine.defaults))}
 
-    def find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
+    def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
         """The pool, in the namespace of the weights that the model has now.
 
         None where that cannot be told: also while FastDeploy's keys still name other weights than the model's folder.
         """
-        pool = super().find_pool(keys)
+        pool = super()._find_pool(keys)
         weights = self._weights.read() if self._weights is not None else None
         if pool is None or weights is None:
             return None

@@ -24,6 +24,7 @@ __all__ = ["Engine", "Weights", "WeightsVersion", "find_engine", "find_version",
 
 _SERVER = re.compile(r"(?:.*/)?fastdeploy[./]entrypoints[./](?:.*[./])?(?:api_server|run_batch)(?:\.py)?")
 _ARGUMENTS = sorted({*CANNOT_CHANGE_KV, *DECIDE_ON_KV, *TOLD_OTHERWISE})
+_PROC = Path("/", "proc")
 _SHORT = {"-tp": "--tensor-parallel-size"}
 
 
@@ -42,7 +43,7 @@ class Engine:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-def find_engine(proc: Path = Path("/proc"), pid: str = "self") -> Engine:
+def find_engine(proc: Path = _PROC, pid: str = "self") -> Engine:
     """The engine that this process is, or that started it.
 
     Raises:
@@ -194,4 +195,4 @@ class Weights:
             version = str(yaml.safe_load(content)["version"])
         except (ValueError, TypeError, KeyError, yaml.YAMLError):
             return None if self._may_change else WeightsVersion(digest, "")
-        return WeightsVersion(f"{version} {digest}", "-".join(version.split("-", 2)[:2]))
+        return WeightsVersion(f"{version} {digest}", "-".join(version.split("-")[:2]))

@@ -65,7 +65,7 @@ class PooledClient:
         """Facts for the namespace's manifest; asked once, by ``setup``."""
         return {}
 
-    def find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
+    def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
         """The pool for a call on these keys; None: the call fails."""
         return self._pool
 
@@ -141,7 +141,7 @@ class PooledClient:
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """1 for each key that the pool has and said so in time, else 0: engines read any other code as a hit."""
-        pool = self.find_pool(keys)
+        pool = self._find_pool(keys)
         if pool is None:
             return [0] * len(keys)
         return [int(status is Status.OK) for status in pool.exists(_hash_keys(keys))]
@@ -225,7 +225,7 @@ class PooledClient:
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         """Remove keys, and the sizes of those that ``put`` stored."""
-        pool = self.find_pool(keys)
+        pool = self._find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
         hashes = _hash_keys([*keys, *(key + _SIZE_SUFFIX for key in keys)])
@@ -237,17 +237,17 @@ class PooledClient:
         Returns:
             0, where Mooncake tells how many there were; negative if it failed.
         """
-        pool = self.find_pool()
+        pool = self._find_pool()
         return _FAILED if pool is None else _CODES[pool.clear()]
 
     def _put_values(self, keys: Sequence[str], values: Sequence[Value]) -> list[int]:
-        pool = self.find_pool(keys)
+        pool = self._find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
         return [_CODES[status] for status in pool.put_blocks(_hash_keys(keys), values)]
 
     def _get_values(self, keys: Sequence[str], targets: Sequence[Value]) -> list[int]:
-        pool = self.find_pool(keys)
+        pool = self._find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
         statuses = pool.get_blocks(_hash_keys(keys), targets)

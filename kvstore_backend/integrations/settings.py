@@ -103,11 +103,11 @@ def _write_text(text: str) -> str:
 
 def _digest_path(path: Path) -> str:
     """What a file or folder holds; of a checkpoint as much as ``fingerprint_model`` reads."""
-    if path.is_dir() and (path / "config.json").is_file():
+    if path.is_dir():
         try:
             return f"checkpoint {fingerprint_model(path)}"
         except ConfigError:
-            pass  # an adapter, or a tokenizer alone: all files are read
+            pass  # no checkpoint, such as an adapter: all files are read
     digest = hashlib.sha256()
     for file in sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]:
         digest.update(f"{file.name if path.is_dir() else ''}\0{file.stat().st_size}\0".encode())

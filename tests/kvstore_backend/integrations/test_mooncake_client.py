@@ -82,6 +82,34 @@ def test_values_of_bytes_lie_in_memory_that_rdma_was_told_of(strict: tuple[Poole
     assert (registered.complaints, registered.regions) == ([], for_headers)
 
 
+def test_before_it_is_set_up_a_client_fails_every_call() -> None:
+    client, memory = InNamespace(), Memory(8)
+    assert client.batch_put_from(["a", "b"], [memory.address] * 2, [8] * 2) == [GIVEN_UP] * 2
+    assert client.batch_get_into(["a", "b"], [memory.address] * 2, [8] * 2) == [GIVEN_UP] * 2
+    assert client.batch_remove(["a", "b"]) == [GIVEN_UP] * 2
+    assert client.batch_is_exist(["a", "b"]) == [0, 0]
+    assert (client.put("a", b"value"), client.get("a"), client.remove_all()) == (GIVEN_UP, b"", GIVEN_UP)
+    assert (client.register_buffer(memory.address, 8), client.health_check()) == (GIVEN_UP, 1)
+
+
+def test_with_a_value_its_size_is_removed(one: Client) -> None:
+    assert one.client.put("a", b"value") == 0
+    assert one.client.batch_remove(["a", "b"]) == [0, -704]
+    assert (one.client.get("a"), one.client.is_exist("a\0size")) == (b"", 0)
+
+
+def test_a_value_in_several_pieces_is_read_into_several_others(one: Client) -> None:
+    source, target = Memory(b"three pieces"), Memory(12)
+    put, got = (
+        [[span.address for span in each], [span.nbytes for span in each]]
+        for each in (source.spans(5, 1, 6), target.spans(6, 6))
+    )
+    assert one.client.batch_put_from_multi_buffers(["a"], [put[0]], [put[1]]) == [0]
+    assert one.client.batch_get_into_multi_buffers(["a"], [got[0]], [got[1]]) == [12]
+    assert target.content == b"three pieces"
+    assert one.client.batch_get_into_multi_buffers(["b"], [got[0]], [got[1]]) == [-704]
+
+
 @pytest.mark.parametrize("call", ["put", "get"])
 def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_memory(
     one: Client, call: Literal["put", "get"]
