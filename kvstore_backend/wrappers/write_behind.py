@@ -33,6 +33,9 @@ __all__ = ["WriteBehindBackend"]
 
 logger = logging.getLogger(__name__)
 
+_ARENA_BYTES = 256 << 20
+_BATCH_BYTES = 16 << 20
+_RETRY_SECONDS = _FLUSH_SECONDS = 2.0
 _ALIGNMENT = 128
 _FIRST_PAUSE_SECONDS = 0.05
 _LATE_CALL_WAIT_SECONDS = 1.0
@@ -72,10 +75,10 @@ class WriteBehindBackend(StackWrapper):
         self,
         store: StorageBackend,
         *,
-        arena_bytes: int = 256 << 20,
-        batch_bytes: int = 16 << 20,
-        retry_seconds: float = 2.0,
-        flush_seconds: float = 2.0,
+        arena_bytes: int = _ARENA_BYTES,
+        batch_bytes: int = _BATCH_BYTES,
+        retry_seconds: float = _RETRY_SECONDS,
+        flush_seconds: float = _FLUSH_SECONDS,
     ) -> None:
         if arena_bytes <= 0 or batch_bytes <= 0:
             raise ValueError(f"arena_bytes is {arena_bytes} and batch_bytes {batch_bytes}; both must be positive")
@@ -284,7 +287,7 @@ class WriteBehindBackend(StackWrapper):
             self._has_raised = True
             if is_last:
                 self._finish_blocks(batch, set(batch), "refused")
-            return not batch
+            return is_last
 
     def _send_batch(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
         """Write the blocks of ``batch`` that the pool lacks; False where some stay in it, to be tried again."""

@@ -10,11 +10,18 @@ import pytest
 from engine.pool_connector import PoolConnector
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
-from tests.engine.faulty_store import FaultyStore
+from kvstore_backend.wrappers.wrapper import Wrapper
 from tests.engine.running import Engine
 from tests.support.strict_registration import StrictStore
 
 PROMPT = list(range(100))
+
+
+class LeftOpen(Wrapper):
+    """A store that outlives the engine, as a pool does."""
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
@@ -24,7 +31,7 @@ def test_blocks_are_saved_from_and_loaded_into_registered_memory(
     monkeypatch.setattr("engine.core.PoolConnector", functools.partial(PoolConnector, staged=staged))
     strict = StrictStore(MemoryStore(64 << 20))
     for is_second in (False, True):
-        with Engine(tiny_checkpoint, store=FaultyStore(CheckedBackend(strict))) as engine:
+        with Engine(tiny_checkpoint, store=LeftOpen(CheckedBackend(strict))) as engine:
             answering = engine.answer(PROMPT, 1)
             assert answering.saved.wait(30)
             assert (answering.sequence.pool_cached_tokens > 0) is is_second

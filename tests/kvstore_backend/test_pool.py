@@ -4,6 +4,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,13 @@ from kvstore_backend.config import FileSettings, MemorySettings, PoolConfig, loa
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool, default_backend, name_tenant, open_pool, open_store
 from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from tests.faults.injector import Fault, FaultInjector
 from tests.support.memory import Memory
 from tests.support.mooncake import MooncakeMaster
 from tests.support.mooncake import mooncake_master as running_mooncake_master
 from tests.support.waiting import wait_until
+from tests.support.watched_store import WatchedStore
 
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
 NBYTES = 64
@@ -353,3 +357,35 @@ def test_a_pool_may_move_to_another_namespace_with_its_manifest(tmp_path: Path) 
         assert (pool.manifest.digest, pool.manifest.facts) == (pool.namespace.digest, {"name": "model"})
         pool.move_to(NAMESPACE)
         assert pool.get_blocks([bytes(32)], [memory.value]) == [OK]
+
+
+def test_blocks_are_kept_for_any_time_that_is_not_negative() -> None:
+    store, source = WatchedStore(), Memory(NBYTES)
+    pool = BlockPool(store, NAMESPACE)
+    for seconds in (0.0, 0.5, 60.0):
+        assert pool.keep_blocks(hashes(1), [source.value], seconds) == [OK]
+    assert store.kept == [(1, 0.0), (1, 0.5), (1, 60.0)]
+    with pytest.raises(ValueError, match=r"seconds is -0.5; it must not be negative"):
+        pool.keep_blocks(hashes(1), [source.value], -0.5)
+
+
+class TestLateCalls:
+    """Memory is the caller's again when a call returns: it returns when no late call touches it, and no sooner."""
+
+    @pytest.mark.parametrize("call", ["load", "get_blocks", "put_blocks", "save"])
+    def test_a_call_that_failed_returns_when_what_was_given_up_has_ended(
+        self, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("kvstore_backend.pool._WARN_AFTER_SECONDS", 0.01)
+        store = FaultInjector(MemoryStore(1 << 20))
+        guard = GuardedBackend(lambda: store, Deadlines(0.1, 0.1))
+        assert guard.wait_ready(30)
+        pool, memory = BlockPool(guard, NAMESPACE), Memory(NBYTES)
+        store.faults = [*[Fault.NOTHING] * (call == "save"), Fault.HANGS]
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(getattr(pool, call), hashes(1), [memory.value])
+            wait_until(lambda: caplog.text.count("has not come back") > 1, "the warning, again and again")
+            assert not asked.done()
+            store.go_on()
+            assert asked.result(30) in (0, [FAILED])
+        pool.close()

@@ -24,6 +24,7 @@ from tests.faults.blocks import NAMESPACE, conversation, right_bytes
 from tests.faults.held import Held
 from tests.support.memory import Memory
 from tests.support.waiting import wait_until
+from tests.support.watched_store import WatchedStore
 
 NBYTES = 256
 NUM_BLOCKS = 12
@@ -538,3 +539,127 @@ def test_no_late_call_touches_a_block_that_was_given_to_another_sequence(seed: i
             assert status is Status.ABSENT or target.content == right_bytes(block_hash, NBYTES)
     assert sound.rejected == {}
     engine.transfers.close()
+
+
+class TestWithoutAThread:
+    """A machine that has no room for another thread, and transfers after the end."""
+
+    @pytest.fixture
+    def heard(self) -> Heard:
+        return Heard()
+
+    @pytest.mark.parametrize("begin", ["load", "save"])
+    def test_a_transfer_that_no_thread_can_make_ends_at_once_and_gives_its_blocks_back(
+        self, begin: str, transfers: Transfers, heard: Heard, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            getattr(transfers, begin)(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
+        assert heard.events == ["released", Outcome(0, 0.0, True)]
+
+    @pytest.mark.parametrize("begin", ["load", "save"])
+    def test_a_transfer_after_the_end_is_dropped(
+        self, begin: str, transfers: Transfers, heard: Heard, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        transfers.close()
+        getattr(transfers, begin)(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
+        assert not heard.events
+        assert not caplog.messages
+
+    def test_its_threads_end_with_it(self, pool: BlockPool, transfers: Transfers, heard: Heard) -> None:
+        before = set(threading.enumerate())
+        transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
+        transfers.save(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
+        wait_until(lambda: len(heard.events) == 4, "the end of both")
+        ours = {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("pool-")}
+        assert {thread.name for thread in ours} == {"pool-load-0", "pool-save-0"}
+        transfers.close()
+        wait_until(lambda: not any(thread.is_alive() for thread in ours), "the end of the threads")
+        assert not pool.is_ready
+
+    def test_closing_a_second_time_does_nothing(self, transfers: Transfers) -> None:
+        transfers.close()
+        transfers.close()
+
+
+def test_an_owner_that_cannot_be_told_keeps_no_later_transfer(
+    pool: BlockPool, memory: KVMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    posted: list[Callable[[], None]] = []
+
+    def post(event: Callable[[], None]) -> None:
+        posted.append(event)
+        if len(posted) == 1:
+            raise RuntimeError("the loop is closed")
+        event()
+
+    transfers, first, second = Transfers(pool, memory.direct, post), Heard(), Heard()
+    transfers.load(HASHES, [0, 1, 2, 3], first.on_end, first.on_release)
+    transfers.load(HASHES, [0, 1, 2, 3], second.on_end, second.on_release)
+    assert second.outcome.is_released
+    assert not first.events
+    assert "the loop is closed" in caplog.text
+    transfers.close()
+
+
+@pytest.mark.parametrize("begin", ["load", "save"])
+def test_transfers_of_one_direction_run_one_after_another(
+    begin: str, pool: BlockPool, memory: KVMemory, store: Held
+) -> None:
+    running, most = [0], [0]
+    get, put = store._get, store._put
+
+    def counted(move: Callable[..., list[Status]]) -> Callable[..., list[Status]]:
+        def call(*arguments: object) -> list[Status]:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            time.sleep(0.01)  # others have the time to come in between
+            running[0] -= 1
+            return move(*arguments)
+
+        return call
+
+    store._get, store._put = counted(get), counted(put)  # type: ignore[method-assign]
+    transfers = Transfers(pool, memory.direct, lambda event: event())
+    heard = [Heard() for _ in range(6)]
+    for number, each in enumerate(heard):
+        getattr(transfers, begin)(conversation(number, 2), [2 * number, 2 * number + 1], each.on_end, each.on_release)
+    assert all(each.outcome.is_released for each in heard)
+    assert most == [1]
+    transfers.close()
+
+
+def test_an_outcome_says_how_long_a_transfer_took(transfers: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100.0, 107.5])
+    monkeypatch.setattr("kvstore_backend.transfers.time.monotonic", lambda: next(times, 107.5))
+    heard = Heard()
+
+    def read_none(read_leading: ReadLeading) -> int:
+        return 0
+
+    transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release, decide=read_none)
+    deadline = threading.Event()
+    while not heard.events and not deadline.wait(0.01):
+        pass
+    outcome = heard.events[-1]
+    assert isinstance(outcome, Outcome)
+    assert (outcome.seconds, outcome.count) == (7.5, 0)
+
+
+def test_what_is_to_be_kept_is_kept_for_so_long(memory: KVMemory) -> None:
+    store = WatchedStore()
+    transfers, kept, saved = (
+        Transfers(BlockPool(store, NAMESPACE), memory.direct, lambda event: event()),
+        Heard(),
+        Heard(),
+    )
+    transfers.save(HASHES, [0, 1, 2, 3], saved.on_end, saved.on_release)
+    assert saved.outcome.count == 4
+    assert not store.kept
+    transfers.save(HASHES, [0, 1, 2, 3], kept.on_end, kept.on_release, keep_seconds=60.0)
+    assert kept.outcome.count == 4
+    assert store.kept == [(4, 60.0)]
+    transfers.close()

@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_backend import Namespace, Status, Value
+from kvstore_backend.cuts import gather
 from kvstore_backend.cuts.family import HEAD, TOKEN, Family, find_family
 from kvstore_backend.cuts.gather import Gatherer
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
-from kvstore_backend.wrappers.wrapper import as_stack
+from kvstore_backend.wrappers.wrapper import StackWrapper, as_stack
 from tests.support.memory import Memory
 from tests.support.recut import WholeKV, store_blocks
 from tests.support.waiting import wait_until
@@ -182,3 +184,98 @@ def test_reads_larger_than_the_buffer_come_in_several(monkeypatch: pytest.Monkey
     reading = Reading(MemoryStore(1 << 20))
     assert reading.read() == 8
     assert all(reading.right())
+
+
+class Registering(StackWrapper):
+    """Notes what memory it was told of; has a late call while a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore(1 << 20))
+        self.known: dict[int, tuple[int, bool]] = {}
+        self.is_late = False
+        self.ended = threading.Event()
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        self.known[address] = (nbytes, headroom)
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        assert self.known.pop(address)[0] == nbytes
+
+    def wait_for_late_calls(self, seconds: float) -> bool:
+        return not self.is_late or self.ended.wait(seconds)
+
+
+class TestBuffers:
+    """Memory that pieces are read into."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gather, "_BUFFER_BYTES", 1000)
+
+    def test_one_is_registered_with_headroom_and_used_again_at_once(self) -> None:
+        stack = Registering()
+        buffers = gather._Buffers(stack)
+        first = buffers.take(10)
+        assert stack.known == {first.ctypes.data: (1000, True)}
+        buffers.give_back(first, maybe_late=True)
+        assert buffers._free == [first], "there was no late call"
+        assert buffers.take(1000) is first
+        buffers.give_back(first, maybe_late=False)
+        assert len(stack.known) == 1
+
+    def test_two_at_the_same_time_are_different_memory(self) -> None:
+        buffers = gather._Buffers(Registering())
+        assert buffers.take(10) is not buffers.take(10)
+
+    def test_one_that_is_too_small_is_forgotten_for_a_larger_one(self) -> None:
+        stack = Registering()
+        buffers = gather._Buffers(stack)
+        buffers.give_back(buffers.take(10), maybe_late=False)
+        larger = buffers.take(1001)
+        assert stack.known == {larger.ctypes.data: (1001, True)}
+
+    def test_one_that_a_late_call_may_write_to_is_used_for_nothing_until_that_has_ended(self) -> None:
+        stack = Registering()
+        stack.is_late = True
+        buffers = gather._Buffers(stack)
+        first = buffers.take(10)
+        buffers.give_back(first, maybe_late=True)
+        other = buffers.take(10)
+        assert other is not first
+        assert first.ctypes.data in stack.known
+        buffers.give_back(other, maybe_late=False)
+        assert buffers._free == [other], "who knows that no call is late does not wait"
+        stack.ended.set()
+        wait_until(lambda: len(buffers._free) == 2, "the buffer to be back")
+
+    @pytest.mark.parametrize(("nbytes", "slot"), [(1, 256), (128, 256), (129, 384), (384, 512)])
+    def test_a_piece_has_headroom_and_the_next_one_is_as_well_aligned(self, nbytes: int, slot: int) -> None:
+        assert gather._slot_bytes(nbytes) == slot
+
+
+def test_pieces_are_read_into_slots_one_after_another_and_as_many_at_once_as_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[list[int]] = []
+    get = MemoryStore._get
+
+    def noting(store: MemoryStore, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        calls.append([target[0].address for target in targets])
+        return get(store, keys, targets)
+
+    monkeypatch.setattr(MemoryStore, "_get", noting)
+    reading = Reading(MemoryStore(1 << 20))
+    slot = gather._slot_bytes(reading.family.block_bytes(reading.cut))
+    monkeypatch.setattr(gather, "_BUFFER_BYTES", 6 * slot)  # three blocks of two pieces each
+    assert reading.read() == 8
+    assert [len(call) for call in calls] == [6, 6, 4]
+    for addresses in calls:
+        assert {later - earlier for earlier, later in pairwise(addresses)} == {slot}
+
+
+def test_nothing_is_asked_where_the_pool_is_away_or_blocks_have_no_name() -> None:
+    reading = Reading(MemoryStore(1 << 20))
+    reading.names = []
+    assert reading.read() == 0
+    reading.stack.close()
+    assert Reading.read(reading) == 0

@@ -80,3 +80,22 @@ def test_a_step_that_fails_is_told_where_its_end_is_waited_for_and_nothing_runs_
     with pytest.raises(MemoryError, match="the device is full"):
         ended.synchronize()
     assert CALLS == ["enter", "gather", "wait for the stream"]
+
+
+def test_memory_is_the_devices_or_pinned_and_a_mark_keeps_the_time(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, dict[str, object]]] = []
+    monkeypatch.setattr(torch, "empty", lambda nbytes, **options: asked.append((nbytes, options)) or "memory")
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: options)
+    assert device.allocate(7) == device.allocate_host(9) == "memory"
+    assert asked == [
+        (7, {"dtype": torch.uint8, "device": torch.device("cuda")}),
+        (9, {"dtype": torch.uint8, "pin_memory": True}),
+    ]
+    assert device.make_mark() == {"enable_timing": True}
+
+
+def test_a_copy_that_waits_for_nothing_begins_at_once(device: CudaDevice) -> None:
+    assert device.open_stream().queue([], None) is not None
+    assert CALLS == ["enter", "record on the side stream", "leave"]

@@ -13,7 +13,7 @@ from kvstore_backend import BlockPool, Span
 from kvstore_backend.backend import HEADROOM_BYTES, Status, Value
 from kvstore_backend.staging import KVTensors, StagedMemory, StandInDevice
 from kvstore_backend.stores.memory import MemoryStore
-from kvstore_backend.transfers import Outcome, Transfers, Window
+from kvstore_backend.transfers import Event, Outcome, Transfers, Window
 from tests.faults.blocks import NAMESPACE, conversation
 from tests.support.waiting import wait_until
 
@@ -261,3 +261,171 @@ def test_blocks_come_back_by_way_of_the_pool() -> None:
     assert [(outcome.count, outcome.is_released) for outcome in outcomes] == [(6, True)] * 2
     assert [bytes_of(layers, block) for block in (5, 4, 3, 2, 1, 0)] == expected
     transfers.close()
+
+
+class SizedDevice(StandInDevice):
+    """Notes what memory was taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device_bytes: list[int] = []
+        self.host_bytes: list[int] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self.device_bytes.append(nbytes)
+        return super().allocate(nbytes)
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        self.host_bytes.append(nbytes)
+        return super().allocate_host(nbytes)
+
+
+@pytest.mark.parametrize(("buffer_blocks", "capacity"), [(0.5, 1), (1, 1), (2.9, 2), (6, 6), (99, 6)])
+def test_memory_is_taken_for_as_many_blocks_as_fit_one_at_least_and_no_more_than_there_are(
+    buffer_blocks: float, capacity: int
+) -> None:
+    kv, device, store = KVTensors(make_layers("cpu"), 6), SizedDevice(), Registered()
+    memory = StagedMemory(
+        kv, BlockPool(store, NAMESPACE), device=device, buffer_bytes=int(buffer_blocks * kv.block_bytes)
+    )
+    row = HEADROOM_BYTES + kv.block_bytes
+    assert sorted(device.device_bytes) == sorted([capacity * row, capacity * 8] * 2), "one lane a direction"
+    assert sorted(device.host_bytes) == sorted([capacity * row, capacity * 8] * 4), "two buffers a lane"
+    assert {span.nbytes for span in store.spans} == {capacity * row}
+    for window in (memory.open_incoming(range(6), None), memory.open_outgoing(range(6), None)):
+        assert len(window.values) == capacity
+        addresses = [value[0].address for value in window.values]
+        assert addresses == [addresses[0] + i * row for i in range(capacity)]
+        assert {value[0].nbytes for value in window.values} == {kv.block_bytes}
+        assert any(span.address + HEADROOM_BYTES == addresses[0] for span in store.spans)
+
+
+class TestFaults:
+    """Of a device; buffers come back."""
+
+    @pytest.fixture
+    def memory(self) -> StagedMemory:
+        return stage(make_layers("cpu"))
+
+    def test_a_copy_that_cannot_begin_gives_its_buffer_back(
+        self, memory: StagedMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise MemoryError("no room")
+
+        ring = memory._outgoing.ring
+        with monkeypatch.context() as patched:
+            patched.setattr(memory._outgoing._stream, "queue", fail)
+            with pytest.raises(MemoryError, match="no room"):
+                memory.open_outgoing([1], None)
+        assert len(ring._free) == 2
+        assert read_window(memory.open_outgoing([1], None)) == [bytes_of(make_layers("cpu"), 1)]
+
+    @pytest.mark.parametrize("error", [RuntimeError("the copy failed"), KeyboardInterrupt()])
+    def test_a_buffer_whose_last_copy_failed_is_used_again(self, memory: StagedMemory, error: BaseException) -> None:
+        class Failed:
+            def synchronize(self) -> None:
+                raise error
+
+        ring = memory._incoming.ring
+        first = ring.take()
+        first.copied = Failed()
+        ring.give_back(first)
+        assert ring.take() is not first
+        if isinstance(error, Exception):
+            assert ring.take() is first
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                ring.take()
+            assert list(ring._free) == [first]
+
+    def test_a_window_waits_for_its_copy_and_raises_what_that_raised(self, memory: StagedMemory) -> None:
+        window = memory.open_incoming([1, 2], None)
+        window.wait()  # there is none yet
+        window.deliver(0)
+        window.wait()
+        memory._incoming._kv.scatter = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        window.deliver(1)
+        with pytest.raises(ZeroDivisionError):
+            window.wait()
+
+    def test_a_ring_that_is_closed_has_nothing_registered(self) -> None:
+        store = Registered()
+        memory = stage(make_layers("cpu"), store)
+        memory._incoming.ring.close()
+        assert len(store.spans) == 2
+        memory._outgoing.ring.close()
+        assert not store.spans
+
+
+class Doubling:
+    """Stands in for a form of blocks of twice as many bytes: each byte twice."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = 2 * nbytes
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.repeat_interleave(2, dim=1)
+
+    def decode(self, encoded: torch.Tensor) -> torch.Tensor:
+        return encoded[:, ::2].contiguous()
+
+
+def test_blocks_have_another_form_in_the_pool_than_in_kv_memory() -> None:
+    layers = make_layers("cpu")
+    kv = KVTensors(layers, 6)
+    memory = StagedMemory(kv, BlockPool(Registered(), NAMESPACE), Doubling(kv.block_bytes))
+    plain = [bytes_of(layers, block) for block in range(6)]
+    contents = read_window(memory.open_outgoing([4, 0], None))
+    assert contents == [bytes(byte for byte in plain[block] for _ in range(2)) for block in (4, 0)]
+    window = memory.open_incoming([1, 2], None)
+    write_window(window, contents)
+    window.deliver(2)
+    window.wait()
+    assert [bytes_of(layers, block) for block in range(6)] == [plain[0], plain[4], plain[0], *plain[3:]]
+
+
+class TestTheStandIn:
+    def test_steps_run_one_after_another_behind_what_they_wait_for(self) -> None:
+        class Moment:
+            def synchronize(self) -> None:
+                log.append("waited")
+
+        log: list[str] = []
+        stream = StandInDevice(lambda: log.append("thread"), lambda: log.append("step")).open_stream()
+        first = stream.queue([lambda: log.append("a"), lambda: log.append("b")], Moment())
+        second = stream.queue([lambda: log.append("c")], None)
+        second.synchronize()
+        first.synchronize()
+        assert log == ["thread", "waited", "step", "a", "step", "b", "step", "c"]
+
+    def test_a_stream_has_one_thread(self) -> None:
+        stream, first_runs, go = StandInDevice().open_stream(), threading.Event(), threading.Event()
+        log: list[str] = []
+        first = stream.queue([first_runs.set, lambda: go.wait(30), lambda: log.append("first")], None)
+        second = stream.queue([lambda: log.append("second")], None)
+        assert first_runs.wait(30)
+        go.set()
+        second.synchronize()
+        first.synchronize()
+        assert log == ["first", "second"]
+
+    def test_its_memory_is_the_hosts_and_nothing_is_under_way(self) -> None:
+        device = StandInDevice()
+        assert device.record_event() is None
+        for memory in (device.allocate(100), device.allocate_host(100)):
+            assert (memory.dtype, memory.shape, memory.device.type) == (torch.uint8, (100,), "cpu")
+
+
+def test_the_moment_is_the_devices() -> None:
+    class Moments(StandInDevice):
+        def record_event(self) -> Event | None:
+            return moment
+
+    class Moment:
+        def synchronize(self) -> None: ...
+
+    moment = Moment()
+    kv = KVTensors(make_layers("cpu"), 6)
+    assert StagedMemory(kv, BlockPool(Registered(), NAMESPACE), device=Moments()).record_event() is moment
+    assert stage(make_layers("cpu")).record_event() is None

@@ -226,10 +226,13 @@ class TestFailures:
 
     @pytest.mark.parametrize("fault", [Fault.RAISES, Fault.FEWER_ANSWERS])
     def test_a_store_that_breaks_its_word_has_failed(
-        self, guard: GuardedBackend, store: FaultInjector, fault: Fault
+        self, guard: GuardedBackend, store: FaultInjector, fault: Fault, caplog: pytest.LogCaptureFixture
     ) -> None:
-        store.faults = [fault]
+        store.faults = [fault, fault]
         assert guard.exists(["a", "b"]) == [FAILED, FAILED]
+        assert guard.exists(["a", "b"]) == [FAILED, FAILED]
+        assert guard.raised_calls == (2 if fault is Fault.RAISES else 0)
+        assert caplog.text.count("which it may not") == (1 if fault is Fault.RAISES else 0), "said once"
 
     def test_a_probe_that_fails_keeps_the_breaker_open(self, guard: GuardedBackend, store: FaultInjector) -> None:
         store.faults = [Fault.FAILED] * 6
@@ -456,8 +459,32 @@ class TestFork:
         assert guard.exists(["a"]) == [ABSENT]
         guard.close()
 
+    def test_in_a_forked_child_no_call_is_late_that_is_late_in_its_parent(
+        self, guard: GuardedBackend, store: FaultInjector
+    ) -> None:
+        store.faults = [Fault.HANGS]
+        guard.exists(["a"])
+        assert not guard.wait_for_late_calls(0)
+        assert in_forked_child(lambda: str(guard.wait_for_late_calls(0))) == "True"
+
 
 class TestClosing:
+    def test_a_store_that_was_closed_in_time_is_not_worth_a_word(self, caplog: pytest.LogCaptureFixture) -> None:
+        guard = GuardedBackend(lambda: MemoryStore(1 << 20), DEADLINES)
+        assert guard.wait_ready(30)
+        guard.close()
+        assert not caplog.messages
+
+    def test_what_a_store_raises_when_it_is_closed_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Raises(MemoryStore):
+            def close(self) -> None:
+                raise OSError("the connection is gone")
+
+        guard = GuardedBackend(lambda: Raises(1 << 20), DEADLINES)
+        assert guard.wait_ready(30)
+        guard.close()
+        assert "the connection is gone" in caplog.text
+
     def test_closing_while_the_store_is_being_opened_closes_it_when_it_is_open(self) -> None:
         opening, go, closed = threading.Event(), threading.Event(), threading.Event()
 
@@ -477,13 +504,16 @@ class TestClosing:
         assert closed.wait(30)
         assert not guard.is_ready
 
-    def test_closing_does_not_wait_for_a_call_that_hangs(self, guard: GuardedBackend, store: FaultInjector) -> None:
+    def test_closing_does_not_wait_for_a_call_that_hangs(
+        self, guard: GuardedBackend, store: FaultInjector, caplog: pytest.LogCaptureFixture
+    ) -> None:
         store.faults = [Fault.HANGS]
         guard.exists(["a"])
         guard.close()
         assert not guard.wait_for_late_calls(0)
         assert guard.exists(["a"]) == [FAILED]
         assert store.calls == ["exists"]
+        assert "The pool hangs, and was not closed" in caplog.text
 
     def test_a_store_is_not_closed_under_a_call_that_hangs(self) -> None:
         closed, go = threading.Event(), threading.Event()

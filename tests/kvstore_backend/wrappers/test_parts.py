@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -158,3 +158,115 @@ def test_a_call_goes_on_where_others_have_all_helpers(checked: CheckedBackend, s
         assert all(checked.get(KEYS, cut(memory)))
     finally:
         busy.set()
+
+
+class TestMove:
+    """``Parts`` alone, with steps that note which parts they were given, and on which threads."""
+
+    @pytest.fixture
+    def steps(self) -> Steps:
+        return Steps()
+
+    def move(self, parts_: parts.Parts, steps: Steps, count: int = COUNT, size: int = SIZE) -> list[tuple[int, int]]:
+        """The parts that were moved in this call."""
+        steps.moved.clear()
+        parts_.move([(Span(1, size),)] * count, [Status.OK] * count, steps.hash, steps.move)
+        return sorted((part.start, part.stop) for part in steps.moved)
+
+    @pytest.mark.parametrize("hashes_first", [True, False])
+    def test_each_part_is_hashed_before_it_is_moved_or_after(self, steps: Steps, hashes_first: bool) -> None:
+        once = parts.Parts(hashes_first=hashes_first)
+        for _ in range(2):
+            self.move(once, steps)
+        first, last = ("hash", "move") if hashes_first else ("move", "hash")
+        for name in (first, last):
+            assert sorted(each for word, part in steps.log if word == name for each in range(*part)) == sorted(
+                [*range(COUNT)] * 2
+            )
+        half = [(word, part) for word, part in steps.log[-16:] if part == (0, 2)]
+        assert half == [(first, (0, 2)), (last, (0, 2))]
+
+    def test_a_store_that_was_seen_to_be_quick_is_given_parts_until_it_is_slow(
+        self, steps: Steps, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        some = parts.Parts(hashes_first=True)
+        assert self.move(some, steps) == [(0, COUNT)]
+        assert len(self.move(some, steps)) == 8
+        assert len(self.move(some, steps)) == 8
+        monkeypatch.setattr(parts, "_SLOW", 1e99)
+        assert len(self.move(some, steps)) == 8, "how slow it was is known afterwards"
+        assert self.move(some, steps) == [(0, COUNT)]
+
+    def test_how_quick_it_is_moving_alone_shows(self, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [0.0]
+        monkeypatch.setattr(parts.time, "perf_counter", lambda: now[0])
+        monkeypatch.setattr(parts, "_QUICK", COUNT * SIZE / 2.0)  # all of it in two seconds
+        for seconds, number in ((3.0, 1), (1.0, 8)):
+            some = parts.Parts(hashes_first=False)
+            steps.on_move = lambda seconds=seconds: now.__setitem__(0, now[0] + seconds)  # type: ignore[misc]
+            steps.on_hash = lambda: now.__setitem__(0, now[0] + 100.0)
+            self.move(some, steps)
+            assert len(self.move(some, steps)) == number
+
+    def test_two_threads_share_the_parts(self, steps: Steps) -> None:
+        some, together = parts.Parts(hashes_first=True), threading.Barrier(2)
+        self.move(some, steps)
+        steps.on_move = lambda: together.wait(30)
+        self.move(some, steps)
+        assert len({thread for thread, _ in steps.threads if thread != threading.get_ident()}) == 1
+        assert threading.get_ident() in {thread for thread, _ in steps.threads}
+
+    @pytest.mark.parametrize(("size", "threads"), [(SIZE, 2), (SIZE - 1, 1)])
+    def test_hashing_is_shared_where_values_are_large(
+        self, steps: Steps, monkeypatch: pytest.MonkeyPatch, size: int, threads: int
+    ) -> None:
+        monkeypatch.setattr(parts, "_QUICK", 1e99)
+        monkeypatch.setattr(parts, "_SHARED_BYTES", SIZE)
+        hashed = [part for word, part in self.logged(steps, size) if word == "hash"]
+        assert len(hashed) == (8 if threads == 2 else 1)
+
+    def logged(self, steps: Steps, size: int) -> list[tuple[str, tuple[int, int]]]:
+        assert self.move(parts.Parts(hashes_first=True), steps, size=size) == [(0, COUNT)], "moving is not"
+        return steps.log
+
+    def test_one_processor_has_one_part(self, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parts, "_THREADS", 1)
+        some = parts.Parts(hashes_first=True)
+        assert [self.move(some, steps) for _ in range(3)] == [[(0, COUNT)]] * 3
+        assert {thread for thread, _ in steps.threads} == {threading.get_ident()}
+
+    @pytest.mark.parametrize(("nbytes", "number"), [(2 * SIZE - 1, 1), (2 * SIZE, 2), (3 * SIZE, 3), (99 * SIZE, 8)])
+    def test_a_part_has_enough_bytes_to_be_worth_a_call(self, nbytes: int, number: int) -> None:
+        total, found = parts._cut_batch([(Span(1, 1),)] * nbytes)
+        assert (total, len(found)) == (nbytes, number)
+        assert [part.start for part in found[1:]] == [part.stop for part in found[:-1]]
+        assert (found[0].start, found[-1].stop) == (0, nbytes)
+        sizes = [part.stop - part.start for part in found]
+        assert max(sizes) - min(sizes) <= 2
+
+
+class Steps:
+    """The two steps of a batch."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, tuple[int, int]]] = []
+        self.moved: list[slice] = []
+        self.threads: list[tuple[int, str]] = []
+        self.on_move: Callable[[], object] = lambda: None
+        self.on_hash: Callable[[], object] = lambda: None
+
+    def hash(self, part: slice) -> None:
+        self.threads.append((threading.get_ident(), "hash"))
+        self.log.append(("hash", (part.start, part.stop)))
+        self.on_hash()
+
+    def move(self, part: slice) -> None:
+        self.threads.append((threading.get_ident(), "move"))
+        self.log.append(("move", (part.start, part.stop)))
+        self.moved.append(part)
+        self.on_move()
+
+
+def test_the_size_of_a_value_is_that_of_all_its_pieces() -> None:
+    assert parts.count_bytes([Span(1, 7)]) == 7
+    assert parts.count_bytes([Span(1, 7), Span(100, 0), Span(50, 5)]) == 12

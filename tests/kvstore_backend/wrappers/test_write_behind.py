@@ -20,8 +20,10 @@ from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.wrappers.wrapper import StackWrapper
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 from tests.faults.injector import Fault, FaultInjector
+from tests.support.forking import in_forked_child
 from tests.support.memory import Memory
 from tests.support.waiting import wait_until
+from tests.support.watched_store import WatchedStore
 
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
 ROOM = 1024
@@ -338,3 +340,81 @@ class TestClosing:
 def test_sizes_must_be_positive(sound: MemoryStore, sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="both must be positive"):
         WriteBehindBackend(sound, **sizes)
+
+
+class TestStoresThatRaise:
+    """None may; one that does costs blocks and no more."""
+
+    def test_what_raises_once_is_tried_again(
+        self, behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store.faults = [Fault.RAISES, Fault.NOTHING, Fault.RAISES]
+        assert put(behind, "a") == [OK]
+        assert behind.flush_writes(30)
+        assert read(sound, "a") == content_of("a")
+        assert not behind.dropped
+        assert caplog.text.count("A store raised on 1 blocks") == 1, "said once"
+
+    def test_what_raises_for_good_is_refused_and_the_sender_goes_on(
+        self, store: FaultInjector, sound: MemoryStore
+    ) -> None:
+        behind = WriteBehindBackend(store, arena_bytes=4 * ROOM, retry_seconds=0.0)
+        store.faults = [Fault.RAISES]
+        assert put(behind, "a") == [OK]
+        assert behind.flush_writes(30)
+        assert behind.dropped == Counter(refused=1)
+        assert (behind.queued_blocks, behind.queued_bytes) == (0, 0)
+        assert put(behind, "b") == [OK]
+        assert behind.flush_writes(30)
+        assert read(sound, "b") == content_of("b")
+        behind.close()
+
+    def test_the_store_is_closed_whatever_taking_memory_back_raises(self) -> None:
+        class Raises(StackWrapper):
+            is_closed = False
+
+            def unregister(self, address: int, nbytes: int) -> None:
+                raise OSError("not pinned")
+
+            def close(self) -> None:
+                self.is_closed = True
+
+        store = Raises(MemoryStore(1 << 20))
+        behind = WriteBehindBackend(store, arena_bytes=ROOM)
+        with pytest.raises(OSError, match="not pinned"):
+            behind.close()
+        assert store.is_closed
+
+    def test_the_arena_is_unregistered_where_no_thread_can_be_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        store = WatchedStore()
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start"):
+            WriteBehindBackend(store, arena_bytes=ROOM)
+        assert [call for call, *_ in store.memory] == ["register", "unregister"]
+
+
+def test_in_a_forked_child_it_is_closed_and_its_blocks_are_the_parents(
+    behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore
+) -> None:
+    hang(store, behind)
+    with behind._changed:  # as the sender may hold it at the moment of the fork
+
+        def say() -> str:
+            behind.close()
+            return f"{put(behind, 'a')} {behind.queued_blocks} {behind.flush_writes(0)}"
+
+        assert in_forked_child(say) == "[<Status.FAILED: 'failed'>] 0 True"
+    store.go_on()
+    assert behind.flush_writes(30)
+
+
+def test_a_value_of_another_size_waits_for_its_turn_behind_the_queue(
+    behind: WriteBehindBackend, store: FaultInjector
+) -> None:
+    hang(store, behind)
+    assert put(behind, "a") == put(behind, "a", nbytes=5) == [OK], "a value is immutable"
+    assert read(behind, "a") == content_of("a")
+    assert behind.queued_blocks == 2
