@@ -74,7 +74,9 @@ def recompute(url: str, key: str, nbytes: int) -> None:
     checked = CheckedBackend(store)
     memory = Memory(b"other bytes".ljust(nbytes))
     checked.remove([key], force=True)
+    checked.register(memory.address, memory.nbytes)
     assert all(checked.put([key], [memory.value]))
+    checked.unregister(memory.address, memory.nbytes)
     checked.close()
 
 
