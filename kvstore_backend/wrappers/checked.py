@@ -291,7 +291,7 @@ def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:
 
 def seal_bytes(key: str, data: bytes) -> NDArray[np.uint8]:
     """The bytes to store under ``key`` so that a ``CheckedBackend`` reads ``data``."""
-    stored = np.frombuffer(bytes(HEADER_BYTES) + data, dtype=np.uint8).copy()
+    stored: NDArray[np.uint8] = np.frombuffer(bytes(HEADER_BYTES) + data, dtype=np.uint8).copy()
     header = _build_header(key, [Span(stored.ctypes.data + HEADER_BYTES, len(data))])
     stored[:HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
     return stored

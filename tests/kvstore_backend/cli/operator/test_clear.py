@@ -10,9 +10,11 @@ import pytest
 from kvstore_backend.cli.operator import clear
 from kvstore_backend.config import load_config
 from kvstore_backend.manifest import manifest_key
+from kvstore_backend.pool import open_store
 from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, space
 from tests.kvstore_backend.cli.operator.pools import stored_keys as stored
 from tests.support.json_http import Asked, JsonServer
+from tests.support.memory import Memory
 
 FIRST, SECOND = space("first"), space("second")
 PROMPT = list(range(12))
@@ -221,3 +223,36 @@ def test_the_pool_is_that_of_an_instance_where_nobody_names_one(
     with JsonServer(Fleet({"/kvcache": (200, {"pool": None})}).answer) as server:
         ended = kvstore("clear", "--namespace", FIRST.digest, "--instances", server.address)
     assert ended.sentence == f"the instance at {server.address} does not say which pool it uses: name the pool"
+
+
+def test_of_many_namespaces_four_are_named(tmp_path: Path, kvstore: Commands) -> None:
+    url, digests = folder_url(tmp_path / "pool"), []
+    for number in range(6):
+        digests.append(space(str(number)).digest)
+        fill_pool(load_config(url), space(str(number)), PROMPT[:4])
+        if number == 3:
+            four = ", ".join(sorted(digests))
+            assert f"the pool has 4 namespaces: {four}: say" in kvstore("clear", url, "--tokens", "0,1,2,3").sentence
+    named = ", ".join(sorted(digests)[:4])
+    assert (
+        f"the pool has 6 namespaces: {named} and 2 more: say" in kvstore("clear", url, "--tokens", "0,1,2,3").sentence
+    )
+
+
+def test_a_pool_of_others_has_no_namespace_and_the_keys_are_counted(tmp_path: Path, kvstore: Commands) -> None:
+    url, memory = folder_url(tmp_path / "pool"), Memory(b"theirs")
+    store = open_store(load_config(url))
+    said = kvstore("clear", url, "--tokens", "0,1,2,3").sentence
+    assert said.startswith("the pool has no namespace, so none can be meant")
+    store.register(memory.address, memory.nbytes)
+    assert all(store.put(["theirs", "more"], [memory.value] * 2))
+    store.unregister(memory.address, memory.nbytes)
+    store.close()
+    said = kvstore("clear", url, "--tokens", "0,1,2,3").sentence
+    assert said.startswith("the pool has no namespace but 2 keys of other software, so none can be meant")
+
+
+def test_the_only_namespace_is_meant_where_a_prefix_names_none(tmp_path: Path, kvstore: Commands) -> None:
+    url = folder_url(tmp_path / "pool")
+    fill_pool(load_config(url), FIRST, PROMPT)
+    assert kvstore("clear", url, "--tokens", "0,1,2,3,4,5,6,7", "--json").told["removed"] == {FIRST.digest: 2}

@@ -74,7 +74,9 @@ def recompute(url: str, key: str, nbytes: int) -> None:
     checked = CheckedBackend(store)
     memory = Memory(b"other bytes".ljust(nbytes))
     checked.remove([key], force=True)
+    checked.register(memory.address, memory.nbytes)
     assert all(checked.put([key], [memory.value]))
+    checked.unregister(memory.address, memory.nbytes)
     checked.close()
 
 
@@ -257,3 +259,68 @@ def test_nothing_to_export_makes_no_folder(tmp_path: Path, target: str, kvstore:
     ended = kvstore("export", tmp_path / "out", target, "--namespace", FIRST.digest)
     assert ended.output == f"the pool has no such blocks of namespace {FIRST.digest}: nothing to export\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_made_with_those_above_it(tmp_path: Path, source: str, kvstore: Commands) -> None:
+    out = tmp_path / "new" / "out"
+    assert kvstore("export", out, source, "--namespace", FIRST.digest).status == 0
+    assert (out / "namespace.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"format": "kvstore-export-2"}, "does not say that it is of format kvstore-export-1"),
+        ({"namespace": 1}, "does not name a namespace, a tenant and a number of blocks"),
+        ({"namespace": "../" * 10 + "ab"}, "does not name a namespace, a tenant and a number of blocks"),
+        ({"tenant": 1}, "does not name a namespace, a tenant and a number of blocks"),
+        ({"blocks": "3"}, "does not name a namespace, a tenant and a number of blocks"),
+        (None, "does not say that it is of format kvstore-export-1"),
+    ],
+)
+def test_a_summary_that_says_something_else_is_refused(
+    tmp_path: Path, source: str, target: str, kvstore: Commands, change: dict[str, object] | None, sentence: str
+) -> None:
+    out = tmp_path / "out"
+    kvstore("export", out, source, "--namespace", FIRST.digest)
+    summary = json.loads((out / "namespace.json").read_text())
+    (out / "namespace.json").write_text(json.dumps([] if change is None else {**summary, **change}))
+    assert sentence in kvstore("import", out, target).sentence
+    assert stored_keys(tmp_path / "target") == []
+
+
+@pytest.mark.parametrize("line", ["", "[]", "{}", "[" * 500, '{"name": "x", "nbytes": 1, "sha256": "x"}'])
+def test_a_line_that_is_none_is_told_by_its_number(
+    tmp_path: Path, source: str, target: str, kvstore: Commands, line: str
+) -> None:
+    out = tmp_path / "out"
+    kvstore("export", out, source, "--namespace", FIRST.digest)
+    lines = (out / "blocks.jsonl").read_text().splitlines()
+    (out / "blocks.jsonl").write_text("\n".join([lines[0], line, lines[2], ""]))
+    assert f"line 2 of {out / 'blocks.jsonl'} is no line of an index" in kvstore("import", out, target).sentence
+
+
+def test_a_manifest_goes_along_only_where_it_is_true(
+    tmp_path: Path, source: str, target: str, kvstore: Commands
+) -> None:
+    out = tmp_path / "out"
+    kvstore("export", out, source, "--namespace", FIRST.digest)
+    summary = json.loads((out / "namespace.json").read_text())
+    summary["manifest"]["fields"]["model"] = "another"
+    (out / "namespace.json").write_text(json.dumps(summary))
+    assert kvstore("import", out, target).status == 0
+    assert len(stored_keys(tmp_path / "target")) == 3
+
+
+def test_what_was_done_and_what_would_be_are_told_apart(
+    tmp_path: Path, source: str, target: str, kvstore: Commands
+) -> None:
+    export = ["export", tmp_path / "out", source, "--namespace", FIRST.digest]
+    size = "3.305 KiB"
+    would = f"3 blocks ({size}) of namespace {FIRST.digest} would be copied\n"
+    assert kvstore(*export, "--dry-run").output == would
+    assert kvstore(*export).output == would.replace("would be copied", "copied")
+    bring = ["import", tmp_path / "out", target]
+    stored = f"3 blocks of namespace {FIRST.digest} stored, 0 were there already"
+    assert kvstore(*bring, "--dry-run").output.splitlines()[0] == stored.replace("stored", "would be stored")
+    assert kvstore(*bring).output.splitlines()[0] == stored

@@ -57,6 +57,7 @@ class Traffic:
         self.instance = Instance(opened)
         self.instance.save_again(HASHES)
         self._memory = Memory(64)
+        opened.register(self._memory.address, self._memory.nbytes)
         self._refill = Refill(opened, self.instance, lambda _: None, period=PERIOD)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._ask, daemon=True)
@@ -86,8 +87,11 @@ class Traffic:
     def end(self) -> None:
         """End it."""
         self._refill.close()
+        self._refill._thread.join()
         self._is_over.set()
         self._thread.join()
+        self.instance.free_memory()
+        self.pool.unregister(self._memory.address, self._memory.nbytes)
 
 
 @pytest.fixture
@@ -178,6 +182,7 @@ def test_a_quota_stays_as_it_was_set_while_its_tenant_writes(tenants: MooncakeMa
     url = f"http://{admin.address}/api/v1/tenant_quotas"
     quota = {"requested_quota_bytes": 12 * MIB}
     store, memory = open_store(tenants.config(tenant_id="loud")), Memory(MIB)
+    store.register(memory.address, memory.nbytes)
     try:
         answer = httpx.put(url, params={"tenant_id": "loud"}, json=quota, trust_env=False)
         assert answer.status_code == 200, answer.text
@@ -187,4 +192,5 @@ def test_a_quota_stays_as_it_was_set_while_its_tenant_writes(tenants: MooncakeMa
             [account] = [each for each in admin.fetch_accounts() if each.name == "loud"]
             assert (account.quota, account.used <= 12 * MIB) == (12 * MIB, True)
     finally:
+        store.unregister(memory.address, memory.nbytes)
         store.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ class Server(JsonServer):
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], str | None]] = []
         self.status = 200
+        self.usage: dict[str, Any] = {"prompt_tokens": 8, "prompt_tokens_details": {"cached_tokens": 4}}
         super().__init__(self._answer)
         self.url = f"http://{self.address}"
 
@@ -26,7 +28,7 @@ class Server(JsonServer):
         self.asked.append((request.path, request.body, request.headers["X-Priority"]))
         if self.status != 200:
             return self.status, {"error": {"message": "no room"}}
-        return 200, {"usage": {"prompt_tokens": 8, "prompt_tokens_details": {"cached_tokens": 4}}}
+        return 200, {"usage": self.usage}
 
 
 @pytest.fixture
@@ -60,6 +62,27 @@ def test_each_prompt_is_asked_for_one_token_at_low_priority_and_only_once(
     again = kvstore("warm", prompts, "--to", server.url, "--model", "m", "--json").told
     assert (again["warmed"], again["skipped"], len(server.asked)) == (0, 3, 3)
     assert kvstore("warm", prompts, "--to", server.url, "--model", "m", "--again", "--json").told["warmed"] == 3
+
+
+def test_people_are_told_how_many_were_warmed_and_how_many_before(
+    server: Server, prompts: Path, kvstore: Commands
+) -> None:
+    warm = ["warm", prompts, "--to", server.url]
+    told = re.sub(r"\d+\.\d s", "N s", kvstore(*warm).output)
+    assert told == "3 of 3 prompts were warmed in N s: 24 tokens, of which 12 were cached already\n"
+    told = re.sub(r"\d+\.\d s", "N s", kvstore(*warm).output)
+    assert told == (
+        "0 of 3 prompts were warmed in N s: 0 tokens, of which 0 were cached already; 3 were warmed before, or come "
+        "twice\n"
+    )
+
+
+def test_a_server_that_counts_no_tokens_warms_all_the_same(
+    server: Server, prompts: Path, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "usage", {"prompt_tokens": None, "prompt_tokens_details": None})
+    told = kvstore("warm", prompts, "--to", server.url, "--json").told
+    assert (told["warmed"], told["prompt_tokens"], told["cached_tokens"], told["waiting"]) == (3, 0, 0, 0)
 
 
 def test_a_run_that_was_cut_short_goes_on_where_it_ended(server: Server, prompts: Path, kvstore: Commands) -> None:

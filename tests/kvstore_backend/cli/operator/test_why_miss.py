@@ -162,6 +162,8 @@ def test_what_cannot_be_asked_is_one_sentence(url: str, kvstore: Commands, argum
         ("a text", "give --model FOLDER for its tokenizer, or --instance HOST:PORT"),
         ({"messages": [{"role": "user", "content": "Hi"}]}, "which only an instance renders"),
         ([1, -2], "neither a text nor token ids"),
+        ([1, 1 << 32], "neither a text nor token ids"),
+        ([1, True], "neither a text nor token ids"),
         ([], "neither a text, nor a list of token ids, nor messages"),
     ],
 )
