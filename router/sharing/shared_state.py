@@ -255,8 +255,9 @@ class SharedState:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for message in batch:
                     if message[0] == "keep":
-                        pipeline.sadd(self._instances, message[1])
+                        # In this order: a router that finds the key, and no record, takes the key away.
                         pipeline.set(self._record + message[1], pack(message[2]), ex=int(STALE_SECONDS))
+                        pipeline.sadd(self._instances, message[1])
                 pipeline.publish(self._channel, data)
                 await pipeline.execute()
         except BaseException:  # others may have had it: hearing a message twice does no harm
