@@ -208,18 +208,19 @@ class SharedState:
 
     async def _exchange_records(self) -> None:
         """Take over the records that Redis has, and give it those that it lacks."""
-        members: set[Any] = await self._redis.smembers(self._instances)
-        keys = [key.decode(errors="replace") for key in members]
-        stored: list[Any] = await self._redis.mget([self._record + key for key in keys]) if keys else []
+        members: list[Any] = list(await self._redis.smembers(self._instances))
+        names = [self._record.encode() + member for member in members]
+        stored: list[Any] = await self._redis.mget(names) if members else []
         known: dict[str, Any] = {}
-        for key, data in zip(keys, stored, strict=True):
+        for member, data in zip(members, stored, strict=True):
             if data is None:  # nobody has renewed it for long
-                await self._redis.srem(self._instances, key)
+                await self._redis.srem(self._instances, member)
                 continue
             try:
+                key = member.decode()
                 known[key] = unpack(data)
             except ValueError as exc:
-                _log.error("the record of %.100s in the shared state is left aside: %s", key, exc)
+                _log.error("the record of %r in the shared state is left aside: %s", member[:100], exc)
             else:
                 self._hub.on_distant_message(["keep", key, known[key]])
         self._void_charges()
@@ -254,8 +255,9 @@ class SharedState:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for message in batch:
                     if message[0] == "keep":
-                        pipeline.sadd(self._instances, message[1])
+                        # In this order: a router that finds the key, and no record, takes the key away.
                         pipeline.set(self._record + message[1], pack(message[2]), ex=int(STALE_SECONDS))
+                        pipeline.sadd(self._instances, message[1])
                 pipeline.publish(self._channel, data)
                 await pipeline.execute()
         except BaseException:  # others may have had it: hearing a message twice does no harm

@@ -290,10 +290,10 @@ def test_the_cache_of_one_that_was_only_out_of_reach_is_not_forgotten(errors: li
     for error in errors:
         watched.upstream.error = error
         watched.check()
-    assert not instance.healthy
+    assert instance.state == "unhealthy"
     watched.upstream.error = None
     watched.check(2)
-    assert instance.healthy
+    assert instance.state == "healthy"
     assert bool(watched.lost) is is_lost
     assert (instance.weight(time.monotonic()) < 1.0) is is_lost
 

@@ -120,18 +120,21 @@ def test_what_stands_in_redis_and_is_no_record_does_not_keep_a_router_from_start
     async def run() -> None:
         async with router("a", redis.url) as first:
             first.link.keep_record("good", make_record(1))
-            await until(lambda: not first.link.trouble)
+            await first.shared.wait_for_records()
             client: Any = first.shared._redis
             old = {"written_at": 1e9, "is_news": True, "fields": {}, "draining": False}
             await client.hset("kvrouter:1:fleet", "10.0.0.1:80", msgpack.packb(old))
-            for key, data in ((b"old", msgpack.packb(old)), (b"broken", b"\xc1"), (b"text", b"\xa1a"), (b"\xff", b"")):
-                await client.sadd(first.shared._instances, key)
+            for key, data in ((b"old", msgpack.packb(old)), (b"broken", b"\xc1"), (b"text", b"\xa1a")):
                 await client.set(first.shared._record.encode() + key, data)
+                await client.sadd(first.shared._instances, key)
+            await client.sadd(first.shared._instances, b"\xff gone")
             await client.publish(first.shared._channel, b"\xc1")
             await client.publish(first.shared._channel, msgpack.packb(["x", [["keep", 5, None], [], ["what"]]]))
             async with router("b", redis.url) as second:
+                await second.shared.wait_for_records()
                 await until(lambda: set(second.records) == {"good"})
                 assert not second.link.trouble
+            assert set(await client.smembers(first.shared._instances)) == {b"good", b"old", b"broken", b"text"}
 
     asyncio.run(run())
     assert "in the shared state is left aside" in caplog.text
