@@ -22,6 +22,7 @@ HOP_BY_HOP = frozenset(
 
 NOT_PASSED_BACK = HOP_BY_HOP | {
     *(b"location", b"content-location", b"refresh", b"alt-svc", b"x-request-id", b"set-cookie"),
+    *(b"x-router-request-id", b"x-router-decision", b"x-router-prefill", b"x-router-decode", b"x-router-mixed"),
     *(b"access-control-allow-credentials", b"access-control-allow-headers", b"access-control-allow-methods"),
     *(b"access-control-allow-origin", b"access-control-expose-headers", b"access-control-max-age"),
 }
@@ -76,17 +77,13 @@ def prepare_head(method: str, target: bytes, headers: Iterable[tuple[bytes, byte
 
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes] = HOP_BY_HOP) -> Headers:
-    """The headers that are for the other end, not for this hop: without ``dropped``, and those ``connection`` names.
-
-    ``X-Router-...`` is for no other end: the router alone says it, to clients.
-    """
+    """The headers that are for the other end, not for this hop: without ``dropped``, and those ``connection`` names."""
     kept: Headers = []
     named: set[bytes] | None = None
     for header in headers:
         name, value = header
         if name not in dropped:
-            if not name.startswith(b"x-router-"):
-                kept.append(header)
+            kept.append(header)
         elif name == b"connection":
             named = set() if named is None else named
             named.update([option.strip().lower() for option in value.split(b",")])

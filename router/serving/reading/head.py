@@ -45,7 +45,7 @@ class RequestHead:
         """The session that it names."""
         is_completion = request.path in GENERATING
         dropped = _NOT_FORWARDED_WITH_COMPLETIONS if is_completion else _NOT_FORWARDED
-        passed = end_to_end(request.headers, dropped)
+        passed = [each for each in end_to_end(request.headers, dropped) if not each[0].startswith(b"x-router-")]
         if tag:
             passed = [(name, value + tag.encode() if name == b"x-request-id" else value) for name, value in passed]
         self.tag = tag

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from router.http.errors import NoRoom
-from router.http.message import Address
+from router.http.message import NOT_PASSED_BACK, Address
 from router.http.pool import ConnectionPool
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, chat_answer, streams
@@ -149,7 +149,8 @@ def test_other_paths_reach_an_instance_in_a_pairs_mode_too(make_router: MakeRout
 def test_the_router_alone_says_who_served_and_sets_no_cookie(
     make_router: MakeRouter, stand_in: MakeStandIn, stream: bool
 ) -> None:
-    told = "x-router-decode: 10.0.0.1:1\r\nX-Router-Mixed: 10.0.0.2:2\r\nx-router-new: 1\r\nset-cookie: a=b\r\nx-own: 1"
+    names = ("x-router-decode", "X-Router-Mixed", "x-router-prefill", "x-router-decision", "set-cookie", "x-own")
+    told = "\r\n".join(f"{name}: 1" for name in names)
 
     async def tells(_: Received, respond: Responder) -> None:
         kind = "text/event-stream" if stream else "application/json"
@@ -162,6 +163,7 @@ def test_the_router_alone_says_who_served_and_sets_no_cookie(
     own = {name: value for name, value in response.headers.multi_items() if name.startswith("x-router-")}
     assert own.keys() == {"x-router-request-id", "x-router-mixed", "x-router-decision"}
     assert own["x-router-mixed"] == instance.key
+    assert {name.encode() for name in own} <= NOT_PASSED_BACK
     assert ("set-cookie" in response.headers, response.headers["x-own"]) == (False, "1")
 
 
