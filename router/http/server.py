@@ -33,6 +33,7 @@ __all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "is_normal_path", "pa
 
 # A head, or anything else that is no body, that goes on for longer is not read further; as in most servers.
 HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 1000
 LONGEST_URL = 0xFFFF  # of httptools, which takes a longer one for no HTTP
 MAX_PIPELINED = 4
 # So much of what was received is read at once, as it may be many small requests or chunks; then others have their turn.
@@ -356,6 +357,9 @@ class RouterProtocol(HttpToolsProtocol):
         """Refuse what is no HTTP."""
         if data.startswith(_TLS_HANDSHAKE):
             self._refuse_request(ApiError(400, "this port speaks plain HTTP, not HTTPS", "tls_at_plain_port"))
+        elif len(self.headers or ()) > MAX_HEADERS:
+            message = f"the head has more than the {MAX_HEADERS} headers this router takes"
+            self._refuse_request(ApiError(431, message, "head_too_large"))
         elif len(self.url) > LONGEST_URL:
             self._refuse_request(self._head_too_large())
         else:
@@ -459,6 +463,8 @@ class RouterProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Give the request to the data plane, or to uvicorn's own way."""
         self._undigested = self._body_bytes = 0
+        if len(self.headers) > MAX_HEADERS:
+            raise ValueError("too many headers")  # goes to ``data_received`` as the parser's error
         if self.parser.should_upgrade():
             return
         existing = self.cycle

@@ -21,6 +21,7 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
+    Sample,
     SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
@@ -429,6 +430,7 @@ class RouterMetrics:
         for instance in self._registry:
             role, state, load = instance.role.value, instance.state, instance.load
             counts[role, state] += 1
+            named = {"role": role, "instance": instance.key}
             for family, value in (
                 (requests, load.requests),
                 (tokens, load.tokens),
@@ -437,8 +439,8 @@ class RouterMetrics:
                 (waiting, load.waiting),
                 (breakers, _OPENNESS[instance.breaker.state]),
             ):
-                if value is not None:
-                    family.add_metric([role, instance.key], value)
+                if value is not None:  # not by add_metric, which takes three times as long, for thousands of instances
+                    family.samples.append(Sample(family.name, named, value))
         for labels_of_count, count in counts.items():
             states.add_metric(labels_of_count, count)
         yield from (states, requests, tokens, queued, running, waiting, breakers)

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from router.http.api_error import ApiError
-from router.http.server import HEAD_BYTES, MAX_PIPELINED, PIECE_BYTES, RouterProtocol
+from router.http.server import HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, PIECE_BYTES, RouterProtocol
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
 from tests.support import plain_http
@@ -766,6 +766,16 @@ def test_requests_that_wait_for_others_of_their_connection_are_not_read_without_
     assert max(find_waiting()) <= MAX_PIPELINED + PIECE_BYTES // len(short)
     go_on.set()
     assert {client.status() for _ in range(2001)} == {200}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/health"])
+def test_a_head_of_too_many_headers_is_refused(router: RouterUnderTest, connect: Connect, path: str) -> None:
+    client = connect(router)
+    client.send(request(b"{}", *[b"a: b"] * (MAX_HEADERS - 1), path=CHAT))
+    assert client.status() == 200
+    client.send(request(b"{}", *[b"a: b"] * MAX_HEADERS, path=path))
+    assert client.error() == (431, "head_too_large")
+    assert client.rest() == b""
 
 
 def test_the_control_plane_takes_no_long_query(router: RouterUnderTest, connect: Connect) -> None:
