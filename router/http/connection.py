@@ -72,6 +72,12 @@ class Connection(asyncio.Protocol):
         if self._is_made:
             self._transport.abort()
 
+    def drop(self) -> None:
+        """Close it, which nobody waits for any more: where it was just made, uvloop does not tell that it ends."""
+        self.abort()
+        self.connection_lost(None)
+        self._transport, self._is_made = cast(asyncio.Transport, None), False
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
         self._transport, self._is_made = cast(asyncio.Transport, transport), True

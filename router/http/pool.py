@@ -156,12 +156,13 @@ class ConnectionPool:
         connection = Connection(self, address)
         opening = loop.create_connection(lambda: connection, address.host, address.port, ssl=tls, **_list_options(loop))
         try:
-            await asyncio.wait_for(opening, CONNECT_SECONDS)
-        except asyncio.CancelledError:
-            self._drop(connection)
-            raise
+            try:
+                await asyncio.wait_for(opening, CONNECT_SECONDS)
+            except BaseException:
+                connection.drop()  # it may just have been made, and nobody else knows of it
+                del connection  # the traceback leads here: only the collector could free both
+                raise
         except asyncio.TimeoutError:
-            self._drop(connection)
             raise ConnectFailed(f"{address} did not accept a connection within {CONNECT_SECONDS:g} s") from None
         except ssl.SSLError as exc:
             raise ConnectFailed(f"cannot connect to {address.url}: {_describe_tls_failure(exc)}") from exc
@@ -176,11 +177,6 @@ class ConnectionPool:
         except UnicodeError as exc:
             raise ConnectFailed(f"cannot connect to {address}: it is no host's name") from exc
         return connection
-
-    def _drop(self, connection: Connection) -> None:
-        """Close a connection that nobody waits for: it may just have been made, and uvloop tells nothing of its end."""
-        connection.abort()
-        self.discard_open(connection)
 
     def _trust(self) -> ssl.SSLContext:
         """The context that decides whose certificates are believed."""

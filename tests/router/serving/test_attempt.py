@@ -487,3 +487,33 @@ def test_a_mistake_of_the_router_ends_the_request_with_500_once(
     (record,) = router.app.audit.records
     assert (record.status, record.error) == (500, "router_error")
     assert instance.received == []
+
+
+@pytest.mark.parametrize("silence", [0.0, 1000.0])
+def test_a_stream_of_an_instance_that_answers_no_probes_is_given_up_once_it_is_silent(
+    make_router: MakeRouter, stand_in: MakeStandIn, silence: float
+) -> None:
+    go_on = asyncio.Event()
+
+    async def streams_slowly(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event("first")
+        await go_on.wait()
+        await respond.event("[DONE]")
+        await respond.end_stream()
+
+    router = make_router(stand_in("mixed", streams_slowly), stream_resume_count=0)
+    (instance,) = router.app.registry
+    with router.stream() as response:
+        pieces = response.iter_raw()
+        next(pieces)
+
+        async def fail_probes() -> None:
+            for serving in router.app.proxy._live:
+                assert serving.attempt is not None
+                serving.attempt.on_instance_failure(instance, silence)
+            go_on.set()
+
+        router.thread.run(fail_probes())
+        rest = b"".join(pieces)
+    assert (b"stopped answering" in rest) is (silence == 0.0)

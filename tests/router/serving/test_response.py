@@ -375,3 +375,14 @@ def test_a_router_without_room_for_a_connection_blames_no_instance(
     router.thread.run(router.app.health.check_all())
     assert (response.status_code, error_of(response)["code"]) == (503, "router_overloaded")
     assert {(each.state, each.breaker.failures) for each in router.app.registry} == {("healthy", 0)}
+
+
+@pytest.mark.parametrize("splitwise", [False, True])
+def test_the_record_of_a_whole_answer_has_its_bytes(
+    make_router: MakeRouter, stand_in: MakeStandIn, splitwise: bool
+) -> None:
+    roles = ("prefill", "decode") if splitwise else ("mixed",)
+    router = make_router(*map(stand_in, roles), splitwise=splitwise)
+    answer = router.chat()
+    (record,) = router.app.audit.records
+    assert record.bytes_sent == len(answer.content)
