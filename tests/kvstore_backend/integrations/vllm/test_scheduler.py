@@ -473,11 +473,14 @@ class TestRefill:
 
         monkeypatch.setattr(module, "Refill", refill)
         with contextlib.closing(SchedulerHalf(store, BLOCK)) as half:
-            steps = [
-                lambda: half.bind_blocks(Blocks()),
-                lambda: half.learn_namespaces([instance.workers[0].namespace]),
-            ]
-            first, second = steps if order == "blocks first" else reversed(steps)
+
+            def bind() -> None:
+                half.bind_blocks(Blocks())
+
+            def learn() -> None:
+                half.learn_namespaces([instance.workers[0].namespace])
+
+            first, second = (bind, learn) if order == "blocks first" else (learn, bind)
             first()
             assert begun == []
             second()
