@@ -484,6 +484,7 @@ class TestRefill:
             first()
             assert begun == []
             second()
+            assert len(begun) == 1
             first()
             assert len(begun) == 1
 
