@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +238,12 @@ def test_any_change_of_the_files_is_noticed(lora: Lora, change: Callable[[Path],
     assert loaded.take_news() == {}, "it is said once"
 
 
+def test_files_that_cannot_be_read_now_do_not_keep_the_process(lora: Lora) -> None:
+    loaded = loaded_by(lora)
+    assert loaded._thread is not None
+    assert loaded._thread.daemon
+
+
 def test_a_change_that_is_undone_does_not_make_the_adapter_cached_again(lora: Lora) -> None:
     loaded = loaded_by(lora)
     wait_for_news(loaded)
@@ -374,6 +381,15 @@ def test_the_scheduler_names_an_adapter_once_all_ranks_agree(lora: Lora) -> None
     assert known.find_digest(Lora("other", lora.lora_path), 2) is None
     known.take_news({adapter: [None]})
     assert known.find_digest(lora, 2) is None
+
+
+def test_requests_of_a_vllm_that_loads_nothing_in_place_are_cached(lora: Lora) -> None:
+    plain: Any = SimpleNamespace(lora_name=lora.lora_name, lora_path=lora.lora_path)
+    known, (adapter, digest) = KnownAdapters(), *wait_for_news(loaded_by(plain)).items()
+    assert digest is not None
+    known.take_news({adapter: [digest]})
+    assert known.find_digest(plain, 1) == digest
+    assert [digest] == list(wait_for_news(loaded_by(lora)).values()), "by default an adapter is of one kind"
 
 
 def loaded_by(lora: Lora) -> LoadedAdapters:

@@ -25,6 +25,7 @@ from tests.kvstore_backend.integrations.vllm.test_halves import (
     BEFORE_DECODE,
     BLOCK,
     NUM_BLOCKS,
+    Blocks,
     Instance,
     Request,
     make_request,
@@ -459,6 +460,33 @@ class TestRefill:
         with contextlib.closing(Instance(store)) as instance:
             assert begun == [instance.scheduler._pools[0]]
         assert closed == [True]
+
+    @pytest.mark.parametrize("order", ["blocks first", "namespaces first"])
+    def test_it_begins_in_whichever_order_they_become_known_and_once(
+        self, instance: Instance, store: StorageBackend, monkeypatch: pytest.MonkeyPatch, order: str
+    ) -> None:
+        begun: list[object] = []
+
+        def refill(*given: object) -> Any:
+            begun.append(given)
+            return SimpleNamespace(close=lambda: None)
+
+        monkeypatch.setattr(module, "Refill", refill)
+        with contextlib.closing(SchedulerHalf(store, BLOCK)) as half:
+
+            def bind() -> None:
+                half.bind_blocks(Blocks())
+
+            def learn() -> None:
+                half.learn_namespaces([instance.workers[0].namespace])
+
+            first, second = (bind, learn) if order == "blocks first" else (learn, bind)
+            first()
+            assert begun == []
+            second()
+            assert len(begun) == 1
+            first()
+            assert len(begun) == 1
 
     def test_an_instance_that_does_not_save_puts_nothing_again(
         self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch
