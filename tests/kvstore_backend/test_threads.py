@@ -133,8 +133,10 @@ def test_in_a_forked_child_work_runs_on_threads_of_its_own() -> None:
     threads, begun, go = DaemonThreads(1, "test-fork"), threading.Event(), threading.Event()
     busy = threads.submit(lambda: begin_and_wait(begun, go))
     assert begun.wait(30)
+    done: list[str] = []
+    threads.submit(lambda: done.append("the parent's"))
     with threads._lock:
-        assert in_forked_child(lambda: threads.submit(lambda: "done there").result(30)) == "done there"
+        assert in_forked_child(lambda: threads.submit(lambda: f"{done} there").result(30)) == "[] there"
     go.set()
     assert busy.result(30)
     threads.close()
