@@ -419,8 +419,9 @@ class GuardedBackend(Stack):
                 return trouble, 0.0
             with self._changed:
                 store, untold = self._store, self._list_untold()
-            for address in untold if store is not None else ():
-                self._tell_store(store, address)
+            if store is not None:
+                for address in untold:
+                    self._tell_store(store, address)
         except PoolUnavailable as exc:
             return str(exc), exc.pause_seconds
         except Exception as exc:  # a fault of a library, which another try may not meet

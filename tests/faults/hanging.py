@@ -32,9 +32,11 @@ class HangingStore(MemoryStore):
     def __init__(self, hangs: str) -> None:
         super().__init__(1 << 24)
         self.hangs = hangs
+        self.hanging = threading.Event()
 
     def _hang_in(self, name: str) -> None:
         if self.hangs == name:
+            self.hanging.set()
             threading.Event().wait()
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
@@ -110,6 +112,12 @@ def in_parts(call: str) -> None:
     assert answer == [Status.FAILED] * COUNT
 
 
+def register_and_take_back(guard: GuardedBackend, memory: Memory) -> None:
+    """Two calls, of which the second hangs."""
+    guard.register(memory.address, memory.nbytes)
+    guard.unregister(memory.address, memory.nbytes)
+
+
 def at_once(call: str) -> None:
     """One call of the guard, and its end."""
     guard, memory = open_guard(call), Memory(COUNT * SIZE)
@@ -120,7 +128,7 @@ def at_once(call: str) -> None:
         "remove": lambda: guard.remove(KEYS),
         "clear": lambda: guard.clear("kv1-"),
         "register": lambda: guard.register(memory.address, memory.nbytes),
-        "unregister": lambda: (guard.register(memory.address, 8), guard.unregister(memory.address, 8)),
+        "unregister": lambda: register_and_take_back(guard, memory),
         "stats": guard.stats,
         "close": lambda: None,
     }
@@ -149,8 +157,7 @@ def transferring(kind: str) -> None:
     """A load or a save of an engine, whose pool has no deadline: it never ends."""
     memory = Memory(COUNT * SIZE)
     store = HangingStore(kind)
-    begun = threading.Event()
-    store._hang_in = lambda name: (begun.set(), threading.Event().wait()) if name == kind else None  # type: ignore[method-assign,assignment]
+    begun = store.hanging
     direct = DirectMemory(lambda blocks: [values(memory)[block] for block in blocks], lambda blocks: None)
     transfers = Transfers(BlockPool(store, NAMESPACE), direct, lambda callback: callback())
     begin = transfers.load if kind == "get" else transfers.save

@@ -120,8 +120,8 @@ def test_every_block_of_a_transfer_comes_back_once(
         def on_release() -> None:
             heard["release"] += 1
 
-        for number, begin in enumerate((transfers.save, transfers.load, transfers.load), 1):
-            begin(HASHES, range(BLOCKS), on_end, on_release)
+        for number, name in enumerate(("save", "load", "load"), 1):
+            getattr(transfers, name)(HASHES, range(BLOCKS), on_end, on_release)
             wait_until(lambda number=number: heard["end"] == number, "the end of a transfer")  # type: ignore[misc]
         bench.store.let_go()
         wait_until(lambda: heard["release"] == 3, "all blocks to be released")
@@ -262,8 +262,10 @@ def move_blocks_by(device: NthDevice) -> None:
         assert not strict.registered.regions
         return
     transfers = Transfers(pool, memory, lambda callback: callback())
-    for number, begin in enumerate((transfers.save, transfers.load), 1):
-        begin(HASHES, range(BLOCKS), lambda outcome: heard.append(outcome.count), lambda: heard.append(-1))
+    for number, name in enumerate(("save", "load"), 1):
+        getattr(transfers, name)(
+            HASHES, range(BLOCKS), lambda outcome: heard.append(outcome.count), lambda: heard.append(-1)
+        )
         wait_until(lambda number=number: len(heard) == 2 * number, "the end of a transfer")  # type: ignore[misc]
     assert [len(ring._free) for ring in rings_of(memory)] == [2, 2]
     transfers.close()

@@ -17,6 +17,11 @@ def running(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
+def begin_and_wait(begun: threading.Event, go: threading.Event) -> bool:
+    begun.set()
+    return go.wait(30)
+
+
 def test_work_runs_on_as_many_daemons_as_it_needs_and_no_more() -> None:
     threads, together = DaemonThreads(2, "test-some"), threading.Barrier(2)
     assert not running("test-some")
@@ -46,7 +51,7 @@ def test_what_work_raises_its_future_raises() -> None:
 
 def test_closing_drops_what_has_not_begun_and_waits_for_nothing() -> None:
     threads, begun, go = DaemonThreads(1, "test-closing"), threading.Event(), threading.Event()
-    running_work = threads.submit(lambda: (begun.set(), go.wait(30)))
+    running_work = threads.submit(lambda: begin_and_wait(begun, go))
     waiting = threads.submit(lambda: None)
     assert begun.wait(30)
     threads.close()
@@ -126,10 +131,12 @@ class TestWithoutAThread:
 
 def test_in_a_forked_child_work_runs_on_threads_of_its_own() -> None:
     threads, begun, go = DaemonThreads(1, "test-fork"), threading.Event(), threading.Event()
-    busy = threads.submit(lambda: (begun.set(), go.wait(30)))
+    busy = threads.submit(lambda: begin_and_wait(begun, go))
     assert begun.wait(30)
+    done: list[str] = []
+    threads.submit(lambda: done.append("the parent's"))
     with threads._lock:
-        assert in_forked_child(lambda: threads.submit(lambda: "done there").result(30)) == "done there"
+        assert in_forked_child(lambda: threads.submit(lambda: f"{done} there").result(30)) == "[] there"
     go.set()
     assert busy.result(30)
     threads.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,14 +87,20 @@ def test_memory_is_the_devices_or_pinned_and_a_mark_keeps_the_time(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, dict[str, object]]] = []
-    monkeypatch.setattr(torch, "empty", lambda nbytes, **options: asked.append((nbytes, options)) or "memory")
-    monkeypatch.setattr(torch.cuda, "Event", lambda **options: options)
-    assert device.allocate(7) == device.allocate_host(9) == "memory"
+    result = torch.zeros(1)
+
+    def allocate(nbytes: int, **options: object) -> torch.Tensor:
+        asked.append((nbytes, options))
+        return result
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: SimpleNamespace(**options))
+    assert device.allocate(7) is device.allocate_host(9) is result
     assert asked == [
         (7, {"dtype": torch.uint8, "device": torch.device("cuda")}),
         (9, {"dtype": torch.uint8, "pin_memory": True}),
     ]
-    assert device.make_mark() == {"enable_timing": True}
+    assert vars(device.make_mark()) == {"enable_timing": True}
 
 
 def test_a_copy_that_waits_for_nothing_begins_at_once(device: CudaDevice) -> None:

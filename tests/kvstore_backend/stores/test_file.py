@@ -617,7 +617,7 @@ class TestSize:
         store.close()
         with contextlib.closing(FileStore(folder, 20 * BLOCK)) as smaller:
             assert put(smaller, "one more") == [OK]
-            assert smaller.stats().keys <= 20
+            assert (smaller.stats().keys or 0) <= 20
         assert file_ledger.find_size(folder, None) == 20 * BLOCK
         assert file_ledger.find_size(folder, 30 * BLOCK) == 30 * BLOCK, "as it would be opened"
 

@@ -301,6 +301,7 @@ class TestCodes:
         def __init__(self, answer: Any) -> None:
             self._answer = answer
             self.closed = 0
+            self.sizes: dict[str, int | Exception] = {}
             self.calls: list[tuple[Any, ...]] = []
 
         def _reply(self, *arguments: object) -> Any:
@@ -313,7 +314,10 @@ class TestCodes:
             return "127.0.0.1:12345"
 
         def get_size(self, key: str) -> int:
-            return -900
+            size = self.sizes.get(key, -900)
+            if isinstance(size, Exception):
+                raise size
+            return size
 
         batch_put_from_multi_buffers = batch_get_into_multi_buffers = batch_is_exist = batch_remove = _reply
         register_buffer = unregister_buffer = _reply
@@ -353,21 +357,17 @@ class TestCodes:
         assert answering([0]).get(["k"], [memory.value]) == [FAILED]
 
     def test_a_value_smaller_than_the_target_is_told_from_a_dead_owner_by_its_size(self, answering: Any) -> None:
-        memory, sizes = Memory(8), {"smaller": 7, "gone": -704, "away": 8, "not asked": 7}
+        memory = Memory(8)
+        sizes: dict[str, int | Exception] = {"smaller": 7, "gone": -704, "away": 8, "not asked": 7}
         native = self.Native([-800] * 4)
-        native.get_size = sizes.__getitem__  # type: ignore[attr-defined]
+        native.sizes = sizes
         statuses = answering(native).get(list(sizes), [memory.value] * 4)
         assert statuses == [ABSENT, ABSENT, FAILED, FAILED], "one whose size is right says that its owner is dead"
 
     @pytest.mark.parametrize("answer", [-900, -1, RuntimeError("a broken library")])
     def test_a_size_that_the_master_does_not_say_concludes_nothing(self, answering: Any, answer: Any) -> None:
-        def get_size(key: str) -> int:
-            if isinstance(answer, Exception):
-                raise answer
-            return int(answer)
-
         memory, native = Memory(8), self.Native([-800])
-        native.get_size = get_size  # type: ignore[attr-defined]
+        native.sizes = {"k": answer}
         assert answering(native).get(["k"], [memory.value]) == [FAILED]
 
     @pytest.mark.parametrize("code", [2, 8, 100])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_backend.stores import ssd_folder
+from kvstore_backend.stores.file.ledger import BOOT_ID_FILE
 from kvstore_backend.stores.ssd_folder import SsdFolder
 
 
@@ -62,7 +63,7 @@ def test_a_folder_that_was_left_in_order_is_taken_so_long_after_that(
 def test_a_mark_that_does_not_say_when_its_owner_left_is_one_of_just_now(
     tmp_path: Path, waits: list[float], text: str
 ) -> None:
-    boot_id = ssd_folder.BOOT_ID_FILE.read_text().strip()
+    boot_id = BOOT_ID_FILE.read_text().strip()
     (tmp_path / "kvstore-owner-x").write_text(text.format(boot=boot_id))
     SsdFolder(str(tmp_path)).give_up()
     assert waits == [12.0]

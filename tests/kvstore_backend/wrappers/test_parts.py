@@ -199,7 +199,7 @@ class TestMove:
 
     def test_how_quick_it_is_moving_alone_shows(self, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [0.0]
-        monkeypatch.setattr(parts.time, "perf_counter", lambda: now[0])
+        monkeypatch.setattr("kvstore_backend.wrappers.parts.time.perf_counter", lambda: now[0])
         monkeypatch.setattr(parts, "_QUICK", COUNT * SIZE / 2.0)  # all of it in two seconds
         for seconds, number in ((3.0, 1), (1.0, 8)):
             some = parts.Parts(hashes_first=False)
