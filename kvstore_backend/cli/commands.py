@@ -107,21 +107,22 @@ def _silence_native_log(*, is_wanted: bool) -> Iterator[None]:
     It complains of each metadata that it looks for and does not find, as of a fault, and before that of its own log.
     ``MC_LOG_LEVEL`` shows all of it.
     """
-    if is_wanted or wants_native_log() or sys.stderr is not sys.__stderr__:
+    errors = sys.__stderr__
+    if is_wanted or wants_native_log() or errors is None or sys.stderr is not errors:
         yield
         return
-    sys.stderr.flush()
-    number = sys.stderr.fileno()
+    errors.flush()
+    number = errors.fileno()
     kept = os.dup(number)
-    own = open(os.dup(kept), "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")  # noqa: SIM115
+    own = open(os.dup(kept), "w", buffering=1, encoding=errors.encoding, errors="backslashreplace")  # noqa: SIM115
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, number)
     os.close(nowhere)
-    before, sys.stderr = sys.stderr, own
+    sys.stderr = own
     try:
         yield
     finally:
-        sys.stderr = before
+        sys.stderr = errors
         own.close()
         os.dup2(kept, number)
         os.close(kept)

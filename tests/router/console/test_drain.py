@@ -249,7 +249,12 @@ def test_on_a_terminal_the_last_instance_is_drained_when_somebody_says_yes(
     instance = stand_in()
     router = make_router(instance)
     asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
+
+    def reply(question: str) -> str:
+        asked.append(question)
+        return answer
+
+    monkeypatch.setattr("builtins.input", reply)
     monkeypatch.setattr("router.console.drain._is_terminal", lambda: True)
     assert main([instance.key, "--router", router.url]) == status
     assert asked == ["no mixed instance of m would take requests any more: drain all the same? [y/N] "]
