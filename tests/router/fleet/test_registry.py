@@ -133,3 +133,12 @@ def test_a_change_is_said_once_by_whoever_says_it_first(caplog: pytest.LogCaptur
         (30, f"decode instance {instance.key} is unhealthy"),
     ]
     assert said == [instance] * 3
+
+
+def test_with_an_instance_that_is_added_or_removed_others_may_be_chosen() -> None:
+    registry = Registry(splitwise=True)
+    before = registry.generation
+    instance = registry.register(registration(), now=0.0)
+    added = registry.generation
+    registry.remove(instance)
+    assert before < added < registry.generation
