@@ -49,7 +49,6 @@ class HealthMonitor:
     async def keep_probing(self) -> None:
         """Probe all instances now, and each every ``health_check_interval_secs``, until cancelled."""
         await self._run_round(self.check_all)
-        await asyncio.sleep(self._settings.health_check_interval_secs)
         while True:
             await self._run_round(self._probe_one_by_one)
 

@@ -358,7 +358,8 @@ class _Worker:
         self.process = process
         self.connections = connections
         self.started_at = time.monotonic()
-        self.silence = Silence(process.pid or 0, clock.now)
+        assert process.pid is not None  # it was started
+        self.silence = Silence(process.pid, clock.now)
         self.is_ready = False
         self.num_connections = self.num_taken = self.num_given = 0
 

@@ -78,6 +78,8 @@ def pack(message: Any) -> bytes:
         TypeError: it has something that is no plain value.
     """
     try:
+        return cast(bytes, msgpack.packb(message))
+    except UnicodeEncodeError:  # the other way takes half as long again
         return cast(bytes, msgpack.packb(message, unicode_errors="surrogatepass"))
     except OverflowError as exc:
         raise ValueError(f"a message has a number of more than 64 bits: {exc}") from exc

@@ -351,6 +351,7 @@ def test_probes_are_spread_over_the_interval(monkeypatch: pytest.MonkeyPatch) ->
     assert pauses[:10] == [0.5] * 10
     assert probed[:10] == list(range(10))
     assert len(pauses) == 11
+    assert 4.0 < pauses[10] <= 5.0  # what is left of the interval, as these pauses took no time
 
 
 def test_one_that_is_removed_meanwhile_is_not_probed() -> None:

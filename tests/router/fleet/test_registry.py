@@ -93,3 +93,52 @@ def test_subscribers_are_told_of_lost_caches_and_of_failures() -> None:
     assert (lost, failed) == ([], [instance])
     instance.record_passed_probe(1.0, threshold=1)
     assert (lost, failed) == ([instance.key], [instance])
+
+
+def test_subscribers_are_told_once_that_an_instance_has_trouble() -> None:
+    registry = Registry(splitwise=True)
+    troubled: list[Instance] = []
+    registry.subscribe_to_troubles(troubled.append)
+    instance = registry.register(registration(), now=0.0)
+    for _ in range(2):
+        instance.mark_unhealthy("it refused a connection")
+    assert troubled == [instance]
+
+
+def test_seconds_that_are_excused_are_nobodys_silence() -> None:
+    registry = Registry(splitwise=True)
+    instance = registry.register(registration(), now=0.0)
+    registry.excuse_silence(10.0)
+    assert registry.forget_silent(now=40.0, expiry=30.0) == []
+    registry.register(registration(), now=0.0)
+    registry.excuse_silence(10.0)
+    assert registry.forget_silent(now=40.0, expiry=30.0) == []
+    assert registry.forget_silent(now=41.0, expiry=30.0) == [instance]
+
+
+def test_a_change_is_said_once_by_whoever_says_it_first(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    registry = Registry(splitwise=True)
+    said: list[Instance] = []
+    registry.subscribe_to_said(said.append)
+    instance = registry.register(registration(), now=0.0)
+    instance.log_change("health", 30, "is unhealthy", "why")
+    instance.log_change("health", 30, "is unhealthy", "why else")
+    instance.log_change("drain", 20, "drains", is_told=True)
+    instance.log_change("health", 20, "is healthy again")
+    instance.log_change("health", 30, "is unhealthy")
+    assert [(record.levelno, record.getMessage()) for record in caplog.records[1:]] == [
+        (30, f"decode instance {instance.key} is unhealthy: why"),
+        (20, f"decode instance {instance.key} is healthy again"),
+        (30, f"decode instance {instance.key} is unhealthy"),
+    ]
+    assert said == [instance] * 3
+
+
+def test_with_an_instance_that_is_added_or_removed_others_may_be_chosen() -> None:
+    registry = Registry(splitwise=True)
+    before = registry.generation
+    instance = registry.register(registration(), now=0.0)
+    added = registry.generation
+    registry.remove(instance)
+    assert before < added < registry.generation

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.fleet import Instance
-from router.sharing import WorkerLink
+from router.sharing import WorkerLink, fleet_sync
 from router.sharing.records import STALE_SECONDS
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn
@@ -369,6 +369,53 @@ def test_what_is_known_of_instances_that_are_long_gone_is_forgotten(workers: lis
     forget(first, key)
     assert first.thread.run(grow_old(STALE_SECONDS)) == {key}
     assert first.thread.run(grow_old(4 * STALE_SECONDS)) == set()
+
+
+def test_renewing_forgets_what_is_long_gone(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.sharing.fleet_sync.RENEWAL_SECONDS", 0.02)
+    sync = make_router(stand_in(), workers=2).app.fleet_sync
+    sync._known["10.0.0.1:80"] = fleet_sync._Known()  # last heard of before all time
+    wait_until(lambda: "10.0.0.1:80" not in sync._known, "it to be forgotten")
+
+
+def test_a_renewal_is_no_heartbeat_and_a_later_record_of_a_heartbeat_is(workers: list[RouterUnderTest]) -> None:
+    first, second = workers
+    (known,) = second.app.registry
+    before = known.last_registered
+    renewal = {**renewal_of(first), "has_heartbeat": True}
+    tell(second, renewal)
+    assert (known.last_registered, known.has_heartbeat) == (before, False)
+    tell(second, {**renewal, "version": [100, "later"]})
+    assert known.last_registered > before
+    assert known.has_heartbeat
+
+
+@pytest.mark.parametrize(
+    ("version", "has_heartbeat", "is_removed"),
+    [([100, "later"], False, True), ([100, "later"], True, False), ([0, ""], False, False)],
+)
+def test_a_removal_counts_if_it_is_later_and_the_instance_has_no_heartbeat(
+    workers: list[RouterUnderTest], version: list[Any], has_heartbeat: bool, is_removed: bool
+) -> None:
+    first, second = workers
+    (known,) = second.app.registry
+    known.has_heartbeat = has_heartbeat
+    tell(second, {**renewal_of(first), "version": version, "is_removed": True})
+    assert bool(registered(second)) is not is_removed
+    forgotten = {**renewal_of(first), "version": [200, "later"], "is_removed": True}
+    tell(second, forgotten)  # of one that may not be known: nothing is added
+    assert bool(registered(second)) is has_heartbeat
+
+
+def test_models_that_one_was_told_later_are_known_to_the_other(workers: list[RouterUnderTest]) -> None:
+    first, second = workers
+    (known,) = second.app.registry
+    tell(second, {**renewal_of(first), "models": ["new"], "models_age": -1.0})
+    assert known.models == frozenset({"new"})
+    tell(second, {**renewal_of(first), "models": ["old"], "models_age": 1e6})
+    assert known.models == frozenset({"new"})
 
 
 def test_a_router_that_is_one_process_remembers_nothing_to_tell(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

@@ -211,11 +211,18 @@ def test_a_worker_that_cannot_be_started_leaves_no_descriptors(monkeypatch: pyte
 
         supervisor._context = Process  # type: ignore[assignment]
         Process.Process = Process  # type: ignore[attr-defined]
-        before = open_descriptors()
-        for _ in range(3):
-            with pytest.raises(OSError, match="no more processes"):
-                await supervisor._start_worker(0, is_late=True)
-        assert open_descriptors() == before
+        opened: list[socket.socket] = []
+        socketpair = socket.socketpair
+
+        def note_pair(*arguments: Any, **options: Any) -> tuple[socket.socket, socket.socket]:
+            pair = socketpair(*arguments, **options)
+            opened.extend(pair)
+            return pair
+
+        monkeypatch.setattr(socket, "socketpair", note_pair)
+        with pytest.raises(OSError, match="no more processes"):
+            await supervisor._start_worker(0, is_late=True)
+        assert [each.fileno() for each in opened] == [-1] * 4
         listener.close()
 
     asyncio.run(run())

@@ -107,6 +107,13 @@ def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
     assert "was killed by SIGKILL; another one takes its place" in router.process.output
 
 
+def test_a_worker_that_is_told_to_end_alone_does_and_is_replaced(router: Router) -> None:
+    ended = router.workers()[0]
+    os.kill(ended, signal.SIGTERM)
+    wait_until(lambda: "ended with status 0; another one takes its place" in router.process.output, "its end")
+    wait_until(lambda: len(router.workers()) == 2 and ended not in router.workers(), "another worker")
+
+
 def test_all_workers_killed_are_replaced_and_know_the_instances_and_end_with_the_router_even_at_their_start(
     router: Router, stand_in: MakeStandIn
 ) -> None:
