@@ -20,6 +20,8 @@ CONNECT_SECONDS = 3.0
 # uvicorn closes a connection idle for 5 s; using none older than this avoids the race with its closing.
 IDLE_SECONDS = 4.0
 IDLE_CONNECTIONS = 256
+# So many addresses are remembered as they stand in a head.
+MAX_HOSTS = 4096
 # Up to here, one copy of a body is cheaper than one more piece to write.
 JOINED_BYTES = 16 * 1024
 # An answer to a probe or a listing is not read further than this.
@@ -71,6 +73,8 @@ class ConnectionPool:
         """As ``exchange``, with a head that several requests share, and perhaps with a body in parts."""
         host = self._hosts.get(address)
         if host is None:
+            if len(self._hosts) >= MAX_HOSTS:
+                self._hosts.clear()  # pods come with addresses of their own, again and again
             host = self._hosts[address] = b"host: %s\r\n" % str(address).encode()
         bodies = body if type(body) is tuple else (body,)
         size = sum(map(len, bodies))
@@ -145,9 +149,9 @@ class ConnectionPool:
         """
         loop = asyncio.get_running_loop()
         tls = self._trust() if address.tls else None
-        opening = loop.create_connection(lambda: Connection(self, address), address.host, address.port, ssl=tls)
         try:
-            _, connection = await asyncio.wait_for(opening, CONNECT_SECONDS)
+            opening = loop.create_connection(lambda: Connection(self, address), address.host, address.port, ssl=tls)
+            return (await asyncio.wait_for(opening, CONNECT_SECONDS))[1]
         except asyncio.TimeoutError:
             raise ConnectFailed(f"{address} did not accept a connection within {CONNECT_SECONDS:g} s") from None
         except ssl.SSLError as exc:
@@ -159,7 +163,6 @@ class ConnectionPool:
             raise error(f"cannot connect to {address}: {exc.strerror or exc}") from exc
         except UnicodeError as exc:
             raise ConnectFailed(f"cannot connect to {address}: it is no host's name") from exc
-        return connection
 
     def _trust(self) -> ssl.SSLContext:
         """The context that decides whose certificates are believed."""
