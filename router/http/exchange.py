@@ -285,33 +285,37 @@ class Exchange:
         """Send the request on an idle connection, or on a new one as soon as that is made."""
         if self.error is not None:
             return
-        connection = None if self.fresh else self._pool.take_idle(self.address)
+        connection = self._connection = None if self.fresh else self._pool.take_idle(self.address)
         if connection is not None:
             self._may_be_stale = True
-            self._connection, self.record.sent_at = connection, time.perf_counter()
+            self.record.sent_at = time.perf_counter()
             request, self._request = self._request, ()  # it may be large, and the response may take long
             connection.send_request(self, request)
         else:
             self._connecting = asyncio.ensure_future(self._connect_and_send())
 
     async def _connect_and_send(self) -> None:
+        connection: Connection | None = None
         try:
             connection = await self._pool.connect(self.address)
-        except UpstreamError as exc:
             self._connecting = None  # or else ``fail`` would cancel us
-            self.fail(exc.with_traceback(None))  # its traceback leads here: only the collector could free both
-            return
-        finally:
+            self._send_on(connection)
+        except Exception as exc:  # a mistake of the router's own, too: somebody waits
             self._connecting = None
+            if connection is not None:
+                connection.abort()
+            self.fail(exc.with_traceback(None))  # its traceback leads here: only the collector could free both
+
+    def _send_on(self, connection: Connection) -> None:
+        """Send the request on a connection that was just made."""
         if self.error is not None:
             connection.abort()
-            return
-        if not connection.is_open:
+        elif not connection.is_open:
             self.on_lost(ConnectionLost(f"{self.address} closed the connection"))
-            return
-        self._connection, self.record.sent_at = connection, time.perf_counter()
-        request, self._request = self._request, ()
-        connection.send_request(self, request)
+        else:
+            self._connection, self.record.sent_at = connection, time.perf_counter()
+            request, self._request = self._request, ()
+            connection.send_request(self, request)
 
     def _release_error(self, error: Exception) -> Exception:
         """``error``, no longer kept here: once raised its traceback leads here, and only the collector could free both.

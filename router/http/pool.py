@@ -22,6 +22,8 @@ CONNECT_SECONDS = 3.0
 # uvicorn closes a connection idle for 5 s; using none older than this avoids the race with its closing.
 IDLE_SECONDS = 4.0
 IDLE_CONNECTIONS = 256
+# So many addresses are remembered as they stand in a head.
+MAX_HOSTS = 4096
 # Up to here, one copy of a body is cheaper than one more piece to write.
 JOINED_BYTES = 16 * 1024
 # An answer to a probe or a listing is not read further than this.
@@ -176,7 +178,6 @@ class ConnectionPool:
             raise error(f"cannot connect to {address}: {exc.strerror or exc}") from exc
         except UnicodeError as exc:
             raise ConnectFailed(f"cannot connect to {address}: it is no host's name") from exc
-        return connection
 
     def _trust(self) -> ssl.SSLContext:
         """The context that decides whose certificates are believed."""

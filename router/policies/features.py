@@ -117,8 +117,8 @@ def _encode_sequence(prompt: Any) -> bytes:
     if prompt and isinstance(prompt[0], int):
         try:
             return array("I", prompt if len(prompt) <= _MAX_TOKENS else prompt[:_MAX_TOKENS]).tobytes()
-        except (TypeError, OverflowError):
-            pass  # numbers, but no token ids
+        except (TypeError, OverflowError):  # numbers, but no token ids
+            return _encode_json(prompt)[:-1]
     return _encode_json(prompt)[:-1]
 
 
@@ -149,8 +149,11 @@ def _clip_value(value: Any, room: int, depth: int = 0) -> tuple[Any, int]:
 def _encode_json(value: Any) -> bytes:
     try:
         return orjson.dumps(value)
-    except TypeError:
-        pass  # half a surrogate pair, an integer of more than 64 bits, or nested more than 254 deep
+    except TypeError:  # half a surrogate pair, an integer of more than 64 bits, or nested more than 254 deep
+        return _encode_odd_json(value)
+
+
+def _encode_odd_json(value: Any) -> bytes:
     try:
         return json.dumps(value).encode()
     except RecursionError:

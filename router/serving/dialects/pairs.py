@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from weakref import WeakValueDictionary
 
 from router.fleet import EngineKind, Instance, KvConnector, Role
-from router.http import Address
 from router.serving.dialects.dialect import LegAsk, Pair
 from router.serving.dialects.fastdeploy import FastDeployPair, ask_fastdeploy
 from router.serving.dialects.in_order import InOrderPair, ask_by_header
@@ -68,10 +67,10 @@ class Pairs:
         return _VLLM_PAIRS[registration.kv_connector](prefill, decode)
 
     def _find_bootstrap_server(self, prefill: Instance) -> BootstrapServer:
-        address = Address(prefill.address.host, prefill.registration.bootstrap_port)
+        told = BootstrapServer(prefill)
         known = self._bootstrap_servers.get(prefill.key)
-        if known is None or known.address != address:
-            known = self._bootstrap_servers[prefill.key] = BootstrapServer(address)
+        if known is None or known.address != told.address:
+            known = self._bootstrap_servers[prefill.key] = told
         return known
 
 

@@ -93,8 +93,8 @@ class NixlPair(Pair):
 class BootstrapServer:
     """The server at which a prefill instance with MooncakeConnector tells its engines' ids: for all of its pairs."""
 
-    def __init__(self, address: Address) -> None:
-        self.address = address
+    def __init__(self, prefill: Instance) -> None:
+        self.address = Address(prefill.address.host, prefill.registration.bootstrap_port)
         self.engines: dict[str, str] = {}
         """Ids of prefill's engines, by data-parallel rank; none until they are learnt."""
         self._learning: asyncio.Task[str] | None = None

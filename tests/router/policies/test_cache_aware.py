@@ -48,3 +48,9 @@ def test_equals_take_turns() -> None:
     policy = CacheAware()
     chosen = [policy.choose_instance(RequestFeatures(10), instances(3)).key for _ in range(6)]
     assert chosen == [candidate.key for candidate in instances(3)] * 2
+
+
+def test_an_instance_that_reports_nothing_has_the_load_that_the_router_counts() -> None:
+    loads = [InstanceLoad("a:1", requests=0), InstanceLoad("b:1", requests=0, running=0, waiting=1)]
+    assert RemoteCacheAware()._measure_loads(loads) == [0, 1]
+    assert RemoteCacheAware()._measure_loads([InstanceLoad("a:1", requests=1, running=0, waiting=0)]) == [1]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies.features import TOKENS_PER_CHUNK, chunk_hashes, find_session, request_features
+from router.policies.features import TOKENS_PER_CHUNK, _clip_members, chunk_hashes, find_session, request_features
 from tests.router.calls import calls_in_router
 
 _text = st.text(max_size=40).map(lambda text: text * 40)
@@ -109,3 +109,12 @@ def test_a_short_prompt_takes_three_calls_and_no_hashing() -> None:
     called = calls_in_router(lambda: request_features(members, 2).chunks)
     assert len(called) <= 3
     assert "chunk_hashes" not in called
+
+
+def test_of_a_prompt_that_is_too_long_objects_are_clipped_by_their_values() -> None:
+    parts = {"messages": [{"role": "user", "content": "a" * 5_000_000}, {"role": "user", "content": "b"}], "n": 1}
+    clipped = _clip_members(parts)
+    assert clipped["messages"][0]["role"] == "user"
+    assert set(clipped["messages"][0]["content"]) == {"a"}
+    assert len(clipped["messages"]) == 1
+    assert clipped["n"] == 1

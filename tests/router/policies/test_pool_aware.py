@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.policies import POLICIES, Decision, InstanceLoad, Outcome, RequestFeatures
+from router.policies.base import PolicyOptions
 from router.policies.pool_aware import PoolAware
 
 
@@ -146,3 +147,19 @@ def test_an_engine_that_tells_nothing_teaches_nothing() -> None:
 
 def test_it_is_the_policy_of_its_name() -> None:
     assert POLICIES["pool_aware"] is PoolAware
+
+
+def test_how_long_chunks_are_kept_is_learned_within_bounds() -> None:
+    policy = PoolAware(PolicyOptions(eviction_duration_mins=2.0))
+    assert policy._kept_seconds == 120.0
+    policy._learn_kept_seconds(100.0, kept=True)
+    assert policy._kept_seconds == 120.0
+    policy._learn_kept_seconds(100.0, kept=False)
+    assert policy._kept_seconds == pytest.approx(108.0)
+    policy._learn_kept_seconds(50.0, kept=True)
+    assert policy._kept_seconds == pytest.approx(108.0)
+    policy._learn_kept_seconds(60.0, kept=True)
+    assert policy._kept_seconds == pytest.approx(118.8)
+    for _ in range(100):
+        policy._learn_kept_seconds(1.0, kept=False)
+    assert policy._kept_seconds == 1.0

@@ -1,0 +1,167 @@
+"""Whatever fails, and whenever its task is cancelled, an exchange leaves no connection and no task behind."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import router.http
+from router.http import Address, ConnectionPool, UpstreamError
+
+FILES = tuple(str(Path(router.http.__file__).parent / name) for name in ("connection.py", "exchange.py", "pool.py"))
+MAX_LINES = 2000
+# asyncio does not close a socket where a protocol's constructor fails; and what closes a connection only does that.
+EXCEPT = frozenset(
+    {"__init__", "connection_made", "_set_options", "add_open", "abort", "close", "fail", "connection_lost", "connect"}
+    | {"discard_open", "take_idle"}
+)
+
+
+class Injected(Exception):
+    """A mistake in the router's own code."""
+
+
+class RaiseAt:
+    """Raises ``Injected`` before the given line, counted over all that are executed in these files.
+
+    Not in functions that only set attributes, before or after a connection is there.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __enter__(self) -> RaiseAt:
+        sys.settrace(self._on_call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _on_call(self, frame: FrameType, event: str, _: object) -> Any:
+        return self._on_line if frame.f_code.co_filename in FILES and frame.f_code.co_name not in EXCEPT else None
+
+    def _on_line(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise Injected(f"{frame.f_code.co_name}:{frame.f_lineno}")
+        return self._on_line
+
+
+class Instances:
+    """A server that answers each request in two pieces."""
+
+    def __init__(self) -> None:
+        self.open: set[asyncio.StreamWriter] = set()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open.add(writer)
+        try:
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nab")
+                await asyncio.sleep(0)
+                writer.write(b"cd")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.open.discard(writer)
+        finally:
+            writer.close()
+
+
+Scenario = Callable[[ConnectionPool, Address], Coroutine[Any, Any, None]]
+
+
+async def fetch(pool: ConnectionPool, address: Address) -> None:
+    assert (await pool.fetch(address, "GET", "/x", timeout=20)).body == b"abcd"
+
+
+async def stream(pool: ConnectionPool, address: Address) -> None:
+    for _ in range(2):
+        exchange = pool.exchange(address, "GET", b"/x", [], b"")
+        try:
+            await exchange.head()
+            while await exchange.chunk():
+                pass
+        finally:
+            exchange.close()
+
+
+async def consume(pool: ConnectionPool, address: Address) -> None:
+    exchange = pool.exchange(address, "GET", b"/x", [], b"")
+    ended = asyncio.get_running_loop().create_future()
+    try:
+        exchange.consume(lambda: ended.done() or ended.set_result(None))
+        await asyncio.wait_for(ended, 0.2)
+        assert exchange.kept_body == b"abcd"
+    finally:
+        exchange.close()
+
+
+SCENARIOS = (fetch, stream, consume)
+
+
+async def _run(scenario: Scenario, disturb: Callable[[Coroutine[Any, Any, None]], Awaitable[None]]) -> None:
+    instances = Instances()
+    server = await asyncio.start_server(instances, "127.0.0.1", 0)
+    pool = ConnectionPool()
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # it reports what was injected into callbacks
+    try:
+        await disturb(scenario(pool, Address("127.0.0.1", server.sockets[0].getsockname()[1])))
+        # Those that are left are free for others, and no more are open at the instance.
+        await _wait_until(lambda: pool._open <= _list_idle(pool) and len(pool._open) == len(instances.open))
+        pool.close()
+        await _wait_until(lambda: not pool._open and not instances.open)
+        await _wait_until(lambda: not [task for task in asyncio.all_tasks() if any(f in repr(task) for f in FILES)])
+    finally:
+        server.close()
+
+
+def _list_idle(pool: ConnectionPool) -> set[Any]:
+    return {connection for idle in pool._idle.values() for _, connection in idle}
+
+
+async def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + 10.0
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.001)
+
+
+# asyncio warns of what a mistake in a callback leaves to the collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
+def test_a_mistake_before_any_line_leaves_nothing_open(scenario: Scenario) -> None:
+    for number in range(1, MAX_LINES):
+        at = RaiseAt(number)
+
+        async def disturb(work: Coroutine[Any, Any, None], at: RaiseAt = at) -> None:
+            with at:
+                try:
+                    await asyncio.wait_for(work, 0.3)
+                except (Injected, UpstreamError, asyncio.TimeoutError, AssertionError):
+                    return
+
+        asyncio.run(_run(scenario, disturb))
+        if at.left > 0:
+            assert number > 50
+            return
+    pytest.fail("the scenario never ended")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
+def test_a_task_that_is_cancelled_at_any_await_leaves_nothing_open(scenario: Scenario) -> None:
+    for turns in range(25):
+
+        async def disturb(work: Coroutine[Any, Any, None], turns: int = turns) -> None:
+            task = asyncio.ensure_future(work)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+
+        asyncio.run(_run(scenario, disturb))
