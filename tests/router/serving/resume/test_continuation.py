@@ -65,3 +65,11 @@ def test_a_limit_of_an_answer_without_reasoning_is_lessened() -> None:
 
 def test_a_stream_that_has_shown_nothing_begins_again_with_all_its_limits() -> None:
     assert continue_at_fastdeploy(merge([], reasoning_max_tokens=2, response_max_tokens=3)) == {}
+
+
+@pytest.mark.parametrize(("event", "is_more"), [(b": ping\n\n", False), (b"data: no JSON\n\n", True), (b": cut", True)])
+def test_a_comment_among_the_events_shows_the_client_nothing_that_ids_do_not_tell(event: bytes, is_more: bool) -> None:
+    merger = StreamMerger(parse_inference(b'{"stream": true, "messages": []}'))
+    merger.feed(b'data: {"choices":[{"delta":{"content":"a","completion_token_ids":[1]}}]}\n\n')
+    merger.feed(event)
+    assert merger.has_shown_more is is_more
