@@ -9,7 +9,7 @@ import pytest
 
 from router.fleet import EngineKind
 from router.http.body import parse_inference
-from router.serving.resume import CannotContinue, StreamMerger, continue_stream
+from router.serving.resume import CannotContinue, StreamMerger, continue_stream, find_obstacle
 
 
 def merge(deltas: list[dict[str, Any]], **members: Any) -> StreamMerger:
@@ -65,3 +65,30 @@ def test_a_limit_of_an_answer_without_reasoning_is_lessened() -> None:
 
 def test_a_stream_that_has_shown_nothing_begins_again_with_all_its_limits() -> None:
     assert continue_at_fastdeploy(merge([], reasoning_max_tokens=2, response_max_tokens=3)) == {}
+
+
+@pytest.mark.parametrize(("event", "is_more"), [(b": ping\n\n", False), (b"data: no JSON\n\n", True), (b": cut", True)])
+def test_a_comment_among_the_events_shows_the_client_nothing_that_ids_do_not_tell(event: bytes, is_more: bool) -> None:
+    merger = StreamMerger(parse_inference(b'{"stream": true, "messages": []}'))
+    merger.feed(b'data: {"choices":[{"delta":{"content":"a","completion_token_ids":[1]}}]}\n\n')
+    merger.feed(event)
+    assert merger.has_shown_more is is_more
+
+
+IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "http://a/b.png"}}]
+
+
+@pytest.mark.parametrize(
+    ("members", "obstacle"),
+    [
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "its messages are not text alone"),
+        ({"messages": ["a"]}, "its messages are not text alone"),
+        ({"messages": [{"role": "user", "content": IMAGE[:1]}, {"role": "user", "content": "a"}]}, ""),
+        ({"messages": [{"role": "assistant", "content": None}]}, ""),
+        ({"messages": [], "echo": True}, "it echoes its prompt"),
+        ({"messages": [], "tools": [{}]}, "it may call tools, whose parser would begin again"),
+        ({"messages": [], "tools": [{}], "tool_choice": "none"}, ""),
+    ],
+)
+def test_a_chat_of_vllms_goes_on_only_where_ids_say_all_of_its_prompt(members: dict[str, Any], obstacle: str) -> None:
+    assert find_obstacle(parse_inference(orjson.dumps(members)), EngineKind.VLLM, is_chat=True) == obstacle

@@ -188,6 +188,10 @@ def test_a_pair_whose_decode_instance_dies_is_replaced_by_another(
     assert [len(each.received) for each in decodes] == [1, 1]
     key = next(each.key for each in decodes if each.received[0].json == breaking.legs[0])
     assert f'router_resumptions_total{{instance="{key}"}} 1.0' in router.client.get("/metrics").text
+    (record,) = router.app.audit.records
+    broken, answered = record.attempts
+    assert broken.ended.startswith(f"broke off: {key} closed the connection")
+    assert answered.ended == "answered"
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -356,6 +360,8 @@ def test_another_prompt_than_the_streams_own_is_found_out(make_router: MakeRoute
         instance.behave = ignoring(instance.behave)
     message = error_of(ask(make_router(*instances), CHAT))["message"]
     assert "made another prompt of it" in message
+    assert "its client has seen more of it than its tokens' ids tell" in message
+    assert len(breaking.legs) == 2
 
 
 class Merging:
