@@ -178,6 +178,7 @@ class ConnectionPool:
             raise error(f"cannot connect to {address}: {exc.strerror or exc}") from exc
         except UnicodeError as exc:
             raise ConnectFailed(f"cannot connect to {address}: it is no host's name") from exc
+        return connection
 
     def _trust(self) -> ssl.SSLContext:
         """The context that decides whose certificates are believed."""
