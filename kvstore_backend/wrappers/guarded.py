@@ -66,6 +66,8 @@ _MAX_PAUSE_SECONDS = 2.0
 _MARGIN = 4.0
 _MAX_STRETCH = 5.0
 _REMEMBER_SECONDS = 60.0
+# A wait that ends so much later than its deadline, as a share of it, shows that this process got no CPU time.
+_STARVED_SHARE = 0.2
 # Leaving a Mooncake cluster takes one to two seconds.
 _LEAVE_SECONDS = 5.0
 
@@ -307,9 +309,16 @@ class GuardedBackend(Stack):
         return call
 
     def _wait_for_call(self, call: _Call, operation: str) -> bool:
-        """Wait for ``call``; False when it was given up, and then the breaker is open if the call had begun."""
+        """Wait for ``call``; False when it was given up, and then the breaker is open if the call had begun.
+
+        Where this process was starved of CPU time during the wait, the store gets its deadline once more: the store's
+        threads, and a master on the same machine, were starved as well.
+        """
         seconds = call.seconds * self._pace.stretch(call.asked_at)
         if call.ended.acquire(timeout=seconds):
+            return True
+        overslept = time.monotonic() - call.asked_at - seconds
+        if overslept > _STARVED_SHARE * seconds and call.ended.acquire(timeout=seconds):
             return True
         with self._changed:
             if call.ended.acquire(blocking=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +53,24 @@ class TestLateCalls:
         assert not guard.is_ready
         assert guard.late_calls == guard.times_opened == 1
         assert "exists of 2 keys took more than 0.2 s" in guard.health().detail
+
+    def test_a_store_gets_its_deadline_once_more_where_this_process_got_no_cpu_time(
+        self, guard: GuardedBackend, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The wait of 0.2 s ends 5 s late by the clock, as on a machine where all processes are starved."""
+        store.faults = [Fault.HANGS]
+        real = time.monotonic
+
+        def late_once_a_call_hangs() -> float:
+            if not store.calls:
+                return real()
+            store.go_on()
+            return real() + 5.0
+
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=late_once_a_call_hangs))
+        assert guard.exists(["a"]) == [ABSENT]
+        assert guard.is_ready
+        assert guard.late_calls == 0
 
     def test_no_call_is_made_while_a_late_one_runs(self, guard: GuardedBackend, store: FaultInjector) -> None:
         store.faults = [Fault.HANGS]
