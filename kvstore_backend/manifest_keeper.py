@@ -114,10 +114,11 @@ def read_manifest(store: StorageBackend, digest: str) -> Manifest | None:
     Raises:
         ManifestError: something else lies in its place, or the pool does not say.
     """
-    status, data = _move_bytes(store, store.get, manifest_key(digest), bytes(MANIFEST_BYTES))
-    if status is Status.ABSENT:
+    key = manifest_key(digest)
+    status, data = _move_bytes(store, store.get, key, bytes(MANIFEST_BYTES))
+    if status is Status.ABSENT and store.exists([key])[0] is Status.ABSENT:
         return None
-    if status is Status.FAILED:
+    if status is not Status.OK:  # a value of another size is there, and cannot be read as these bytes
         raise ManifestError(f"the pool did not give the {MANIFEST_BYTES} bytes that a manifest has")
     return decode_manifest(data, digest)
 

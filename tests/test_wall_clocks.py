@@ -24,7 +24,6 @@ READERS = {
     "kvstore_backend/manifest_keeper.py": (1, "when a manifest was written, as text"),
     "kvstore_backend/stores/file/ledger.py": (1, "the modification times of files, which the kernel gives, too"),
     "kvstore_backend/stores/file/store.py": (1, "the modification times of files, which the kernel gives, too"),
-    "kvstore_backend/stores/ssd_folder.py": (1, "the age of a file that an earlier process has left behind"),
     "router/console/dashboard/collector.py": (1, "the time that a chart shows"),
     "router/console/dashboard/views/frame.py": (1, "how long ago this program itself has looked"),
     "router/console/dashboard/views/request.py": (1, "how long ago a request was, as text"),

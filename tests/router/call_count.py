@@ -43,6 +43,7 @@ from router.settings import RouterSettings
 __all__ = ["Call", "CallCount", "Client", "count_calls", "registration", "running_instance", "running_router"]
 
 PACKAGE = Path(router.__file__).parent
+CLOCK = PACKAGE / "fleet" / "awake.py"  # ticks several times a second, whether there are requests or not
 COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
 COUNTED_REQUEST = 3
 # Between two pieces, and after the last one: longer than the router needs to pass a piece on.
@@ -132,9 +133,9 @@ _SUSPENDABLE = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GE
 
 
 def _counted_file(code: CodeType) -> str:
-    """Where the code stands in the package; "" if it does not, or is a comprehension."""
+    """Where the code stands in the package; "" if it does not, is a comprehension, or belongs to the ticking clock."""
     path = Path(code.co_filename)
-    if code.co_name in COMPREHENSIONS or not path.is_relative_to(PACKAGE):
+    if code.co_name in COMPREHENSIONS or not path.is_relative_to(PACKAGE) or path == CLOCK:
         return ""
     return str(path.relative_to(PACKAGE))
 

@@ -171,7 +171,8 @@ def test_what_are_no_ids_of_a_prompt(vllm: Any, ids: object) -> None:
 def test_legs_must_have_what_the_client_asked(vllm: Any) -> None:
     strict, prefill, decode_ = vllm("kvstore")
     strict.asked["1"] = {**CHAT, "number": "1", "temperature": 0.5}
-    ask(prefill, "/v1/chat/completions", {**limited("/v1/chat/completions"), "number": "1"})
+    marked = {"kv_transfer_params": {"do_remote_decode": True}}
+    ask(prefill, "/v1/chat/completions", {**limited("/v1/chat/completions"), **marked, "number": "1"})
     ask(decode_, "/v1/chat/completions", {**strict.asked["1"], "max_tokens": 4})
     assert strict.violations == ["temperature was 0.5, and came as None", "max_tokens was 5, and came as 4"]
 

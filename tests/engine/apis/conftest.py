@@ -49,6 +49,7 @@ def served(few_words: Path, word_tokenizer: Any) -> Iterator[SimpleNamespace]:
             responses=Responses(completions, ResponseStore()),
             messages=Messages(completions),
             explainer=None,
+            pool_url=None,
             run_lifespan=no_lifespan,
         )
         port = free_port()

@@ -47,6 +47,7 @@ def app(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Any]:
             dialect=FastDeployDialect(),
             tracer=None,
             explainer=None,
+            pool_url=None,
             generations=generations,
             completions=Completions(generations, word_tokenizer, "tiny", 200, engine.runner.vocab_size),
         )

@@ -70,8 +70,8 @@ class TestTwoProcesses:
             assert store.put([key], [source.spans(MIB, 2 * MIB)]) == [OK]
             assert peer.exists(key) is OK
             assert peer.get(key, 3 * MIB) == content
-            assert peer.get(key, 3 * MIB - 1) is FAILED
-            assert peer.get(key, 3 * MIB + 1) is FAILED
+            assert peer.get(key, 3 * MIB - 1) is ABSENT
+            assert peer.get(key, 3 * MIB + 1) is ABSENT
             wait_until(lambda: peer.remove(key) is OK, "the end of the reader's lease")
             assert store.exists([key]) == [ABSENT]
             assert peer.put(key, content[:MIB]) is OK

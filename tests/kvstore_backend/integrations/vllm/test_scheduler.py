@@ -452,7 +452,7 @@ class TestRefill:
         begun: list[object] = []
         closed: list[bool] = []
 
-        def refill(pool: object, *more: object) -> Any:
+        def refill(pool: object, *more: object, **named: object) -> Any:
             begun.append(pool)
             return SimpleNamespace(close=lambda: closed.append(True))
 
@@ -467,7 +467,7 @@ class TestRefill:
     ) -> None:
         begun: list[object] = []
 
-        def refill(*given: object) -> Any:
+        def refill(*given: object, **named: object) -> Any:
             begun.append(given)
             return SimpleNamespace(close=lambda: None)
 
