@@ -38,6 +38,7 @@ _DEPTH_CHANGE[list(b"{[")], _DEPTH_CHANGE[list(b"}]")] = 1, -1
 MAX_MEMBERS = 1000
 # Everything to a space, but the ends of lines, which keep the numbers of those that follow.
 _BLANK = bytes(each if each in b"\r\n" else 0x20 for each in range(256))
+_SPACES = b" " * 65536
 _COMMA, _QUOTE, _OPENING, _CLOSING = b',"{}'
 # The model in a body of JSON, how the head of its part in a form ends a line, and where in a large body it is looked
 # for. Each byte there is looked at a few times, whatever a client sends.
@@ -54,6 +55,10 @@ _BYTES_PER_TOKEN = 4
 _MEDIA_MARKS = (b";base64,", b'"data"', b'embeds"')
 _SMALL_MEDIA_BYTES, _SAMPLE_BYTES = 1024, 512
 _STRING_BEGIN = re.compile(rb'\s*:\s*"')
+_MEDIA_MEMBER = re.compile(rb'(?:"data"|embeds")\s*:\s*"\Z')
+_NAME_BYTES = 64
+# In so many places a large body is looked at for media.
+_SAMPLES = 256
 _BASE64 = re.compile(rb"[A-Za-z0-9+/_\\-]*")
 # More sequences than any engine makes of one request; a client's number must not size a list here.
 _MOST_CHOICES = 1024
@@ -119,6 +124,8 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
     token_ids = members.get("prompt_token_ids")
     if isinstance(token_ids, list):
         prompt_tokens = len(token_ids)
+    elif large is not None and large.prompt_tokens:
+        prompt_tokens = large.prompt_tokens
     else:
         prompt_tokens = len(data) // _BYTES_PER_TOKEN if len(data) < _SMALL_MEDIA_BYTES else estimate_tokens(data)
     n, prompt = members.get("n"), members.get("prompt")
@@ -206,7 +213,31 @@ def estimate_tokens(data: bytes) -> int:
         return len(data) // _BYTES_PER_TOKEN
     if data.startswith(b"--"):
         return 0  # a form, of a file
+    if len(data) > UNCHECKED_BYTES:
+        return (len(data) - _sample_media(data)) // _BYTES_PER_TOKEN
     return (len(data) - sum(_measure_media(data, mark) for mark in _MEDIA_MARKS)) // _BYTES_PER_TOKEN
+
+
+def _sample_media(data: bytes) -> int:
+    """About the bytes of the strings of base64 in a large body of JSON: exact for those longer than a stride.
+
+    To search all of it for marks would hold the router up; so only the strings at some places are looked at, each once.
+    A shorter string counts as a stride, as so many times fewer of them are met.
+    """
+    stride = len(data) // _SAMPLES
+    size, place, known = 0, stride, 0
+    while place < len(data):
+        start = data.rfind(b'"', known, place) + 1 or known
+        end = data.find(b'"', place)
+        known = end = len(data) if end < 0 else end
+        if end - start >= _SMALL_MEDIA_BYTES:
+            mark = data.find(_MEDIA_MARKS[0], start, start + _SAMPLE_BYTES)
+            begin = start if mark < 0 else mark + len(_MEDIA_MARKS[0])
+            is_marked = mark >= 0 or _MEDIA_MEMBER.search(data[max(0, start - _NAME_BYTES) : start]) is not None
+            if is_marked and _BASE64.fullmatch(data, begin, begin + _SAMPLE_BYTES):
+                size += max(end - begin, stride)
+        place += stride * ((end - place) // stride + 1)
+    return min(size, len(data))
 
 
 def _measure_media(data: bytes, mark: bytes) -> int:
@@ -258,10 +289,25 @@ def splice_parts(body: InferenceBody, added: Mapping[str, bytes], dropped: Colle
     parts: list[bytes] = []
     start = 0
     for first, last in blanks:
-        parts += (kept[start:first], data[first:last].translate(_BLANK))
+        parts += (kept[start:first], *_blank(body, first, last))
         start = last
     comma = b"," if has_members and added else b""
     return (*parts, kept[start:end], comma, b",".join(added.values()), data[end:])
+
+
+def _blank(body: InferenceBody, start: int, end: int) -> Iterator[bytes]:
+    """The parts of as many blanks as stand between two places; what was left out of a large body is not copied."""
+    data = body.data
+    if body.large is not None:
+        for first, last, is_blank in body.large.list_cuts(start, end):
+            yield data[start:first].translate(_BLANK)
+            if is_blank:
+                yield cast(bytes, memoryview(data)[first:last])
+            else:  # a text or numbers
+                for place in range(first, last, len(_SPACES)):
+                    yield cast(bytes, memoryview(_SPACES)[: last - place])
+            start = last
+    yield data[start:end].translate(_BLANK)
 
 
 def _find_blanks(body: InferenceBody, names: Container[str]) -> tuple[Sequence[tuple[int, int]], bool]:
@@ -269,7 +315,8 @@ def _find_blanks(body: InferenceBody, names: Container[str]) -> tuple[Sequence[t
     data, large = body.data, body.large
     blanks, is_any_left = [], False
     parsed = data if large is None else large.shorten()
-    for key, start, end in _members(parsed) if len(parsed) <= _TOKENS_BYTES else _members_of_long(parsed):
+    hidden = None if large is None else large.hidden
+    for key, start, end in _members(parsed) if len(parsed) <= _TOKENS_BYTES else _members_of_long(parsed, hidden):
         if key not in names:
             is_any_left = True
             continue
@@ -300,9 +347,13 @@ def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
         depth -= first in b"}]"
 
 
-def _members_of_long(data: bytes) -> Iterator[tuple[str, int, int]]:
-    """As ``_members``, in time that goes by the bytes and not by the values."""
-    hidden = hide_escapes(data)
+def _members_of_long(data: bytes, hidden: bytes | None = None) -> Iterator[tuple[str, int, int]]:
+    """As ``_members``, in time that goes by the bytes and not by the values.
+
+    Args:
+        hidden: the same with its escapes hidden, if that is known.
+    """
+    hidden = hide_escapes(data) if hidden is None else hidden
     characters = np.frombuffer(hidden, np.uint8)
     folded = characters | 0x20  # brackets are braces then
     is_structural = (folded == _OPENING) | (folded == _CLOSING) | (characters == _QUOTE) | (characters == _COMMA)

@@ -21,6 +21,8 @@ UNCHECKED_BYTES = 100_000
 
 # Of a body longer than that, so much may be left when its long texts were left out.
 MAX_PARSED_BYTES = 6 * 1024 * 1024
+# So much may have its escapes hidden at once.
+_HIDDEN_AT_ONCE = 1024 * 1024
 # Looking through so much takes a few milliseconds.
 PIECE_BYTES = 256 * 1024
 # Of a body longer than that, texts are left out beyond the first so many pieces; policies look at four megabytes.
@@ -67,9 +69,15 @@ class LargeBody:
     def __init__(self, data: bytes) -> None:
         self.numbers: dict[str, list[Any]] = {}
         """By their names, long arrays that were parsed in pieces; ``shorten`` leaves them empty."""
+        self.prompt_tokens = 0
+        """An estimate of whoever has looked it through; 0 where none was made."""
+        self.hidden: bytes | None = None
+        """Of a body that is still long when it is shortened, that with its escapes hidden."""
         self._data = data
         self._cuts: list[tuple[int, int]] = []
         self._shortened: bytes | None = None
+        # Where those of the cuts begin that are white space between values.
+        self._blank_cuts: set[int] = set()
         # Of each cut, where it stands in the shortened body, and how much is left out up to there.
         self._places: list[int] = []
         self._left_out: list[int] = []
@@ -88,6 +96,21 @@ class LargeBody:
             raise BadBody(
                 f"the body has {left} bytes that are no long texts and no token ids; it may have {MAX_PARSED_BYTES}"
             )
+
+        if left > _HIDDEN_AT_ONCE:
+            yield from self._hide_escapes()
+
+    def _hide_escapes(self) -> Iterator[None]:
+        """Prepare ``hidden`` in pieces: a text of escapes takes long."""
+        data, start = self.shorten(), 0
+        pieces = []
+        while start < len(data):
+            yield
+            end, _ = _find_end(data, start)
+            pieces.append(hide_escapes(data[start:end]))
+            start = end
+        yield
+        self.hidden = b"".join(pieces)
 
     def _weigh_values(self) -> Generator[None, None, int]:
         data, weight = self._data, 0
@@ -151,6 +174,12 @@ class LargeBody:
         cuts_before = bisect_left(self._places, place)
         return place + self._left_out[cuts_before - 1] if cuts_before else place
 
+    def list_cuts(self, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
+        """Beginning and end of each part left out between two places, and whether it is white space."""
+        for number in range(bisect_left(self._cuts, (start, start)), bisect_left(self._cuts, (end, end))):
+            first, last = self._cuts[number]
+            yield first, last, first in self._blank_cuts
+
     def _check_exactly(self) -> Generator[None, None, int]:
         """Count no commas, brackets and escaped quotes that stand in texts; and note which texts can be cut."""
         data, size = self._data, len(self._data)
@@ -186,10 +215,11 @@ class LargeBody:
                 if is_text:
                     first = _find_seam(data, start + _SEARCHED_BYTES, start + 2 * _SEARCHED_BYTES)
                     last = _find_seam(data, end - 2 * _SEARCHED_BYTES, end - _SEARCHED_BYTES)
-                    if first and last:
+                    if first and first < last:
                         self._cuts.append((first, last))
                 elif not part.strip(b" \t\r\n"):
                     self._cuts.append((start + 1, end))
+                    self._blank_cuts.add(start + 1)
             start, is_text = end + 1, not is_text
 
 

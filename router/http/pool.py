@@ -156,7 +156,9 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         tls = self._trust() if address.tls else None
         connection = Connection(self, address)
-        opening = loop.create_connection(lambda: connection, address.host, address.port, ssl=tls, **_list_options(loop))
+        opening = loop.create_connection(
+            lambda: connection, address.host, address.port, ssl=tls, **_list_options(loop, address.host)
+        )
         try:
             try:
                 await asyncio.wait_for(opening, CONNECT_SECONDS)
@@ -205,9 +207,14 @@ class ConnectionPool:
         self._closing_old = loop.call_later(IDLE_SECONDS, self._close_old) if self._idle else None
 
 
-def _list_options(loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
-    """Options of ``create_connection`` that only asyncio's own loop has: uvloop tries one address after another."""
-    return {"happy_eyeballs_delay": NEXT_ADDRESS_SECONDS} if isinstance(loop, asyncio.BaseEventLoop) else {}
+def _list_options(loop: asyncio.AbstractEventLoop, host: str) -> dict[str, Any]:
+    """Options of ``create_connection`` that only asyncio's own loop has: uvloop tries one address after another.
+
+    Not for an address in numbers: there is nothing to choose from, and asyncio leaves the socket open where connecting
+    is cancelled with this option.
+    """
+    is_name = ":" not in host and not host.replace(".", "").isdigit()
+    return {"happy_eyeballs_delay": NEXT_ADDRESS_SECONDS} if is_name and isinstance(loop, asyncio.BaseEventLoop) else {}
 
 
 def _describe_tls_failure(exc: ssl.SSLError) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import re
 import socket
 import struct
 import sys
 import termios
-import urllib.parse
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, cast
@@ -699,13 +699,19 @@ class RouterProtocol(HttpToolsProtocol):
 
 _NOBODY_WAITS = _NobodyWaits()
 _BODILESS = frozenset({204, 304})
+# ``urllib.parse.unquote`` goes through them one by one.
+_ESCAPES = re.compile("(?:%[0-9a-fA-F]{2})+")
 _DROPPED: deque[tuple[bytes, bytes]] = deque(maxlen=0)
 
 
 def path_of(target: bytes) -> str:
     """The path in a request's target, without query and escapes."""
     path = target.partition(b"?")[0].decode("latin-1")
-    return urllib.parse.unquote(path) if "%" in path else path
+    return _ESCAPES.sub(_unescape, path) if "%" in path else path
+
+
+def _unescape(found: re.Match[str]) -> str:
+    return bytes.fromhex(found[0].replace("%", "")).decode("utf-8", "replace")
 
 
 def is_normal_path(path: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from router.http import UNCHECKED_BYTES, ApiError, BadBody, ClientRequest, LargeBody
+from router.http import UNCHECKED_BYTES, ApiError, BadBody, ClientRequest, LargeBody, estimate_tokens
 from router.serving.reading.api import GENERATING
 from router.serving.response import RequestEnded
 
@@ -31,6 +31,9 @@ async def look_through(request: ClientRequest, check: Callable[[], None]) -> Lar
         for _ in large.check_values():
             await asyncio.sleep(0)
             check()
+        large.prompt_tokens = estimate_tokens(request.body)
+        await asyncio.sleep(0)
+        check()
     except BadBody as exc:
         raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
     return large

@@ -179,7 +179,7 @@ def guess_ids(request: ClientRequest) -> EngineIds:
             request_id = body.request_id or ""
         request_id = request_id or find_request_id(request.headers)
     except BadBody:
-        pass  # it is told so in its turn
+        pass  # an expected outcome: a request that cannot be read has no ids; it is refused when it is read in its turn
     return EngineIds(GENERATING[request.path].id_prefix, request_id, body.choices if body else 1)
 
 

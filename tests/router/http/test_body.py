@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -341,3 +342,18 @@ def test_text_that_looks_like_media_is_counted() -> None:
 def test_a_file_in_a_form_is_not_counted_as_text() -> None:
     form = b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\n' + bytes(100_000) + b"\r\n--x--\r\n"
     assert estimate_tokens(form) == 0
+
+
+def test_many_media_in_a_large_body_are_counted_by_samples() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "QUJD" * 1000}}
+    text = {"type": "text", "text": "word " * 800}
+    data = json.dumps({"messages": [{"role": "user", "content": [image, text] * 500}]}).encode()
+    assert estimate_tokens(data) == pytest.approx(500 * 4000 // 4, rel=0.2)
+
+
+def test_what_a_large_body_costs_does_not_go_by_its_members_or_marks() -> None:
+    for unit in (b'"data":"",', b'";base64,",', b'"",', b'\\"', b"word "):
+        small, large = (b'{"prompt":["' + unit * (size // len(unit)) + b'"]}' for size in (300_000, 6_000_000))
+        assert count_instructions(partial(estimate_tokens, large)) < 1.2 * count_instructions(
+            partial(estimate_tokens, small)
+        )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.http import large_body
-from router.http.body import encode_member, parse_inference, parse_object, splice
+from router.http.body import encode_member, parse_inference, parse_object, splice, splice_parts
 from router.http.large_body import PIECE_BYTES, SHORTENED_BYTES, BadBody, LargeBody
 from router.policies import request_features
 from tests.router.conftest import RouterUnderTest
@@ -74,6 +74,17 @@ def test_long_blanks_are_not_parsed() -> None:
     assert parse_error(data.replace(b",", b"2,")) == parse_error(b'{"n":1 2,"request_id":"r"}')
 
 
+@pytest.mark.parametrize("unit", [b" ", b"\n", b'\\"', b"\\\\", b"word "])
+def test_what_is_left_out_of_a_member_to_be_blanked_is_not_copied(unit: bytes) -> None:
+    filler = unit * (20 * MEGABYTE // len(unit))
+    data = b'{"n":1,"user":' + (filler + b'"x"' if unit.isspace() else b'"%s"' % filler) + b"}"
+    body = parse_inference(data, look_through(data))
+    parts = splice_parts(body, {}, dropped=("user",))
+    assert sum(len(part) for part in parts if isinstance(part, bytes)) < SHORTENED_BYTES + 2 * PIECE_BYTES
+    assert len(b"".join(parts)) == len(data)
+    assert json.loads(b"".join(parts)) == {"n": 1}
+
+
 def test_a_body_with_too_much_that_is_no_text_is_refused() -> None:
     with pytest.raises(BadBody, match="that are no long texts and no token ids; it may have 6291456"):
         look_through(b'{"numbers":[' + (b"1" * 4000 + b",") * 2000 + b"1]}")
@@ -122,7 +133,7 @@ class Small:
     def __enter__(self) -> None:
         self.patch = pytest.MonkeyPatch()
         sizes = {"PIECE_BYTES": 64, "SHORTENED_BYTES": 100, "KEPT_PIECES": 1, "FEW_VALUES": 0}
-        sizes |= {"_SEARCHED_BYTES": 14, "LONG_TEXT_BYTES": 40}
+        sizes |= {"_HIDDEN_AT_ONCE": 100, "_SEARCHED_BYTES": 14, "LONG_TEXT_BYTES": 40}
         for name, size in sizes.items():
             self.patch.setattr(large_body, name, size)
 

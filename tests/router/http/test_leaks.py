@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -15,7 +16,6 @@ import router.http
 from router.http import Address, ConnectionPool, UpstreamError
 
 FILES = tuple(str(Path(router.http.__file__).parent / name) for name in ("connection.py", "exchange.py", "pool.py"))
-MAX_LINES = 2000
 # asyncio does not close a socket where a protocol's constructor fails; and what closes a connection only does that.
 EXCEPT = frozenset(
     {"__init__", "connection_made", "_set_options", "add_open", "abort", "close", "fail", "connection_lost", "connect"}
@@ -34,7 +34,12 @@ class RaiseAt:
     """
 
     def __init__(self, number: int) -> None:
+        """
+        Args:
+            number: 0 raises nothing.
+        """
         self.left = number
+        self.executed: list[tuple[str, int]] = []
 
     def __enter__(self) -> RaiseAt:
         sys.settrace(self._on_call)
@@ -48,6 +53,7 @@ class RaiseAt:
 
     def _on_line(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
+            self.executed.append((frame.f_code.co_filename, frame.f_lineno))
             self.left -= 1
             if self.left == 0:
                 raise Injected(f"{frame.f_code.co_name}:{frame.f_lineno}")
@@ -96,7 +102,7 @@ async def consume(pool: ConnectionPool, address: Address) -> None:
     ended = asyncio.get_running_loop().create_future()
     try:
         exchange.consume(lambda: ended.done() or ended.set_result(None))
-        await asyncio.wait_for(ended, 0.2)
+        await asyncio.wait_for(ended, 0.05)
         assert exchange.kept_body == b"abcd"
     finally:
         exchange.close()
@@ -136,21 +142,23 @@ async def _wait_until(condition: Callable[[], bool]) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
 def test_a_mistake_before_any_line_leaves_nothing_open(scenario: Scenario) -> None:
-    for number in range(1, MAX_LINES):
-        at = RaiseAt(number)
+    executed = _run_with(scenario, RaiseAt(0)).executed
+    # Before each line where it is executed first, and where last.
+    last = {line: number for number, line in enumerate(executed, 1)}
+    first = {line: number for number, line in reversed(list(enumerate(executed, 1)))}
+    numbers = {*first.values(), *last.values()}
+    assert len(numbers) > 50
+    for number in sorted(numbers):
+        _run_with(scenario, RaiseAt(number))
 
-        async def disturb(work: Coroutine[Any, Any, None], at: RaiseAt = at) -> None:
-            with at:
-                try:
-                    await asyncio.wait_for(work, 0.3)
-                except (Injected, UpstreamError, asyncio.TimeoutError, AssertionError):
-                    return
 
-        asyncio.run(_run(scenario, disturb))
-        if at.left > 0:
-            assert number > 50
-            return
-    pytest.fail("the scenario never ended")
+def _run_with(scenario: Scenario, at: RaiseAt) -> RaiseAt:
+    async def disturb(work: Coroutine[Any, Any, None]) -> None:
+        with at, contextlib.suppress(Injected, UpstreamError, asyncio.TimeoutError, AssertionError):
+            await asyncio.wait_for(work, 0.1)
+
+    asyncio.run(_run(scenario, disturb))
+    return at
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)

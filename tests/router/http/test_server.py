@@ -9,14 +9,17 @@ import socket
 import ssl
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.http.api_error import ApiError
-from router.http.server import HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, PIECE_BYTES, RouterProtocol
+from router.http.server import HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, PIECE_BYTES, RouterProtocol, path_of
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
 from tests.support import plain_http
@@ -859,3 +862,8 @@ def test_a_client_that_reads_no_answer_is_cut_off_once_the_connection_is_to_clos
         client.send(request(b"{}"))
         wait_until(lambda: router._server.server_state.connections, "the connection")
         wait_until(lambda: not router._server.server_state.connections, "the connection to be closed")
+
+
+@given(st.lists(st.sampled_from(["%41", "%e4%B8%ad", "%e4", "%", "%4", "a", "\xe9", "/", "%2F", "%%41"])).map("".join))
+def test_the_escapes_of_a_path_are_read_as_urllib_reads_them(path: str) -> None:
+    assert path_of(path.encode("latin-1") + b"?%41") == urllib.parse.unquote(path)
