@@ -123,6 +123,27 @@ def test_questions_of_one_that_is_alone_have_no_answers() -> None:
     run_linked(run)
 
 
+def test_an_answer_under_way_is_held_by_its_link_and_not_lost_to_the_garbage_collector() -> None:
+    async def run(hub: LinkedHub) -> None:
+        first, second = await join_all(hub, 2)
+        asked, may_answer = asyncio.Event(), asyncio.Event()
+
+        async def answer(content: Any) -> Any:
+            asked.set()
+            await may_answer.wait()
+            return content
+
+        second.answer_topic("question", answer)
+        answers = asyncio.ensure_future(first.ask_others("question", 7))
+        await asked.wait()
+        assert len(second._answering) == 1
+        may_answer.set()
+        assert await answers == [7]
+        await until(lambda: not second._answering)
+
+    run_linked(run)
+
+
 def test_one_that_fails_to_answer_is_left_out_at_once(caplog: pytest.LogCaptureFixture) -> None:
     async def run(hub: LinkedHub) -> None:
         first, second, third = await join_all(hub, 3)
