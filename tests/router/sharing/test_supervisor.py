@@ -230,14 +230,16 @@ def test_sigterm_lets_streams_end_and_then_all_processes(router: Router, stand_i
 
 
 @pytest.mark.parametrize(("delay", "graces"), [(0.0, [60.0, 0.0]), (30.0, [0.0])])
-def test_a_second_signal_lets_no_request_go_on(delay: float, graces: list[float]) -> None:
+def test_a_second_signal_lets_no_request_go_on(
+    monkeypatch: pytest.MonkeyPatch, delay: float, graces: list[float]
+) -> None:
     given: list[float] = []
 
     async def run() -> None:
         settings, grace_of = RouterSettings(shutdown_delay_secs=delay), {signal.SIGTERM: 60.0}
         with socket.create_server(("127.0.0.1", 0)) as listener:
             supervisor = Supervisor(settings, listener, lambda task: None, grace_of, Admission(settings))
-            supervisor._hub.stop_workers = given.append  # type: ignore[method-assign]
+            monkeypatch.setattr(supervisor._hub, "stop_workers", given.append)
             for _ in range(2):
                 supervisor._on_signal(signal.SIGTERM)
 
