@@ -272,13 +272,18 @@ class Transfers:
         self._submit_transfer(self._saves, transfer, lambda: self._write_blocks(transfer, write), _SAVE_FAILED)
 
     def remove(self, hashes: Sequence[bytes]) -> None:
-        """Begin to remove blocks from the pool, after all saves that have begun; nobody learns of a failure."""
+        """Begin to remove blocks from the pool, after all saves that have begun; the log shows a failure."""
 
         def run() -> None:
             self._pool.flush_writes(_FLUSH_SECONDS)
-            self._pool.remove_blocks(hashes)
+            statuses = self._pool.remove_blocks(hashes)
+            if (failed := statuses.count(Status.FAILED)) > 0:
+                logger.warning("%d of %d blocks were not removed from the pool", failed, len(hashes))
 
-        self._submit_work(self._saves, run)
+        try:
+            self._saves.submit(run)
+        except RuntimeError as exc:
+            logger.warning("%d blocks were not removed from the pool: %s", len(hashes), exc)
 
     def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on a thread of its own once other instances can read all blocks saved so far.

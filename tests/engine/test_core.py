@@ -14,6 +14,7 @@ import pytest
 from engine.core import Prefilled
 from engine.request import Request, SamplingParams, Sequence, State
 from engine.scheduler import Reservation
+from kvstore_backend import BlockPool, Status
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.faulty_store import FaultyStore
 from tests.engine.running import Answering, Engine
@@ -261,6 +262,8 @@ def test_blocks_of_a_prompt_whose_kv_is_no_number_are_shared_with_nobody(
         monkeypatch.setattr(engine.runner, "run", run_and_spoil)
         failed = engine.answer(PROMPT, 4)
         assert (failed.wait(), failed.finish_reason) == ([], "error")
+        pool = BlockPool(store, engine.runner.namespace)
+        wait_until(lambda: pool.exists(failed.sequence.hashes()[:2]) == [Status.OK, Status.ABSENT], "the removal")
         again = engine.answer(PROMPT, 4)
         assert (again.wait(), again.finish_reason) == (expected, "length")
         assert again.sequence.own_cached_tokens == engine.block_size

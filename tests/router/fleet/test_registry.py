@@ -64,6 +64,16 @@ def test_one_that_is_expected_is_healthy_after_its_first_good_probe() -> None:
     assert (instance.state, instance.is_available) == ("healthy", True)
 
 
+def test_one_that_has_answered_once_needs_as_many_good_probes_as_any_other() -> None:
+    instance = Registry(splitwise=True).add_known_instance(registration(), now=0.0, permanent=False)
+    instance.record_passed_probe(1.0, threshold=2)
+    instance.mark_unhealthy("it refused a connection")
+    instance.record_passed_probe(2.0, threshold=2)
+    assert not instance.healthy
+    instance.record_passed_probe(3.0, threshold=2)
+    assert instance.healthy
+
+
 def test_a_permanent_instance_is_never_forgotten() -> None:
     registry = Registry(splitwise=True)
     instance = registry.add_known_instance(registration(), now=0.0, permanent=True)

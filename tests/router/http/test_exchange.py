@@ -14,6 +14,7 @@ import pytest
 import uvloop
 
 from router.http import pool
+from router.http.connection import Connection
 from router.http.errors import (
     BadResponse,
     ConnectFailed,
@@ -233,6 +234,25 @@ def test_what_is_no_whole_response_is_an_error(
     instance = stand_in("mixed", raw(reply, then_close=True))
     with pytest.raises(error, match=f"127.0.0.1:{instance.port}"):
         client.post(instance)
+
+
+def test_a_connection_that_ends_before_the_request_is_sent_is_an_error(
+    client: Client, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance, connect = stand_in(), ConnectionPool.connect
+
+    async def connect_and_lose(upstream: ConnectionPool, address: Address) -> Connection:
+        connection = await connect(upstream, address)
+        connection.abort()
+        return connection
+
+    monkeypatch.setattr(ConnectionPool, "connect", connect_and_lose)
+
+    async def fetch(upstream: ConnectionPool) -> Response:
+        return await upstream.fetch(Address("127.0.0.1", instance.port), "GET", "/x", timeout=5)
+
+    with pytest.raises(ConnectionLost, match="closed the connection"):
+        client.run(fetch)
 
 
 def test_nobody_listening_is_told_apart(client: Client, stand_in: MakeStandIn, thread: LoopThread) -> None:

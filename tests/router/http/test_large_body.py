@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from router.http import large_body
 from router.http.body import encode_member, parse_inference, parse_object, splice, splice_parts
-from router.http.large_body import PIECE_BYTES, SHORTENED_BYTES, BadBody, LargeBody
+from router.http.large_body import PIECE_BYTES, SHORTENED_BYTES, BadBody, LargeBody, hide_escapes, show_escapes
 from router.policies import request_features
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import StandIn
@@ -51,6 +51,15 @@ def parse_error(data: bytes) -> str:
     with pytest.raises(BadBody) as refused:
         parse_inference(data, look_through(data))
     return str(refused.value).partition(": line")[0]
+
+
+@given(st.text('"\\\\é😀a,'))
+def test_hidden_escapes_are_shown_again_byte_for_byte(text: str) -> None:
+    data = json.dumps({"a": text}).encode()
+    hidden = hide_escapes(data)
+    assert len(hidden) == len(data)
+    assert hidden.count(b'"') == 4
+    assert show_escapes(hidden) == data
 
 
 @pytest.mark.parametrize("text", ["data:image/png;base64," + "QUJD" * 60_000, 'é中😀\n"\\' * 20_000])

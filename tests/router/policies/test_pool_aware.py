@@ -137,6 +137,15 @@ def test_instances_that_evict_sooner_are_found_out() -> None:
     assert decision.reasons["pool_tokens"] == 4000
 
 
+def test_a_total_below_what_the_instance_held_shows_that_it_evicted() -> None:
+    policy, candidates = PoolAware(), [InstanceLoad("a")]
+    policy.choose_instance(prompt(1, 2, 3, 4), candidates)
+    decision = policy.choose_instance(prompt(1, 2, 3, 4), candidates)
+    kept_seconds = policy._kept_seconds
+    policy.observe_outcome(prompt(1, 2, 3, 4), decision, outcome(decision, cached=1000))
+    assert policy._kept_seconds == pytest.approx(0.9 * kept_seconds)
+
+
 def test_an_engine_that_tells_nothing_teaches_nothing() -> None:
     policy = PoolAware()
     decision = policy.choose_instance(prompt(1), [InstanceLoad("a")])

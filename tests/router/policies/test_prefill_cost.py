@@ -47,6 +47,14 @@ def test_what_the_outcomes_do_not_show_stays_as_assumed() -> None:
     assert cost.fetch_cost == pytest.approx(0.25, abs=0.02)
 
 
+@pytest.mark.parametrize(("tokens", "seconds"), [(0.5, 0.0), (1.0, 0.1)])
+def test_a_first_token_teaches_from_one_token_of_work_on(tokens: float, seconds: float) -> None:
+    cost = PrefillCost()
+    for _ in range(128):
+        cost.observe_first_token(0.0, tokens, 0.0, 0.1)
+    assert cost.token_seconds == pytest.approx(seconds, rel=0.01)
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(*[st.floats(0, 1e9)] * 4), min_size=1, max_size=8))
 def test_whatever_is_observed_the_costs_stay_in_reason(outcomes: list[tuple[float, float, float, float]]) -> None:

@@ -65,6 +65,19 @@ def test_a_worker_that_knows_less_than_the_others_is_told_by_its_next_renewal() 
     run_linked(run)
 
 
+def test_a_worker_is_told_its_own_record_again_only_where_its_orders_are_outdated() -> None:
+    async def run(hub: LinkedHub) -> None:
+        first, _second = await join_all(hub, 2)
+        heard: list[Any] = []
+        first.subscribe_to_records(lambda key, record: heard.append(record))
+        first.keep_record("a", make_record(3, ordered=5))
+        first.keep_record("a", make_record(4, ordered=4))
+        await until(lambda: bool(heard))
+        assert heard == [make_record(4, ordered=5)]
+
+    run_linked(run)
+
+
 def test_a_record_that_nobody_renews_is_dropped() -> None:
     now = 0.0
     hub = Hub(lambda name, figures: None, clock=lambda: now)
@@ -119,6 +132,27 @@ def test_questions_of_one_that_is_alone_have_no_answers() -> None:
         (only,) = await join_all(hub, 1)
         assert await only.ask_others("sum") == []
         assert await NO_LINK.ask_others("sum") == []
+
+    run_linked(run)
+
+
+def test_an_answer_under_way_is_held_by_its_link_and_not_lost_to_the_garbage_collector() -> None:
+    async def run(hub: LinkedHub) -> None:
+        first, second = await join_all(hub, 2)
+        asked, may_answer = asyncio.Event(), asyncio.Event()
+
+        async def answer(content: Any) -> Any:
+            asked.set()
+            await may_answer.wait()
+            return content
+
+        second.answer_topic("question", answer)
+        answers = asyncio.ensure_future(first.ask_others("question", 7))
+        await asked.wait()
+        assert len(second._answering) == 1
+        may_answer.set()
+        assert await answers == [7]
+        await until(lambda: not second._answering)
 
     run_linked(run)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -231,6 +233,18 @@ def test_a_router_that_is_the_first_waits_for_no_prefixes(redis: RedisServer, mo
     asyncio.run(run())
 
 
+def test_a_router_that_has_heard_of_another_asks_it_at_once(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_state, "FIRST_HEARD_SECONDS", 1000.0)
+
+    async def work(first: Router, second: Router) -> None:
+        Placing(first, range(1, 100))
+        assert await asyncio.wait_for(Placing(second).ask_others(), 10) == 99
+
+    run_two(redis, work)
+
+
 def test_prefixes_that_would_take_too_much_are_not_sent(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -425,6 +439,11 @@ def test_a_router_starts_without_redis_and_finds_it_later(redis: RedisServer, mo
             await until(lambda: not first.link.trouble)
 
     asyncio.run(run())
+
+
+def test_a_router_without_shared_state_loads_no_redis() -> None:
+    code = "import sys, router.sharing.shared_state; print('redis' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,10 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from router.access import Admission
+from router.settings import RouterSettings
 from router.sharing.hand_over import send_connection
+from router.sharing.supervisor import Supervisor
 from tests.router.stand_in import Received, Responder, StandIn
 from tests.support import plain_http
 from tests.support.processes import Child, child
@@ -224,6 +227,24 @@ def test_sigterm_lets_streams_end_and_then_all_processes(router: Router, stand_i
     assert router.process.wait() == 0
     wait_until(lambda: not any(map(is_alive, processes)), "all processes to end")
     assert "another one takes its place" not in router.process.output
+
+
+@pytest.mark.parametrize(("delay", "graces"), [(0.0, [60.0, 0.0]), (30.0, [0.0])])
+def test_a_second_signal_lets_no_request_go_on(
+    monkeypatch: pytest.MonkeyPatch, delay: float, graces: list[float]
+) -> None:
+    given: list[float] = []
+
+    async def run() -> None:
+        settings, grace_of = RouterSettings(shutdown_delay_secs=delay), {signal.SIGTERM: 60.0}
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            supervisor = Supervisor(settings, listener, lambda task: None, grace_of, Admission(settings))
+            monkeypatch.setattr(supervisor._hub, "stop_workers", given.append)
+            for _ in range(2):
+                supervisor._on_signal(signal.SIGTERM)
+
+    asyncio.run(run())
+    assert given == graces
 
 
 def test_workers_end_with_their_supervisor(router: Router) -> None:

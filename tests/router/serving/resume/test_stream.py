@@ -243,6 +243,33 @@ def test_offsets_of_text_go_on_after_what_was_shown() -> None:
     assert json.loads(given.removeprefix(b"data: "))["choices"][0]["logprobs"] == {"text_offset": [3, 4]}
 
 
+def test_a_stream_without_ids_is_not_kept_beyond_a_few_events() -> None:
+    merger = StreamMerger(_body(stream=True))
+    for _ in range(9):
+        merger.feed(_event(delta={"content": "a"}))
+    assert merger._kept == []
+
+
+def test_a_usage_in_an_event_of_tokens_does_not_replace_the_one_at_the_end() -> None:
+    merger = StreamMerger(_body(stream=True, max_tokens=1, stream_options={"include_usage": True}))
+    delta = {"content": "a", "prompt_token_ids": [7, 8], "completion_token_ids": [1]}
+    usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+    merger.feed(b"data: " + orjson.dumps({"choices": [{"index": 0, "delta": delta}], "usage": usage}) + b"\n\n")
+    merger.feed(_PREEMPTION)
+    assert merger.complete
+    assert orjson.dumps(usage) in merger.make_end()
+
+
+def test_a_resumed_stream_that_has_sent_its_done_lacks_no_end() -> None:
+    merger = StreamMerger(_body(stream=True, max_tokens=2))
+    merger.feed(_event(delta={"content": "a", "completion_token_ids": [1]}) + _PREEMPTION)
+    merger.begin_segment()
+    last = _event(delta={"content": "b", "completion_token_ids": [2]}, finish_reason="length")
+    assert merger.feed(last + b"data: [DONE]\n\n").endswith(b"data: [DONE]\n\n")
+    assert merger.complete
+    assert merger.make_end() == b""
+
+
 def test_an_error_that_is_no_preemption_reaches_the_client() -> None:
     event = b'data: {"error":{"message":"out of memory"}}\n\ndata: [DONE]\n\n'
     merger = StreamMerger(_body(stream=True))
