@@ -100,8 +100,13 @@ async def stream(pool: ConnectionPool, address: Address) -> None:
 async def consume(pool: ConnectionPool, address: Address) -> None:
     exchange = pool.exchange(address, "GET", b"/x", [], b"")
     ended = asyncio.get_running_loop().create_future()
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
     try:
-        exchange.consume(lambda: ended.done() or ended.set_result(None))
+        exchange.consume(end)
         await asyncio.wait_for(ended, 0.05)
         assert exchange.kept_body == b"abcd"
     finally:
