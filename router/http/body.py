@@ -289,24 +289,25 @@ def splice_parts(body: InferenceBody, added: Mapping[str, bytes], dropped: Colle
     parts: list[bytes] = []
     start = 0
     for first, last in blanks:
-        parts += (kept[start:first], *_blank(body, first, last))
+        if body.large is None:
+            parts += (kept[start:first], data[first:last].translate(_BLANK))
+        else:
+            parts += (kept[start:first], *_blank(data, body.large, first, last))
         start = last
     comma = b"," if has_members and added else b""
     return (*parts, kept[start:end], comma, b",".join(added.values()), data[end:])
 
 
-def _blank(body: InferenceBody, start: int, end: int) -> Iterator[bytes]:
-    """The parts of as many blanks as stand between two places; what was left out of a large body is not copied."""
-    data = body.data
-    if body.large is not None:
-        for first, last, is_blank in body.large.list_cuts(start, end):
-            yield data[start:first].translate(_BLANK)
-            if is_blank:
-                yield cast(bytes, memoryview(data)[first:last])
-            else:  # a text or numbers
-                for place in range(first, last, len(_SPACES)):
-                    yield cast(bytes, memoryview(_SPACES)[: last - place])
-            start = last
+def _blank(data: bytes, large: LargeBody, start: int, end: int) -> Iterator[bytes]:
+    """Blanks in parts for what stands between two places of a large body; what was left out of it is not copied."""
+    for first, last, is_blank in large.list_cuts(start, end):
+        yield data[start:first].translate(_BLANK)
+        if is_blank:
+            yield cast(bytes, memoryview(data)[first:last])
+        else:  # a text or numbers
+            for place in range(first, last, len(_SPACES)):
+                yield cast(bytes, memoryview(_SPACES)[: last - place])
+        start = last
     yield data[start:end].translate(_BLANK)
 
 
