@@ -65,6 +65,19 @@ def test_a_worker_that_knows_less_than_the_others_is_told_by_its_next_renewal() 
     run_linked(run)
 
 
+def test_a_worker_is_told_its_own_record_again_only_where_its_orders_are_outdated() -> None:
+    async def run(hub: LinkedHub) -> None:
+        (first,) = await join_all(hub, 1)
+        heard: list[Any] = []
+        first.subscribe_to_records(lambda key, record: heard.append(record))
+        first.keep_record("a", make_record(3, ordered=5))
+        first.keep_record("a", make_record(4, ordered=4))
+        await until(lambda: bool(heard))
+        assert heard == [make_record(4, ordered=5)]
+
+    run_linked(run)
+
+
 def test_a_record_that_nobody_renews_is_dropped() -> None:
     now = 0.0
     hub = Hub(lambda name, figures: None, clock=lambda: now)
