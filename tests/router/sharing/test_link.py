@@ -67,11 +67,7 @@ def test_a_worker_that_knows_less_than_the_others_is_told_by_its_next_renewal() 
 
 def test_a_worker_is_told_its_own_record_again_only_where_its_orders_are_outdated() -> None:
     async def run(hub: LinkedHub) -> None:
-<<<<<<< HEAD
-        first, _second = await join_all(hub, 2)
-=======
         (first,) = await join_all(hub, 1)
->>>>>>> wt-mutres
         heard: list[Any] = []
         first.subscribe_to_records(lambda key, record: heard.append(record))
         first.keep_record("a", make_record(3, ordered=5))
