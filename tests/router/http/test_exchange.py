@@ -417,7 +417,8 @@ def test_where_the_loop_can_it_tries_a_second_address_beside_one_that_does_not_a
     make_loop: Callable[[], asyncio.AbstractEventLoop], delay: float | None
 ) -> None:
     loop = make_loop()
-    assert pool._list_options(loop).get("happy_eyeballs_delay") == delay
+    assert pool._list_options(loop, "instance-1").get("happy_eyeballs_delay") == delay
+    assert pool._list_options(loop, "10.0.0.5") == pool._list_options(loop, "fd00::5") == {}
     loop.close()
 
 
