@@ -53,7 +53,6 @@ def _serve(access: Access, path: str, *methods: str) -> Route:
 ROUTES: tuple[Route, ...] = (
     # What FastDeploy, vLLM and SGLang offer to clients.
     _forward("/v1/chat/completions"),
-    _forward("/v1/chat/completions/batch"),
     _forward("/v1/completions"),
     _forward("/v1/responses"),
     _forward("/v1/responses/{response_id}", "GET", "DELETE"),

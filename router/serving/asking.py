@@ -113,6 +113,9 @@ def ask_for_usage(parsed: ParsedRequest, engine: EngineKind) -> tuple[dict[str, 
 
     Returns:
         The member, and whether the other events may have a usage of null because of it.
+
+    Raises:
+        RequestEnded: the client's own options cannot be written again.
     """
     if parsed.body is None or not parsed.wants_stream or not parsed.api.is_continuable or engine is EngineKind.OPENAI:
         return {}, False
@@ -121,7 +124,11 @@ def ask_for_usage(parsed: ParsedRequest, engine: EngineKind) -> tuple[dict[str, 
         options = {}
     elif not isinstance(options, dict) or options.get("include_usage", True) or options.get("continuous_usage_stats"):
         return {}, False
-    member = encode_member("stream_options", {**options, "include_usage": True})
+    try:
+        member = encode_member("stream_options", {**options, "include_usage": True})
+    except TypeError:
+        message = "stream_options is nested too deeply, or has a number out of range"
+        raise RequestEnded(ApiError(400, message, "invalid_body", "stream_options")) from None
     return {"stream_options": member}, engine is not EngineKind.SGLANG  # which writes them in any case
 
 

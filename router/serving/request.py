@@ -318,6 +318,12 @@ class ServingRequest:
         parsed = ParsedRequest(request, head, large, derive_salt, self._services.selector.aliases)
         story, kept_responses = self._story, self._services.kept_responses
         story.request_id = parsed.request_id
+        if parsed.api.keeps_answers and parsed.body is not None and parsed.body.members.get("background"):
+            settings = self._services.settings
+            is_counted = settings.max_concurrent_requests or settings.max_concurrent_requests_per_key
+            if is_counted or self._response.token_count is not None:
+                message = "background must be false where requests or tokens are limited: nobody would count its answer"
+                raise RequestEnded(ApiError(400, message, "background_refused", "background"))
         if story.tag:
             if parsed.kept_id and not kept_responses.is_open_to(parsed.kept_id, story.tag):
                 message = f"this router knows of no response {parsed.kept_id[:100]!r} of this client"

@@ -12,8 +12,8 @@ from router.serving.reading.api import EngineIds
 from router.serving.reading.parsed_request import ParsedRequest
 
 __all__ = [
-    *("MIN_HANDED_OVER_TOKENS", "NO_MEMBERS", "LegAsk", "NotAsPair", "NotReady", "Pair", "list_dropped"),
-    "name_in_header",
+    *("MIN_HANDED_OVER_TOKENS", "NO_MEMBERS", "OF_PAIRS", "LegAsk", "NotAsPair", "NotReady", "Pair"),
+    *("list_dropped", "name_in_header"),
 ]
 
 # More than a prefill instance generates, even where it guesses several tokens at once.
@@ -23,7 +23,10 @@ MIN_HANDED_OVER_TOKENS = 256
 
 NO_MEMBERS: Mapping[str, bytes] = {}
 # By these members of their own, a client could have an instance hand KV over with any other.
-_OF_PAIRS = ("disaggregate_info", "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+OF_PAIRS = (
+    *("disaggregate_info", "kv_transfer_params", "ec_transfer_params"),
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+)
 
 
 class LegAsk(NamedTuple):
@@ -96,10 +99,10 @@ class Pair(ABC):
 
 
 def list_dropped(parsed: ParsedRequest, *more: str) -> list[str]:
-    """Members that a client sent, and that an instance of a pair does not get: those by which pairs know each other."""
+    """Members that a client sent, and that no instance gets: those by which pairs know each other."""
     assert parsed.body is not None
     given = parsed.body.members
-    return [name for name in (*_OF_PAIRS, *more) if name in given]
+    return [name for name in (*OF_PAIRS, *more) if name in given]
 
 
 def name_in_header(request_id: str) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from router.fleet import Instance, Registration
 from router.http import encode_member
-from router.serving.dialects.dialect import LegAsk, Pair
+from router.serving.dialects.dialect import OF_PAIRS, LegAsk, Pair
 from router.serving.reading.api import EngineIds
 from router.serving.reading.parsed_request import ParsedRequest
 
@@ -45,11 +45,12 @@ class FastDeployPair(Pair):
         self._info = encode_member("disaggregate_info", disaggregate_info(*self.registrations))
 
     def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, EngineIds | None]:
-        ask = LegAsk({"request_id": encode_member("request_id", request_id), "disaggregate_info": self._info})
+        members = {"request_id": encode_member("request_id", request_id), "disaggregate_info": self._info}
+        ask = LegAsk(members, OF_PAIRS)
         assert parsed.body is not None
         return ask, ask, EngineIds(parsed.api.id_prefix, request_id, parsed.body.choices)
 
 
 def ask_fastdeploy(parsed: ParsedRequest, request_id: str) -> LegAsk:
     """The changes for an instance alone."""
-    return LegAsk({"request_id": encode_member("request_id", request_id)})
+    return LegAsk({"request_id": encode_member("request_id", request_id)}, OF_PAIRS)

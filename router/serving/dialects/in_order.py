@@ -51,10 +51,6 @@ def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegAsk:
     return LegAsk(one, list_dropped(parsed, *_NOT_OF_ONE_TOKEN), head)
 
 
-def ask_by_header(parsed: ParsedRequest, request_id: str, *, is_of_pair: bool) -> LegAsk:
-    """The changes for an instance alone where the id stands in a header.
-
-    Args:
-        is_of_pair: it could work with another one, and is to do so for nobody but the router.
-    """
-    return LegAsk(NO_MEMBERS, list_dropped(parsed) if is_of_pair else (), name_in_header(request_id))
+def ask_by_header(parsed: ParsedRequest, request_id: str) -> LegAsk:
+    """The changes for an instance alone where the id stands in a header."""
+    return LegAsk(NO_MEMBERS, list_dropped(parsed), name_in_header(request_id))

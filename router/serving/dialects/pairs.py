@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from weakref import WeakValueDictionary
 
-from router.fleet import EngineKind, Instance, KvConnector, Role
+from router.fleet import EngineKind, Instance, KvConnector
 from router.serving.dialects.dialect import LegAsk, Pair
 from router.serving.dialects.fastdeploy import FastDeployPair, ask_fastdeploy
 from router.serving.dialects.in_order import InOrderPair, ask_by_header
@@ -81,5 +81,4 @@ def ask_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tup
         return ask_fastdeploy(parsed, request_id), parsed.name_at_engines(request_id)
     if engine is EngineKind.SGLANG:
         return ask_sglang(parsed, request_id), name_sglang_sequences(parsed, request_id)
-    is_of_pair = instance.role is not Role.MIXED
-    return ask_by_header(parsed, request_id, is_of_pair=is_of_pair), None
+    return ask_by_header(parsed, request_id), None

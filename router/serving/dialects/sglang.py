@@ -46,8 +46,7 @@ class SglangPair(Pair):
 
 def ask_sglang(parsed: ParsedRequest, request_id: str) -> LegAsk:
     """The changes for an instance alone, which knows the request by ``rid``, where the API has that."""
-    assert parsed.body is not None
-    dropped = ("request_id",) if "request_id" in parsed.body.members else ()
+    dropped = list_dropped(parsed, "request_id")
     if not parsed.api.takes_rid:
         return LegAsk(NO_MEMBERS, dropped)
     ids = EngineIds("", request_id, parsed.num_prompts).list_ids()

@@ -30,6 +30,8 @@ __all__ = ["ParsedRequest", "guess_ids"]
 
 _KEPT_PATH = "/v1/responses/"
 _NO_API = Api("", ())
+# By these, vLLM takes members of pairs from ``vllm_xargs``, too.
+_IN_EXTRA = frozenset(("kv_transfer_params", "ec_transfer_params"))
 
 
 class ParsedRequest:
@@ -113,6 +115,12 @@ class ParsedRequest:
             message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
             raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
         members: Mapping[str, Any] = body.members
+        extra = members.get("vllm_xargs")
+        if isinstance(extra, dict) and not _IN_EXTRA.isdisjoint(extra):
+            message = (
+                "vllm_xargs has kv_transfer_params or ec_transfer_params, which only the router sets: leave them out"
+            )
+            raise RequestEnded(ApiError(400, message, "invalid_body", "vllm_xargs"))
         if aliases:
             members = self._resolve_alias(aliases, members)
         if derive_salt is not None:

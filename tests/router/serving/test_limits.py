@@ -242,6 +242,40 @@ def test_two_clients_equal_prompts_are_no_common_prefix_to_the_router(
     assert predicted == [False, True, False, True]
 
 
+@pytest.mark.parametrize("limit", ["max_concurrent_requests", "max_concurrent_requests_per_key"])
+def test_a_background_answer_is_refused_where_requests_are_limited(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str], limit: str
+) -> None:
+    instance = stand_in()
+    asked = {"input": "x", "background": True}
+    limited = make_router(instance, **{limit: 5}, **keys)
+    refused = limited.client.post("/v1/responses", json=asked, headers=bearer("sk-1"))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "background")
+    assert not instance.received
+    assert make_router(instance).client.post("/v1/responses", json=asked).status_code == 200
+
+
+def test_a_background_answer_is_refused_to_a_client_whose_tokens_are_limited(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
+) -> None:
+    router = make_router(stand_in(), max_tokens_per_sec_per_key=1000.0, **keys)
+    asked = {"input": "x", "background": True}
+    refused = router.client.post("/v1/responses", json=asked, headers=bearer("sk-1"))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "background")
+    assert router.client.post("/v1/responses", json=asked, headers=bearer("sk-2")).status_code == 200
+
+
+def test_options_nested_too_deeply_are_refused_in_a_sentence(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
+) -> None:
+    instance = stand_in()
+    instance.told["engine"] = "vllm"
+    router = make_router(instance, max_tokens_per_sec_per_key=1000.0, **keys)
+    body = '{"messages":[],"stream":true,"stream_options":{"include_usage":false,"x":%s}}' % ("[" * 280 + "]" * 280)
+    refused = router.client.post("/v1/chat/completions", content=body, headers=bearer("sk-1"))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_options")
+
+
 PROMPTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "what is a limit"}]},
     "/v1/completions": {"prompt": "what is a limit"},

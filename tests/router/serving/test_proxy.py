@@ -96,7 +96,7 @@ def test_a_form_without_a_model_goes_to_any_instance(make_router: MakeRouter, st
     assert (answer.status_code, answer.content) == (200, answer.request.content)
 
 
-@pytest.mark.parametrize("path", ["/scores", "/score/x", "/v2/nothing"])
+@pytest.mark.parametrize("path", ["/scores", "/score/x", "/v2/nothing", "/v1/chat/completions/batch"])
 def test_other_paths_outside_v1_are_not_passed_on(make_router: MakeRouter, stand_in: MakeStandIn, path: str) -> None:
     instance = serving(stand_in(), "m")
     answer = make_router(instance).client.post(path, content=b"{}")

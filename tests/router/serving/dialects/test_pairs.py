@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
 
 from router.fleet import Instance, Registration, Registry
 from router.serving.dialects import Pairs
+from tests.router.conftest import RouterUnderTest
 from tests.router.serving.dialects.pair_fleet import (
     DIALECTS,
     Ended,
@@ -22,7 +24,7 @@ from tests.router.serving.dialects.pair_fleet import (
 )
 from tests.router.serving.fault_report import REPORTS, Report
 from tests.router.serving.test_fault_table import CUTS_STREAMS, FAULTS, PROBES, UNREACHABLE
-from tests.router.stand_in import Behaviour, Received, Responder
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn
 from tests.support.toy_model import PATHS, answer_text
 from tests.support.waiting import wait_until
 
@@ -106,6 +108,31 @@ def test_a_client_cannot_pair_instances_by_members_of_its_own(start_pairs: Start
         assert fleet.router.client.post("/v1/completions", json=alone).status_code == 200
     fleet.wait_for_end()
     assert fleet.strict.violations == []
+
+
+@pytest.mark.parametrize("engine", ["fastdeploy", "vllm", "sglang", "openai"])
+def test_a_mixed_instance_gets_no_clients_members_of_pairs(
+    make_router: Callable[..., RouterUnderTest], stand_in: Callable[..., StandIn], engine: str
+) -> None:
+    instance = stand_in("mixed")
+    instance.told["engine"] = engine
+    own: dict[str, Any] = {"bootstrap_host": "elsewhere", "bootstrap_port": 1, "bootstrap_room": 7}
+    for name in ("disaggregate_info", "kv_transfer_params", "ec_transfer_params"):
+        own[name] = {"remote_host": "elsewhere"}
+    router = make_router(instance)
+    assert router.client.post("/v1/chat/completions", json={"messages": [], **own}).status_code == 200
+    assert not own.keys() & instance.received[-1].json.keys()
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+def test_members_of_pairs_within_vllm_xargs_are_refused_in_a_sentence(
+    make_router: Callable[..., RouterUnderTest], stand_in: Callable[..., StandIn], name: str
+) -> None:
+    instance = stand_in("mixed")
+    body = {"messages": [], "vllm_xargs": {name: {"remote_host": "elsewhere"}}}
+    refused = make_router(instance).client.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "vllm_xargs")
+    assert not instance.received
 
 
 @pytest.mark.parametrize("dialect", [*DIALECTS, "openai"])
