@@ -58,7 +58,7 @@ class PersistentPolicy(Protocol):
 
 
 class OrderVersions(Protocol):
-    """Knows of each instance which version its orders have among all routers; ``sharing/records.py`` says what that is."""
+    """Knows which version the orders about each instance have among all routers, as of ``sharing/records.py``."""
 
     def find_orders_version(self, key: str) -> tuple[int, str]:
         """The version of the latest orders that were heard or given; (0, "") where there were none."""
