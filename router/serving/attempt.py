@@ -374,7 +374,7 @@ class Attempt:
             LegFailed: there is an error instead.
         """
         exchange = self.answering.exchange
-        # ``first[:seen]`` is whole lines of the preamble: each line is looked at once, but for the last, unfinished one.
+        # ``first[:seen]`` is whole lines of the preamble: only what follows them is looked at.
         said, seen = None, 0
         while (said := _find_token(first, seen)) is None and not exchange.is_taken and len(first) <= PREAMBLE_BYTES:
             seen = max(first.rfind(b"\n", seen) + 1, seen)

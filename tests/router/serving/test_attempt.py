@@ -80,10 +80,13 @@ def test_a_preamble_without_end_is_not_held_for_ever(event: bytes, monkeypatch: 
 def test_of_a_preamble_only_what_is_new_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[int] = []
     find_token = attempt._find_token
+
+    def note(data: bytes, start: int) -> bytes | None:
+        looked_at.append(len(data) - start)
+        return find_token(data, start)
+
     monkeypatch.setattr(attempt, "PREAMBLE_BYTES", 4096)
-    monkeypatch.setattr(
-        attempt, "_find_token", lambda data, start: (looked_at.append(len(data) - start), find_token(data, start))[1]
-    )
+    monkeypatch.setattr(attempt, "_find_token", note)
     event = b'data: {"type": "ping"}\n\n'
     reading = SimpleNamespace(answering=SimpleNamespace(exchange=OneEventAtATime(event)))
     asyncio.run(attempt.Attempt._read_preamble(cast(attempt.Attempt, reading), event))
