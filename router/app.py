@@ -106,7 +106,6 @@ class RouterApp:
         self.load_sync = LoadSync(link, self.registry)
         self.selector = Selector(settings, self.registry)
         self.prefix_sync = PrefixSync(link, self.selector.policies)
-        self.snapshot = self._make_snapshot()
         if settings.register_path:
             add_listed_instances(self.registry, Path(settings.register_path), time.monotonic())
         self.auth = Auth(settings)
@@ -123,6 +122,7 @@ class RouterApp:
         self.probing: asyncio.Future[dict[str, str]] | None = None
         """The round of probes that ``/health_generate`` has asked for last."""
         self.fleet_sync = FleetSync(link, self.registry, self.health)
+        self.snapshot = self._make_snapshot()
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced)
         self.need = InstancesNeeded(settings, self.registry, self.selector.token_seconds)
         self.metrics.watch_need(self.need)
@@ -200,7 +200,9 @@ class RouterApp:
 
     def _make_snapshot(self) -> Snapshot | None:
         path = self.settings.snapshot_path
-        return Snapshot(Path(path), self.registry, self.selector.policies) if path else None
+        if not path:
+            return None
+        return Snapshot(Path(path), self.registry, self.selector.policies, versions=self.fleet_sync)
 
     def find_unreadiness(self) -> str:
         """Why requests should be sent to other routers, in one sentence; ``""`` if they may be sent here."""

@@ -208,13 +208,17 @@ class Instance:
             until_restart: draining ends by itself when another process has its address.
             is_told: as of ``log_change``.
         """
-        self.drains_until_restart = draining and until_restart
+        drains_until_restart = draining and until_restart
+        has_changed = (self.draining, self.drains_until_restart) != (draining, drains_until_restart)
+        self.drains_until_restart = drains_until_restart
         self._has_refused = False
         if self.draining != draining:
             change = "drains" if draining else "takes requests again"
             self.log_change(_DRAIN, logging.INFO, change, is_told=is_told)
             self.draining = draining
             self._registry.bump_generation()
+        if has_changed:
+            self._registry.announce_orders()
 
     def set_pause(self, paused: bool, *, is_told: bool = False) -> None:
         """Take no new requests for the time being, or take them again; the requests it runs are not touched."""
@@ -223,6 +227,7 @@ class Instance:
             self.log_change(_PAUSE, logging.INFO, change, is_told=is_told)
             self.paused = paused
             self._registry.bump_generation()
+            self._registry.announce_orders()
 
     def set_share(self, share: float, *, is_told: bool = False) -> None:
         """Take this part of its share of requests; with 0, only those that no other instance can take."""
@@ -230,6 +235,7 @@ class Instance:
             self.log_change(_WEIGHT, logging.INFO, f"has weight {share:g}", is_told=is_told)
             self.share = share
             self._registry.bump_generation()
+            self._registry.announce_orders()
 
     def record_success(self, now: float) -> None:
         """Note a request to it that got the first good byte of its answer."""

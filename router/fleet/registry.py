@@ -42,6 +42,7 @@ class Registry:
         self._failure_callbacks: list[Callable[[Instance], None]] = []
         self._trouble_callbacks: list[Callable[[Instance], None]] = []
         self._said_callbacks: list[Callable[[Instance], None]] = []
+        self._orders_callbacks: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         return f"<Registry {list(self._instances.values())}>"
@@ -168,6 +169,15 @@ class Registry:
         """Tell the subscribers that a change of ``instance`` was logged."""
         for callback in self._said_callbacks:
             callback(instance)
+
+    def subscribe_to_orders(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` whenever the operator's orders about an instance have changed."""
+        self._orders_callbacks.append(callback)
+
+    def announce_orders(self) -> None:
+        """Tell the subscribers that the operator's orders about an instance have changed."""
+        for callback in self._orders_callbacks:
+            callback()
 
     def _add_instance(self, instance: Instance) -> Instance:
         self._instances[instance.key] = instance

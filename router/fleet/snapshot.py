@@ -22,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
+from router.fleet.instance import Instance
 from router.fleet.registration import Registration, RegistrationError, Role
 from router.fleet.registry import Registry
 from router.settings import SettingsError
@@ -37,6 +38,8 @@ _Contents = tuple[dict[str, Any], dict[str, tuple[str, Callable[[], bytes]]]]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # By then, caches have turned over, and ports may have been given to others.
 STALE_SECONDS = 600.0
+# Of orders that nobody has given, or that were given where there is nobody to share them with.
+_NO_VERSION = (0, "")
 
 
 @runtime_checkable
@@ -52,6 +55,16 @@ class PersistentPolicy(Protocol):
         Raises:
             ValueError: this policy cannot use ``data``; its memory is then as it was.
         """
+
+
+class OrderVersions(Protocol):
+    """Knows which version the orders about each instance have among all routers, as of ``sharing/records.py``."""
+
+    def find_orders_version(self, key: str) -> tuple[int, str]:
+        """The version of the latest orders that were heard or given; (0, "") where there were none."""
+
+    def note_restored_orders(self, instance: Instance, version: tuple[int, str]) -> None:
+        """Take over that the orders of ``instance`` are those of this version."""
 
 
 def read_boot_clock() -> tuple[str, float]:
@@ -72,6 +85,7 @@ class Snapshot:
         policies: Mapping[Role, object],
         clock: Callable[[], float] = time.time,
         boot_clock: Callable[[], tuple[str, float]] = read_boot_clock,
+        versions: OrderVersions | None = None,
     ) -> None:
         """
         Args:
@@ -79,6 +93,7 @@ class Snapshot:
             policies: each role's policy; the memory of each ``PersistentPolicy`` is kept.
             clock: seconds since the epoch, by which a file of another start of the machine, or of another one, is old.
             boot_clock: as of ``read_boot_clock``.
+            versions: those of the orders, where other routers or processes may know later ones than the file.
 
         Raises:
             SettingsError: there is no folder for the file, or it is a folder itself.
@@ -92,13 +107,18 @@ class Snapshot:
         self._policies = policies
         self._clock = clock
         self._boot_clock = boot_clock
+        self._versions = versions
+        self._has_new_orders = asyncio.Event()
+        registry.subscribe_to_orders(self._has_new_orders.set)
         # One that is cancelled in ``keep_writing`` goes on in its thread while ``save`` begins.
         self._one_at_a_time = threading.Lock()
 
     async def keep_writing(self, seconds: float) -> None:
-        """Write the file every ``seconds``, until cancelled."""
+        """Write the file every ``seconds``, and at once after an operator's order, until cancelled."""
         while True:
-            await asyncio.sleep(seconds)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_new_orders.wait(), seconds)
+            self._has_new_orders.clear()
             with self._log_failures():
                 await asyncio.to_thread(self._write_file, self._gather_contents())
 
@@ -141,10 +161,18 @@ class Snapshot:
             )
         elif not known.permanent:
             return  # other routers have told of it, and of orders that may be later
+        known.set_models(entry["models"], -math.inf)
+        self._restore_orders(known, entry)
+
+    def _restore_orders(self, known: Instance, entry: dict[str, Any]) -> None:
+        """Take over the file's orders, unless another router or process has told of later ones."""
+        if self._versions is not None and self._versions.find_orders_version(known.key) > entry["ordered"]:
+            return
         known.set_draining(entry["draining"], until_restart=entry["until_restart"])
         known.set_pause(entry["paused"])
         known.set_share(entry["weight"])
-        known.set_models(entry["models"], -math.inf)
+        if self._versions is not None and entry["ordered"] > _NO_VERSION:
+            self._versions.note_restored_orders(known, entry["ordered"])
 
     def _restore_policy(self, role: str, state: dict[str, Any]) -> None:
         policy = self._policies.get(Role(role))
@@ -172,6 +200,7 @@ class Snapshot:
                     "until_restart": instance.drains_until_restart,
                     "paused": instance.paused,
                     "weight": instance.share,
+                    "ordered": self._find_version(instance.key),
                     "models": None if instance.models is None else sorted(instance.models),
                 }
                 for instance in self._registry
@@ -183,6 +212,9 @@ class Snapshot:
             if isinstance(policy, PersistentPolicy)
         }
         return document, memories
+
+    def _find_version(self, key: str) -> tuple[int, str]:
+        return _NO_VERSION if self._versions is None else self._versions.find_orders_version(key)
 
     @contextlib.contextmanager
     def _log_failures(self) -> Iterator[None]:
@@ -273,7 +305,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _read_orders(entry: dict[str, Any]) -> dict[str, Any]:
-    """The flags and the weight of an instance; files of earlier versions lack some."""
+    """The flags, the weight and the orders' version of an instance; files of earlier versions lack some."""
     flags = {name: bool(entry[name]) for name in ("has_heartbeat", "permanent", "draining")}
     weight = float(entry.get("weight", 1.0))
     if not 0 <= weight <= 1:
@@ -281,4 +313,7 @@ def _read_orders(entry: dict[str, Any]) -> dict[str, Any]:
     models = entry.get("models")
     served = None if models is None else frozenset(map(str, models))
     later_flags = {name: bool(entry.get(name, False)) for name in ("paused", "until_restart")}
-    return {**flags, **later_flags, "weight": weight, "models": served}
+    count, writer = entry.get("ordered", _NO_VERSION)
+    if not isinstance(count, int) or not isinstance(writer, str):
+        raise ValueError(f"it is damaged: a version of orders is {[count, writer]}")
+    return {**flags, **later_flags, "weight": weight, "models": served, "ordered": (count, writer)}

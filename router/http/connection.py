@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +22,10 @@ __all__ = ["Connection"]
 # A dead host, which sends no FIN, is noticed after about half a minute.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 15, 5, 3
 
+
+# A head that goes on for longer is no answer of an instance; as of clients' requests (``server.py``).
+HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 1000
 
 _TELLS_LENGTH = frozenset({b"content-length", b"transfer-encoding"})
 
@@ -46,6 +51,7 @@ class Connection(asyncio.Protocol):
         # The response that is being received: its headers, whether one of them says where its body ends, the pieces of
         # the body not yet handed on, and whether it is whole.
         self._headers: Headers = []
+        self._head_bytes = 0  # received of a head that is not complete
         self._has_length = False
         self._is_informational = False
         self._pieces: list[bytes] = []
@@ -102,6 +108,10 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             error = BadResponse(f"{self.address} did not answer in HTTP: {exc}")
         exchange, pieces = self._exchange, self._pieces
+        if not exchange.status and error is None:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES:
+                error = BadResponse(f"{self.address} sent more than {HEAD_BYTES} bytes without a whole head")
         body = b""
         if pieces:
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -153,12 +163,15 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if not 100 <= status <= 599:
             raise ValueError(f"status {status}")
+        if len(self._headers) > MAX_HEADERS:
+            raise ValueError(f"more than {MAX_HEADERS} headers")  # goes to ``data_received`` as the parser's error
         self._is_informational = status < 200
         exchange = self._exchange
         if self._is_informational or self._is_whole or exchange is None:
             return
         self._keep_alive = self._parser.should_keep_alive() and not exchange.fresh
         exchange.on_head(status, self._headers)
+        self._headers, self._head_bytes = _DROPPED, 0  # trailers, after a chunked body, are no headers
         if exchange.bodiless:
             self._keep_alive = False  # the parser would take the next bytes for the body that HEAD does not get
             self._is_whole = True
@@ -188,6 +201,9 @@ class Connection(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.on_lost(error)
+
+
+_DROPPED: Any = deque(maxlen=0)
 
 
 def _set_options(sock: socket.socket) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, cast
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.http.api_error import ApiError, Refused
@@ -346,7 +346,7 @@ class RouterProtocol(HttpToolsProtocol):
         self.data_received(piece, is_piece=True)
         self.flow.has_unread = bool(self._unread)
         if not self._unread:
-            if len(self.pipeline) < MAX_PIPELINED:
+            if len(self.pipeline) < MAX_PIPELINED and not self._has_untaken_body:
                 self.flow.resume_reading()
             return
         self.flow.pause_reading()
@@ -399,6 +399,13 @@ class RouterProtocol(HttpToolsProtocol):
         except OSError:
             return self.transport.get_write_buffer_size()  # the connection has ended
         return self.transport.get_write_buffer_size() + int(struct.unpack("i", in_kernel)[0])
+
+    @property
+    def _has_untaken_body(self) -> bool:
+        """Whether the control plane has so much of a body to take that uvicorn has paused the reading, until it has."""
+        request: Any = self.cycle
+        is_control = request is not None and not isinstance(request, ClientRequest)
+        return is_control and not request.response_complete and len(request.body) > HIGH_WATER_LIMIT
 
     @property
     def _is_reading(self) -> bool:
@@ -493,10 +500,16 @@ class RouterProtocol(HttpToolsProtocol):
             if len(self.pipeline) >= MAX_PIPELINED:
                 self.flow.pause_reading()  # and then nobody notices that the client leaves
         elif self.expect_100_continue:
-            if int(self._content_length or 0) > self._data_plane.max_body_bytes:
-                self._refuse_body(request, Refused(self._too_large()))
-            else:
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._answer_expectation(request)
+
+    def _answer_expectation(self, request: ClientRequest) -> None:
+        """Tell a client that waits for it to send the body of its request, which is the one that is being read."""
+        if int(self._content_length or 0) > self._data_plane.max_body_bytes:
+            self._refuse_body(request, Refused(self._too_large()))
+        elif (refused := self._data_plane.find_refusal(request.headers)) is not None:
+            self._refuse_body(request, refused)
+        else:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
         """Keep a piece of the body."""
@@ -688,6 +701,8 @@ class RouterProtocol(HttpToolsProtocol):
             if cycle.method == "OPTIONS" and self._answer_preflight(cycle):
                 return
             self._data_plane.serve(cycle)
+        elif self.expect_100_continue and not self._body_bytes:
+            self._answer_expectation(cycle)
 
     def _answer_preflight(self, request: ClientRequest) -> bool:
         """Answer a request that only asks for a page's script whether it may send another one; False for others."""

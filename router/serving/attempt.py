@@ -49,6 +49,8 @@ _HAND_OVER_ERROR = re.compile(rb"PD Error|(?:Prefill|Decode) (?:bootstrap|transf
 _ENGINE_DEATH = re.compile(
     rb"EngineCore encountered an issue|EngineDeadError|Background loop (?:has errored|is stopped)"
 )
+# A stream whose preamble goes on for longer is relayed as it comes. It may name the ids of the whole prompt.
+PREAMBLE_BYTES = 1024 * 1024
 # Of an answer of one token.
 ANSWER_BYTES = 16 * 1024 * 1024
 # What vLLM's streams begin with before there is a token: chat, responses, messages.
@@ -372,10 +374,12 @@ class Attempt:
             LegFailed: there is an error instead.
         """
         exchange = self.answering.exchange
-        while all(map(_PREAMBLE.search, events := _EVENT_DATA.findall(first))) and not exchange.is_taken:
+        # ``first[:seen]`` is whole lines of the preamble: only what follows them is looked at.
+        said, seen = None, 0
+        while (said := _find_token(first, seen)) is None and not exchange.is_taken and len(first) <= PREAMBLE_BYTES:
+            seen = max(first.rfind(b"\n", seen) + 1, seen)
             first += await exchange.chunk()
-        said = next((event for event in events if not _PREAMBLE.search(event)), b"")
-        if _ERROR.search(said):
+        if said is not None and _ERROR.search(said):
             message = f"{self.answering.instance.key} has an error instead of an answer: {said.decode()[:500]}"
             raise LegFailed(self.answering.instance, message, trouble=Trouble.HAND_OVER)
         return first
@@ -457,6 +461,12 @@ def _is_event_stream(headers: Headers) -> bool:
     """Whether the response is server-sent events, and not compressed."""
     found = dict(headers)
     return found.get(b"content-type", b"").startswith(b"text/event-stream") and b"content-encoding" not in found
+
+
+def _find_token(data: bytes, start: int) -> bytes | None:
+    """The first event from ``start`` that is more than a stream's preamble; None where there is none yet."""
+    events = (found[1] for found in _EVENT_DATA.finditer(data, start))
+    return next((event for event in events if not _PREAMBLE.search(event)), None)
 
 
 def _tells_pd_error(body: bytes) -> bool:

@@ -48,6 +48,7 @@ _ERROR_MARK = b'"error"'
 # In each usage that says how much was cached.
 _CACHE_MARK = b'"cache'
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_LONGEST_END = 4
 _NO_USAGE = Usage()
 
 
@@ -171,10 +172,11 @@ class ClientResponse:
         data, held = first, b""
         while True:
             is_end = exchange.is_taken
+            seen = len(held)
             if held:
                 data, held = held + data, b""
             if self.is_event_stream and not is_end:
-                data, held = _split_whole_events(data)
+                data, held = _split_whole_events(data, seen)
             failure = None
             if self.is_event_stream and data.find(_ERROR_MARK) >= 0:
                 failure = find_engine_failure(data)
@@ -370,11 +372,18 @@ def _no_continuation(message: str) -> ApiError:
     return ApiError(502, message, "cannot_continue")
 
 
-def _split_whole_events(data: bytes) -> tuple[bytes, bytes]:
-    """Split server-sent events after the last whole one."""
+def _split_whole_events(data: bytes, seen: int = 0) -> tuple[bytes, bytes]:
+    """Split server-sent events after the last whole one.
+
+    Args:
+        seen: so many of the first bytes have no whole event in them.
+    """
     if data.endswith(_EVENT_ENDS):
         return data, b""
-    end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _EVENT_ENDS)
+    start, end = max(0, seen - _LONGEST_END), 0
+    for mark in _EVENT_ENDS:
+        if (found := data.rfind(mark, start)) >= 0:
+            end = max(end, found + len(mark))
     if end == 0 and len(data) > EVENT_BYTES:
         return data, b""
     return data[:end], data[end:]

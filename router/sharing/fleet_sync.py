@@ -91,6 +91,19 @@ class FleetSync:
         """Tell the others that an instance's own cache is empty."""
         self._link.publish_event("lost_cache", key)
 
+    def find_orders_version(self, key: str) -> Version:
+        """The version of the latest orders about this instance; ``NEVER`` where there were none."""
+        known = self._known.get(key)
+        return NEVER if known is None else known.ordered
+
+    def note_restored_orders(self, instance: Instance, version: Version) -> None:
+        """Take over that the orders of ``instance``, which an earlier process gave or heard, are of this version."""
+        if self._link.is_alone:
+            return  # nobody would give a version to the orders that follow
+        self._versions.note(version)
+        known = self._note_key(instance.key)
+        known.orders, known.ordered = _orders_of(instance), version
+
     async def keep_renewing(self) -> None:
         """Renew the records of the instances, until cancelled; return at once if there is nobody to tell."""
         while not self._link.is_alone:

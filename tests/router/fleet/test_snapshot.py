@@ -319,6 +319,24 @@ def test_a_restarted_router_serves_before_any_heartbeat(
     wait_until(lambda: second.chat().status_code == 200, "an answer")
 
 
+def test_an_order_is_written_at_once(path: Path, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in(), snapshot_path=str(path), snapshot_interval_secs=1000.0)
+    (instance,) = router.app.registry
+    for order, written in (("drain", b'"draining":true'), ("pause", b'"paused":true')):
+        assert router.client.post(f"/admin/{order}", json={"instance": instance.key}).status_code == 200
+        wait_until(lambda sign=written: path.exists() and sign in path.read_bytes(), f"the {order} in the snapshot")
+
+
+def test_a_version_of_orders_that_is_none_is_damage(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flags = {"has_heartbeat": True, "permanent": False, "draining": True}
+    entry = {"registration": dict(mixed(1).fields), **flags, "ordered": ["x", 1]}
+    path.write_bytes(orjson.dumps({**GOOD, "instances": [entry], "policies": {}}))
+    registry = Registry(splitwise=False)
+    snapshot(path, registry).restore(now=0.0)
+    assert not list(registry)
+    assert "a version of orders is" in caplog.text
+
+
 def test_it_is_off_by_default() -> None:
     assert RouterSettings().snapshot_path == ""
 

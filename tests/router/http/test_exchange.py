@@ -221,6 +221,11 @@ def test_header_names_are_lower_case_and_repeated_ones_kept(client: Client, stan
         pytest.param(
             b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhel\r\n", ConnectionLost, id="no last chunk"
         ),
+        pytest.param(b"HTTP/1.1 200 OK\r\nx: " + 300_000 * b"y", BadResponse, id="an endless header"),
+        pytest.param(b"HTTP/1.1 100 Continue\r\n\r\n" * 20_000, BadResponse, id="endless steps on the way"),
+        pytest.param(
+            b"HTTP/1.1 200 OK\r\n" + 1001 * b"x: y\r\n" + b"content-length: 0\r\n\r\n", BadResponse, id="many headers"
+        ),
         pytest.param(b"SSH-2.0-OpenSSH\r\n", BadResponse, id="another protocol"),
         pytest.param(b"HTTP/1.1 999 Odd\r\ncontent-length: 0\r\n\r\n", BadResponse, id="no such status"),
         pytest.param(

@@ -10,16 +10,20 @@ import ssl
 import threading
 import time
 import urllib.parse
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from router.http.api_error import ApiError
-from router.http.server import HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, PIECE_BYTES, RouterProtocol, path_of
+from router.http.server import HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, PIECE_BYTES, RouterProtocol, _Flow, path_of
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
 from tests.support import plain_http
@@ -211,6 +215,48 @@ def test_who_expects_to_be_told_to_continue_is_told_to(router: RouterUnderTest, 
     assert client.answer() == (100, {}, b"")
     client.send(b'{"number": 4}')
     assert client.answer()[2] == b"4"
+
+
+def test_who_expects_to_be_told_to_continue_behind_another_request_is_told_in_its_turn(
+    router: RouterUnderTest, connect: Connect
+) -> None:
+    client = connect(router)
+    client.send(request(b'{"number": 3}') + head(b"expect: 100-continue", b"content-length: 13"))
+    assert client.answer()[2] == b"3"
+    assert client.answer() == (100, {}, b"")
+    client.send(b'{"number": 4}')
+    assert client.answer()[2] == b"4"
+
+
+def test_who_expects_to_continue_without_its_key_is_refused_before_it_sends_its_body(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: sk-1\n")
+    client = connect(make_router(stand_in(), api_keys_file=str(keys)))
+    client.send(head(b"expect: 100-continue", b"content-length: 13"))
+    assert client.answer()[0] == 401
+
+
+def test_what_the_control_plane_has_not_taken_of_a_body_pauses_the_reading() -> None:
+    """uvicorn resumes it as soon as the application takes the body."""
+    paused: list[str] = []
+    transport = SimpleNamespace(
+        is_closing=lambda: False,
+        pause_reading=lambda: paused.append("pause"),
+        resume_reading=lambda: paused.append("resume"),
+    )
+    protocol: Any = RouterProtocol.__new__(RouterProtocol)
+    protocol.transport, protocol.flow = transport, _Flow(cast(asyncio.Transport, transport))
+    protocol.cycle = SimpleNamespace(body=bytearray(HIGH_WATER_LIMIT + 1), more_body=True, response_complete=False)
+    protocol.pipeline, protocol._unread, protocol._content_length = deque(), b"x", b""
+    protocol.data_received = lambda data, is_piece: protocol.flow.pause_reading()
+    protocol._read_piece()
+    assert paused == ["pause"]
+    protocol.cycle.body.clear()
+    protocol._unread = b"x"
+    protocol._read_piece()
+    assert paused == ["pause", "resume"]
 
 
 def test_who_expects_to_continue_with_too_much_is_refused_before_it_sends_it(

@@ -6,10 +6,13 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from router.serving import attempt
+from router.serving.attempt import PREAMBLE_BYTES
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, full_backlog, streams
 from tests.support.waiting import wait_until
@@ -47,6 +50,47 @@ def nothing_runs_at(instance: StandIn) -> bool:
     """Whether every request it has got was aborted and had its connection closed."""
     got = {f"chatcmpl-{request.json['request_id']}_0" for request in instance.received}
     return instance.running == 0 and got <= set(aborted_ids(instance))
+
+
+class OneEventAtATime:
+    """An exchange whose stream goes on with the same event."""
+
+    is_taken = False
+
+    def __init__(self, event: bytes) -> None:
+        self.event, self.taken = event, 0
+
+    async def chunk(self) -> bytes:
+        self.taken += len(self.event)
+        if self.taken > 2 * PREAMBLE_BYTES:
+            raise AssertionError("it is read without end")
+        return self.event
+
+
+@pytest.mark.parametrize("event", [b'data: {"type": "ping"}\n\n', b": comment\n", b'data: {"type": "ping", '])
+def test_a_preamble_without_end_is_not_held_for_ever(event: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "PREAMBLE_BYTES", 4096)
+    exchange = OneEventAtATime(event)
+    reading = SimpleNamespace(answering=SimpleNamespace(exchange=exchange))
+    first = asyncio.run(attempt.Attempt._read_preamble(cast(attempt.Attempt, reading), event))
+    assert first.startswith(event)
+    assert len(first) <= 4096 + len(event)
+
+
+def test_of_a_preamble_only_what_is_new_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    find_token = attempt._find_token
+
+    def note(data: bytes, start: int) -> bytes | None:
+        looked_at.append(len(data) - start)
+        return find_token(data, start)
+
+    monkeypatch.setattr(attempt, "PREAMBLE_BYTES", 4096)
+    monkeypatch.setattr(attempt, "_find_token", note)
+    event = b'data: {"type": "ping"}\n\n'
+    reading = SimpleNamespace(answering=SimpleNamespace(exchange=OneEventAtATime(event)))
+    asyncio.run(attempt.Attempt._read_preamble(cast(attempt.Attempt, reading), event))
+    assert max(looked_at) <= 2 * len(event)
 
 
 def test_decode_answers_and_prefill_is_drained(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -182,6 +183,32 @@ def test_splitting_loses_nothing_and_ends_at_a_blank_line(data: bytes) -> None:
     assert not whole or whole.endswith((b"\n\n", b"\r\n\r\n"))
     assert b"\n\n" not in rest
     assert b"\r\n\r\n" not in rest
+
+
+@given(_event_bytes, _event_bytes)
+def test_splitting_looks_at_no_more_than_what_is_new(held: bytes, new: bytes) -> None:
+    held = _split_whole_events(held)[1]
+    assert _split_whole_events(held + new, len(held)) == _split_whole_events(held + new)
+
+
+class CountsSearched(bytes):
+    """Bytes that note how many of them were searched."""
+
+    searched = 0
+
+    def rfind(self, mark: Any, start: Any = 0, end: Any = None) -> int:
+        self.searched += len(self) - start
+        return super().rfind(mark, start)
+
+    def __contains__(self, mark: Any) -> bool:
+        self.searched += len(self)
+        return super().__contains__(mark)
+
+
+def test_what_was_held_of_an_event_is_not_searched_again() -> None:
+    data = CountsSearched(b"x" * 100_000)
+    _split_whole_events(data, len(data) - 10)
+    assert data.searched < 100
 
 
 def test_an_event_without_end_is_not_held_for_ever() -> None:

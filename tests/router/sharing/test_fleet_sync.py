@@ -6,11 +6,12 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from router.fleet import Instance
+from router.fleet import Instance, Snapshot
 from router.sharing import WorkerLink, fleet_sync
 from router.sharing.records import STALE_SECONDS
 from tests.router.conftest import RouterUnderTest
@@ -458,6 +459,45 @@ async def leave(worker: RouterUnderTest) -> None:
     link = worker.app.link
     assert isinstance(link, WorkerLink)
     link.disconnect()
+
+
+def restart_from_snapshot(worker: RouterUnderTest, snapshot: Snapshot) -> None:
+    async def restore() -> None:
+        snapshot.restore(time.monotonic())
+
+    worker.thread.run(restore())
+
+
+def test_a_snapshot_does_not_undo_an_order_that_another_router_took_later(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
+) -> None:
+    first, second = make_router(stand_in(), workers=2, snapshot_path=str(tmp_path / "snapshot")).workers
+    (instance,) = first.app.registry
+    instance.permanent = True  # as of a register file
+    snapshot = first.app.snapshot
+    assert snapshot is not None
+    snapshot.save()
+    assert second.client.post("/admin/drain", json={"instance": instance.key}).status_code == 200
+    restart_from_snapshot(first, snapshot)
+    tell(second, renewal_of(first))
+    assert registered(first)[0]["state"] == registered(second)[0]["state"] == "draining"
+
+
+def test_a_restored_order_has_the_version_that_it_was_given_with(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
+) -> None:
+    instance, path = stand_in(), str(tmp_path / "snapshot")
+    before = make_router(instance, workers=2, snapshot_path=path)
+    key = registered(before)[0]["url"].removeprefix("http://")
+    assert before.client.post("/admin/drain", json={"instance": key}).status_code == 200
+    snapshot = before.app.snapshot
+    assert snapshot is not None
+    snapshot.save()
+    given = renewal_of(before)["orders"]
+    for worker in before.workers:
+        worker.stop()
+    after = make_router(workers=2, snapshot_path=path)
+    assert renewal_of(after)["orders"] == given
 
 
 def tell(worker: RouterUnderTest, record: dict[str, Any], key: str = "") -> None:
