@@ -34,8 +34,8 @@ def collect_settings(vllm_config: Any, variables: Iterable[str] = ()) -> dict[st
     """
     settings = collect_fields(vllm_config, _describe_special(vllm_config))
     settings |= _describe_generation(vllm_config.model_config)
-    # Both decide on the hashes of blocks; Python's own seed is vLLM's for the first block of every prompt.
-    counted = {"PYTHONHASHSEED", *variables} - IGNORED_VARIABLES
+    # Python's seed is vLLM's for the hash of the first block of every prompt; cuBLAS reads the other one itself.
+    counted = {"PYTHONHASHSEED", "NVIDIA_TF32_OVERRIDE", *variables} - IGNORED_VARIABLES
     return settings | {f"environment {name}": value for name, value in named_variables(counted).items()}
 
 

@@ -115,9 +115,10 @@ class TestSpecialFields:
         settings = collect_settings(self.make(speculative_config__draft_model_config=draft))
         assert "SpeculativeConfig.draft_model_config" not in settings
 
-    def test_the_seed_of_hashes_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PYTHONHASHSEED", "0")
-        assert collect_settings(self.make())["environment PYTHONHASHSEED"] == "0"
+    @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "NVIDIA_TF32_OVERRIDE"])
+    def test_variables_of_others_that_decide_count(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        monkeypatch.setenv(name, "0")
+        assert collect_settings(self.make())[f"environment {name}"] == "0"
 
     def test_variables_that_vllm_reads_count_unless_they_cannot_change_bytes(
         self, monkeypatch: pytest.MonkeyPatch
