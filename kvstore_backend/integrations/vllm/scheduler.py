@@ -371,6 +371,8 @@ class SchedulerHalf:
         """Leave the pool; it takes its time, and that is not waited for longer than a moment."""
         if self._refill is not None:
             self._refill.close()
+        if self._cached is not None:
+            self._cached.close()
         self._threads.close()
         leaving = threading.Thread(target=self._backend.close, name="pool-close", daemon=True)
         leaving.start()
