@@ -11,18 +11,26 @@ for those who have seen it. No clocks are compared.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
+import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore_backend.backend import Span, Status
-from kvstore_backend.pool import BlockPool
+from kvstore_backend.namespace import BLOCK_PREFIX
 from kvstore_backend.wrappers.checked import seal_bytes
 
-__all__ = ["ALL", "MARK_PREFIX", "ClearMarks", "make_mark", "mark_key"]
+if TYPE_CHECKING:
+    from kvstore_backend.pool import BlockPool  # which imports this module
+
+__all__ = ["ALL", "MARK_PREFIX", "ClearMarks", "ClearWatch", "make_mark", "mark_key"]
+
+logger = logging.getLogger(__name__)
 
 MARK_PREFIX = "kvstore-cleared/"
 """The beginning of the keys of all marks; no block's key begins so."""
@@ -30,6 +38,7 @@ MARK_PREFIX = "kvstore-cleared/"
 ALL = "all"
 """In the place of a digest: all namespaces."""
 
+_PERIOD_SECONDS = 5.0
 _ID_BYTES = 32
 _ID = re.compile(rb"[0-9a-f]{32}")
 
@@ -79,3 +88,40 @@ class ClearMarks:
     def accept(self) -> None:
         """Take the marks that the last ``look`` found for known."""
         self._known |= self._found
+
+
+class ClearWatch:
+    """Drops what only this process has of a pool after a clear: its fast tier, and writes on their way.
+
+    Reads the marks on a thread of its own. A mark that is there at the first look counts as new, as a fast tier in a
+    folder may hold copies of before.
+
+    Args:
+        pool: of one namespace, which may change; the copies of all namespaces are dropped.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._period = _PERIOD_SECONDS
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="pool-clear-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Look no more; does not wait for a look on its way."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            digest = self._pool.namespace.digest
+            marks = ClearMarks(self._pool, [digest])
+            while not self._closed.wait(self._period) and self._pool.namespace.digest == digest:
+                try:
+                    self._look(marks)
+                except Exception:
+                    logger.exception("Looking for the marks of a clear failed; it is tried again")
+            marks.close()
+
+    def _look(self, marks: ClearMarks) -> None:
+        if self._pool.is_ready and marks.look() and self._pool.stack.drop_own_copies(BLOCK_PREFIX):
+            marks.accept()  # else once more in the next period
+            logger.info("An operator cleared the pool: the copies that only this process has were dropped")

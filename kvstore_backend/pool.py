@@ -15,6 +15,7 @@ from types import TracebackType
 from prometheus_client import CollectorRegistry, Info
 
 from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_values
+from kvstore_backend.clear_marks import ClearWatch
 from kvstore_backend.config import DEFAULT_TENANT, FileSettings, MemorySettings, MooncakeSettings, PoolConfig
 from kvstore_backend.manifest import Manifest
 from kvstore_backend.manifest_keeper import ManifestKeeper
@@ -67,6 +68,7 @@ class BlockPool:
         self.namespace = namespace
         self._stack = as_stack(backend)
         self._keeper = keeper
+        self._watch: ClearWatch | None = None
 
     def __repr__(self) -> str:
         return f"BlockPool({self._stack!r}, namespace={self.namespace.digest})"
@@ -213,8 +215,14 @@ class BlockPool:
         if self._keeper is not None:
             self._keeper.manifest = replace(self._keeper.manifest, fields=namespace.fields)
 
+    def watch_clears(self) -> None:
+        """Drop the copies that only this process has whenever an operator clears the pool, until ``close``."""
+        self._watch = ClearWatch(self)
+
     def close(self) -> None:
         """Close the backend; a second call does nothing."""
+        if self._watch is not None:
+            self._watch.close()
         if self._keeper is not None:
             self._keeper.close()
         self._stack.close()
@@ -278,12 +286,15 @@ def open_pool(
     if registry is not None:
         told = {"backend": config.backend, "tenant": namespace.tenant, "namespace": namespace.digest}
         Info("kvstore_pool", "Whose blocks the pool is asked for", registry=registry).info(told)
-    if facts is None:
-        return BlockPool(open_backend(config, registry, background=background, is_summed=is_summed), namespace)
-    keeper = ManifestKeeper(Manifest(namespace.fields, dict(facts)))
-    stack = open_backend(config, registry, background=background, on_open=keeper.attach_store, is_summed=is_summed)
-    keeper.watch_readiness(lambda: stack.is_ready)
-    return BlockPool(stack, namespace, keeper)
+    keeper = None if facts is None else ManifestKeeper(Manifest(namespace.fields, dict(facts)))
+    on_open = None if keeper is None else keeper.attach_store
+    stack = open_backend(config, registry, background=background, on_open=on_open, is_summed=is_summed)
+    if keeper is not None:
+        keeper.watch_readiness(lambda: stack.is_ready)
+    pool = BlockPool(stack, namespace, keeper)
+    if config.fast is not None or config.async_write:
+        pool.watch_clears()
+    return pool
 
 
 def name_tenant(config: PoolConfig, namespace: Namespace) -> Namespace:

@@ -27,7 +27,9 @@ _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def read_settings(values: Mapping[str, object], neutral: Container[str] = ()) -> dict[str, str]:
+def read_settings(
+    values: Mapping[str, object], neutral: Container[str] = (), paths: Container[str] = ()
+) -> dict[str, str]:
     """The texts of all settings but the neutral ones, equal for two that have one effect.
 
     A file or folder that a setting names is given by its content: it may lie elsewhere on another machine, and may
@@ -36,11 +38,16 @@ def read_settings(values: Mapping[str, object], neutral: Container[str] = ()) ->
     Args:
         values: of all settings, by their names.
         neutral: names of settings that cannot change KV bytes.
+        paths: names of settings whose texts are all files or folders, here or in Hugging Face's cache.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: a file cannot be read, or is neither here nor in the cache.
     """
-    return {name: _write(value) for name, value in sorted(values.items()) if name not in neutral}
+    return {
+        name: _write(_digest_paths(name, value) if name in paths else value)
+        for name, value in sorted(values.items())
+        if name not in neutral
+    }
 
 
 def read_json(value: object) -> object:
@@ -93,17 +100,57 @@ def _replace_paths(value: object) -> object:
     return value
 
 
-def _write_text(text: str) -> str:
+def _digest_paths(setting: str, value: object) -> object:
+    """``value`` with the contents of the files and folders that it names in the place of their names."""
+    if isinstance(value, Mapping):
+        return {name: _digest_paths(setting, each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_digest_paths(setting, each) for each in value]
+    return _write_path(_find_path(setting, value)) if isinstance(value, str) and value else value
+
+
+def _find_path(setting: str, text: str) -> Path:
+    """The file or folder: a path, or ``owner/name`` or ``owner/name/file`` of Hugging Face's hub."""
     path = Path(text)
+    if path.exists():
+        return path
     try:
-        return _digest_path(path) if "/" in text and path.exists() else text
+        from huggingface_hub import snapshot_download
+
+        owner, name, *rest = text.split("/")
+        path = Path(snapshot_download(f"{owner}/{name}", local_files_only=True), *rest)
+    except Exception as exc:  # no such package, no such name, not in the cache
+        raise ConfigError(_missing(setting, text)) from exc
+    if not path.exists():
+        raise ConfigError(_missing(setting, text))
+    return path
+
+
+def _missing(setting: str, text: str) -> str:
+    return (
+        f"{setting} names {text!r}, which is neither a file or folder here nor in Hugging Face's cache, so what it "
+        "holds cannot be told from others'; give the path of a file or folder"
+    )
+
+
+def _write_text(text: str) -> str:
+    try:
+        is_path = "/" in text and Path(text).exists()
+    except OSError:  # too long for a name
+        is_path = False
+    return _write_path(Path(text)) if is_path else text
+
+
+def _write_path(path: Path) -> str:
+    try:
+        return _digest_path(path)
     except OSError as exc:
-        raise ConfigError(f"{exc.filename or text} cannot be read: {exc.strerror}") from exc
+        raise ConfigError(f"{exc.filename or path} cannot be read: {exc.strerror}") from exc
 
 
 def _digest_path(path: Path) -> str:
-    """What a file or folder holds; of a checkpoint as much as ``fingerprint_model`` reads."""
-    if path.is_dir():
+    """What a file or folder holds; of a checkpoint, which is no adapter, as much as ``fingerprint_model`` reads."""
+    if path.is_dir() and not (path / "adapter_config.json").exists():
         try:
             return f"checkpoint {fingerprint_model(path)}"
         except ConfigError:

@@ -39,7 +39,13 @@ from sglang.version import __version__ as sglang_version
 from kvstore_backend.backend import ConfigError, Span, Status, Value
 from kvstore_backend.config import engine_variables, read_config
 from kvstore_backend.integrations.settings import digest_settings, list_facts, read_settings
-from kvstore_backend.integrations.sglang_settings import CANNOT_CHANGE_KV, NEUTRAL_VARIABLES, TOLD_OTHERWISE
+from kvstore_backend.integrations.sglang_settings import (
+    CANNOT_CHANGE_KV,
+    NAMES_OF_FILES,
+    NEUTRAL_VARIABLES,
+    TOLD_OTHERWISE,
+    VARIABLES_ON_NUMBERS,
+)
 from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import BlockPool, open_pool
@@ -86,7 +92,11 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         server = _read_server(self._weights_version)
         self._kv_dtype = str(extra.get("kv_cache_dtype") or server.get("kv_cache_dtype") or "auto")
         model = _find_model(extra.get("model_path") or storage_config.model_name or "")
-        settings = read_settings({**server, **_read_variables()}, {*CANNOT_CHANGE_KV, *TOLD_OTHERWISE})
+        settings = read_settings(
+            {**_list_adapters(server), **_read_variables()},
+            {*CANNOT_CHANGE_KV, *TOLD_OTHERWISE},
+            NAMES_OF_FILES,
+        )
         checkpoint = fingerprint_model(model)
         self._model = digest_settings(checkpoint, settings)
         self._facts = {
@@ -344,6 +354,14 @@ def _read_server(weights_version: str) -> Mapping[str, object]:
     return settings
 
 
+def _list_adapters(server: Mapping[str, object]) -> Mapping[str, object]:
+    """The settings with the path of each adapter by its name; SGLang resolves what it was given to its ``LoRARef``."""
+    adapters = server.get("lora_paths")
+    if not isinstance(adapters, list | tuple):
+        return server
+    return {**server, "lora_paths": {str(each.lora_name): str(each.lora_path) for each in adapters}}
+
+
 def _read_defaults() -> Mapping[str, object]:
     """The defaults of the server's settings, as far as they can be had: they only help people."""
     try:
@@ -359,8 +377,8 @@ def _read_defaults() -> Mapping[str, object]:
 
 
 def _read_variables() -> dict[str, str]:
-    """SGLang's own variables of the environment, but for those that name places, times and reports."""
-    known = engine_variables(("SGLANG_",))
+    """SGLang's variables of the environment, but for those of places, times and reports; its libraries' on numbers."""
+    known = engine_variables(("SGLANG_", *VARIABLES_ON_NUMBERS))
     return {name: text for name, text in known.items() if not name.startswith(NEUTRAL_VARIABLES)}
 
 

@@ -6,7 +6,14 @@ into the namespace: a miss that need not be costs time, and a hit that must not 
 
 from __future__ import annotations
 
-__all__ = ["CANNOT_CHANGE_KV", "DECIDE_ON_KV", "NEUTRAL_VARIABLES", "TOLD_OTHERWISE"]
+__all__ = [
+    "CANNOT_CHANGE_KV",
+    "DECIDE_ON_KV",
+    "NAMES_OF_FILES",
+    "NEUTRAL_VARIABLES",
+    "TOLD_OTHERWISE",
+    "VARIABLES_ON_NUMBERS",
+]
 
 TOLD_OTHERWISE = {
     "model_path": "model",
@@ -73,6 +80,15 @@ _DECIDING = """
 
 DECIDE_ON_KV = frozenset(_DECIDING.split())
 """Settings in the namespace, with the value that SGLang resolved them to."""
+
+_FILES = """
+    debug_tensor_dump_input_file decrypted_config_file decrypted_draft_config_file dllm_algorithm_config kt_weight_path
+    lora_paths modelopt_checkpoint_restore_path quantization_param_path speculative_adaptive_config
+    speculative_draft_model_path speculative_token_map uno_lora_path
+"""
+
+NAMES_OF_FILES = frozenset(_FILES.split())
+"""Settings that name files or folders, by a path or by a name of Hugging Face's hub; they count by the content."""
 
 _REASONS = {
     "it decides only how requests come in and answers go out; pages are named by their tokens": """
@@ -242,3 +258,10 @@ NEUTRAL_VARIABLES = (
     "SGLANG_IS_IN_CI",
 )
 """Beginnings of variables of the environment that name places, times and reports; others named SGLANG_* count."""
+
+VARIABLES_ON_NUMBERS = (
+    "NVIDIA_TF32_OVERRIDE",
+    "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH",
+    "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH",
+)
+"""Variables of SGLang's libraries that count, too: they change how the libraries calculate."""

@@ -182,9 +182,16 @@ class FolderHoldings(_Values):
         """There are none."""
 
     def remove_prefix(self, prefix: str) -> int:
-        """Remove every key that begins with ``prefix``; how many were removed."""
-        keys = [key for key in self._scan() if key.startswith(prefix)]
-        return self.remove_keys(keys).count(Status.OK)
+        """Remove every key that begins with ``prefix``; how many were removed.
+
+        Raises:
+            PoolUnavailable: some of them are still there, or may be.
+        """
+        statuses = self.remove_keys([key for key in self._scan() if key.startswith(prefix)])
+        removed, failed = statuses.count(Status.OK), statuses.count(Status.FAILED)
+        if failed:
+            raise PoolUnavailable(f"{removed} blocks removed, but {failed} could not be: they may be in the pool still")
+        return removed
 
     def _scan(self) -> dict[str, Block]:
         """The values by their keys; of a key too long for a file's name, by the name that it has instead."""

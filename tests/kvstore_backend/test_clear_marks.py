@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 
+from kvstore_backend import clear_marks
 from kvstore_backend.backend import Status
 from kvstore_backend.clear_marks import ALL, MARK_PREFIX, ClearMarks, make_mark, mark_key
+from kvstore_backend.config import FileSettings, MemorySettings, PoolConfig
 from kvstore_backend.namespace import BLOCK_PREFIX
-from kvstore_backend.pool import BlockPool
+from kvstore_backend.pool import BlockPool, open_pool
+from kvstore_backend.stores.file import FileStore
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend, find_fault
 from kvstore_backend.wrappers.tiered import TieredBackend
 from tests.faults.blocks import NAMESPACE
 from tests.support.memory import Memory
+from tests.support.waiting import wait_until
 
 KEY = mark_key(NAMESPACE.digest)
 
@@ -88,3 +95,15 @@ def test_marks_are_no_blocks_and_no_two_are_alike() -> None:
     assert find_fault(KEY, one) is None
     assert one.tobytes() != other.tobytes()
     assert one.nbytes == 128 + 32
+
+
+def test_a_pools_fast_tier_drops_its_copies_after_a_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clear_marks, "_PERIOD_SECONDS", 0.01)
+    name, source = bytes(32), Memory(b"x" * 64)
+    config = PoolConfig(FileSettings(tmp_path, 1 << 20), fast=MemorySettings(1 << 20))
+    with open_pool(config, NAMESPACE, background=False) as pool, closing(FileStore(tmp_path, 1 << 20)) as shared:
+        assert pool.save([name], [source.value]) == [Status.OK]
+        mark = Memory(make_mark(KEY).tobytes())
+        assert shared.put([KEY], [mark.value]) == [Status.OK]
+        shared.remove([NAMESPACE.key(name)], force=True)
+        wait_until(lambda: pool.exists([name]) == [Status.ABSENT], "the end of the copy in the fast tier")

@@ -2,12 +2,15 @@
 
 vLLM keeps the blocks of requests that ended until it needs their memory, each with the hash of its contents. A block
 whose hash is still the one it was saved under still holds those bytes. Answers come with vLLM's steps: an instance that
-has nothing to do puts nothing again before its next request.
+has nothing to do puts nothing again, and is asked once more later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +21,9 @@ __all__ = ["CachedBlocks"]
 
 # Beyond it the oldest are forgotten; vLLM's own number of blocks is mostly smaller.
 _MAX_NAMES = 1 << 16
+# For a step of vLLM and a save in it; an instance that has nothing to do makes no step.
+_SAVE_SECONDS = 30.0
+_POLL_SECONDS = 0.5
 
 
 class CachedBlocks:
@@ -44,6 +50,7 @@ class CachedBlocks:
         self._post = post
         self._save = save
         self._touch_in_order = touch_in_order
+        self._is_closed = False
         self._places: dict[bytes, tuple[int, Any]] = {}  # name -> block, and the hash it had then
 
     def note_blocks(self, names: Sequence[bytes], blocks: Sequence[int]) -> None:
@@ -74,18 +81,38 @@ class CachedBlocks:
         return [name for name in names if self._find(name) is not None][:most]
 
     def save_again(self, names: Sequence[bytes]) -> tuple[int, int]:
-        """Save those that are still cached: how many were tried, and how many every rank's pool has now."""
+        """Save those that are still cached: how many were tried, and how many every rank's pool has now.
+
+        Where no step of vLLM saves them in time, all were tried and none is there, and none is saved later.
+        """
         tried: queue.SimpleQueue[Sequence[bytes]] = queue.SimpleQueue()
+        given_up = threading.Event()
 
         def begin() -> None:
             places = {name: block for name in names if (block := self._find(name)) is not None}
-            self._save(list(places), list(places.values()), lambda: tried.put(list(places)))
+            if not given_up.is_set():
+                self._save(list(places), list(places.values()), lambda: tried.put(list(places)))
 
         self._post(begin)
-        there = tried.get()
+        there = self._wait_for(tried)
+        if there is None:
+            given_up.set()
+            return len(names), 0
         if not there:
             return 0, 0
         return len(there), min(pool.exists_for_all(there).count(Status.OK) for pool in self._pools)
+
+    def close(self) -> None:
+        """End a ``save_again`` on its way, and every later one."""
+        self._is_closed = True
+
+    def _wait_for(self, tried: queue.SimpleQueue[Sequence[bytes]]) -> Sequence[bytes] | None:
+        """What was tried; None where nobody says so in time, or after ``close``."""
+        give_up_at = time.monotonic() + _SAVE_SECONDS
+        while not self._is_closed and time.monotonic() < give_up_at:
+            with contextlib.suppress(queue.Empty):
+                return tried.get(timeout=_POLL_SECONDS)
+        return None
 
     def end_round(self, names: Sequence[bytes]) -> None:
         """Let those that were saved again be reused in the order they were in before."""

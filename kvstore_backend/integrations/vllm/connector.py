@@ -246,8 +246,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, None  # blocks still to be saved are pinned, so vLLM may free its own references
 
     def has_pending_push_work(self) -> bool:
-        """Steps go on until all pins are gone, as only a step brings the workers' reports."""
-        return self._scheduler is not None and self._scheduler.has_pins
+        """Steps go on while transfers may end, as only a step brings the workers' reports; not for one that hangs."""
+        return self._scheduler is not None and self._scheduler.is_moving
 
     def reset_cache(self) -> bool | None:
         return self._scheduler.forget_blocks() if self._scheduler is not None else True

@@ -74,7 +74,9 @@ FIELDS: Mapping[str, Kind] = {
             _DERIVED: "is_submodel_config spec_target_max_model_len allow_deprecated_quantization",
             _ROUNDING: "enforce_eager disable_cascade_attn",
             _OUTPUT: "return_sampling_mask max_logprobs logprobs_mode use_fp64_gumbel enable_trace_replay "
-            "generation_config override_generation_config logits_processors pooler_config",
+            "logits_processors pooler_config",
+            "what attention reads of it counts, as generation_config attn_*": "generation_config "
+            "override_generation_config",
             _WIRES: "served_model_name hf_token",
             _MEMORY: "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph "
             "enable_nccl_comm_suspend enable_cumem_allocator",

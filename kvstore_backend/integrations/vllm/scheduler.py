@@ -63,6 +63,8 @@ _SAVE_SHARE = 0.25
 
 # So long after the look-ups' client had the pool, workers are still given blocks to save.
 _TRUST_SECONDS = 5.0
+# For how long a transfer keeps vLLM's steps going, and so a pause waiting: longer than a call to a pool that works.
+_PUSH_SECONDS = 30.0
 
 
 class Request(Protocol):
@@ -160,6 +162,7 @@ class _Pin:
     ranks: int
     is_load: bool
     on_end: Callable[[], None] = field(default=lambda: None)
+    begun_at: float = field(default_factory=lambda: time.monotonic())  # looked up late: tests have a clock of their own
 
 
 class SchedulerHalf:
@@ -359,6 +362,12 @@ class SchedulerHalf:
         return bool(self._pins) or not self._posts.empty()
 
     @property
+    def is_moving(self) -> bool:
+        """Whether a transfer may still end soon: one that hangs for long holds its blocks, and no steps are for it."""
+        oldest = time.monotonic() - _PUSH_SECONDS
+        return self.has_pins and (not self._posts.empty() or any(pin.begun_at > oldest for pin in self._pins.values()))
+
+    @property
     def num_open_lookups(self) -> int:
         """Requests whose blocks are being looked up, or wait for prefill."""
         return len(self._questions)
@@ -371,6 +380,8 @@ class SchedulerHalf:
         """Leave the pool; it takes its time, and that is not waited for longer than a moment."""
         if self._refill is not None:
             self._refill.close()
+        if self._cached is not None:
+            self._cached.close()
         self._threads.close()
         leaving = threading.Thread(target=self._backend.close, name="pool-close", daemon=True)
         leaving.start()

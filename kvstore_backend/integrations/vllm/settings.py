@@ -16,6 +16,10 @@ __all__ = ["collect_settings", "find_checkpoint"]
 
 # All of these read the checkpoint's safetensors, where it has any.
 _PLAIN_FORMATS = ("auto", "hf", "safetensors")
+# Rotations that some models build for the longest prompt an instance takes, and that differ then for all prompts.
+_ROPES_BY_LENGTH = ("longrope", "dynamic")
+# Llama 4 scales queries by their positions from this length on (vLLM 0.32's llama4.py), unless it is told otherwise.
+_LLAMA4_TUNED_FROM = 32768
 
 
 def collect_settings(vllm_config: Any, variables: Iterable[str] = ()) -> dict[str, object]:
@@ -29,8 +33,9 @@ def collect_settings(vllm_config: Any, variables: Iterable[str] = ()) -> dict[st
         ConfigError: the files of a draft model are not here.
     """
     settings = collect_fields(vllm_config, _describe_special(vllm_config))
-    # Both decide on the hashes of blocks; Python's own seed is vLLM's for the first block of every prompt.
-    counted = {"PYTHONHASHSEED", *variables} - IGNORED_VARIABLES
+    settings |= _describe_generation(vllm_config.model_config)
+    # Python's seed is vLLM's for the hash of the first block of every prompt; cuBLAS reads the other one itself.
+    counted = {"PYTHONHASHSEED", "NVIDIA_TF32_OVERRIDE", *variables} - IGNORED_VARIABLES
     return settings | {f"environment {name}": value for name, value in named_variables(counted).items()}
 
 
@@ -57,11 +62,11 @@ def _describe_special(vllm_config: Any) -> dict[str, object]:
     """Fields whose values say too much or too little as they are."""
     model, load = vllm_config.model_config, vllm_config.load_config
     rope = getattr(model.hf_text_config, "rope_parameters", None)
+    is_by_length = any(each in str(rope) for each in _ROPES_BY_LENGTH)
     is_random = load.load_format == "dummy"
     special: dict[str, object] = {
         "ModelConfig.hf_config": describe_config(model.hf_config),
-        # Of Phi-3's two kinds of rotation an instance takes one for all prompts, by the longest that it is to take.
-        "ModelConfig.max_model_len": model.max_model_len if "longrope" in str(rope) else None,
+        "ModelConfig.max_model_len": model.max_model_len if is_by_length else None,
         "ModelConfig.seed": model.seed if is_random else None,
         "LoadConfig.load_format": None if load.load_format in _PLAIN_FORMATS else str(load.load_format),
     }
@@ -73,6 +78,19 @@ def _describe_special(vllm_config: Any) -> dict[str, object]:
     if (media := model.multimodal_config) is not None and media.mm_encoder_fp8_scale_path:
         special["MultiModalConfig.mm_encoder_fp8_scale_path"] = _describe_file(media.mm_encoder_fp8_scale_path)
     return special
+
+
+def _describe_generation(model: Any) -> dict[str, object]:
+    """What attention reads of the generation config; with Llama 4 as a part of a model it is not in ``hf_config``."""
+    generation = {**model.try_get_generation_config(), **model.override_generation_config}
+    counted = {name: value for name, value in generation.items() if name.startswith("attn_")}
+    kinds = [
+        f"{getattr(each, 'model_type', '')} {getattr(each, 'architectures', '')}".lower()
+        for each in (model.hf_config, model.hf_text_config)
+    ]
+    if any("llama4" in kind for kind in kinds):
+        counted.setdefault("attn_temperature_tuning", model.max_model_len > _LLAMA4_TUNED_FROM)
+    return {f"generation_config {name}": value for name, value in counted.items()}
 
 
 def _describe_draft(drafts: Any, model: Any, download_dir: str | None) -> str | None:

@@ -123,7 +123,9 @@ class Ledger:
         self._ledger.touch(mode=0o600)  # before anything else: a folder without a ledger is not ours
         with self._lock_ledger() as ledger, contextlib.ExitStack() as undo:
             boot_id = BOOT_ID_FILE.read_bytes()
-            if os.pread(ledger, len(boot_id), _BOOT_ID_AT) != boot_id:
+            if (recorded := os.pread(ledger, len(boot_id), _BOOT_ID_AT)) != boot_id:
+                if len(recorded) == len(boot_id) and all(recorded):  # else nobody's: a ledger that is new or was cut
+                    self._refuse_other_machine()
                 for block in scan_blocks(self.blocks):
                     os.unlink(block.path)
                 os.pwrite(ledger, boot_id, _BOOT_ID_AT)
@@ -241,6 +243,13 @@ class Ledger:
             yield ledger
         finally:
             os.close(ledger)
+
+    def _refuse_other_machine(self) -> None:
+        """Raise where a process has the folder open that did not see this machine's start."""
+        for writer in list_folders(self._writers):
+            if _WRITER.fullmatch(writer.name) and not _is_writer_dead(writer.path):
+                text = "a process of another machine has it open, and a folder is a pool for one machine's processes; "
+                raise OSError(errno.EINVAL, text + "give each machine a folder of its own, or use a Mooncake pool")
 
     def _settle_size(self, ledger: int, named: int | None) -> int:
         """The size of the folder, which becomes ``named`` where nobody else has it open."""

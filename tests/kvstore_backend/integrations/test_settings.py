@@ -132,3 +132,34 @@ def test_what_may_be_a_secret_is_in_no_manifest(settings: dict[str, str]) -> Non
     facts = list_facts(settings, {})
     assert "s3cret" not in str(facts)
     assert facts != list_facts({name: f"{text} " for name, text in settings.items()}, {})
+
+
+def make_adapter(folder: Path, alpha: int) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "adapter_model.bin").write_bytes(b"weights")
+    (folder / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
+    return folder
+
+
+def test_an_adapter_with_a_models_configuration_counts_by_its_own_configuration_too(tmp_path: Path) -> None:
+    one, same, other = (make_adapter(tmp_path / str(i), alpha) for i, alpha in enumerate((8, 8, 16)))
+    assert text_of(str(one)) == text_of(str(same)) != text_of(str(other))
+
+
+def test_a_setting_that_names_files_counts_by_their_content_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = []
+    for content in ("x", "x", "y"):
+        (tmp_path / "scales").write_text(content)
+        texts.append(read_settings({"file": {"a": "scales"}, "none": None}, paths={"file", "none"}))
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_setting_that_names_no_file_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for name in ("scales", "owner/no-such-model-here", "/no/such/file"):
+        with pytest.raises(ConfigError, match=f"^file names '{name}', which is neither a file or folder here"):
+            read_settings({"file": name}, paths={"file"})

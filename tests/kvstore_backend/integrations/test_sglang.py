@@ -310,8 +310,10 @@ def test_the_extra_configuration_names_the_fp8_that_the_checkpoint_decides_on(at
 
 
 def test_each_setting_that_decides_on_kv_has_a_namespace_of_its_own(
-    integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch
+    integration: Any, attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "another value").write_text("for settings that name files")
     monkeypatch.setattr(integration, "open_pool", lambda _, namespace, *__, **___: BlockPool(MemoryStore(1), namespace))
     found = dict(zip(namespaces(attach(HostMemory())), [""], strict=True))
     for name in sorted(DECIDE_ON_KV):
@@ -319,6 +321,31 @@ def test_each_setting_that_decides_on_kv_has_a_namespace_of_its_own(
         (digest,) = namespaces(attach(HostMemory()))
         assert digest not in found, f"{name} changes no namespace, or that of {found.get(digest)}"
         found[digest] = name
+
+
+def test_adapters_count_by_what_their_folders_hold(
+    attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    serve({"lora_paths": [SimpleNamespace(lora_id="drawn", lora_name="a", lora_path="adapter", pinned=False)]})
+    backends = []
+    for weights in ("one", "one", "two"):
+        (tmp_path / "adapter" / "adapter_model.bin").write_text(weights)
+        backends.append(attach(HostMemory()))
+    one, same, other = namespaces(*backends)
+    assert one == same != other
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA_TF32_OVERRIDE", "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH", "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH"]
+)
+def test_variables_of_libraries_that_change_numbers_part_instances(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    plain = attach(HostMemory())
+    monkeypatch.setenv(name, "1")
+    assert len({*namespaces(plain, attach(HostMemory()))}) == 2
 
 
 def test_a_setting_of_a_later_version_has_a_namespace_of_its_own(attach: Attach) -> None:

@@ -7,6 +7,7 @@ import pytest
 from kvstore_backend.integrations.sglang_settings import (
     CANNOT_CHANGE_KV,
     DECIDE_ON_KV,
+    NAMES_OF_FILES,
     NEUTRAL_VARIABLES,
     TOLD_OTHERWISE,
 )
@@ -39,6 +40,15 @@ def test_every_field_of_sglangs_server_is_judged_once(fields: list[str] | None) 
 
 def test_the_table_names_no_field_that_sglang_does_not_have() -> None:
     assert {*DECIDE_ON_KV, *CANNOT_CHANGE_KV, *TOLD_OTHERWISE} == {*FIELDS}
+
+
+def test_settings_that_name_files_decide_on_kv() -> None:
+    assert NAMES_OF_FILES <= DECIDE_ON_KV
+
+
+def test_settings_whose_names_end_as_those_of_files_count_by_their_content() -> None:
+    names = {name for name in DECIDE_ON_KV if name.endswith(("_path", "_paths", "_file"))}
+    assert names <= NAMES_OF_FILES, "add it to _FILES in kvstore_backend/integrations/sglang_settings.py"
 
 
 def test_settings_that_are_told_otherwise_name_a_field_of_the_namespace() -> None:

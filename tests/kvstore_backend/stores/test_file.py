@@ -305,6 +305,17 @@ class TestCrashes:
         assert after.stats().used_bytes == 0
         after.close()
 
+    def test_a_process_of_another_machine_is_refused_while_one_has_the_folder_open(
+        self, store: FileStore, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(store, "key")
+        other = tmp_path / "boot_id"  # stands in for another kernel's
+        other.write_text("00000000-1111-2222-3333-444444444444\n")
+        monkeypatch.setattr(file_ledger, "BOOT_ID_FILE", other)
+        with pytest.raises(PoolUnavailable, match="a process of another machine has it open"):
+            FileStore(folder, 100 * BLOCK)
+        assert store.exists(["key"]) == [OK]
+
 
 class TestTheFolder:
     def test_a_closed_store_leaves_values_and_no_draft_folder(self, folder: Path) -> None:

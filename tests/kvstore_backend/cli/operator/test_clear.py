@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_backend.backend import Status
 from kvstore_backend.cli.operator import clear
 from kvstore_backend.config import load_config
 from kvstore_backend.manifest import manifest_key
 from kvstore_backend.pool import open_store
+from kvstore_backend.stores.file import FileStore
 from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, space
 from tests.kvstore_backend.cli.operator.pools import stored_keys as stored
 from tests.support.json_http import Asked, JsonServer
@@ -256,3 +258,11 @@ def test_the_only_namespace_is_meant_where_a_prefix_names_none(tmp_path: Path, k
     url = folder_url(tmp_path / "pool")
     fill_pool(load_config(url), FIRST, PROMPT)
     assert kvstore("clear", url, "--tokens", "0,1,2,3,4,5,6,7", "--json").told["removed"] == {FIRST.digest: 2}
+
+
+def test_blocks_of_a_folder_that_cannot_be_removed_fail_the_command(
+    url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileStore, "_remove", lambda _self, keys, *, force: [Status.FAILED] * len(keys))
+    ended = kvstore("clear", url, "--namespace", FIRST.digest)
+    assert "0 blocks removed, but 3 could not be: they may be in the pool still" in ended.sentence

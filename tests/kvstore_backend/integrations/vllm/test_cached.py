@@ -119,3 +119,23 @@ def test_at_the_end_of_a_round_they_are_in_the_order_of_before() -> None:
     assert scheduler.touched == []
     scheduler.posts.pop()()
     assert scheduler.touched == [[3, 1]]
+
+
+def test_without_a_step_in_time_none_is_saved_then_or_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SAVE_SECONDS", 0.0)
+    scheduler = Scheduler()
+    scheduler.cached.note_blocks([A], [1])
+    assert scheduler.cached.save_again([A]) == (1, 0)
+    scheduler.posts.pop()()
+    assert scheduler.saved == []
+
+
+def test_closing_ends_the_wait_for_a_step() -> None:
+    scheduler = Scheduler()
+    answers: list[tuple[int, int]] = []
+    asking = threading.Thread(target=lambda: answers.append(scheduler.cached.save_again([A])), daemon=True)
+    asking.start()
+    wait_until(lambda: bool(scheduler.posts), "the wait")
+    scheduler.cached.close()
+    asking.join(10.0)
+    assert answers == [(1, 0)]

@@ -257,6 +257,9 @@ class ModelConfig(ModelConfigOfVllm):  # type: ignore[misc]
     def get_total_num_kv_heads(self) -> int:
         return HEADS
 
+    def try_get_generation_config(self) -> dict[str, Any]:
+        return {}
+
 
 HEADS, NUM_BLOCKS, BLOCK = 2, 16, 4
 
@@ -270,7 +273,8 @@ def make_config(folder: Path, pool: Path, **extra: object) -> Any:
         setattr(config, f"{name}_config", make_plain(getattr(configs, f"{kind}Config")))
     config.attention_config = make_plain(configs.AttentionConfig)
     config.model_config = make_plain(ModelConfig)
-    model = {"model": str(folder), "dtype": torch.float32, "max_model_len": 64, "hf_config": None}
+    model: dict[str, object] = {"model": str(folder), "dtype": torch.float32, "max_model_len": 64, "hf_config": None}
+    model["override_generation_config"] = {}
     for name, value in {**model, "hf_text_config": SimpleNamespace(rope_parameters=None), "revision": None}.items():
         object.__setattr__(config.model_config, name, value)
     for name, value in {

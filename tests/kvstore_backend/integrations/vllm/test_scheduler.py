@@ -434,12 +434,20 @@ class TestPins:
             assert held == [(True, 5), (False, 0)]
             assert instance.blocks.freed == [4, 3, 2, 1, 0]
 
+    def test_steps_go_on_for_a_transfer_but_not_for_one_that_hangs(
+        self, instance: Instance, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        instance.scheduler._pin_blocks(make_request(), [b"n"], [3], is_load=False)
+        assert instance.scheduler.is_moving
+        monkeypatch.setattr(module, "_PUSH_SECONDS", 0.0)
+        assert (instance.scheduler.is_moving, instance.scheduler.has_pins) == (False, True)
+
     def test_steps_go_on_while_something_is_to_be_done_in_the_next(self, instance: Instance) -> None:
-        held = [instance.scheduler.has_pins]
+        held = [instance.scheduler.is_moving]
         instance.scheduler._posts.put(lambda: None)
-        held.append(instance.scheduler.has_pins)
+        held.append(instance.scheduler.is_moving)
         instance.scheduler.plan_step({}, lambda _: [])
-        held.append(instance.scheduler.has_pins)
+        held.append(instance.scheduler.is_moving)
         assert held == [False, True, False]
 
 

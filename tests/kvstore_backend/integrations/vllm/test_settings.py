@@ -30,6 +30,8 @@ class TestSpecialFields:
         config = make_kind("VllmConfig")()
         config.load_config.load_format = "auto"
         config.model_config.model, config.model_config.dtype = "/model", "float16"
+        config.model_config.override_generation_config = {}
+        config.model_config.try_get_generation_config = dict
         config.speculative_config = config.lora_config = config.model_config.multimodal_config = None
         for path, value in changes.items():
             *above, field = path.split("__")
@@ -45,7 +47,11 @@ class TestSpecialFields:
         ("rope", "changes", "is_another"),
         [
             ("longrope", {"model_config__max_model_len": 8192}, True),
+            ("dynamic", {"model_config__max_model_len": 8192}, True),
             ("yarn", {"model_config__max_model_len": 8192}, False),
+            ("yarn", {"model_config__override_generation_config": {"attn_scale": 2}}, True),
+            ("yarn", {"model_config__try_get_generation_config": lambda: {"attn_scale": 2}}, True),
+            ("yarn", {"model_config__try_get_generation_config": lambda: {"temperature": 2}}, False),
             ("yarn", {"load_config__load_format": "dummy"}, True),
             ("yarn", {"load_config__load_format": "safetensors"}, False),
             ("yarn", {"load_config__load_format": "hf"}, False),
@@ -68,6 +74,23 @@ class TestSpecialFields:
         plain = self.make(model_config__hf_text_config=text_config)
         changed = self.make(model_config__hf_text_config=text_config, **changes)
         assert (collect_settings(plain) != collect_settings(changed)) is is_another
+
+    @pytest.mark.parametrize(
+        ("length", "override", "is_tuned"),
+        [(32768, {}, False), (32769, {}, True), (32769, {"attn_temperature_tuning": False}, False)],
+    )
+    @pytest.mark.parametrize("level", ["hf_config", "hf_text_config"])
+    def test_llama_4_counts_whether_it_scales_attention_by_position(
+        self, level: str, length: int, override: dict[str, object], is_tuned: bool
+    ) -> None:
+        config = self.make(
+            model_config__hf_config=SimpleNamespace(),
+            model_config__hf_text_config=SimpleNamespace(),
+            model_config__max_model_len=length,
+            model_config__override_generation_config=override,
+        )
+        getattr(config.model_config, level).model_type = "llama4_text"
+        assert collect_settings(config)["generation_config attn_temperature_tuning"] is is_tuned
 
     def test_random_weights_count_by_their_seed(self) -> None:
         one, other = (self.make(load_config__load_format="dummy", model_config__seed=seed) for seed in (1, 2))
@@ -92,9 +115,10 @@ class TestSpecialFields:
         settings = collect_settings(self.make(speculative_config__draft_model_config=draft))
         assert "SpeculativeConfig.draft_model_config" not in settings
 
-    def test_the_seed_of_hashes_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PYTHONHASHSEED", "0")
-        assert collect_settings(self.make())["environment PYTHONHASHSEED"] == "0"
+    @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "NVIDIA_TF32_OVERRIDE"])
+    def test_variables_of_others_that_decide_count(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        monkeypatch.setenv(name, "0")
+        assert collect_settings(self.make())[f"environment {name}"] == "0"
 
     def test_variables_that_vllm_reads_count_unless_they_cannot_change_bytes(
         self, monkeypatch: pytest.MonkeyPatch
