@@ -54,6 +54,7 @@ _BYTES_PER_TOKEN = 4
 # Anthropic's source, and of vLLM's embeddings. Shorter ones are counted as if they were text.
 _MEDIA_MARKS = (b";base64,", b'"data"', b'embeds"')
 _SMALL_MEDIA_BYTES, _SAMPLE_BYTES = 1024, 512
+_MAX_MARKS = 1000
 _STRING_BEGIN = re.compile(rb'\s*:\s*"')
 _MEDIA_MEMBER = re.compile(rb'(?:"data"|embeds")\s*:\s*"\Z')
 _NAME_BYTES = 64
@@ -241,9 +242,11 @@ def _sample_media(data: bytes) -> int:
 
 
 def _measure_media(data: bytes, mark: bytes) -> int:
-    """The bytes of the strings of base64 that stand behind this mark in a body of JSON."""
+    """Bytes of the base64 strings that follow this mark in a JSON body; after ``_MAX_MARKS`` the rest counts as text."""
     size, place = 0, data.find(mark)
-    while place >= 0:
+    for _ in range(_MAX_MARKS):
+        if place < 0:
+            break
         start = place + len(mark)
         if mark.endswith(b'"'):  # a member's name; its value follows
             value = _STRING_BEGIN.match(data, start)

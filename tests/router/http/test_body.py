@@ -357,3 +357,10 @@ def test_what_a_large_body_costs_does_not_go_by_its_members_or_marks() -> None:
         assert count_instructions(partial(estimate_tokens, large)) < 1.2 * count_instructions(
             partial(estimate_tokens, small)
         )
+
+
+def test_a_body_of_nothing_but_marks_of_media_is_estimated_in_few_steps() -> None:
+    """Each mark costs Python code, and a client can put one into every six bytes."""
+    body = b'{"messages": ["data"' + b'"data"' * 16_000 + b"]}"
+    assert count_instructions(lambda: estimate_tokens(body)) < 300_000
+    assert estimate_tokens(body) > len(body) // 5
