@@ -242,7 +242,7 @@ def _sample_media(data: bytes) -> int:
 
 
 def _measure_media(data: bytes, mark: bytes) -> int:
-    """Bytes of the base64 strings that follow this mark in a JSON body; after ``_MAX_MARKS`` the rest counts as text."""
+    """Bytes of the base64 strings that follow this mark in a JSON body, for the first ``_MAX_MARKS`` of them."""
     size, place = 0, data.find(mark)
     for _ in range(_MAX_MARKS):
         if place < 0:
