@@ -200,9 +200,9 @@ async def test_a_fault_of_the_server_is_an_openai_error_too() -> None:
         raise ZeroDivisionError
 
     completions = SimpleNamespace(list_models=fail)
-    instance: Any = SimpleNamespace(
-        run_lifespan=None, completions=completions, dialect=FastDeployDialect(), explainer=None
-    )
+    core = SimpleNamespace(count_cached_blocks=lambda: 0)
+    parts = {"run_lifespan": None, "completions": completions, "core": core, "explainer": None, "pool_url": None}
+    instance: Any = SimpleNamespace(dialect=FastDeployDialect(), **parts)
     transport = httpx.ASGITransport(create_app(instance), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://instance") as client:
         answer = await client.get("/v1/models")

@@ -384,5 +384,6 @@ def test_the_record_of_a_whole_answer_has_its_bytes(
     roles = ("prefill", "decode") if splitwise else ("mixed",)
     router = make_router(*map(stand_in, roles), splitwise=splitwise)
     answer = router.chat()
+    wait_until(lambda: router.app.audit.records, "the record")
     (record,) = router.app.audit.records
     assert record.bytes_sent == len(answer.content)
