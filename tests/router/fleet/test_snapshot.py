@@ -324,7 +324,11 @@ def test_an_order_is_written_at_once(path: Path, make_router: MakeRouter, stand_
     (instance,) = router.app.registry
     for order, written in (("drain", b'"draining":true'), ("pause", b'"paused":true')):
         assert router.client.post(f"/admin/{order}", json={"instance": instance.key}).status_code == 200
-        wait_until(lambda sign=written: path.exists() and sign in path.read_bytes(), f"the {order} in the snapshot")
+
+        def is_written(sign: bytes = written) -> bool:
+            return path.exists() and sign in path.read_bytes()
+
+        wait_until(is_written, f"the {order} in the snapshot")
 
 
 def test_a_version_of_orders_that_is_none_is_damage(path: Path, caplog: pytest.LogCaptureFixture) -> None:
