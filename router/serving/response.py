@@ -161,7 +161,8 @@ class ClientResponse:
             RequestEnded: the one that the attempt was failed with.
         """
         request, exchange = self._request, attempt.answering.exchange
-        self.is_event_stream = attempt.is_event_stream
+        is_events = self.is_event_stream = attempt.is_event_stream
+        token_count = self.token_count if is_events else None
         merger = self.merger if isinstance(self.merger, StreamMerger) else None
         if not self.first_byte_at:
             self.first_byte_at = time.perf_counter()
@@ -171,28 +172,25 @@ class ClientResponse:
         pass_on = partial(self._pass_on, attempt)
         data, held = first, b""
         while True:
-            is_end = exchange.is_taken
-            seen = len(held)
+            is_end, seen = exchange.is_taken, 0
             if held:
-                data, held = held + data, b""
-            if self.is_event_stream and not is_end:
+                data, held, seen = held + data, b"", len(held)
+            if is_events and not is_end:
                 data, held = _split_whole_events(data, seen)
             failure = None
-            if self.is_event_stream and data.find(_ERROR_MARK) >= 0:
+            if is_events and data.find(_ERROR_MARK) >= 0:
                 failure = find_engine_failure(data)
                 data = data if failure is None else data[: failure[0]]
             if data:
-                if self.token_count is not None and self.is_event_stream:
-                    self.token_count.add(data)
+                if token_count is not None:
+                    token_count.add(data)
                 if merger is not None:
                     data = merger.feed(data)
                 self._note_piece(data)
-                if self.is_event_stream and data.find(_CACHE_MARK) >= 0:
+                if is_events and data.find(_CACHE_MARK) >= 0:
                     data = self._correct_usage(attempt, data)
-                if self.tag and self.is_event_stream:  # of others the length is announced
-                    data = data.replace(self.tag, b"")
-                if self.hides_usage:
-                    data = self._hide_usage(data)
+                if is_events and (self.tag or self.hides_usage):
+                    data = self._hide_own_parts(data)
                 if merger is not None and merger.preempted:
                     attempt.finish()
                     await request.send_piece(data)
@@ -330,8 +328,8 @@ class ClientResponse:
 
     def _pass_on(self, attempt: Attempt, data: bytes) -> bool:
         """Send on a piece in the middle of the response as it comes; False where ``relay_pieces`` must look at it."""
-        merger, sent = self.merger, data
-        if not self._request.is_ready or (self.is_event_stream and not data.endswith(_EVENT_ENDS)):
+        merger, sent, is_events = self.merger, data, self.is_event_stream
+        if not self._request.is_ready or (is_events and not data.endswith(_EVENT_ENDS)):
             return False
         if isinstance(merger, StreamMerger):
             usual = merger.feed_usual(data)
@@ -340,20 +338,27 @@ class ClientResponse:
                     return False
                 usual = merger.feed(data)
             sent = usual
-        elif self.is_event_stream and data.find(_ERROR_MARK) >= 0:
+        elif is_events and data.find(_ERROR_MARK) >= 0:
             return False
-        if self.token_count is not None and self.is_event_stream:
+        if is_events and self.token_count is not None:
             self.token_count.add(data)
         self._note_piece(sent)
-        if self.is_event_stream and sent.find(_CACHE_MARK) >= 0:
+        if is_events and sent.find(_CACHE_MARK) >= 0:
             sent = self._correct_usage(attempt, sent)
-        if self.hides_usage:
-            sent = self._hide_usage(sent)
-        if self.tag and self.is_event_stream:
-            sent = sent.replace(self.tag, b"")
+        if is_events and (self.tag or self.hides_usage):
+            sent = self._hide_own_parts(sent)
         if sent:
             self._request.write_piece(sent)
         return True
+
+    def _hide_own_parts(self, events: bytes) -> bytes:
+        """The events without what the router requested or added for itself: a usage, and the tag of the client's id.
+
+        Only of events: the length of other responses is announced.
+        """
+        if self.hides_usage:
+            events = self._hide_usage(events)
+        return events.replace(self.tag, b"") if self.tag else events
 
     def _hide_usage(self, events: bytes) -> bytes:
         """The events without the usage that the client did not ask for."""
