@@ -39,6 +39,8 @@ ALL = "all"
 """In the place of a digest: all namespaces."""
 
 _PERIOD_SECONDS = 5.0
+# Longer than the deadline of a read, after which a hung pool's answer is not waited for.
+_CLOSE_SECONDS = 2.0
 _ID_BYTES = 32
 _ID = re.compile(rb"[0-9a-f]{32}")
 
@@ -104,11 +106,13 @@ class ClearWatch:
         self._pool = pool
         self._period = _PERIOD_SECONDS
         self._closed = threading.Event()
-        threading.Thread(target=self._run, name="pool-clear-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="pool-clear-watch", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Look no more; does not wait for a look on its way."""
+        """End the looks, and wait until the memory of the marks is unregistered, unless a pool hangs."""
         self._closed.set()
+        self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         while not self._closed.is_set():

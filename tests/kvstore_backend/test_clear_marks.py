@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from kvstore_backend.wrappers.checked import CheckedBackend, find_fault
 from kvstore_backend.wrappers.tiered import TieredBackend
 from tests.faults.blocks import NAMESPACE
 from tests.support.memory import Memory
+from tests.support.strict_registration import use_strict_stores
 from tests.support.waiting import wait_until
 
 KEY = mark_key(NAMESPACE.digest)
@@ -107,3 +109,22 @@ def test_a_pools_fast_tier_drops_its_copies_after_a_clear(tmp_path: Path, monkey
         assert shared.put([KEY], [mark.value]) == [Status.OK]
         shared.remove([NAMESPACE.key(name)], force=True)
         wait_until(lambda: pool.exists([name]) == [Status.ABSENT], "the end of the copy in the fast tier")
+
+
+def test_a_closed_pool_leaves_no_memory_of_its_watch_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = use_strict_stores(monkeypatch)
+    is_looking, go_on = threading.Event(), threading.Event()
+
+    def look(_: ClearMarks) -> None:
+        is_looking.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(ClearMarks, "look", look)
+    monkeypatch.setattr(clear_marks, "_PERIOD_SECONDS", 0.01)
+    config = PoolConfig(FileSettings(tmp_path, 1 << 20), fast=MemorySettings(1 << 20))
+    with open_pool(config, NAMESPACE, background=False):
+        assert is_looking.wait(30)
+        threading.Timer(0.1, go_on.set).start()
+    assert [each.regions for each in opened if each.regions] == []
