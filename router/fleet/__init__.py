@@ -30,7 +30,7 @@ from router.fleet.registration import EngineKind, KvConnector, Registration, Reg
 from router.fleet.registry import Registry
 from router.fleet.scrape import Scraper
 from router.fleet.snapshot import Snapshot
-from router.fleet.tasks import Tasks
+from router.fleet.tasks import Tasks, gather_spread
 
 __all__ = [
     "ORDERS",
@@ -54,6 +54,7 @@ __all__ = [
     "add_listed_instances",
     "can_decode_for",
     "clear_prefix_caches",
+    "gather_spread",
     "may_pair",
     "pairing_kind",
     "parse_models",

@@ -6,13 +6,13 @@ A drain may be ordered to end with the instance's process, as a roll-out wants i
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from router.fleet.instance import Instance
 from router.fleet.registry import Registry
+from router.fleet.tasks import gather_spread
 from router.http import ApiError, BadBody, ConnectionPool, Refused, UpstreamError, parse_object
 
 __all__ = ["ORDERS", "clear_prefix_caches", "tell_progress"]
@@ -104,7 +104,7 @@ async def clear_prefix_caches(registry: Registry, upstream: ConnectionPool) -> d
         By instance, ``success`` or why not.
     """
     instances = list(registry)
-    outcomes = await asyncio.gather(*(_clear_prefix_cache(instance, upstream) for instance in instances))
+    outcomes = await gather_spread(_clear_prefix_cache(instance, upstream) for instance in instances)
     for instance, outcome in zip(instances, outcomes, strict=True):
         if outcome == "success":
             registry.announce_lost_cache(instance)

@@ -12,7 +12,7 @@ from router.fleet.awake import AwakeClock
 from router.fleet.models import parse_models
 from router.fleet.registration import Registration, RegistrationError
 from router.fleet.registry import Registry
-from router.fleet.tasks import Tasks
+from router.fleet.tasks import Tasks, gather_spread
 from router.http import Address, ConnectFailed, ConnectRefused, NameUnresolved, NoRoom, TimedOut, UpstreamError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class HealthMonitor:
 
     async def check_all(self) -> None:
         """Probe all instances at once, and note the results."""
-        await asyncio.gather(*map(self._check_instance, self._registry))
+        await gather_spread(map(self._check_instance, list(self._registry)))
 
     async def find_troubles(self) -> dict[str, str]:
         """Probe all instances at once; return the trouble of each, ``""`` where all is well. Nothing is noted."""
@@ -107,7 +107,7 @@ class HealthMonitor:
             return ""
 
         instances = list(self._registry)
-        found = await asyncio.gather(*map(find_trouble, instances))
+        found = await gather_spread(map(find_trouble, instances))
         return {instance.key: each for instance, each in zip(instances, found, strict=True)}
 
     def on_trouble(self, instance: Instance, error: Exception) -> None:

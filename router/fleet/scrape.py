@@ -10,6 +10,7 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
+from router.fleet.tasks import gather_spread
 from router.http import UpstreamError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Scraper:
 
     async def scrape_all(self) -> None:
         """Ask all instances at once; each has as long as there is between two rounds, so that no figure grows stale."""
-        await asyncio.gather(*(self._scrape_instance(instance) for instance in self._registry))
+        await gather_spread(map(self._scrape_instance, list(self._registry)))
 
     async def _scrape_instance(self, instance: Instance) -> None:
         load = instance.load

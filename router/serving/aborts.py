@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from router.fleet import EngineKind, Instance, Tasks
+from router.fleet import EngineKind, Instance, Tasks, gather_spread
 from router.http import BadBody, ConnectionPool, UpstreamError
 from router.serving.reading.api import EngineIds
 
@@ -140,44 +140,50 @@ class Aborter:
         outcome = AbortOutcome([], [], [])
         if not members.get("abort_all") and not members.get("req_ids"):
             return outcome
-        responses = await asyncio.gather(*(self._abort_at(instance, members) for instance in instances))
-        for response in responses:
+        body = orjson.dumps(members)
+
+        async def abort_at(instance: Instance) -> None:
+            response = await self._abort_at(instance, members, body)
             if isinstance(response, str):
                 outcome.errors.append(response)
-                continue
+                return
             result = response.get("result")
             found = result if isinstance(result, dict) else response
             outcome.aborted.extend(_entries(found, "aborted"))
-            outcome.not_found.extend(_entries(found, "not_found"))
+            if members.get("abort_all"):  # else each instance names nearly all of the ids
+                outcome.not_found.extend(_entries(found, "not_found"))
+
+        await gather_spread(map(abort_at, list(instances)))
         return outcome
 
     async def _abort_quietly(self, instance: Instance, engine_ids: Sequence[str]) -> None:
-        response = await self._abort_at(instance, {"req_ids": list(engine_ids)})
+        members = {"req_ids": list(engine_ids)}
+        response = await self._abort_at(instance, members, orjson.dumps(members))
         if isinstance(response, str):
             _log.info("abort of %s failed: %s", ", ".join(engine_ids), response)
 
-    async def _abort_at(self, instance: Instance, members: Mapping[str, Any]) -> dict[str, Any] | str:
+    async def _abort_at(self, instance: Instance, members: Mapping[str, Any], body: bytes) -> dict[str, Any] | str:
         """The instance's response to an abort in FastDeploy's form, or one sentence about why there is none."""
         engine = instance.registration.engine
         if engine is EngineKind.FASTDEPLOY:
-            return await self._post(instance, ABORT_PATH, members)
+            return await self._post(instance, ABORT_PATH, body)
         if engine is not EngineKind.SGLANG:
             return {}  # its connections are closed, and there is no more to do
         if members.get("abort_all"):
-            return await self._post(instance, _SGLANG_PATH, {"rid": "", "abort_all": True})
+            return await self._post(instance, _SGLANG_PATH, b'{"rid":"","abort_all":true}')
         ids = sorted({each for each in members["req_ids"] if isinstance(each, str) and each})
         for first in range(0, len(ids), _AT_ONCE):
-            some = [self._post(instance, _SGLANG_PATH, {"rid": each}) for each in ids[first : first + _AT_ONCE]]
-            for response in await asyncio.gather(*some):
+            bodies = [orjson.dumps({"rid": each}) for each in ids[first : first + _AT_ONCE]]
+            for response in await asyncio.gather(*(self._post(instance, _SGLANG_PATH, each) for each in bodies)):
                 if isinstance(response, str):
                     return response
         return {}
 
-    async def _post(self, instance: Instance, path: str, members: Mapping[str, Any]) -> dict[str, Any] | str:
+    async def _post(self, instance: Instance, path: str, body: bytes) -> dict[str, Any] | str:
         headers = [(b"content-type", b"application/json")]
         try:
             response = await self._upstream.fetch(
-                instance.address, "POST", path, headers=headers, body=orjson.dumps(members), timeout=ABORT_SECONDS
+                instance.address, "POST", path, headers=headers, body=body, timeout=ABORT_SECONDS
             )
         except UpstreamError as exc:
             return str(exc)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 
 import pytest
 
-from router.fleet.tasks import Tasks
+from router.fleet.tasks import Tasks, gather_spread
 
 
 async def _fail() -> None:
@@ -50,3 +51,52 @@ def test_work_that_goes_on_beyond_the_patience_is_cancelled() -> None:
         return task.cancelled()
 
     assert asyncio.run(main())
+
+
+def test_a_spread_gather_gives_the_results_in_order_and_starts_a_part_in_each_turn() -> None:
+    started: list[int] = []
+    seen: list[int] = []
+
+    async def work(number: int) -> int:
+        started.append(number)
+        return number
+
+    async def look() -> None:
+        while len(started) < 1000:
+            seen.append(len(started))
+            await asyncio.sleep(0)
+
+    async def main() -> list[int]:
+        looking = asyncio.ensure_future(look())
+        results = await gather_spread(map(work, range(1000)))
+        await looking
+        return results
+
+    assert asyncio.run(main()) == list(range(1000))
+    assert max(later - before for before, later in itertools.pairwise(seen)) <= 100
+
+
+def test_a_spread_gather_that_is_cancelled_cancels_what_it_has_started() -> None:
+    states: list[str] = []
+
+    async def work(_: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            states.append("cancelled")
+            raise
+
+    async def main(turns: int) -> None:
+        gathering = asyncio.ensure_future(gather_spread(map(work, range(200))))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        gathering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gathering
+        assert len(asyncio.all_tasks()) == 1 or await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
+
+    for turns in (2, 50):
+        states.clear()
+        asyncio.run(main(turns))
+        assert states, turns
+        assert set(states) == {"cancelled"}
