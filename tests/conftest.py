@@ -29,6 +29,16 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 os.environ.update(MC_MIN_RPC_PORT="17200", MC_MAX_RPC_PORT="19999")
 
 
+# Their tests start whole clusters of processes, kill some of them, and look at what the others do in time.
+_CLUSTERS = ("examples", "end_to_end", "faults", "router/sharing", "router/console")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of clusters as dependent on how fast other processes run."""
+    if any(item.path.is_relative_to(Path(__file__).parent / folder) for folder in _CLUSTERS):
+        item.add_marker("timing")
+
+
 def pytest_collection_finish() -> None:
     """What is loaded by now stays to the end: the collector need not look through it again and again."""
     gc.freeze()
