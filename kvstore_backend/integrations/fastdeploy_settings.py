@@ -1,7 +1,7 @@
 """Settings of FastDeploy: which decide on the bytes of a block, and which cannot, and why.
 
 Made of the arguments of FastDeploy 2.6's API server and ``EngineArgs``, all of them, of those that its cache manager v1
-adds, and of the variables in its ``envs.py``. An argument that is not listed here, and a variable ``FD_*`` or
+adds, and of the variables in its ``envs.py``; ``scripts/watch-fastdeploy`` reports others. An argument that is not listed here, and a variable ``FD_*`` or
 ``FLAGS_*`` that is not, go into the namespace: a miss that need not be costs time, and a hit that must not be costs an
 answer.
 """
@@ -71,7 +71,7 @@ _REASONS = {
         enable_overlap_schedule
     """,
     "it decides only how a checkpoint is fetched and read, and its content is in the namespace": """
-        revision
+        revision model_loader_extra_config
     """,
 }
 
@@ -83,6 +83,7 @@ VARIABLE_PREFIXES = ("FD_", "FLAGS_")
 
 _DECIDING_VARIABLES = """
     FD_CPU_USE_BF16 FD_CACHE_PARAMS FD_ATTENTION_BACKEND USE_DECODE_UNIFIED_ATTENTION FD_MOE_BACKEND
+    FD_USE_BLACKWELL_GEMM FD_USE_BLOCK_WISE_CUDA_GRAPH FD_BLOCK_WISE_CUDA_GRAPH_SIZES FD_SUSPEND_ROUTING_REPLAY
     FD_NVFP4_LOAD_BLOCKSCALE_LEAVE FD_MOE_MXFP4_BACKEND FD_USE_MACHETE FD_USE_DEEP_GEMM FD_USE_PFCC_DEEP_EP
     FD_USE_AGGREGATE_SEND FD_FOR_TORCH_MODEL_FORMAT FD_ENABLE_MODEL_CACHE FD_ENABLE_MODEL_LOAD_CACHE
     FD_NVFP4_GEMM_BACKEND FD_ENABLE_E2W_TENSOR_CONVERT FD_HPU_CHUNK_SIZE FD_HPU_MEASUREMENT_MODE
@@ -103,7 +104,7 @@ _VARIABLE_REASONS = {
         EXPORTER_OTLP_HEADERS FD_JOB_ID FD_CONSOLE_SCHEDULER_METRICS FD_CONSOLE_DECODE_LOG_INTERVAL
         FD_LLGUIDANCE_LOG_LEVEL DO_NOT_TRACK FD_USAGE_STATS_SERVER FD_USAGE_SOURCE
         FD_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS FD_OTLP_EXPORTER_MAX_EXPORT_BATCH_SIZE
-        FD_DETERMINISTIC_LOG_MODE FD_GCU_ATTN_MONITOR FD_ENABLE_OBJGRAPH_DEBUG
+        FD_DETERMINISTIC_LOG_MODE FD_GCU_ATTN_MONITOR FD_ENABLE_OBJGRAPH_DEBUG FD_BLOCK_WISE_DEBUG
     """,
     "it decides only how a checkpoint is fetched and read, and its content is in the namespace": """
         FD_MODEL_SOURCE FD_MODEL_CACHE FD_USE_FASTSAFETENSOR FD_BUILDING_ARCS FD_TRITON_KERNEL_CACHE_DIR
