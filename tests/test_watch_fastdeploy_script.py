@@ -241,15 +241,24 @@ def test_a_reader_finds_names_and_what_is_said_of_them(reader: str, of: str, tex
 # The table against our code
 
 
+@pytest.mark.parametrize(
+    ("name", "is_found"),
+    [("--splitwise-role", True), ("--splitwise-rol", False), ("EngineArgs.block_size", True), ("role", False)],
+)
+def test_a_name_is_found_in_our_code_as_a_whole_word_in_any_spelling(name: str, is_found: bool) -> None:
+    group = NAMESPACE["Group"](kind="flag", reader="arguments", files=[], ours={"engine/args.py": None})
+    assert group.find_use(name) == ("used in engine/args.py" if is_found else "not used: no place is known")
+
+
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.kind)
-def test_a_group_is_read_by_a_reader_and_names_files_of_ours_that_exist(group: Any) -> None:
+def test_a_group_is_read_by_a_reader_and_names_places_of_ours_that_exist(group: Any) -> None:
     assert group.reader in NAMESPACE["READERS"]
     re.compile(group.of)
-    assert [path for path in group.ours if not (ROOT / path).is_file()] == []
+    assert [path for path in group.ours if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.kind)
-def test_each_name_of_the_table_stands_in_a_file_of_ours(group: Any) -> None:
+def test_each_name_of_the_table_stands_in_our_code(group: Any) -> None:
     known = [*group.names, *group.optional]
     lost = [name for name in known if not group.find_use(name).startswith("used in ")]
     assert lost == [], f"move them to where they stand now, or under `unused` with a reason: {lost}"
