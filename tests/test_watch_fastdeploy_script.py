@@ -26,6 +26,7 @@ def add_cli_args(parser):
     parser.add_argument("--model", type=str, default="ernie")
     parser.add_argument("--block-size", type=int, default=EngineArgs.block_size)
     parser.add_argument("--enable-mm", action="store_true")
+    parser.add_argument("--kvcache-storage-backend", choices=["mooncake", "file"])
 """
 KEYS = """
 class Manager:
@@ -54,7 +55,7 @@ TABLE = [
         "files": ["fastdeploy/args.py"],
         "ours": {"engine/args.py": None},
         "new": "the engine refuses it",
-        "names": {"--model": "ernie", "--block-size": 64},
+        "names": {"--model": "ernie", "--block-size": 64, "--kvcache-storage-backend": "None of mooncake, file"},
         "optional": {"--write-through-threshold": 2},
         "unused": {"it is for pictures": {"--enable-mm": "store_true"}},
     },
@@ -101,7 +102,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def test_a_tree_as_the_table_says_has_no_difference(run: Run) -> None:
-    assert run() == (0, ["7 names watched: 0 new, 0 gone, 0 different"])
+    assert run() == (0, ["8 names watched: 0 new, 0 gone, 0 different"])
 
 
 def test_a_flag_that_the_table_does_not_name_is_new_and_no_failure(run: Run) -> None:
@@ -125,6 +126,12 @@ def test_a_changed_default_is_different_also_where_a_class_has_it(run: Run) -> N
     status, lines = run(arguments=ARGUMENTS.replace("64", "128"))
     assert status == 1
     assert lines[0] == "different  flag --block-size = 128, not 64: fastdeploy/args.py; used in engine/args.py"
+
+
+def test_another_choice_of_a_flag_is_different(run: Run) -> None:
+    status, lines = run(arguments=ARGUMENTS.replace('"file"', '"disk"'))
+    assert status == 1
+    assert "flag --kvcache-storage-backend = None of mooncake, disk, not None of mooncake, file" in lines[0]
 
 
 def test_a_name_that_only_some_versions_have_may_be_there_with_its_default(run: Run) -> None:
@@ -152,7 +159,7 @@ def test_a_file_that_is_missing_is_told_in_one_line(run: Run, tmp_path: Path) ->
     run()
     (tmp_path / "tree" / "fastdeploy" / "args.py").unlink()
     lines = [line for _, line in NAMESPACE["compare"](NAMESPACE["Group"](**TABLE[0]), tmp_path / "tree")]
-    assert lines == ["all 3 of kind flag: fastdeploy/args.py (no such file); used in engine/args.py"]
+    assert lines == ["all 4 of kind flag: fastdeploy/args.py (no such file); used in engine/args.py"]
 
 
 def test_a_file_that_is_no_python_is_refused_in_one_sentence(run: Run) -> None:
