@@ -1,9 +1,9 @@
 """Settings of FastDeploy: which decide on the bytes of a block, and which cannot, and why.
 
-Made of the arguments of FastDeploy 2.6's API server and ``EngineArgs``, all of them, of those that its cache manager v1
-adds, and of the variables in its ``envs.py``. An argument that is not listed here, and a variable ``FD_*`` or
-``FLAGS_*`` that is not, go into the namespace: a miss that need not be costs time, and a hit that must not be costs an
-answer.
+Made of the arguments of FastDeploy 2.6's API server and ``EngineArgs``, all of them, of those that newer versions add,
+and of the variables in ``envs.py``; ``scripts/watch-fastdeploy`` reports others. An argument that is not listed here,
+and a variable ``FD_*`` or ``FLAGS_*`` that is not, go into the namespace: a miss that need not be costs time, and a hit
+that must not be costs an answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DECIDING = """
     plas_attention_config moe_gate_fp32 model_impl disable_custom_all_reduce enable_flashinfer_allreduce_fusion
     use_internode_ll_two_stage disable_sequence_parallel_moe enable_expert_parallel enable_eplb eplb_config
     routing_replay_config enable_chunked_moe chunked_moe_size load_choices enable_moe_scores_elementwise_fuse
-    deploy_modality
+    deploy_modality enable_mega_moe
 """
 
 DECIDE_ON_KV = frozenset(_DECIDING.split())
@@ -41,6 +41,8 @@ _REASONS = {
         port host workers controller_port max_waiting_time max_concurrency enable_mm_output
         timeout_graceful_shutdown timeout api_key served_model_name tokenizer tokenizer_base_url
         reasoning_parser chat_template tool_call_parser tool_parser_plugin use_warmup config
+        max_completion_tokens reasoning_max_tokens response_max_tokens min_completion_tokens input_max_tokens
+        output_fallback output_fallback_plugin output_fallback_config
     """,
     "it only reports what happens": """
         metrics_port benchmark_metrics_config
@@ -71,7 +73,7 @@ _REASONS = {
         enable_overlap_schedule
     """,
     "it decides only how a checkpoint is fetched and read, and its content is in the namespace": """
-        revision
+        revision model_loader_extra_config
     """,
 }
 
@@ -83,6 +85,7 @@ VARIABLE_PREFIXES = ("FD_", "FLAGS_")
 
 _DECIDING_VARIABLES = """
     FD_CPU_USE_BF16 FD_CACHE_PARAMS FD_ATTENTION_BACKEND USE_DECODE_UNIFIED_ATTENTION FD_MOE_BACKEND
+    FD_USE_BLACKWELL_GEMM FD_USE_BLOCK_WISE_CUDA_GRAPH FD_BLOCK_WISE_CUDA_GRAPH_SIZES FD_SUSPEND_ROUTING_REPLAY
     FD_NVFP4_LOAD_BLOCKSCALE_LEAVE FD_MOE_MXFP4_BACKEND FD_USE_MACHETE FD_USE_DEEP_GEMM FD_USE_PFCC_DEEP_EP
     FD_USE_AGGREGATE_SEND FD_FOR_TORCH_MODEL_FORMAT FD_ENABLE_MODEL_CACHE FD_ENABLE_MODEL_LOAD_CACHE
     FD_NVFP4_GEMM_BACKEND FD_ENABLE_E2W_TENSOR_CONVERT FD_HPU_CHUNK_SIZE FD_HPU_MEASUREMENT_MODE
@@ -90,6 +93,8 @@ _DECIDING_VARIABLES = """
     FD_DETERMINISTIC_SPLIT_KV_SIZE FD_MOE_PROB_IN_ADVANCE FD_ENABLE_RL FD_USE_PHI_FP8_QUANT FD_USE_PHI_MOE_TOPK
     FD_USE_PHI_MOE_PERMUTE FD_USE_PHI_RMSNORM FD_SiluAndMul_USE_PHI_SWIGLU FD_FP8_QUANT_WITH_POW2SCALE
     FD_NVFP4_MOE_BACKEND FD_MOE_QUANT_MULTI_PROCESS_GROUP_SIZE ENABLE_V1_KVCACHE_MANAGER USE_FLASH_MLA USE_TBO
+    FD_DISPATCH_USE_FP4 FD_SKIP_IN_DETERMINISTIC FD_XPU_PROFILE_PREFILL FD_XPU_PROFILE_DECODE FD_XPU_PROFILE_ITERS
+    FD_XPU_PROFILE_BATCH_SIZE FD_XPU_PROFILE_PREFILL_LEN FD_XPU_PROFILE_PREFIX_LEN FD_XPU_PROFILE_EXPERT_BALANCE
     XFT_MOE_FC_WINT8_TGEMM PER_TOKEN_QUANT_FP8_USE_FINEGRAINED_RANGE XPU_MPART_SIZE NVIDIA_TF32_OVERRIDE
 """
 
@@ -103,11 +108,12 @@ _VARIABLE_REASONS = {
         EXPORTER_OTLP_HEADERS FD_JOB_ID FD_CONSOLE_SCHEDULER_METRICS FD_CONSOLE_DECODE_LOG_INTERVAL
         FD_LLGUIDANCE_LOG_LEVEL DO_NOT_TRACK FD_USAGE_STATS_SERVER FD_USAGE_SOURCE
         FD_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS FD_OTLP_EXPORTER_MAX_EXPORT_BATCH_SIZE
-        FD_DETERMINISTIC_LOG_MODE FD_GCU_ATTN_MONITOR FD_ENABLE_OBJGRAPH_DEBUG
+        FD_DETERMINISTIC_LOG_MODE FD_GCU_ATTN_MONITOR FD_ENABLE_OBJGRAPH_DEBUG FD_BLOCK_WISE_DEBUG
+        FD_DEFAULT_METRIC_LABEL_VALUES FD_XPU_PROFILER_TRACING
     """,
     "it decides only how a checkpoint is fetched and read, and its content is in the namespace": """
         FD_MODEL_SOURCE FD_MODEL_CACHE FD_USE_FASTSAFETENSOR FD_BUILDING_ARCS FD_TRITON_KERNEL_CACHE_DIR
-        FD_CONFIG_ROOT
+        FD_CONFIG_ROOT FD_USE_GDR_CHECKPOINT_TRANSFER
     """,
     "it takes effect after the last layer's KV was computed: on logits, sampling and what is returned": """
         FD_MAX_STOP_SEQS_NUM FD_STOP_SEQS_MAX_LEN FD_STOP_TOKEN_IDS_MAX_LEN FD_SAMPLING_CLASS
@@ -118,7 +124,7 @@ _VARIABLE_REASONS = {
         FD_USE_HF_TOKENIZER FD_SUPPORT_MAX_CONNECTIONS FD_ENABLE_INTERNAL_ADAPTER FD_ENABLE_RETURN_TEXT
         FD_API_KEY FD_ENABLE_ASYNC_LLM FD_USE_GET_SAVE_OUTPUT_V1 FD_ENABLE_REQUEST_DISCONNECT_STOP_INFERENCE
         ENCODE_FEATURE_BOS_AK ENCODE_FEATURE_BOS_SK ENCODE_FEATURE_ENDPOINT ZMQ_SEND_BATCH_DATA
-        FD_DEALER_CONNECTIONS
+        FD_DEALER_CONNECTIONS FD_REQUEST_WAIT_TIMEOUT
     """,
     "it decides only on which devices, ports and processes the same computation runs": """
         CUDA_VISIBLE_DEVICES FD_ZMQ_SNDHWM FD_PD_CHANGEABLE FD_PLUGINS FD_TP_GROUP_GID_OFFSET
@@ -144,7 +150,7 @@ _VARIABLE_REASONS = {
         FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL
         FD_RESERVE_DECAY_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL
         FD_RESERVE_MIN_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL FD_USE_NEW_TOKEN_RATIO_RESERVE
-        FD_PD_REORDER FD_OFFLINE_PERF_TEST_FOR_PD
+        FD_PD_REORDER FD_OFFLINE_PERF_TEST_FOR_PD FD_DECODE_PREALLOC_BLOCK_TIMEOUT FD_MAX_INFLIGHT_PREFILL
     """,
 }
 

@@ -141,6 +141,11 @@ def test_a_hit_is_read_whole_by_another_process_of_the_model(
         assert TransferProcess(other, BLOCK).read(HASHES) == [[filled(content, BLOCK)] * 2 for content in CONTENTS]
 
 
+def test_blocks_that_are_there_are_written_again_without_an_error(instance: TransferProcess) -> None:
+    """The newest form of the v1 storage does not ask first what the pool has."""
+    assert instance.write(HASHES, CONTENTS) == [0] * 8
+
+
 def test_a_miss_matches_nothing(instance: TransferProcess) -> None:
     assert instance.match(block_hashes([[9] * 64])) == 0
 

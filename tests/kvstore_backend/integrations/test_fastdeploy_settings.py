@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvstore_backend.integrations.fastdeploy_settings import (
     CANNOT_CHANGE_KV,
@@ -25,12 +26,15 @@ WHAT_TO_DO = (
     "_DECIDING (or _DECIDING_VARIABLES), or, if it cannot change the bytes of a block whose tokens are the same, in "
     "_REASONS (or _VARIABLE_REASONS) with why; if in doubt, the first"
 )
-HERE = Path(__file__).parent
-RECORDED = {
-    "arguments": (HERE / "fastdeploy_arguments.txt").read_text().split(),
-    "variables": (HERE / "fastdeploy_variables.txt").read_text().split(),
+TABLE = Path(__file__).parents[3] / "scripts" / "watch-fastdeploy.yaml"
+WATCHED = {
+    group["kind"]: [*group.get("names", ()), *group.get("optional", ())] for group in yaml.safe_load(TABLE.read_text())
 }
-"""Of FastDeploy 2.6's API server, and of its ``envs.py``."""
+RECORDED = {
+    "arguments": [flag[2:].replace("-", "_") for flag in WATCHED["flag of the API server"] if flag.startswith("--")],
+    "variables": WATCHED["variable"],
+}
+"""Of FastDeploy's API server, and of its ``envs.py``."""
 
 LOOK = """
 from fastdeploy import envs
