@@ -26,6 +26,7 @@ from router.http import (
     echo_request_id,
     end_to_end,
     estimate_tokens,
+    to_dialect,
 )
 from router.serving.aborts import Aborter, AbortScope
 from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
@@ -453,4 +454,7 @@ class ServingRequest:
             attempts.current.give_up()
         if attempts.number > self._story.num_ended:
             self._story.end_attempt(attempts.current, error.message if error else "the client left")
+        if error is not None and not self._request.response_started:
+            settings = self._services.settings
+            error = to_dialect(settings.dialect, error, self._story.request_id, splitwise=settings.splitwise)
         self._response.end_with(error, self._story.own_head())

@@ -68,6 +68,13 @@ class RouterSettings:
     splitwise: bool = _declare(
         False, "server.splitwise", "serve each request by a prefill and a decode instance, instead of a mixed one"
     )
+    dialect: str = _declare(
+        "python",
+        "server.dialect",
+        "of FastDeploy's two routers the one that answers and metric labels are like where the two differ; go where "
+        "this one is started like that one, by fd-router or with --config_path",
+        ("python", "go"),
+    )
     request_timeout_secs: float = _declare(
         1800.0, "server.request-timeout-secs", "seconds after which a request is given up"
     )

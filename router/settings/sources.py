@@ -34,12 +34,15 @@ _WITHOUT_EFFECT = {
 }
 
 
-def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RouterSettings:
+def load_settings(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, dialect: str = "python"
+) -> RouterSettings:
     """Read the settings of one start.
 
     Args:
         argv: the flags, without the program's name.
         environ: the environment variables; those of the process by default.
+        dialect: the value of that setting where nobody sets it, and no file of the Go router's form is given.
 
     Raises:
         SettingsError: an unknown name or an impossible value, wherever it stands.
@@ -49,13 +52,13 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
     config_path = flags.pop("config_path")
     values = _read_environment(os.environ if environ is None else environ)
     if config_path is not None:
-        values |= _read_yaml_settings(Path(config_path))
+        values = {"dialect": "go"} | values | _read_yaml_settings(Path(config_path))
     values |= {
         field.name: _convert_value(flags[field.name], field, f"--{field.name.replace('_', '-')}")
         for field in SETTINGS
         if flags[field.name] is not None
     }
-    return RouterSettings(**values)
+    return RouterSettings(**{"dialect": dialect, **values})
 
 
 def make_parser() -> FlagParser:

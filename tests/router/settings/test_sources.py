@@ -114,6 +114,7 @@ log: {level: warn}
     )
     settings = load_settings(["--config_path", path], {})
     assert settings == RouterSettings(
+        dialect="go",
         host="127.0.0.1",
         port=8080,
         splitwise=True,
@@ -226,13 +227,26 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_environment(tmp_path: P
     assert (settings.port, settings.host, settings.splitwise) == (3, "127.0.0.2", True)
 
 
+def test_a_file_of_the_go_routers_form_brings_its_dialect(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", "server: {port: 2}")
+    assert [load_settings(argv, {}).dialect for argv in ([], ["--config_path", path])] == ["python", "go"]
+    assert load_settings([], {}, dialect="go").dialect == "go"
+
+
+def test_a_dialect_that_is_set_wins_over_how_the_router_was_started(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", "server: {dialect: python}")
+    assert load_settings(["--config_path", path], {}).dialect == "python"
+    assert load_settings(["--config_path", path, "--dialect", "go"], {}).dialect == "go"
+    assert load_settings([], {"KVROUTER__DIALECT": "python"}, dialect="go").dialect == "python"
+
+
 def test_what_kubernetes_sets_beside_a_service_named_kvrouter_is_left_alone() -> None:
     assert load_settings([], {"KVROUTER_PORT": "tcp://10.0.0.1:9000"}).port == 9000
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "server:\n"])
 def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> None:
-    assert load_settings(["--config-path", write(tmp_path / "c.yaml", text)], {}) == RouterSettings()
+    assert load_settings(["--config-path", write(tmp_path / "c.yaml", text)], {}) == RouterSettings(dialect="go")
 
 
 @pytest.mark.parametrize(
