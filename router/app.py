@@ -125,7 +125,7 @@ class RouterApp:
         """The round of probes that ``/health_generate`` has asked for last."""
         self.fleet_sync = FleetSync(link, self.registry, self.health)
         self.snapshot = self._make_snapshot()
-        self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced)
+        self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced, settings.dialect)
         self.need = InstancesNeeded(settings, self.registry, self.selector.token_seconds)
         self.metrics.watch_need(self.need)
         self.discovery = self._make_discovery() if settings.finds_pods and link.is_first else None
