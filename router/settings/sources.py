@@ -1,6 +1,7 @@
 """load_settings: reads an operator's settings from flags, the YAML file and the environment, in this order of rank.
 
-An environment variable is ``KVROUTER__`` and the field's name in capitals, with two underscores because Kubernetes
+A file has the form of FastDeploy's Go router (``--config-path``) or that of its Python router (``--config``). An
+environment variable is ``KVROUTER__`` and the field's name in capitals, with two underscores because Kubernetes
 itself sets ``KVROUTER_PORT`` beside a service named ``kvrouter``. FastDeploy's ``FD_DEBUG=1`` sets the log's level.
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from router.settings.flags import FlagParser
-from router.settings.hints import suggest_name
+from router.settings.hints import find_nearest, suggest_name
 from router.settings.router_settings import SETTINGS, RouterSettings, SettingsError
 from router.settings.yaml_file import YamlFileError, read_yaml
 
@@ -49,10 +50,17 @@ def load_settings(
         SystemExit: ``--help`` and ``--version``.
     """
     flags = vars(make_parser().parse_args([_normalize_flag(arg) for arg in argv]))
-    config_path = flags.pop("config_path")
+    config_path, config = flags.pop("config_path"), flags.pop("config")
+    if config is not None and config_path is not None:
+        raise SettingsError(
+            "--config and --config_path: give one of them, the file of FastDeploy's Python router (flags) or that of "
+            "its Go router (sections)"
+        )
     values = _read_environment(os.environ if environ is None else environ)
     if config_path is not None:
         values = {"dialect": "go"} | values | _read_yaml_settings(Path(config_path))
+    elif config is not None:
+        values |= _read_flat_settings(Path(config))
     values |= {
         field.name: _convert_value(flags[field.name], field, f"--{field.name.replace('_', '-')}")
         for field in SETTINGS
@@ -68,10 +76,15 @@ def make_parser() -> FlagParser:
         usage="%(prog)s [--port PORT] [--splitwise] [more of the flags below]",
         description="Sends each OpenAI request to an inference instance, or to a prefill and a decode instance.",
         epilog="Instances register themselves: start them with --router HOST:PORT. "
-        f"Each setting may also stand in the YAML file under the key in brackets, or in the environment as "
-        f"{_ENV_PREFIX}NAME; a flag wins over the file, and the file over the environment.",
+        f"Each setting may also stand in the YAML file of --config-path under the key in brackets, or in the environment "
+        f"as {_ENV_PREFIX}NAME; a flag wins over the file, and the file over the environment.",
     )
-    parser.add_argument("--config-path", metavar="FILE", help="YAML file, as of FastDeploy's Go router")
+    parser.add_argument(
+        "--config-path", metavar="FILE", help="YAML file in the form of FastDeploy's Go router: sections of settings"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file in the form of its Python router: flags, without the dashes before"
+    )
     for field in SETTINGS:
         flag = "--" + field.name.replace("_", "-")
         choices = field.metadata["choices"]
@@ -97,7 +110,9 @@ def make_parser() -> FlagParser:
 
 def _normalize_flag(arg: str) -> str:
     # FastDeploy's parser takes --request_timeout_secs for --request-timeout-secs, and documents --config_path; that
-    # of its Go router takes -port for --port.
+    # of its Go router takes -port for --port, and --V for -V.
+    if arg == "--V":
+        return "-V"
     if len(arg) > 2 and arg[0] == "-" and arg[1].isalpha():
         arg = f"-{arg}"
     if not arg.startswith("--"):
@@ -139,10 +154,7 @@ def _read_yaml_settings(path: Path) -> dict[str, Any]:
 
 def _read_yaml_entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Each setting in the file as its key, such as ``server.port``, and its value."""
-    try:
-        document = read_yaml(path)
-    except YamlFileError as exc:
-        raise SettingsError(f"--config_path {path}: {exc}") from exc
+    document = _read_document(path, "--config_path")
     if not isinstance(document, dict | None):
         raise SettingsError(f"--config_path {path} has no sections, such as 'server:' with 'port: 9000' under it")
     for section, entries in (document or {}).items():
@@ -153,6 +165,39 @@ def _read_yaml_entries(path: Path, sections: Collection[str]) -> Iterator[tuple[
             raise SettingsError(f"{path}: {section} is {entries!r}; it must be a section with settings under it")
         for name, value in (entries or {}).items():
             yield f"{section}.{name}", value
+
+
+def _read_flat_settings(path: Path) -> dict[str, Any]:
+    """The settings in a file of FastDeploy's Python router: flags, with underscores or dashes."""
+    fields = {field.name: field for field in SETTINGS}
+    document = _read_document(path, "--config")
+    if not isinstance(document, dict | None):
+        raise SettingsError(f"--config {path} has no flags, such as 'port: 9000'")
+    values: dict[str, Any] = {}
+    unknown = []
+    for key, value in (document or {}).items():
+        name = str(key).replace("-", "_")
+        if name not in fields:
+            unknown.append(str(key))
+        elif value not in (None, ""):
+            values[name] = _convert_value(value, fields[name], f"{path}: {key}")
+    return values | {"without_effect": _warn_of_unknown(path, unknown, fields)}
+
+
+def _read_document(path: Path, flag: str) -> Any:
+    try:
+        return read_yaml(path)
+    except YamlFileError as exc:
+        raise SettingsError(f"{flag} {path}: {exc}") from exc
+
+
+def _warn_of_unknown(path: Path, unknown: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
+    """One sentence that names all settings of a file that nobody knows; none where there are none."""
+    if not unknown:
+        return ()
+    nearest = {name: find_nearest(name, known) for name in unknown}
+    named = ", ".join(f"{name} (did you mean {near}?)" if near else name for name, near in nearest.items())
+    return (f"{path}: these are not settings of the router and have no effect: {named}",)
 
 
 def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any:

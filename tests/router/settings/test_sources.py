@@ -199,6 +199,45 @@ def test_the_flags_of_both_of_fastdeploys_routers_are_taken(tmp_path: Path) -> N
     assert (go.port, go.splitwise, go.host) == (8080, True, "127.0.0.1")
 
 
+def test_the_file_of_fastdeploys_python_router_has_its_flags(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", 'host: 127.0.0.1\nport: "8100"\nsplitwise: true\nrequest-timeout-secs: 60\n')
+    settings = load_settings(["--config", path], {})
+    assert settings == RouterSettings(host="127.0.0.1", port=8100, splitwise=True, request_timeout_secs=60.0)
+
+
+def test_a_flag_wins_over_that_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", "port: 2\nhost: 127.0.0.2\nrequest_timeout_secs:\n")
+    settings = load_settings(["--port", "3", f"--config={path}"], {"KVROUTER__HOST": "127.0.0.1"})
+    assert (settings.port, settings.host, settings.request_timeout_secs) == (3, "127.0.0.2", 1800.0)
+
+
+def test_of_that_file_unknown_flags_are_told_in_one_sentence(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", "prot: 2\nzzz: x\nport: 3\n")
+    (told,) = load_settings(["--config", path], {}).without_effect
+    assert told == (f"{path}: these are not settings of the router and have no effect: prot (did you mean port?), zzz")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("port: soon", "port is 'soon'; it must be a whole number"),
+        ("[1]", "has no flags, such as 'port: 9000'"),
+        ("port: {", "is not YAML"),
+    ],
+)
+def test_what_is_wrong_in_that_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path / "c.yaml", text)
+    with pytest.raises(SettingsError) as refused:
+        load_settings(["--config", path], {})
+    assert said in str(refused.value)
+    assert path in str(refused.value)
+
+
+def test_one_file_is_given_not_two() -> None:
+    with pytest.raises(SettingsError, match="--config and --config_path: give one of them"):
+        load_settings(["--config", "a", "--config-path", "b"], {})
+
+
 def test_a_router_that_was_not_installed_runs_from_its_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
