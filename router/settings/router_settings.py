@@ -125,10 +125,14 @@ class RouterSettings:
         1.0, "scheduler.hit-ratio-weight", "what the cached part of a prompt counts in cache_aware"
     )
     load_balance_weight: float = _declare(
-        0.05, "scheduler.load-balance-weight", "what an instance's load counts in cache_aware"
+        0.05,
+        "scheduler.load-balance-weight",
+        "what an instance's load counts in cache_aware; 1 in the Go router's dialect",
     )
     waiting_weight: float = _declare(
-        10.0, "scheduler.waiting-weight", "what a waiting request counts in fd_metrics_score; a running one counts 1"
+        10.0,
+        "scheduler.waiting-weight",
+        "what a waiting request counts in fd_metrics_score, where a running one counts 1; 1 in the Go router's dialect",
     )
     target_utilization: float = _declare(
         0.7,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from router.settings.flags import FlagParser
-from router.settings.hints import find_nearest, suggest_name
+from router.settings.hints import find_nearest, list_unknown, suggest_name
 from router.settings.router_settings import SETTINGS, RouterSettings, SettingsError
 from router.settings.yaml_file import YamlFileError, read_yaml
 
@@ -33,6 +33,32 @@ _WITHOUT_EFFECT = {
     "log.max-age-days": "log files are bounded by log.max-total-size-mb alone",
     "log.cleanup-interval-secs": "log files are bounded whenever a line is written",
 }
+
+# The settings of FastDeploy's Go router, in whose files 0 and "" stand for the default, as nothing does. (Port 0 does
+# not, nor does it there.)
+_GO_KEYS = frozenset(
+    {
+        *(f"server.{name}" for name in ("name", "host", "mode")),
+        *(f"manager.{name}" for name in ("register-path", "health-failure-threshold", "health-success-threshold")),
+        *(f"manager.health-check-{name}" for name in ("timeout-secs", "interval-secs", "endpoint")),
+        *(f"scheduler.{name}" for name in ("policy", "prefill-policy", "decode-policy", "eviction-interval-secs")),
+        *(f"scheduler.{name}" for name in ("eviction-duration-mins", "cache-block-size", "tokenizer-url")),
+        *(f"scheduler.{name}" for name in ("tokenizer-timeout-secs", "balance-abs-threshold")),
+        *(f"scheduler.{name}" for name in ("balance-rel-threshold", "hit-ratio-weight", "load-balance-weight")),
+        *(f"scheduler.{name}" for name in ("waiting-weight", "stats-interval-secs")),
+        *(f"log.{name}" for name in ("level", "output", "max-age-days", "max-total-size-mb", "cleanup-interval-secs")),
+    }
+)
+# Its defaults in its dialect, where ours are not better for who comes from there (docs/operations/routers.md).
+_GO_DEFAULTS = {"load_balance_weight": 1.0, "waiting_weight": 1.0}
+
+# A name that was mistyped must not leave the router open.
+_PROTECTING = frozenset(
+    {
+        *(f"server.{name}" for name in ("api-keys-file", "admin-token-file", "register-token-file")),
+        *(f"server.{name}" for name in ("cache-salt-per-key", "ssl-certfile", "ssl-keyfile")),
+    }
+)
 
 
 def load_settings(
@@ -66,7 +92,8 @@ def load_settings(
         for field in SETTINGS
         if flags[field.name] is not None
     }
-    return RouterSettings(**{"dialect": dialect, **values})
+    values = {"dialect": dialect, **values}
+    return RouterSettings(**(_GO_DEFAULTS if values["dialect"] == "go" else {}) | values)
 
 
 def make_parser() -> FlagParser:
@@ -76,8 +103,8 @@ def make_parser() -> FlagParser:
         usage="%(prog)s [--port PORT] [--splitwise] [more of the flags below]",
         description="Sends each OpenAI request to an inference instance, or to a prefill and a decode instance.",
         epilog="Instances register themselves: start them with --router HOST:PORT. "
-        f"Each setting may also stand in the YAML file of --config-path under the key in brackets, or in the environment "
-        f"as {_ENV_PREFIX}NAME; a flag wins over the file, and the file over the environment.",
+        f"Each setting may also stand in the YAML file of --config-path under the key in brackets, or in the "
+        f"environment as {_ENV_PREFIX}NAME; a flag wins over the file, and the file over the environment.",
     )
     parser.add_argument(
         "--config-path", metavar="FILE", help="YAML file in the form of FastDeploy's Go router: sections of settings"
@@ -139,32 +166,40 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _read_yaml_settings(path: Path) -> dict[str, Any]:
+    """The settings in a file of the Go router's form."""
     fields = {field.metadata["key"]: field for field in SETTINGS}
+    sections = dict.fromkeys(key.split(".")[0] for key in fields)
     values: dict[str, Any] = {}
     without_effect = []
-    for key, value in _read_yaml_entries(path, {key.split(".")[0]: None for key in fields}):
+    known = [*fields, *_WITHOUT_EFFECT]
+    unknown: list[str] = []
+    for key, value in _read_yaml_entries(path, sections):
+        if key in _GO_KEYS and (value in (None, "") or (value == 0 and not isinstance(value, bool))):
+            continue
         if key in _WITHOUT_EFFECT:
             without_effect.append(f"{path}: {key} has no effect: {_WITHOUT_EFFECT[key]}")
         elif key in fields:
             values[fields[key].name] = _convert_value(value, fields[key], f"{path}: {key}")
+        elif (near := find_nearest(key, known)) in _PROTECTING:
+            raise SettingsError(f"{path}: {key} is not a setting of the router; did you mean {near}?")
         else:
-            raise SettingsError(f"{path}: {key} is not a setting of the router{suggest_name(key, fields)}")
-    return values | {"without_effect": tuple(without_effect)}
+            unknown.append(key)
+    return values | {"without_effect": (*without_effect, *_warn_of_unknown(path, unknown, [*known, *sections]))}
 
 
 def _read_yaml_entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Each setting in the file as its key, such as ``server.port``, and its value."""
+    """Each setting in the file as its key, such as ``server.port``, and its value; a section of others as a whole."""
     document = _read_document(path, "--config_path")
     if not isinstance(document, dict | None):
         raise SettingsError(f"--config_path {path} has no sections, such as 'server:' with 'port: 9000' under it")
     for section, entries in (document or {}).items():
         if section not in sections:
-            hint = suggest_name(str(section), sections)
-            raise SettingsError(f"{path}: {section!r} is not a section of settings{hint}")
-        if not isinstance(entries, dict | None):
+            yield str(section), entries
+        elif not isinstance(entries, dict | None):
             raise SettingsError(f"{path}: {section} is {entries!r}; it must be a section with settings under it")
-        for name, value in (entries or {}).items():
-            yield f"{section}.{name}", value
+        else:
+            for name, value in (entries or {}).items():
+                yield f"{section}.{name}", value
 
 
 def _read_flat_settings(path: Path) -> dict[str, Any]:
@@ -174,7 +209,7 @@ def _read_flat_settings(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict | None):
         raise SettingsError(f"--config {path} has no flags, such as 'port: 9000'")
     values: dict[str, Any] = {}
-    unknown = []
+    unknown: list[str] = []
     for key, value in (document or {}).items():
         name = str(key).replace("-", "_")
         if name not in fields:
@@ -195,9 +230,8 @@ def _warn_of_unknown(path: Path, unknown: Sequence[str], known: Collection[str])
     """One sentence that names all settings of a file that nobody knows; none where there are none."""
     if not unknown:
         return ()
-    nearest = {name: find_nearest(name, known) for name in unknown}
-    named = ", ".join(f"{name} (did you mean {near}?)" if near else name for name, near in nearest.items())
-    return (f"{path}: these are not settings of the router and have no effect: {named}",)
+    listed = list_unknown(unknown, known)
+    return (f"{path}: these are not settings of the router and have no effect: {listed}",)
 
 
 def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any:
