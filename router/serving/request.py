@@ -318,7 +318,7 @@ class ServingRequest:
         derive_salt = partial(salts.derive, client) if salts else None
         parsed = ParsedRequest(request, head, large, derive_salt, self._services.selector.aliases)
         story, kept_responses = self._story, self._services.kept_responses
-        story.request_id = parsed.request_id
+        story.request_id, story.client_ids = parsed.request_id, parsed.client_ids
         if parsed.api.keeps_answers and parsed.body is not None and parsed.body.members.get("background"):
             settings = self._services.settings
             is_counted = settings.max_concurrent_requests or settings.max_concurrent_requests_per_key
@@ -352,6 +352,7 @@ class ServingRequest:
             raise RequestEnded(ApiError(400, str(exc), "invalid_header", exc.param)) from None
         story = self._story
         story.sent_id = story.request_id = head.sent_id
+        story.client_ids = head.client_ids
         story.trace_id = head.trace_id or story.trace_id
         return head
 
