@@ -400,9 +400,9 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
             router.probing = asyncio.ensure_future(router.health.find_troubles())
         troubles = await asyncio.shield(router.probing)
         bad = {key: trouble for key, trouble in troubles.items() if trouble}
-        if (bad or not troubles) and router.settings.dialect == "python":
+        if bad or not troubles:
             return json_reply(503, {"code": 503, "msg": "not all instances are healthy", "unhealthy": bad})
-        return json_reply(200, {"code": 200, "msg": "Health check complete", **({"unhealthy": bad} if bad else {})})
+        return json_reply(200, {"code": 200, "msg": "Health check complete"})
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
