@@ -8,9 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from router.policies import PolicyOptions
-from router.settings import RouterSettings, SettingsError, load_settings
+from router.settings import RouterSettings, SettingsError, load_settings, sources
+from router.settings.router_settings import SETTINGS
 
 
 def write(path: Path, text: str) -> str:
@@ -243,6 +245,14 @@ log: {level: "", output: "", max-age-days: 0, max-total-size-mb: 0, cleanup-inte
 def test_in_the_go_routers_file_zero_is_the_default(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", ZEROS)
     assert load_settings(["--config_path", path], {}) == dataclasses.replace(GO_DEFAULTS, port=8080)
+
+
+def test_these_are_all_settings_that_the_go_router_has_a_default_for() -> None:
+    keys = {f"{section}.{name}" for section, entries in yaml.safe_load(ZEROS).items() for name in entries}
+    assert keys - {"server.port", "server.splitwise"} == sources._GO_KEYS
+    known = {field.metadata["key"] for field in SETTINGS} | sources._WITHOUT_EFFECT.keys()
+    assert known >= sources._GO_KEYS
+    assert known >= sources._PROTECTING
 
 
 def test_zero_in_a_setting_that_the_go_router_lacks_is_zero(tmp_path: Path) -> None:
