@@ -34,11 +34,11 @@ _WITHOUT_EFFECT = {
     "log.cleanup-interval-secs": "log files are bounded whenever a line is written",
 }
 
-# The settings of FastDeploy's Go router, in whose files 0 and "" stand for the default, as nothing does. (Port 0 does
-# not, nor does it there.)
+# The settings of FastDeploy's Go router, in whose files 0, "" and nothing stand for the default. (Port 0 does not, nor
+# does it there.)
 _GO_KEYS = frozenset(
     {
-        *(f"server.{name}" for name in ("name", "host", "mode")),
+        *(f"server.{name}" for name in ("name", "host", "port", "mode", "splitwise")),
         *(f"manager.{name}" for name in ("register-path", "health-failure-threshold", "health-success-threshold")),
         *(f"manager.health-check-{name}" for name in ("timeout-secs", "interval-secs", "endpoint")),
         *(f"scheduler.{name}" for name in ("policy", "prefill-policy", "decode-policy", "eviction-interval-secs")),
@@ -174,7 +174,7 @@ def _read_yaml_settings(path: Path) -> dict[str, Any]:
     known = [*fields, *_WITHOUT_EFFECT]
     unknown: list[str] = []
     for key, value in _read_yaml_entries(path, sections):
-        if key in _GO_KEYS and (value in (None, "") or (value == 0 and not isinstance(value, bool))):
+        if key in _GO_KEYS and _is_default(key, value):
             continue
         if key in _WITHOUT_EFFECT:
             without_effect.append(f"{path}: {key} has no effect: {_WITHOUT_EFFECT[key]}")
@@ -185,6 +185,12 @@ def _read_yaml_settings(path: Path) -> dict[str, Any]:
         else:
             unknown.append(key)
     return values | {"without_effect": (*without_effect, *_warn_of_unknown(path, unknown, [*known, *sections]))}
+
+
+def _is_default(key: str, value: Any) -> bool:
+    """Whether the Go router takes this value of one of its settings for its default."""
+    is_zero = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
+    return value in (None, "") or (is_zero and key != "server.port")
 
 
 def _read_yaml_entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:

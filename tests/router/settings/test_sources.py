@@ -215,7 +215,7 @@ other: 5
 
 # Every key for which the Go router's ``config.Load`` takes 0, "" or nothing as the default.
 ZEROS = """
-server: {name: "", port: "8080", host: "", mode: "", splitwise: false}
+server: {name: "", port: "", host: "", mode: "", splitwise: false}
 scheduler:
   policy: ""
   prefill-policy:
@@ -244,12 +244,19 @@ log: {level: "", output: "", max-age-days: 0, max-total-size-mb: 0, cleanup-inte
 
 def test_in_the_go_routers_file_zero_is_the_default(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", ZEROS)
-    assert load_settings(["--config_path", path], {}) == dataclasses.replace(GO_DEFAULTS, port=8080)
+    assert load_settings(["--config_path", path], {}) == GO_DEFAULTS
+
+
+@pytest.mark.parametrize("key", sorted(sources._GO_KEYS))
+def test_in_the_go_routers_file_a_key_may_stand_alone(tmp_path: Path, key: str) -> None:
+    section, _, name = key.partition(".")
+    path = write(tmp_path / "config.yaml", f"{section}:\n  {name}:\n")
+    assert load_settings(["--config_path", path], {}) == GO_DEFAULTS
 
 
 def test_these_are_all_settings_that_the_go_router_has_a_default_for() -> None:
     keys = {f"{section}.{name}" for section, entries in yaml.safe_load(ZEROS).items() for name in entries}
-    assert keys - {"server.port", "server.splitwise"} == sources._GO_KEYS
+    assert keys == sources._GO_KEYS
     known = {field.metadata["key"] for field in SETTINGS} | sources._WITHOUT_EFFECT.keys()
     assert known >= sources._GO_KEYS
     assert known >= sources._PROTECTING
