@@ -23,10 +23,12 @@ from router.fleet import (
     HealthMonitor,
     Instance,
     KeptResponses,
+    NotHealthy,
     Registration,
     RegistrationError,
     Registry,
     Role,
+    RoleRefused,
     Scraper,
     Snapshot,
     Tasks,
@@ -89,6 +91,15 @@ NO_SHARED_STATE = "the shared state cannot be reached; the router's log says why
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
 
+# Why an instance may pass over the salts of --cache-salt-per-key, if it does not say that it takes them.
+_UNSALTED = {
+    EngineKind.FASTDEPLOY: "FastDeploy has no cache_salt",
+    EngineKind.SGLANG: "SGLang keeps salts apart since its pull request 23300 only (2026)",
+    EngineKind.VLLM: "it says so itself",
+    EngineKind.OPENAI: "whether its engine takes cache_salt is not known",
+}
+
+
 class RouterApp:
     """The whole router as one ASGI application, built from its settings."""
 
@@ -103,11 +114,13 @@ class RouterApp:
         self.settings = settings
         self.link = link
         self.registry = Registry(settings.splitwise)
+        if settings.cache_salt_per_key and link.is_first:
+            self.registry.subscribe_to_arrivals(_warn_of_shared_cache)
         self.load_sync = LoadSync(link, self.registry)
         self.selector = Selector(settings, self.registry)
         self.prefix_sync = PrefixSync(link, self.selector.policies)
         if settings.register_path:
-            add_listed_instances(self.registry, Path(settings.register_path), time.monotonic())
+            self._add_listed(Path(settings.register_path))
         self.auth = Auth(settings)
         self.cors = Cors(settings.cors_allowed_origins) if settings.cors_allowed_origins else None
         admission = Admission(settings, self.auth.token_rates)
@@ -123,7 +136,7 @@ class RouterApp:
         """The round of probes that ``/health_generate`` has asked for last."""
         self.fleet_sync = FleetSync(link, self.registry, self.health)
         self.snapshot = self._make_snapshot()
-        self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced)
+        self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced, settings.dialect)
         self.need = InstancesNeeded(settings, self.registry, self.selector.token_seconds)
         self.metrics.watch_need(self.need)
         self.discovery = self._make_discovery() if settings.finds_pods and link.is_first else None
@@ -178,6 +191,17 @@ class RouterApp:
             await self.control(scope, receive, send)
         except ClientDisconnect:
             _log.info("a client left while it sent %s", scope["path"])
+
+    def _add_listed(self, path: Path) -> None:
+        """Add the instances of the register file.
+
+        Raises:
+            SettingsError: as ``add_listed_instances``.
+        """
+        if self.settings.dialect == "go" and not path.exists():  # as in its run_with_config example
+            _log.warning("manager.register-path %s: No such file or directory; no instances are listed", path)
+        else:
+            add_listed_instances(self.registry, path, time.monotonic())
 
     def _make_discovery(self) -> Discovery:
         """
@@ -241,6 +265,16 @@ class RouterApp:
 
     def _abort_for_others(self, asked: Any) -> list[list[str]]:
         return [list(each) for each in self.proxy.abort_requests(AbortScope.load(asked))]
+
+
+def _warn_of_shared_cache(instance: Instance) -> None:
+    """Say that clients of this instance may find out each other's prompts, if it is not known to take salts."""
+    if not instance.registration.takes_cache_salt:
+        _log.warning(
+            "%s instance %s may keep all clients in one cache in spite of --cache-salt-per-key: %s; an instance that "
+            'keeps salts apart registers with "cache_salt": true',
+            *(instance.role.value, instance.key, _UNSALTED[instance.registration.engine]),
+        )
 
 
 def _control_plane(router: RouterApp) -> FastAPI:
@@ -320,9 +354,10 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
             return refusal_reply(refused)
         except (BadBody, RegistrationError) as exc:
             _log.warning("registration refused: %s", exc)
-            return json_reply(400, {"detail": str(exc)})
+            return _refuse_registration(router.settings, exc)
         await router.fleet_sync.announce_instance(instance)
-        return json_reply(200, {"status": "success"})
+        is_go = router.settings.dialect == "go"
+        return json_reply(200, {"code": 200, "msg": "Register success"} if is_go else {"status": "success"})
 
     @app.get("/registered")
     async def list_instances() -> Response:
@@ -594,6 +629,21 @@ async def _abort_here_and_elsewhere(router: RouterApp, scope: AbortScope) -> tup
         found.update(found_elsewhere)
         engine_ids += known_elsewhere
     return found, engine_ids
+
+
+def _refuse_registration(settings: RouterSettings, refused: BadBody | RegistrationError) -> Response:
+    """The answer to an instance that is not taken, as of the FastDeploy router of the configured dialect."""
+    if settings.dialect == "python":
+        return json_reply(400, {"detail": str(refused)})
+    status, text = 400, "invalid InstanceInfo format"
+    if isinstance(refused, NotHealthy):
+        status, text = 503, f"{refused.url} service is not healthy"
+    elif isinstance(refused, RoleRefused):
+        takes_pairs = "splitwise mode only supports PREFILL/DECODE instances"
+        text = takes_pairs if settings.splitwise else "only MIXED instances are allowed"
+    elif isinstance(refused, BadBody):
+        text = "Invalid InstanceInfo JSON format"
+    return json_reply(status, {"code": status, "msg": f"{text}: {refused}"})
 
 
 def _format_registration(registration: Registration) -> dict[str, Any]:

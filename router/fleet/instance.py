@@ -79,7 +79,7 @@ class Instance:
         self.registration = registration
         self.role: Role = registration.role
         self.head_line = _make_head_line(registration)
-        """The header by which a client is told that this instance has served its request."""
+        """The headers by which a client is told that this instance has served its request."""
         self.load: InstanceLoad = registry.make_load(registration.key)
         self.breaker = Breaker()
         self.healthy = proven
@@ -200,6 +200,8 @@ class Instance:
             self._note_answer()
         if registration != known:
             self._registry.bump_generation()
+        if registration.takes_cache_salt != known.takes_cache_salt:
+            self._registry.announce_arrival(self)
 
     def set_draining(self, draining: bool, *, until_restart: bool = False, is_told: bool = False) -> None:
         """Take no new requests, or take them again; the requests it runs are not touched.
@@ -330,4 +332,8 @@ class Instance:
 
 
 def _make_head_line(registration: Registration) -> bytes:
-    return f"x-router-{registration.role.value}: {registration.key}\r\n".encode()
+    name = f"x-router-{registration.role.value}"
+    lines = f"{name}: {registration.key}\r\n"
+    if registration.role is not Role.MIXED:  # FastDeploy's Go router names the instances of pairs so
+        lines += f"{name}-url: {registration.address.url}\r\n"
+    return lines.encode()

@@ -12,7 +12,15 @@ import orjson
 
 from router.http import Address
 
-__all__ = ["EngineKind", "KvConnector", "Registration", "RegistrationError", "Role"]
+__all__ = [
+    "EngineKind",
+    "KvConnector",
+    "NotHealthy",
+    "Registration",
+    "RegistrationError",
+    "Role",
+    "RoleRefused",
+]
 
 # A name or an address of either kind, an IPv6 one perhaps with its zone; perhaps behind a scheme.
 _HOST = re.compile(r"(http://|https://)?([\w.:%-]+)", re.ASCII)
@@ -55,6 +63,18 @@ class RegistrationError(ValueError):
     """A registration that cannot be accepted: one sentence, naming the field and a right value."""
 
 
+class RoleRefused(RegistrationError):
+    """The router's mode does not take the instance's role."""
+
+
+class NotHealthy(RegistrationError):
+    """The instance does not answer its probe with 200."""
+
+    def __init__(self, message: str, url: str) -> None:
+        super().__init__(message)
+        self.url = url
+
+
 @dataclass(frozen=True)
 class Registration:
     """An instance's account of itself, as FastDeploy's instances give it; ports and ids as strings.
@@ -90,6 +110,11 @@ class Registration:
     def key(self) -> str:
         """Its identity: ``host_ip:port``."""
         return str(self.address)
+
+    @property
+    def takes_cache_salt(self) -> bool:
+        """Whether it is known to keep the caches of different ``cache_salt`` apart: it says so, or is vLLM's."""
+        return bool(self.fields.get("cache_salt", self.engine is EngineKind.VLLM))
 
     @property
     def identity(self) -> tuple[object, ...]:
