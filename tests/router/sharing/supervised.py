@@ -121,7 +121,8 @@ class Supervised:
     async def start(self) -> None:
         """Run the supervisor until it has started its first workers."""
         self.run = asyncio.ensure_future(self.supervisor.run_until_signal(self._on_ready))
-        await until(lambda: self.run.done() or len(self.supervisor._workers) == self.settings.num_workers)
+        hub = self.supervisor._hub
+        await until(lambda: self.run.done() or len(hub.list_workers()) == self.settings.num_workers)
 
     def _on_ready(self) -> None:
         self.num_readies += 1
