@@ -30,6 +30,19 @@ def test_appended_token_ids_keep_all_chunks(member: str, ids: list[int], appende
     assert chunk_hashes({member: ids * 20 + appended})[: len(first)] == first
 
 
+@pytest.mark.parametrize(("num_ids", "num_chunks"), [(-1, 0), (0, 1), (TOKENS_PER_CHUNK - 1, 1), (TOKENS_PER_CHUNK, 2)])
+def test_a_prompt_has_as_many_chunks_as_are_whole(num_ids: int, num_chunks: int) -> None:
+    assert len(chunk_hashes({"prompt_token_ids": [7] * (TOKENS_PER_CHUNK + num_ids)})) == num_chunks
+
+
+@pytest.mark.parametrize("number", [-1, 2**32, 0.5, None])
+def test_numbers_that_are_no_token_ids_are_a_prompt_as_any_other(number: float | None) -> None:
+    first = chunk_hashes({"prompt": [1, number] * 400})
+    assert len(first) > 1
+    assert chunk_hashes({"prompt": [1, number] * 400 + [1]})[: len(first)] == first
+    assert not set(first) & set(chunk_hashes({"prompt": [2, number] * 400}))
+
+
 @given(prompt=_text, appended=_text)
 def test_an_appended_text_keeps_all_chunks(prompt: str, appended: str) -> None:
     first = chunk_hashes({"prompt": prompt})
