@@ -453,6 +453,18 @@ def test_a_replacement_that_cannot_be_started_is_tried_again(
     run_supervised(work, num_workers=1)
 
 
+def test_a_start_that_fails_leaves_no_descriptor_open() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        supervised.failures.append(OSError("no memory"))
+        num_open = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(OSError, match="no memory"):
+            await supervised.supervisor._start_worker(0, is_late=True)
+        assert len(os.listdir("/proc/self/fd")) == num_open
+
+    run_supervised(work)
+
+
 def test_no_replacement_is_started_once_the_router_stops() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
