@@ -27,6 +27,14 @@ def test_an_instance_is_unhealthy_after_the_threshold_of_failed_probes_in_a_row(
     assert states == ["healthy"] * 5 + ["unhealthy"]
 
 
+def test_one_good_probe_between_two_failed_ones_parts_them_whatever_its_own_threshold() -> None:
+    instance = Registry(splitwise=True).register(registration(), now=0.0)
+    for _ in range(3):
+        instance.record_failed_probe("no answer", threshold=2)
+        instance.record_passed_probe(1.0, threshold=2)
+    assert instance.state == "healthy"
+
+
 def test_an_instance_is_healthy_after_the_threshold_of_good_probes_in_a_row() -> None:
     instance = Registry(splitwise=True).register(registration(), now=0.0)
     instance.mark_unhealthy("refused")
