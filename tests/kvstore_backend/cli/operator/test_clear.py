@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,6 +61,23 @@ def test_what_is_named_is_removed_and_counted(
     # A namespace's description is none of its blocks.
     assert len(stored(tmp_path / "pool")) == sum(left.values()) + 2
     assert manifest_key(FIRST.digest).replace("/", "%2F") in stored(tmp_path / "pool")
+
+
+def test_what_arrives_in_the_pool_within_some_seconds_is_removed_and_counted_too(
+    tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        fill_pool(load_config(url), FIRST, PROMPT)
+
+    monkeypatch.setattr(clear, "_SETTLE_SECONDS", 6.0)
+    monkeypatch.setattr(clear, "time", SimpleNamespace(sleep=wait))
+    told = kvstore("clear", url, "--namespace", FIRST.digest, "--json").told
+    assert waits == [6.0]
+    assert (told["removed"], told["removed_late"]) == ({FIRST.digest: 3}, 3)
+    assert count(tmp_path) == {"first": 0, "second": 3}
 
 
 @pytest.mark.parametrize(
