@@ -15,6 +15,29 @@ def test_a_paused_instance_is_not_available() -> None:
     assert not registry.register(registration(is_paused=True), now=1.0).is_available
 
 
+def test_each_order_of_an_operator_changes_what_may_be_chosen_and_is_told_once() -> None:
+    registry = Registry(splitwise=True)
+    instance = registry.register(registration(), now=0.0)
+    told: list[tuple[str, bool, float]] = []
+    generations = []
+    registry.subscribe_to_orders(lambda: told.append((instance.state, instance.is_available, instance.share)))
+    for order in (
+        *(lambda: instance.set_pause(True), lambda: instance.set_pause(False)),
+        *(lambda: instance.set_draining(True), lambda: instance.set_draining(False)),
+        lambda: instance.set_share(0.5),
+    ):
+        before = registry.generation
+        order()
+        order()  # changes nothing more
+        generations.append(registry.generation - before)
+    assert told == [
+        *(("paused", False, 1.0), ("healthy", True, 1.0)),
+        *(("draining", False, 1.0), ("healthy", True, 1.0)),
+        ("healthy", True, 0.5),
+    ]
+    assert generations == [1] * 5
+
+
 def test_an_instance_is_unhealthy_after_the_threshold_of_failed_probes_in_a_row() -> None:
     instance = Registry(splitwise=True).register(registration(), now=0.0)
     states = []
