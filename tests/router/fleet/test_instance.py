@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from router.fleet.breaker import FAILURES
@@ -21,11 +24,12 @@ def test_each_order_of_an_operator_changes_what_may_be_chosen_and_is_told_once()
     told: list[tuple[str, bool, float]] = []
     generations = []
     registry.subscribe_to_orders(lambda: told.append((instance.state, instance.is_available, instance.share)))
-    for order in (
-        *(lambda: instance.set_pause(True), lambda: instance.set_pause(False)),
-        *(lambda: instance.set_draining(True), lambda: instance.set_draining(False)),
-        lambda: instance.set_share(0.5),
-    ):
+    orders: list[Callable[[], None]] = [
+        *(partial(instance.set_pause, True), partial(instance.set_pause, False)),
+        *(partial(instance.set_draining, True), partial(instance.set_draining, False)),
+        partial(instance.set_share, 0.5),
+    ]
+    for order in orders:
         before = registry.generation
         order()
         order()  # changes nothing more
