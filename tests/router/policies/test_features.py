@@ -131,3 +131,25 @@ def test_of_a_prompt_that_is_too_long_objects_are_clipped_by_their_values() -> N
     assert set(clipped["messages"][0]["content"]) == {"a"}
     assert len(clipped["messages"]) == 1
     assert clipped["n"] == 1
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["tools", "documents", "messages", "input"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
+            lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        ),
+    )
+)
+def test_of_a_prompt_that_is_not_too_long_after_all_nothing_is_clipped(members: dict[str, Any]) -> None:
+    assert _clip_members(members) == members
+
+
+def test_clipping_ends_where_values_are_nested_too_deeply() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    clipped = _clip_members({"messages": nested, "input": ["a"] * 100_000})
+    assert clipped["messages"] is not nested
+    assert len(clipped["input"]) < 100_000
