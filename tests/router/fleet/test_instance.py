@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from router.fleet.breaker import FAILURES
+from router.fleet.instance import FIRST_WEIGHT, SLOW_START_SECONDS
 from router.fleet.registry import Registry
 from tests.router.fleet.registrations import registration
 
@@ -83,6 +84,28 @@ def test_an_instance_that_comes_back_has_a_new_breaker() -> None:
     instance.mark_unhealthy("it refused a connection")
     instance.mark_healthy(2.0)
     assert instance.breaker.state == "closed"
+
+
+def test_an_instance_that_answers_again_gets_few_requests_at_first_and_one_that_always_has_its_share(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    registry = Registry(splitwise=True)
+    instance = registry.register(registration(), now=0.0)
+    caplog.clear()
+    before = registry.generation
+    instance.record_success(50.0)
+    instance.record_failure(50.0, "it answered with 500")  # one failure opens no breaker
+    instance.record_success(50.0)
+    assert (instance.weight(50.0), registry.generation, caplog.text) == (1.0, before, "")
+    for _ in range(FAILURES):
+        instance.record_failure(60.0, "it answered with 500")
+    instance.record_success(70.0)
+    assert registry.generation == before + 2
+    assert "answers requests again" in caplog.text
+    assert instance.weight(70.0) == FIRST_WEIGHT
+    assert instance.weight(70.0 + SLOW_START_SECONDS / 2) == 0.5
+    assert instance.weight(70.0 + SLOW_START_SECONDS) == 1.0
 
 
 def test_repr_tells_an_operator_role_address_state_and_load() -> None:
