@@ -371,4 +371,4 @@ def test_whoever_registers_becomes_an_instance_after_its_probe_and_stays_that_in
     assert list(watched.registry) == [first]
     assert again is first
     assert watched.upstream.probed == [first.key]
-    assert (first.healthy, first.models) == (True, {"m"})
+    assert (first.healthy, first.models) == (True, frozenset({"m"}))
