@@ -30,7 +30,6 @@ TESTED_IN = {
     "router/launch/program.py": "tests/router/test_launch.py",
     "router/launch/server.py": "tests/router/test_launch.py",
     "router/launch/worker.py": "tests/router/sharing/test_supervisor.py",
-    "router/sharing/hand_over.py": "tests/router/sharing/test_supervisor.py",
     "router/sharing/hub.py": "tests/router/sharing/test_link.py",
     "router/sharing/wire.py": "tests/router/sharing/test_link.py",
     "router/sharing/prefix_sync.py": "tests/router/sharing/test_fleet_sync.py",

@@ -101,6 +101,22 @@ async def test_decode_answers_without_computing_the_prompt(
         )
 
 
+@pytest.mark.parametrize("way", ["directly", "through the pool"])
+@in_event_loop
+async def test_a_hand_over_is_a_phase_of_both_instances_that_says_its_way(
+    tiny_checkpoint: Path, word_tokenizer: Any, way: str
+) -> None:
+    options: dict[str, Any] = {"store": MemoryStore(64 << 20)} if way == "through the pool" else {}
+    async with pair_of(tiny_checkpoint, word_tokenizer, **options) as pair:
+        pair.prefill.transfer.fails = way == "through the pool"
+        generations = pair.start()
+        await asyncio.gather(*map(all_of, generations))
+        for generation in generations:
+            (phase,) = generation._phases
+            assert (phase.name, phase.attributes, phase.trouble) == ("hand-over", {"engine.handover": way}, "")
+            assert phase.start <= phase.end
+
+
 @WAYS
 @in_event_loop
 async def test_prompts_of_all_lengths_around_block_and_chunk_borders(

@@ -222,6 +222,20 @@ def test_a_hung_save_holds_up_no_answer(
         ends_well(engine, answerings, answers)
 
 
+def test_while_saves_hang_a_quarter_of_the_blocks_waits_for_them_and_no_more(tiny_checkpoint: Path) -> None:
+    fresh = FaultyStore(MemoryStore(64 << 20))
+    fresh.hang_saves()
+    with Engine(tiny_checkpoint, store=fresh, num_blocks=40) as engine:
+        for first in (1, 2, 3):
+            engine.begin([first] * 65, 1).wait()  # four whole blocks
+        wait_until(lambda: engine.metric("kvstore_unsaved_blocks_total"), "the blocks of one to be dropped")
+        fresh.go_on()
+        engine.wait_until_idle()
+        saved = fresh.stats().keys or 0
+        assert 8 <= saved <= 10  # blocks of one step are saved together, or not
+        assert engine.metric("kvstore_unsaved_blocks_total") == 12 - saved
+
+
 def test_on_saved_comes_after_the_last_output_and_after_the_save(tiny_checkpoint: Path) -> None:
     fresh = FaultyStore(MemoryStore(64 << 20))
     fresh.hang_saves()

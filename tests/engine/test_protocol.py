@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from engine.completions import CompletionResponse, Completions
 from engine.generation import Generations
-from engine.protocol import AbortBody, ApiError, ChatBody, CompletionBody, GenerationBody, parse_body, sampling_params
+from engine.protocol import (
+    AbortBody,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    error_body,
+    parse_body,
+    sampling_params,
+)
 from tests.engine.checkpoints import byte_fallback_tokenizer
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
@@ -357,3 +366,16 @@ def test_sampling_fields_keep_openais_meaning(
 def test_requests_without_a_seed_draw_differently() -> None:
     body = parse_body(CompletionBody, b'{"prompt": "a"}')
     assert len({sampling_params(body, max_tokens=1).seed for _ in range(20)}) == 20
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        *((399, "server_error"), (400, "invalid_request_error"), (407, "invalid_request_error"), (408, "timeout")),
+        *((409, "invalid_request_error"), (499, "invalid_request_error"), (500, "server_error")),
+    ],
+)
+def test_an_error_says_whose_fault_it_is(status: int, kind: str) -> None:
+    assert error_body(status, "so", param="p", code="c") == {
+        "error": {"message": "so", "type": kind, "param": "p", "code": "c"}
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from kvstore_backend.backend import Status, Value
 from kvstore_backend.clear_marks import ALL, mark_key
 from kvstore_backend.pool import BlockPool
-from kvstore_backend.refill import LossDetector, Refill
+from kvstore_backend.refill import _CALM_SECONDS, _MAX_PAUSE_SECONDS, LossDetector, Refill
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.wrapper import Wrapper
@@ -154,6 +155,20 @@ def test_a_pool_that_refuses_is_offered_one_batch_at_a_time_until_it_takes_them(
     assert watched.instance.offered[:96] == 3 * HASHES[:32]
     watched.store.is_full = False
     wait_until(lambda: watched.num_there == len(HASHES), "all blocks")
+
+
+def test_the_pause_between_rounds_doubles_up_to_a_limit_and_is_short_again_after_a_calm(watched: Watched) -> None:
+    refill = Refill(watched.pool, watched.instance, lambda _: None, period=100.0)
+    try:
+        pauses = []
+        for calm in (10.0, 10.0, _CALM_SECONDS - 1.0, 10.0, _CALM_SECONDS + 1.0, 10.0):
+            before = time.monotonic()
+            refill._lengthen_pause(refill._not_before + calm)
+            assert before + refill._pause <= refill._not_before <= time.monotonic() + refill._pause
+            pauses.append(refill._pause)
+    finally:
+        refill.close()
+    assert pauses == [200.0, 400.0, _MAX_PAUSE_SECONDS, _MAX_PAUSE_SECONDS, 100.0, 200.0]
 
 
 def test_only_blocks_that_are_still_held_are_put(watched: Watched) -> None:

@@ -361,3 +361,14 @@ def test_one_that_is_removed_meanwhile_is_not_probed() -> None:
     )
     asyncio.run(watched.monitor._probe_one_by_one())
     assert watched.upstream.probed == [watched.instances[0].key]
+
+
+def test_whoever_registers_becomes_an_instance_after_its_probe_and_stays_that_instance_without_one() -> None:
+    watched = Watched(count=0)
+    given = registration(role="mixed", models=["m"])
+    first = asyncio.run(watched.monitor.probe_and_register(given))
+    again = asyncio.run(watched.monitor.probe_and_register(given))
+    assert list(watched.registry) == [first]
+    assert again is first
+    assert watched.upstream.probed == [first.key]
+    assert (first.healthy, first.models) == (True, frozenset({"m"}))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from router.fleet.breaker import FAILURES
+from router.fleet.instance import FIRST_WEIGHT, SLOW_START_SECONDS
 from router.fleet.registry import Registry
 from tests.router.fleet.registrations import registration
 
@@ -13,6 +17,30 @@ def test_a_paused_instance_is_not_available() -> None:
     registry = Registry(splitwise=True)
     registry.register(registration(is_paused=True), now=0.0)
     assert not registry.register(registration(is_paused=True), now=1.0).is_available
+
+
+def test_each_order_of_an_operator_changes_what_may_be_chosen_and_is_told_once() -> None:
+    registry = Registry(splitwise=True)
+    instance = registry.register(registration(), now=0.0)
+    told: list[tuple[str, bool, float]] = []
+    generations = []
+    registry.subscribe_to_orders(lambda: told.append((instance.state, instance.is_available, instance.share)))
+    orders: list[Callable[[], None]] = [
+        *(partial(instance.set_pause, True), partial(instance.set_pause, False)),
+        *(partial(instance.set_draining, True), partial(instance.set_draining, False)),
+        partial(instance.set_share, 0.5),
+    ]
+    for order in orders:
+        before = registry.generation
+        order()
+        order()  # changes nothing more
+        generations.append(registry.generation - before)
+    assert told == [
+        *(("paused", False, 1.0), ("healthy", True, 1.0)),
+        *(("draining", False, 1.0), ("healthy", True, 1.0)),
+        ("healthy", True, 0.5),
+    ]
+    assert generations == [1] * 5
 
 
 def test_an_instance_is_unhealthy_after_the_threshold_of_failed_probes_in_a_row() -> None:
@@ -25,6 +53,14 @@ def test_an_instance_is_unhealthy_after_the_threshold_of_failed_probes_in_a_row(
             instance.record_passed_probe(1.0, threshold=1)
         states.append(instance.state)
     assert states == ["healthy"] * 5 + ["unhealthy"]
+
+
+def test_one_good_probe_between_two_failed_ones_parts_them_whatever_its_own_threshold() -> None:
+    instance = Registry(splitwise=True).register(registration(), now=0.0)
+    for _ in range(3):
+        instance.record_failed_probe("no answer", threshold=2)
+        instance.record_passed_probe(1.0, threshold=2)
+    assert instance.state == "healthy"
 
 
 def test_an_instance_is_healthy_after_the_threshold_of_good_probes_in_a_row() -> None:
@@ -48,6 +84,28 @@ def test_an_instance_that_comes_back_has_a_new_breaker() -> None:
     instance.mark_unhealthy("it refused a connection")
     instance.mark_healthy(2.0)
     assert instance.breaker.state == "closed"
+
+
+def test_an_instance_that_answers_again_gets_few_requests_at_first_and_one_that_always_has_its_share(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    registry = Registry(splitwise=True)
+    instance = registry.register(registration(), now=0.0)
+    caplog.clear()
+    before = registry.generation
+    instance.record_success(50.0)
+    instance.record_failure(50.0, "it answered with 500")  # one failure opens no breaker
+    instance.record_success(50.0)
+    assert (instance.weight(50.0), registry.generation, caplog.text) == (1.0, before, "")
+    for _ in range(FAILURES):
+        instance.record_failure(60.0, "it answered with 500")
+    instance.record_success(70.0)
+    assert registry.generation == before + 2
+    assert "answers requests again" in caplog.text
+    assert instance.weight(70.0) == FIRST_WEIGHT
+    assert instance.weight(70.0 + SLOW_START_SECONDS / 2) == 0.5
+    assert instance.weight(70.0 + SLOW_START_SECONDS) == 1.0
 
 
 def test_repr_tells_an_operator_role_address_state_and_load() -> None:

@@ -121,3 +121,21 @@ def test_what_makes_no_sense_is_refused_by_name(changes: dict[str, Any], said: s
     with pytest.raises(RegistrationError) as refused:
         registration(**changes)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        *(("role", "prefill"), ("connector_port", 9), ("rdma_ports", ["9"]), ("device_ids", ["9"]), ("tp_size", 4)),
+        *(("transfer_protocol", ["tcp"]), ("version", "v2"), ("metrics_port", 9), ("host_ip", "https://10.0.0.1")),
+        *(("engine_worker_queue_port", 9), ("engine", "vllm"), ("bootstrap_port", 9), ("kv_connector", "mooncake")),
+        ("start_id", "another"),
+    ],
+)
+def test_a_registration_that_differs_in_what_a_process_keeps_is_of_another_one(field: str, given: Any) -> None:
+    assert registration(**{field: given}).identity != registration().identity
+
+
+def test_a_registration_that_differs_in_what_may_change_is_of_the_same_process() -> None:
+    other = registration(is_paused=True, connected_decodes=["10.0.0.2:1"], models=["m"], gpu="H800")
+    assert other.identity == registration().identity

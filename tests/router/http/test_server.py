@@ -754,6 +754,26 @@ def test_a_connection_without_a_request_is_kept_for_a_while_after_each_answer(
     assert time.monotonic() - began > 0.5
 
 
+@pytest.mark.parametrize(
+    ("silent_for", "looks_after", "is_closed"), [(1.0, 4.0, False), (4.5, 0.5, False), (5.0, None, True)]
+)
+def test_a_client_is_given_up_once_all_its_time_is_over_and_not_sooner(
+    monkeypatch: pytest.MonkeyPatch, silent_for: float, looks_after: float | None, is_closed: bool
+) -> None:
+    monkeypatch.setattr("router.http.server.READ_SECONDS", 5.0)
+    looks: list[float] = []
+    closings: list[None] = []
+    protocol: Any = object.__new__(RouterProtocol)  # of which only the watch over its client is there
+    protocol.loop = SimpleNamespace(time=lambda: 100.0, call_later=lambda seconds, _: looks.append(seconds))
+    protocol.transport = SimpleNamespace(is_closing=lambda: False, close=lambda: closings.append(None))
+    protocol.timeout_keep_alive, protocol._active_at = 60.0, 100.0 - silent_for
+    protocol._served = protocol.cycle = None
+    protocol.pipeline, protocol._undigested = [], 0
+    protocol._check_activity()
+    assert looks == ([] if looks_after is None else [looks_after])
+    assert bool(closings) is is_closed
+
+
 def test_garbage_in_the_middle_of_an_answer_ends_the_connection_and_writes_nothing_into_it(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:

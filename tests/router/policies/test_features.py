@@ -30,6 +30,19 @@ def test_appended_token_ids_keep_all_chunks(member: str, ids: list[int], appende
     assert chunk_hashes({member: ids * 20 + appended})[: len(first)] == first
 
 
+@pytest.mark.parametrize(("num_ids", "num_chunks"), [(-1, 0), (0, 1), (TOKENS_PER_CHUNK - 1, 1), (TOKENS_PER_CHUNK, 2)])
+def test_a_prompt_has_as_many_chunks_as_are_whole(num_ids: int, num_chunks: int) -> None:
+    assert len(chunk_hashes({"prompt_token_ids": [7] * (TOKENS_PER_CHUNK + num_ids)})) == num_chunks
+
+
+@pytest.mark.parametrize("number", [-1, 2**32, 0.5, None])
+def test_numbers_that_are_no_token_ids_are_a_prompt_as_any_other(number: float | None) -> None:
+    first = chunk_hashes({"prompt": [1, number] * 400})
+    assert len(first) > 1
+    assert chunk_hashes({"prompt": [1, number] * 400 + [1]})[: len(first)] == first
+    assert not set(first) & set(chunk_hashes({"prompt": [2, number] * 400}))
+
+
 @given(prompt=_text, appended=_text)
 def test_an_appended_text_keeps_all_chunks(prompt: str, appended: str) -> None:
     first = chunk_hashes({"prompt": prompt})
@@ -123,3 +136,25 @@ def test_of_a_prompt_that_is_too_long_objects_are_clipped_by_their_values() -> N
     assert set(clipped["messages"][0]["content"]) == {"a"}
     assert len(clipped["messages"]) == 1
     assert clipped["n"] == 1
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["tools", "documents", "messages", "input"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
+            lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        ),
+    )
+)
+def test_of_a_prompt_that_is_not_too_long_after_all_nothing_is_clipped(members: dict[str, Any]) -> None:
+    assert _clip_members(members) == members
+
+
+def test_clipping_ends_where_values_are_nested_too_deeply() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    clipped = _clip_members({"messages": nested, "input": ["a"] * 100_000})
+    assert clipped["messages"] is not nested
+    assert len(clipped["input"]) < 100_000

@@ -63,7 +63,7 @@ async def join_all(linked: LinkedHub, count: int) -> list[WorkerLink]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until ``condition`` holds."""
-    give_up_at = time.monotonic() + 10
+    give_up_at = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < give_up_at, "it does not come to pass"
         await asyncio.sleep(0.001)

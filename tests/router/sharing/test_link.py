@@ -12,7 +12,7 @@ from router.sharing import NO_LINK, WorkerLink
 from router.sharing import link as link_module
 from router.sharing.hub import Hub
 from router.sharing.records import STALE_SECONDS
-from router.sharing.wire import open_wire
+from router.sharing.wire import open_wire, pack
 from tests.router.sharing.links import LinkedHub, join_all, make_record, run_linked, until
 
 
@@ -233,6 +233,26 @@ def test_a_stop_is_heard_whenever_it_was_said(said_before: bool) -> None:
         await until(lambda: graces == [25.0])
 
     run_linked(run)
+
+
+def test_a_worker_whose_supervisor_is_gone_stops_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        ours.sendall(pack(["state", ""]))
+        link = WorkerLink("0", is_first=True, is_late=False)
+        await link.connect(theirs)
+        graces: list[float] = []
+        link.subscribe_to_stop(graces.append)
+        ours.close()
+        await until(lambda: graces == [0.0])
+        link.disconnect()
+
+    asyncio.run(run())
+    assert "the supervisor of worker 0 is gone" in caplog.text
+
+
+def test_a_router_of_one_process_is_alone_and_the_first_and_has_replaced_none() -> None:
+    assert (NO_LINK.is_alone, NO_LINK.is_first, NO_LINK.is_late, NO_LINK.num_replaced) == (True, True, False, 0)
 
 
 def test_a_worker_tells_its_supervisor_of_its_start_and_of_its_state() -> None:

@@ -106,6 +106,23 @@ def test_an_instance_that_one_knows_later_has_the_load_of_the_others() -> None:
     run_linked(run)
 
 
+def test_what_is_told_of_one_instance_leaves_the_others_and_what_is_told_of_all_replaces_all() -> None:
+    async def run(hub: LinkedHub) -> None:
+        told, process = await hub.join("0"), await join(hub, "1", 8000, 8001)
+        first, second = "10.0.0.1:8000", "10.0.0.1:8001"
+        for is_whole, content, expected in (
+            (False, {first: [1, 10, 5.0]}, [(1, 10, 5.0), (0, 0, 0.0)]),
+            (False, {second: [2, 20, 9.0]}, [(1, 10, 5.0), (2, 20, 9.0)]),
+            (True, {second: [3, 30, 8.0]}, [(0, 0, 0.0), (3, 30, 8.0)]),
+        ):
+            told.publish_event("load", [is_whole, content])
+            (key, figures_of_key) = next(iter(content.items()))
+            await until(lambda: process.sync._others.get("0", {}).get(key) == tuple(figures_of_key))  # noqa: B023
+            assert [figures(process.load(port)) for port in (8000, 8001)] == expected
+
+    run_linked(run)
+
+
 def test_one_that_comes_later_learns_the_load_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.sharing.load_sync.TELL_ALL_SECONDS", 0.01)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from kvstore_backend.config import load_config
 from kvstore_backend.manifest import manifest_key
 from kvstore_backend.pool import open_store
 from kvstore_backend.stores.file import FileStore
+from kvstore_backend.stores.holdings import FolderHoldings
 from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, space
 from tests.kvstore_backend.cli.operator.pools import stored_keys as stored
 from tests.support.json_http import Asked, JsonServer
@@ -60,6 +62,31 @@ def test_what_is_named_is_removed_and_counted(
     # A namespace's description is none of its blocks.
     assert len(stored(tmp_path / "pool")) == sum(left.values()) + 2
     assert manifest_key(FIRST.digest).replace("/", "%2F") in stored(tmp_path / "pool")
+
+
+def test_all_of_a_pool_that_does_not_tell_its_keys_is_removed_and_counted(
+    tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FolderHoldings, "is_listed", False)  # as with a tenant of Mooncake's
+    assert kvstore("clear", url, "--all").output == "6 blocks removed of all namespaces\n"
+    assert count(tmp_path) == {"first": 0, "second": 0}
+
+
+def test_what_arrives_in_the_pool_within_some_seconds_is_removed_and_counted_too(
+    tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        fill_pool(load_config(url), FIRST, PROMPT)
+
+    monkeypatch.setattr(clear, "_SETTLE_SECONDS", 6.0)
+    monkeypatch.setattr(clear, "time", SimpleNamespace(sleep=wait))
+    told = kvstore("clear", url, "--namespace", FIRST.digest, "--json").told
+    assert waits == [6.0]
+    assert (told["removed"], told["removed_late"]) == ({FIRST.digest: 3}, 3)
+    assert count(tmp_path) == {"first": 0, "second": 3}
 
 
 @pytest.mark.parametrize(

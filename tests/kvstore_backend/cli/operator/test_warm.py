@@ -109,6 +109,7 @@ def test_what_cannot_be_sent_gets_one_sentence(
         ([tmp_path / "torn"], "is not JSON"),
         ([tmp_path / "empty"], "has none"),
         ([prompts, "--parallel", "0"], "--parallel must be at least 1"),
+        ([prompts, "--timeout", "0"], "--timeout more than 0"),
         ([prompts, "--api-key", "/nowhere"], "--api-key names '/nowhere'"),
     ):
         assert sentence in kvstore("warm", *arguments, "--to", server.url).sentence

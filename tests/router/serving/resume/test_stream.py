@@ -360,6 +360,22 @@ def test_stripping_a_long_text_of_escapes_costs_no_memory_beyond_copies() -> Non
     assert peak < 5 * len(event)
 
 
+def test_tokens_held_back_when_a_segment_ended_come_from_the_next_one_alone() -> None:
+    merger = StreamMerger(_body(stream=True, return_token_ids=True))
+    without_text = b'data: {"choices":[{"index":0,"delta":{"content":"","completion_token_ids":[1]}}]}\n\n'
+    assert merger.feed(without_text) == b""
+    merger.begin_segment()  # its instance has died
+    assert merger.feed(without_text) == b""
+    given = merger.feed(b'data: {"choices":[{"index":0,"delta":{"content":"a","completion_token_ids":[2]}}]}\n\n')
+    assert _ids_of(given) == [1, 2]
+
+
+def _ids_of(events: bytes) -> list[int]:
+    """The ids that a client reads in the chunks of a chat."""
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in events.split(b"\n\n") if event]
+    return [token for chunk in chunks for token in chunk["choices"][0]["delta"]["completion_token_ids"]]
+
+
 def test_a_client_that_asked_for_ids_gets_them() -> None:
     event = b'data: {"choices":[{"index":0,"delta":{"content":"a","completion_token_ids":[1]}}]}\n\n'
     assert StreamMerger(_body(stream=True, return_token_ids=True)).feed(event) == event

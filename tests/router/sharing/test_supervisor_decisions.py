@@ -1,0 +1,772 @@
+"""What a supervisor decides, with workers that are no processes; ``test_supervisor.py`` has real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+
+from router.sharing import supervisor as module
+from router.sharing.silence import Silence
+from router.sharing.supervisor import HUNG_SECONDS, QUIET_SECONDS, STOP_SECONDS
+from tests.router.sharing.links import until
+from tests.router.sharing.supervised import GRACES, Supervised, WorkerStandIn, run_supervised
+
+Work = Callable[[Supervised], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def no_failure_in_a_callback(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Short times; and all that asyncio would only log is a failure."""
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.005)
+    monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 0.005)
+    monkeypatch.setattr(module, "LAST_PAUSE_SECONDS", 0.04)
+    monkeypatch.setattr(module, "ACCEPT_PAUSE_SECONDS", 0.005)
+    yield
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+# How workers start
+
+
+def test_workers_start_with_names_of_their_own_and_one_of_them_is_the_first() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start()
+        tasks = [worker.task for worker in supervised.workers]
+        assert [task.is_first for task in tasks] == [True, False]
+        assert len({task.name for task in tasks}) == 2
+        assert [(task.is_late, task.num_replaced) for task in tasks] == [(False, 0)] * 2
+        assert all(worker.is_daemon for worker in supervised.workers)
+
+    run_supervised(work)
+
+
+def test_the_supervisor_keeps_no_end_of_a_workers_sockets_and_never_waits_for_its_own() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start()
+        for worker in supervised.workers:
+            assert worker.task.channel.fileno() == worker.task.connections.fileno() == -1
+        assert not any(worker.connections.getblocking() for worker in supervised.supervisor._workers.values())
+        assert not supervised.listener.getblocking()
+
+    run_supervised(work)
+
+
+def test_clients_are_taken_once_all_workers_are_ready() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start()
+        first, second = supervised.workers
+        supervised.connect()
+        first.say("ready")
+        await until(lambda: sum(each.is_ready for each in supervised.supervisor._workers.values()) == 1)
+        await asyncio.sleep(0)
+        assert supervised.num_readies == 0
+        assert first.take() == []
+        second.say("ready")
+        await until(lambda: supervised.num_readies == 1)
+        (await received_by(first)).close()
+
+    run_supervised(work)
+
+
+def test_a_router_with_limits_has_a_gate_and_one_without_has_none() -> None:
+    async def has_none(supervised: Supervised) -> None:
+        await supervised.start()
+        assert supervised.supervisor._hub.gate is None
+
+    async def has_one(supervised: Supervised) -> None:
+        await supervised.start()
+        assert supervised.supervisor._hub.gate is not None
+
+    run_supervised(has_none)
+    run_supervised(has_one, max_concurrent_requests=3)
+
+
+def test_a_worker_that_cannot_start_ends_the_router_with_its_sentence() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start()
+        first, second = supervised.workers
+        first.say("refuse", "this is wrong")
+        await until(lambda: bool(second.hear("stop")))
+        second.say("refuse", "this is wrong, too")
+        await until(lambda: supervised.supervisor._refusal != "")
+        assert second.hear("stop") == [[0.0]]
+        for worker in supervised.workers:
+            worker.end()
+        assert await supervised.end() == "this is wrong"
+        assert supervised.num_readies == 0
+
+    run_supervised(work)
+
+
+def test_a_later_worker_that_cannot_start_is_an_error_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        supervised.workers[0].end(1)
+        late = await supervised.wait_for_worker(2)
+        late.say("refuse", "the file is gone")
+        await until(lambda: "cannot start: the file is gone" in caplog.text)
+        assert late.hear("stop") == []
+        assert await supervised.end() == ""
+
+    run_supervised(work)
+
+
+def test_messages_of_one_worker_reach_the_others_and_its_log_lines_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start()
+        first, second = supervised.workers
+        first.say("publish", "topic", "content")
+        await until(lambda: second.hear("publish") == [[first.task.name, "topic", "content"]])
+        first.say("log", logging.WARNING, "router.some", "100 % of it")
+        await until(lambda: ("router.some", logging.WARNING, "100 % of it") in caplog.record_tuples)
+
+    run_supervised(work)
+
+
+def test_a_supervisor_shows_its_workers_and_their_connections() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        worker = supervised.workers[0]
+        await supervised.counted(worker, 3, 1)
+        assert repr(supervised.supervisor) == f"<Supervisor [<worker {worker.task.name} 2 connections>]>"
+
+    run_supervised(work, num_workers=1)
+
+
+# Who gets a client's connection
+
+
+async def received_by(worker: WorkerStandIn) -> socket.socket:
+    """The next client's connection that a worker gets."""
+    taken: list[socket.socket] = []
+
+    def take() -> bool:
+        taken.extend(worker.take())
+        return bool(taken)
+
+    await until(take)
+    (connection,) = taken
+    return connection
+
+
+def test_a_connection_goes_to_the_worker_with_the_fewest_those_that_it_was_given_since_included() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        first, second = supervised.workers
+        await supervised.counted(first, 2)
+        await supervised.counted(second, 4)
+        taken = []
+        for expected in (first, first, first, second):
+            supervised.connect()
+            taken.append(await received_by(expected))
+            if len(taken) == 2:  # of its four, two are those that it was given
+                await supervised.counted(first, 4, 2)
+        for connection in taken:
+            connection.close()
+
+    run_supervised(work)
+
+
+def test_the_supervisor_keeps_no_connection_that_it_has_given_away() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        client = supervised.connect()
+        (await received_by(supervised.workers[0])).close()
+        client.settimeout(30)
+        assert client.recv(1) == b""
+
+    run_supervised(work)
+
+
+@pytest.mark.parametrize(("seconds", "is_quiet"), [(QUIET_SECONDS, False), (QUIET_SECONDS + 0.5, True)])
+def test_a_worker_that_has_been_quiet_for_long_gets_a_connection_only_if_all_are(
+    seconds: float, is_quiet: bool
+) -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        idle, busy = supervised.workers
+        supervised.clock.seconds += seconds
+        await supervised.counted(busy, 9)
+        supervised.connect()
+        (await received_by(busy if is_quiet else idle)).close()
+        supervised.clock.seconds += QUIET_SECONDS + 0.5
+        supervised.connect()
+        (await received_by(idle)).close()
+
+    run_supervised(work)
+
+
+def test_a_worker_that_has_just_become_ready_is_not_quiet() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start()
+        supervised.clock.seconds += 5.0
+        for worker in supervised.workers:
+            worker.say("ready")
+        await until(lambda: supervised.num_readies == 1)
+        first, second = supervised.workers
+        await supervised.counted(second, 1)
+        supervised.connect()
+        (await received_by(first)).close()
+
+    run_supervised(work)
+
+
+def test_a_worker_that_is_not_ready_or_has_closed_its_wire_gets_no_connection() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        first, second = supervised.workers
+        second.end(1)
+        late = await supervised.wait_for_worker(2)
+        await supervised.counted(first, 5)
+        supervised.connect()
+        (await received_by(first)).close()
+        late.say("ready")
+        first.channel.close()
+        await until(lambda: [each.is_ready for each in supervised.supervisor._workers.values()] == [False, True])
+        for _ in range(2):
+            supervised.connect()
+            (await received_by(late)).close()
+        assert first.take() == []
+
+    run_supervised(work)
+
+
+def test_a_connection_that_no_worker_takes_is_given_to_the_next_one() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        dying = supervised.workers[0]
+        dying.connections.close()
+        client = supervised.connect()
+        await until(lambda: supervised.supervisor._waiting is not None)
+        dying.end(1)
+        worker = await supervised.wait_for_worker(1)
+        worker.say("ready")
+        await serves(worker, client)
+        assert supervised.supervisor._waiting is None
+        await serves(worker, supervised.connect())
+
+    run_supervised(work, num_workers=1)
+
+
+async def serves(worker: WorkerStandIn, client: socket.socket) -> None:
+    """Assert that the next connection of a worker is this client's."""
+    with await received_by(worker) as connection:
+        connection.sendall(b"yes")
+        client.settimeout(30)
+        assert client.recv(3) == b"yes"
+
+
+def test_a_client_that_waits_for_a_worker_is_let_go_when_the_router_stops() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        supervised.workers[0].connections.close()
+        client = supervised.connect()
+        await until(lambda: supervised.supervisor._waiting is not None)
+        await supervised.end()
+        client.settimeout(30)
+        assert client.recv(1) == b""
+
+    run_supervised(work, num_workers=1)
+
+
+def test_without_a_worker_clients_wait_and_the_supervisor_looks_only_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        supervised.workers[0].end(1)
+        worker = await supervised.wait_for_worker(1)
+        with counted_calls(supervised.supervisor, "_list_idlest") as calls:
+            monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 3600.0)
+            client = supervised.connect()
+            await until(lambda: len(calls) > 0)
+            await let_loop_run()
+            assert len(calls) == 1
+        worker.say("ready")
+        supervised.supervisor._resume_accepting()
+        await until(lambda: bool(supervised.supervisor._workers[worker.task.name].is_ready))
+        supervised.supervisor._resume_accepting()
+        await serves(worker, client)
+
+    run_supervised(work, num_workers=1)
+
+
+@contextmanager
+def counted_calls(supervisor: Any, name: str) -> Iterator[list[None]]:
+    """One entry for each call of a method of a supervisor."""
+    calls: list[None] = []
+    method = getattr(supervisor, name)
+
+    def count() -> Any:
+        calls.append(None)
+        return method()
+
+    setattr(supervisor, name, count)
+    yield calls
+    delattr(supervisor, name)
+
+
+async def let_loop_run() -> None:
+    """Give all callbacks that are due a chance."""
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+
+
+class FullListener:
+    """A listener of a process that has no descriptor left."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.is_full = True
+        self.num_refused = 0
+        self.fileno, self.close = listener.fileno, listener.close
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.is_full:
+            self.num_refused += 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._listener.accept()
+
+
+def test_without_a_descriptor_clients_wait_until_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        supervised.supervisor._listener = full = FullListener(supervised.listener)
+        monkeypatch.setattr(module, "ACCEPT_PAUSE_SECONDS", 3600.0)
+        client = supervised.connect()
+        await until(lambda: full.num_refused > 0)
+        await let_loop_run()
+        assert full.num_refused == 1  # it pauses
+        assert "no connection can be accepted: Too many open files" in caplog.text
+        monkeypatch.setattr(module, "ACCEPT_PAUSE_SECONDS", 0.005)
+        supervised.supervisor._resume_accepting()
+        await until(lambda: full.num_refused > 2)
+        full.is_full = False
+        await serves(supervised.workers[0], client)
+
+    run_supervised(work, num_workers=1)
+
+
+# Workers that end
+
+
+def test_a_worker_that_has_ended_is_replaced_by_one_for_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        first, second = supervised.workers
+        first.end(0)
+        third = await supervised.wait_for_worker(2)
+        second.end(-signal.SIGSEGV)
+        fourth = await supervised.wait_for_worker(3)
+        tasks = [worker.task for worker in supervised.workers]
+        assert len({task.name for task in tasks}) == 4
+        assert [(task.is_first, task.is_late, task.num_replaced) for task in tasks[2:]] == [
+            (True, True, 1),
+            (False, True, 2),
+        ]
+        assert third.hear("gone") == [[second.task.name]]
+        assert fourth.hear("gone") == []
+        assert list(supervised.supervisor._workers) == [third.task.name, fourth.task.name]
+
+    run_supervised(work)
+    ends = [record.getMessage().partition(" ")[2].partition(" ")[2] for record in caplog.records]
+    assert ends == [
+        "ended with status 0; another one takes its place",
+        "was killed by SIGSEGV; another one takes its place",
+    ]
+
+
+def test_nothing_is_left_open_of_a_worker_that_has_ended() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        ended = supervised.supervisor._workers[supervised.workers[0].task.name]
+        transport = ended.wire._transport
+        supervised.workers[0].end(1)
+        await supervised.wait_for_worker(1)
+        assert ended.connections.fileno() == -1
+        assert transport.is_closing()
+
+    run_supervised(work, num_workers=1)
+
+
+def test_the_pause_before_a_replacement_doubles_while_workers_die_young_and_then_begins_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses = []
+    monkeypatch.setattr(module, "YOUNG_SECONDS", 3600.0)
+
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        for number in range(5):
+            supervised.workers[number].end(1)
+            await supervised.wait_for_worker(number + 1)
+            pauses.append(supervised.supervisor._pause)
+        monkeypatch.setattr(module, "YOUNG_SECONDS", 0.0)
+        supervised.workers[5].end(1)
+        await supervised.wait_for_worker(6)
+        pauses.append(supervised.supervisor._pause)
+
+    run_supervised(work, num_workers=1)
+    assert pauses == [0.01, 0.02, 0.04, 0.04, 0.04, 0.005]
+
+
+def test_a_replacement_is_started_after_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(module, "LAST_PAUSE_SECONDS", 3600.0)
+
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        supervised.workers[0].end(1)
+        await until(lambda: not supervised.supervisor._workers)
+        await let_loop_run()
+        assert len(supervised.workers) == 1
+        assert not supervised.run.done()  # a router without a worker goes on
+        (start,) = supervised.supervisor._starts
+        start.cancel()
+
+    run_supervised(work, num_workers=1)
+
+
+@pytest.mark.parametrize("failure", [OSError("no memory"), EOFError("no nursery")])
+def test_a_replacement_that_cannot_be_started_is_tried_again(
+    failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        supervised.failures.append(failure)
+        supervised.workers[0].end(1)
+        worker = await supervised.wait_for_worker(1)
+        assert supervised.supervisor._pause == 0.04
+        assert f"no worker can be started, which is tried again in 0.04 s: {failure}" in caplog.text
+        worker.say("ready")
+        await serves(worker, supervised.connect())
+
+    run_supervised(work, num_workers=1)
+
+
+def test_a_start_that_fails_leaves_no_descriptor_open() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        supervised.failures.append(OSError("no memory"))
+        num_open = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(OSError, match="no memory"):
+            await supervised.supervisor._start_worker(0, is_late=True)
+        assert len(os.listdir("/proc/self/fd")) == num_open
+
+    run_supervised(work)
+
+
+def test_no_replacement_is_started_once_the_router_stops() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        first, second = supervised.workers
+        first.end(1)
+        await until(lambda: len(supervised.supervisor._workers) == 1)
+        supervised.supervisor._stop_workers(0.0)
+        second.end(1)
+        assert await supervised.end() == ""
+        assert len(supervised.workers) == 2
+
+    run_supervised(work)
+
+
+# Workers that say nothing
+
+
+def test_a_worker_is_killed_when_it_has_said_nothing_for_longer_than_the_limit() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        silent, talking = supervised.workers
+        for passed in (10.0, HUNG_SECONDS):
+            supervised.clock.seconds = 100.0 + passed
+            await supervised.counted(talking, int(passed))
+            supervised.supervisor._check_workers()
+            assert not silent.is_killed
+        supervised.clock.seconds += 0.5
+        await until(lambda: silent.is_killed)
+        assert not talking.is_killed
+
+    run_supervised(work)
+
+
+def test_the_kernel_is_asked_only_about_workers_that_are_quiet() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        (worker,) = supervised.supervisor._workers.values()
+        asked: list[int] = []
+        worker.silence = Silence(0, supervised.clock.now, asked.append)
+        supervised.clock.seconds += QUIET_SECONDS
+        supervised.supervisor._check_workers()
+        assert asked == []
+        supervised.clock.seconds += 0.5
+        supervised.supervisor._check_workers()
+        assert asked == [0]
+
+    run_supervised(work, num_workers=1)
+
+
+# How the router ends
+
+
+@pytest.mark.parametrize("sent", list(GRACES))
+def test_a_signal_lets_workers_end_their_requests_within_its_grace(sent: signal.Signals) -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        signal.raise_signal(sent)
+        worker, _ = supervised.workers
+        await until(lambda: worker.hear("stop") == [[GRACES[sent]]])
+        assert worker.hear("leave") == []
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, 30)
+
+    async def keep_address(supervised: Supervised) -> None:
+        address.extend(supervised.listener.getsockname())
+        await work(supervised)
+
+    address: Any = []
+    run_supervised(keep_address)
+
+
+def test_with_a_delay_workers_say_first_that_the_router_leaves() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        signal.raise_signal(signal.SIGTERM)
+        worker = supervised.workers[0]
+        await until(lambda: worker.hear("stop") == [[7.0]])
+        assert [kind for kind, *_ in worker.messages if kind in ("leave", "stop")] == ["leave", "stop"]
+
+    run_supervised(work, shutdown_delay_secs=0.05)
+
+
+def test_a_worker_that_starts_during_the_delay_says_so_too() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        signal.raise_signal(signal.SIGTERM)
+        await until(lambda: bool(supervised.workers[0].hear("leave")))
+        supervised.workers[1].end(1)
+        late = await supervised.wait_for_worker(2)
+        await until(lambda: late.hear("leave") == [[]])
+        assert late.hear("stop") == []
+        supervised.supervisor._stop.cancel()
+
+    run_supervised(work, shutdown_delay_secs=3600.0)
+
+
+def test_an_interrupt_is_not_delayed() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        signal.raise_signal(signal.SIGINT)
+        worker = supervised.workers[0]
+        await until(lambda: worker.hear("stop") == [[3.0]])
+        assert worker.hear("leave") == []
+
+    run_supervised(work, shutdown_delay_secs=3600.0)
+
+
+def test_a_second_signal_ends_the_delay() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        worker = supervised.workers[0]
+        signal.raise_signal(signal.SIGTERM)
+        await until(lambda: bool(worker.hear("leave")))
+        delayed = supervised.supervisor._stop
+        signal.raise_signal(signal.SIGTERM)
+        await until(lambda: worker.hear("stop") == [[0.0]])
+        assert delayed.cancelled()
+
+    run_supervised(work, shutdown_delay_secs=3600.0)
+
+
+def test_a_worker_that_starts_while_the_router_stops_gets_what_is_left_of_the_grace() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        supervised.supervisor._stop_workers(10.0)
+        for seconds, left in ((4.0, 6.0), (14.0, 0.0)):
+            supervised.clock.seconds = 100.0 + seconds
+            await supervised.supervisor._start_worker(0, is_late=True)
+            late = supervised.workers[-1]
+            await until(lambda late=late, left=left: late.hear("stop") == [[left]])  # type: ignore[misc]
+            assert late.hear("leave") == []
+
+    run_supervised(work)
+
+
+def test_workers_that_do_not_end_within_their_grace_and_some_seconds_are_killed() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        supervised.supervisor._stop_workers(10.0)
+        (worker,) = supervised.workers
+        supervised.clock.seconds += 10.0 + STOP_SECONDS
+        supervised.supervisor._check_workers()
+        assert not worker.is_killed
+        supervised.clock.seconds += 0.5
+        await until(lambda: worker.is_killed)
+        assert await supervised.end() == ""
+
+    run_supervised(work, num_workers=1)
+
+
+def test_the_end_is_noticed_sooner_than_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        with counted_calls(supervised.supervisor, "_check_workers") as checks:
+            supervised.supervisor._stop_workers(10.0)
+            monkeypatch.setattr(module, "CHECK_SECONDS", 3600.0)
+            await until(lambda: len(checks) > 2)
+
+    run_supervised(work)
+
+
+def test_a_supervisor_that_stops_gives_no_client_to_a_worker() -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        supervised.supervisor._pause_accepting(0.0)
+        supervised.supervisor._stop_workers(10.0)
+        with counted_calls(supervised.supervisor, "_list_idlest") as calls:
+            await let_loop_run()
+            assert calls == []
+
+    run_supervised(work)
+
+
+# Other routers
+
+
+class OtherRouters:
+    """Stands for ``SharedState``: what the other routers know, without Redis; ``test_routers.py`` has a real one."""
+
+    prefixes: ClassVar[dict[str, Any]] = {"a": 1}
+    made: ClassVar[list[OtherRouters]] = []
+
+    def __init__(self, url: str, name: str, hub: Any, clock: Callable[[], float]) -> None:
+        self.url, self.name, self.clock = url, name, clock
+        self.have_records = asyncio.Event()
+        self.is_connected = False
+        self.is_disconnected = False
+        self.made.append(self)
+
+    async def keep_connection(self) -> None:
+        self.is_connected = True
+        await asyncio.Event().wait()
+
+    async def wait_for_records(self) -> None:
+        await self.have_records.wait()
+
+    async def fetch_prefixes(self) -> dict[str, Any]:
+        return self.prefixes
+
+    async def disconnect(self, connection: asyncio.Task[None]) -> None:
+        connection.cancel()
+        await asyncio.wait([connection])
+        self.is_disconnected = True
+
+    def send_to_routers(self, *message: Any) -> None:
+        pass
+
+
+def run_with_others(
+    monkeypatch: pytest.MonkeyPatch, work: Callable[[Supervised, OtherRouters], Awaitable[None]], num_workers: int = 2
+) -> None:
+    """Run ``work`` with a supervisor whose workers are ready, and that has not heard of the others' records."""
+
+    async def run(supervised: Supervised) -> None:
+        await supervised.start()
+        others = OtherRouters.made.pop()
+        assert (others.url, others.clock()) == ("redis://host:6379/0", 100.0)
+        for worker in supervised.workers:
+            worker.say("ready")
+        await until(lambda: all(each.is_ready for each in supervised.supervisor._workers.values()))
+        await work(supervised, others)
+        await supervised.end()
+        assert others.is_disconnected
+
+    monkeypatch.setattr(module, "SharedState", OtherRouters)
+    run_supervised(run, num_workers, shared_state="redis://host:6379/0")
+
+
+def test_clients_are_taken_once_workers_know_the_records_and_prefixes_of_other_routers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work(supervised: Supervised, others: OtherRouters) -> None:
+        first, second = supervised.workers
+        await let_loop_run()
+        assert (others.is_connected, supervised.num_readies) == (True, 0)
+        assert first.hear("publish") == []
+        others.have_records.set()
+        await until(lambda: bool(second.hear("publish")))
+        assert supervised.num_readies == 0
+        await until(lambda: first.hear("publish") == second.hear("publish") == [["", "prefixes", {"a": 1}]])
+        await until(lambda: supervised.num_readies == 1)
+
+    run_with_others(monkeypatch, work)
+
+
+def test_where_no_other_router_has_prefixes_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(supervised: Supervised, others: OtherRouters) -> None:
+        others.have_records.set()
+        await until(lambda: supervised.num_readies == 1)
+        assert supervised.workers[0].hear("publish") == []
+
+    monkeypatch.setattr(OtherRouters, "prefixes", {})
+    run_with_others(monkeypatch, work)
+
+
+@pytest.mark.parametrize(("num_workers", "num_told"), [(1, 1), (2, 0)])
+def test_a_replacement_that_is_the_only_worker_gets_the_prefixes_of_other_routers(
+    monkeypatch: pytest.MonkeyPatch, num_workers: int, num_told: int
+) -> None:
+    async def work(supervised: Supervised, others: OtherRouters) -> None:
+        others.have_records.set()
+        started = list(supervised.workers)
+        await until(lambda: supervised.num_readies == 1 if all(w.hear("ask") for w in started) else False)
+        started[0].end(1)
+        late = await supervised.wait_for_worker(num_workers)
+        late.say("ready")
+        await until(lambda: all(each.is_ready for each in supervised.supervisor._workers.values()))
+        await until(lambda: len(late.hear("publish")) == num_told)
+        await let_loop_run()
+        assert late.hear("publish") == [["", "prefixes", {"a": 1}]] * num_told
+
+    run_with_others(monkeypatch, work, num_workers)
+
+
+def test_a_router_without_shared_state_has_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(supervised: Supervised) -> None:
+        await supervised.start_ready()
+        worker = supervised.workers[0]
+        worker.end(1)
+        (await supervised.wait_for_worker(1)).say("ready")
+        await until(lambda: all(each.is_ready for each in supervised.supervisor._workers.values()))
+        assert supervised.supervisor._hub.uplink is None
+        assert OtherRouters.made == []
+
+    monkeypatch.setattr(module, "SharedState", OtherRouters)
+    run_supervised(work, num_workers=1)
+
+
+# The process that workers are forked from
+
+
+def test_the_process_that_workers_are_forked_from_runs_early_with_their_module() -> None:
+    code = (
+        "from multiprocessing import forkserver\n"
+        "from router.sharing.supervisor import start_nursery\n"
+        "start_nursery('json')\n"
+        "server = forkserver._forkserver\n"
+        "print(server._forkserver_pid is not None, server._preload_modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert output == "True ['json']\n"
