@@ -168,7 +168,7 @@ def _diagnose_mooncake(
 ) -> Iterator[Finding]:
     found_master, address = checks.check_master(settings)
     findings = [
-        *checks.check_library(),
+        *checks.check_library(settings),
         *checks.check_protocol(settings),
         *(ascend.check_machine(needs_buffers=is_mindie) if settings.protocol == "ascend" else ()),
         *checks.check_hostname(settings),

@@ -140,9 +140,9 @@ def describe_url(config: PoolConfig) -> str:
     """The URL of the pool, for ``read_config`` in another process of this machine or one that reaches the pool."""
     match config.store:
         case MooncakeSettings() as store:
-            scheme = "" if store.etcd_addresses else "mooncake://"
+            scheme = "" if store.ha_backend else "mooncake://"
             named = {"metadata_server": store.metadata_server, "protocol": store.protocol}
-            if store.etcd_addresses:
+            if store.ha_backend:
                 named["cluster_id"] = store.cluster_id
             if store.tenant_id != DEFAULT_TENANT:
                 named["tenant_id"] = store.tenant_id

@@ -178,7 +178,8 @@ def test_variables_of_mooncake_and_its_other_users_are_let_alone() -> None:
         (
             {**MASTER, "MOONCAKE_METADATA_SERVER": "127.0.0.1:15002"},
             "MOONCAKE_METADATA_SERVER is '127.0.0.1:15002'; "
-            "it must be P2PHANDSHAKE, or a URL such as http://127.0.0.1:15002/metadata",
+            "it must be P2PHANDSHAKE, or a URL such as http://127.0.0.1:15002/metadata, etcd://host:port;host:port "
+            "or redis://host:port",
         ),
         (
             {**MASTER, "MOONCAKE_PROTOCOL": "tpc"},
