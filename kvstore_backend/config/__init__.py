@@ -41,6 +41,7 @@ from kvstore_backend.config.settings import (
 )
 from kvstore_backend.config.sources import (
     describe_override,
+    describe_unknown,
     describe_url,
     load_config,
     names_pool,
@@ -57,6 +58,7 @@ __all__ = [
     "PoolConfig",
     "ascend_buffer_pool",
     "describe_override",
+    "describe_unknown",
     "describe_url",
     "did_you_mean",
     "engine_variables",

@@ -32,7 +32,7 @@ from kvstore_backend.config.settings import (
 )
 from kvstore_backend.config.values import MissingDeviceError
 
-__all__ = ["describe_override", "describe_url", "load_config", "names_pool", "names_protocol", "read_config"]
+__all__ = ["describe_override", "describe_unknown", "describe_url", "load_config", "names_pool", "names_protocol", "read_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +163,16 @@ def describe_override(source: str | Path | None = None, *, environ: Mapping[str,
     return _describe_override(_Source(parsed.values, parsed.places.__getitem__, is_file=True), environ)
 
 
+def describe_unknown(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> str:
+    """A sentence on members of the file of ``read_config`` that are not known and so not used; or empty."""
+    environ = os.environ if environ is None else environ
+    path = source if source is not None else _file_of_environment(environ)[0]
+    if path is None or is_url(str(path)):
+        return ""
+    parsed = read_file(path)
+    return _describe_unknown([*_field_names(STORE_SETTINGS[parsed.backend]), *_OPTIONS], parsed)
+
+
 def names_protocol(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the environment says which protocol the pool has, by its variable or in the file that it names."""
     environ = os.environ if environ is None else environ
@@ -246,7 +256,10 @@ def _file_source(
         return _Source({}, str)  # it is Mooncake's variable, first of all
     if not parsed.backend:
         raise ConfigError(f'there is to be no pool ("backend": ""{parsed.where}), but {kind.backend} is asked for')
-    return _parsed_source(names, parsed)._replace(is_file=True)
+    if unknown := _describe_unknown(names, parsed):
+        _log_once(unknown)
+    known = {name: value for name, value in parsed.values.items() if name in names}
+    return _Source(known, parsed.places.__getitem__, is_file=True)
 
 
 def _file_of_environment(environ: Mapping[str, str]) -> tuple[str | None, str]:
@@ -268,11 +281,29 @@ def _environment_source(kind: type[StoreSettings], environ: Mapping[str, str]) -
 
 
 def _check_names(names: Sequence[str], values: Mapping[str, object], where: str) -> None:
-    aliases = [alias for alias, name in NATIVE_NAMES.items() if name in names]
     for name in values:
         if name not in names:
-            near = difflib.get_close_matches(name, [*names, *aliases], 1)
-            raise ConfigError(f'unknown key "{name}"{where}{did_you_mean(name, near or names)}')
+            near = _nearest_name(name, names)
+            raise ConfigError(f'unknown key "{name}"{where}{did_you_mean(name, [near] if near else names)}')
+
+
+def _describe_unknown(names: Sequence[str], parsed: ParsedConfig) -> str:
+    """A sentence on the members of a file that are no settings, each with the setting nearest to it; or empty.
+
+    FastDeploy and Mooncake pass over such members without a word, and files have comments and others' settings in them.
+    """
+    unknown = []
+    for name in parsed.values:
+        if name not in names:
+            near = _nearest_name(name, names)
+            unknown.append(f'"{name}" (did you mean {near}?)' if near else f'"{name}"')
+    return f"not known and not used{parsed.where}: {', '.join(unknown)}" if unknown else ""
+
+
+def _nearest_name(name: str, names: Sequence[str]) -> str:
+    """The setting, or Mooncake's name of it, that was probably meant; empty: none is near."""
+    aliases = [alias for alias, meant in NATIVE_NAMES.items() if meant in names]
+    return next(iter(difflib.get_close_matches(name, [*names, *aliases], 1)), "")
 
 
 def _parse_value(setting: Field[Any], source: _Source) -> Any:
