@@ -48,7 +48,7 @@ from kvstore_backend.config.sources import (
     names_protocol,
     read_config,
 )
-from kvstore_backend.config.values import parse_size, parse_switch, parse_tenant
+from kvstore_backend.config.values import parse_master_address, parse_size, parse_switch, parse_tenant
 
 __all__ = [
     "DEFAULT_TENANT",
@@ -78,6 +78,7 @@ __all__ = [
     "names_protocol",
     "offload_bucket",
     "offload_limit",
+    "parse_master_address",
     "parse_mindie_pool",
     "parse_size",
     "parse_switch",

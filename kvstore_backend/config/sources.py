@@ -32,7 +32,15 @@ from kvstore_backend.config.settings import (
 )
 from kvstore_backend.config.values import MissingDeviceError
 
-__all__ = ["describe_override", "describe_unknown", "describe_url", "load_config", "names_pool", "names_protocol", "read_config"]
+__all__ = [
+    "describe_override",
+    "describe_unknown",
+    "describe_url",
+    "load_config",
+    "names_pool",
+    "names_protocol",
+    "read_config",
+]
 
 logger = logging.getLogger(__name__)
 

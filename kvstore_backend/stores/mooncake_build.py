@@ -13,7 +13,7 @@ from functools import cache
 
 from kvstore_backend.config import MooncakeSettings
 
-__all__ = ["find_missing_backend"]
+__all__ = ["find_missing_backend", "find_missing_coordinator"]
 
 _SECONDS = 20.0  # a machine under load; a build that has the backend may try to connect
 # What a build without the backend logs, and the programs that make it do so.
@@ -36,17 +36,9 @@ _METADATA_FLAGS = {"etcd": "-DUSE_ETCD=ON", "redis": "-DUSE_REDIS=ON"}
 
 
 def find_missing_backend(settings: MooncakeSettings) -> tuple[str, str] | None:
-    """What is missing and the remedy, where Mooncake was built without what the settings name; ``None``: nothing.
-
-    Of masters behind etcd it is not asked: their backend is in PyPI's wheels.
-    """
-    backend = settings.ha_backend
-    if backend in ("redis", "k8s") and not _has(_ASK_COORDINATOR, backend, _NO_COORDINATOR):
-        return (
-            f"master_server_addr is {settings.master_server_addr}, and this build of Mooncake has no "
-            f"{_NAMES[backend]} backend (UNAVAILABLE_IN_CURRENT_MODE), as the wheels of PyPI have none",
-            f"elect the masters through etcd (etcd://host:port), or build Mooncake with {_FLAGS[backend]}",
-        )
+    """What is missing and the remedy, where Mooncake was built without what the settings name; ``None``: nothing."""
+    if missing := find_missing_coordinator(settings.ha_backend, f"master_server_addr is {settings.master_server_addr}"):
+        return missing
     scheme = settings.metadata_server.partition("://")[0]
     if scheme in _METADATA_FLAGS and not _has(_ASK_METADATA, scheme, _NO_METADATA):
         return (
@@ -55,6 +47,24 @@ def find_missing_backend(settings: MooncakeSettings) -> tuple[str, str] | None:
             f"say P2PHANDSHAKE in every client, or build Mooncake with {_METADATA_FLAGS[scheme]}",
         )
     return None
+
+
+def find_missing_coordinator(backend: str, named: str) -> tuple[str, str] | None:
+    """What is missing and the remedy, where Mooncake was built without the means to elect a master there.
+
+    Of masters behind etcd it is not asked: their backend is in PyPI's wheels.
+
+    Args:
+        backend: ``etcd``, ``redis`` or ``k8s``.
+        named: for the sentence, where somebody has named it.
+    """
+    if backend not in ("redis", "k8s") or _has(_ASK_COORDINATOR, backend, _NO_COORDINATOR):
+        return None
+    return (
+        f"{named}, and this build of Mooncake has no {_NAMES[backend]} backend (UNAVAILABLE_IN_CURRENT_MODE), as the "
+        "wheels of PyPI have none",
+        f"elect the masters through etcd (etcd://host:port), or build Mooncake with {_FLAGS[backend]}",
+    )
 
 
 @cache
