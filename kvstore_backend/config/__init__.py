@@ -15,6 +15,7 @@ from kvstore_backend.config.checkpoints import find_checkpoint, is_hub_name
 from kvstore_backend.config.dialects import parse_mindie_pool
 from kvstore_backend.config.environment import (
     ascend_buffer_pool,
+    binds_address,
     engine_variables,
     fastdeploy_plugins,
     is_named_port_bound,
@@ -57,6 +58,7 @@ __all__ = [
     "MooncakeSettings",
     "PoolConfig",
     "ascend_buffer_pool",
+    "binds_address",
     "describe_override",
     "describe_unknown",
     "describe_url",

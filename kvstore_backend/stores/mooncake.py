@@ -35,6 +35,7 @@ from kvstore_backend.backend import (
 from kvstore_backend.config import (
     DEFAULT_TENANT,
     MooncakeSettings,
+    binds_address,
     is_named_port_bound,
     set_native_cluster,
     set_native_defaults,
@@ -391,6 +392,10 @@ def join_cluster(settings: MooncakeSettings) -> Any:
     with _connect_to_master(settings) as connection:
         local_hostname = _drop_port(settings) or _find_own_address(connection)
     _check_servers(settings)
+    # With a metadata server Mooncake gives itself an address, and passes loopback over unless told to take it. It fails
+    # then, 30 s a try where the masters are behind etcd.
+    if "://" in settings.metadata_server and not binds_address() and not _has_network():
+        raise PoolUnavailable("this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1")
     if settings.ha_backend:
         set_native_cluster(settings)
     began = time.monotonic()
@@ -494,11 +499,8 @@ def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
             f"code {code}: check that a mooncake_master with --enable_ha=true and --cluster_id={settings.cluster_id} "
             "runs (MC_LOG_LEVEL=INFO shows Mooncake's own log)"
         )
-    # With a metadata server Mooncake gives itself an address, and passes loopback over unless told to take it.
-    alone = settings.metadata_server.startswith("http") and not _has_network()
-    first = "this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1; else " if alone else ""
     return (
-        f"joining the Mooncake cluster of {settings.master_server_addr} failed with code {code}: {first}check that "
+        f"joining the Mooncake cluster of {settings.master_server_addr} failed with code {code}: check that "
         f"a mooncake_master answers there and that {settings.global_segment_size} bytes of memory are free "
         "(MC_LOG_LEVEL=INFO shows Mooncake's own log)"
     )
