@@ -44,15 +44,16 @@ DEFAULT_TENANT = "default"
 """Mooncake's name for the tenant of those who name none."""
 
 
-def _read_from(variable: str, parse: Callable[[object], object] | None = None) -> dict[str, object]:
+def _read_from(variable: str, parse: Callable[[object], object] | None = None, also: str = "") -> dict[str, object]:
     """A field's metadata.
 
     Args:
         variable: carries the value in the environment.
+        also: carries it where ``variable`` does not, by another engine's name.
         parse: checks the value or raises ``ValueError``; not given: the value is the URL of a store of its own, whose
             settings sources.py puts together.
     """
-    return {"variable": variable, "parse": parse}
+    return {"variable": variable, "parse": parse, "also": also}
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,17 @@ class FileSettings:
     """A folder that processes of this machine share.
 
     Attributes:
-        path: the folder, on a tmpfs (quick) or an SSD (large).
+        path: the folder, on a tmpfs (quick) or an SSD (large). FastDeploy's variable for it is read, too.
         size: bytes at which the least recently used blocks are evicted, the same for all who have it open; None: as
             the folder has it, and 1 GiB for a new one.
     """
 
     backend: ClassVar[str] = "file"
 
-    path: Path = field(default_factory=default_folder, metadata=_read_from("KVSTORE_FILE_PATH", parse_folder))
+    path: Path = field(
+        default_factory=default_folder,
+        metadata=_read_from("KVSTORE_FILE_PATH", parse_folder, also="FILE_BACKEND_STORAGE_DIR"),
+    )
     size: int | None = field(default=None, metadata=_read_from("KVSTORE_FILE_SIZE", parse_positive_size))
 
 

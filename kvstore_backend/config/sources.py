@@ -284,6 +284,9 @@ def _environment_source(kind: type[StoreSettings], environ: Mapping[str, str]) -
         how_near = _NEAR_OURS if name.startswith("KVSTORE_") else _NEAR
         if strange and (near := difflib.get_close_matches(name, ours, 1, how_near)):
             raise ConfigError(f"environment variable {name} is not known; did you mean {near[0]}?")
+    for setting in settings:
+        if not environ.get(variables[setting.name]) and environ.get(setting.metadata["also"]):
+            variables[setting.name] = setting.metadata["also"]
     given = {name: environ[variable] for name, variable in variables.items() if environ.get(variable)}
     return _Source(given, variables.__getitem__)
 

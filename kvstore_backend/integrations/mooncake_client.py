@@ -85,7 +85,9 @@ class PooledClient:
     ) -> int:
         """Join the pool, as the arguments say; further settings (asynchronous writes, a fast tier) as configured.
 
-        ``engine`` is a transfer engine that the native client would share; ours takes none.
+        ``engine`` is a transfer engine that the native client would share; ours takes none. A ``master_server_addr``
+        such as ``file:///dev/shm/kvpool?size=4GiB`` names a folder of this machine instead, and then no other argument
+        counts.
 
         Returns:
             0; the reason why it could not join is raised, as a code would not tell it.
@@ -95,9 +97,11 @@ class PooledClient:
             PoolUnavailable: nobody answers there.
         """
         namespace = self.namespace()
-        config = load_config(
-            "mooncake",
-            explicit={
+        is_folder = master_server_addr.startswith("file:")
+        explicit: dict[str, object] = (
+            {}
+            if is_folder
+            else {
                 "local_hostname": local_hostname,
                 "metadata_server": metadata_server,
                 "global_segment_size": global_segment_size,
@@ -109,8 +113,10 @@ class PooledClient:
                 "enable_ssd_offload": enable_ssd_offload,
                 "ssd_offload_path": ssd_offload_path,
                 "tenant_id": tenant_id or None,
-            },
-        ).require_plain("this client for other engines")
+            }
+        )
+        config = load_config(master_server_addr if is_folder else "mooncake", explicit=explicit)
+        config.require_plain("this client for other engines")
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
         self._pool = open_pool(config, namespace, CollectorRegistry(), background=False, facts=self.facts())
         self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS

@@ -262,6 +262,17 @@ def test_what_a_file_lacks_for_a_misspelt_member_is_still_an_error(
     assert '"master_server_adr" (did you mean master_server_addr?)' in caplog.text
 
 
+def test_a_folder_may_be_named_by_fastdeploys_variable(tmp_path: Path) -> None:
+    environ = {"FILE_BACKEND_STORAGE_DIR": "/tmp/fastdeploy"}
+    assert load_config("file", environ=environ).store == FileSettings(Path("/tmp/fastdeploy"))
+    ours = {**environ, "KVSTORE_FILE_PATH": "/dev/shm/kvpool"}
+    assert load_config("file", environ=ours).store == FileSettings(Path("/dev/shm/kvpool"))
+    a_file = tmp_path / "file"
+    a_file.touch()
+    with pytest.raises(ConfigError, match=r"^FILE_BACKEND_STORAGE_DIR is .* this is a file"):
+        load_config("file", environ={"FILE_BACKEND_STORAGE_DIR": str(a_file)})
+
+
 def test_a_wrong_explicit_value_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^global_segment_size is 'x'; a size is"):
         mooncake(MASTER, explicit={"global_segment_size": "x"})
