@@ -6,7 +6,6 @@ address is left out there, so that the answer comes at once (0.2 s) and no serve
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from functools import cache
@@ -18,14 +17,16 @@ __all__ = ["find_missing_backend", "find_missing_coordinator"]
 _SECONDS = 20.0  # a machine under load; a build that has the backend may try to connect
 # What a build without the backend logs, and the programs that make it do so.
 _NO_COORDINATOR, _NO_METADATA = "Invalid HA backend entry", "Unable to find metadata storage plugin"
-_ASK_COORDINATOR = """
+_QUICKLY = """
 import os, sys
+os.environ.update(MC_LOG_LEVEL="INFO", MC_STORE_CLIENT_SETUP_RETRIES="1")
+"""
+_ASK_COORDINATOR = """
 from mooncake.store import MooncakeDistributedStore
 MooncakeDistributedStore().setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", sys.argv[1])
 os._exit(0)
 """
 _ASK_METADATA = """
-import os, sys
 from mooncake.engine import TransferEngine
 TransferEngine().initialize("127.0.0.1", sys.argv[1], "tcp", "")
 os._exit(0)
@@ -70,14 +71,12 @@ def find_missing_coordinator(backend: str, named: str) -> tuple[str, str] | None
 @cache
 def _has(program: str, scheme: str, complaint: str) -> bool:
     """Whether Mooncake takes an address of this scheme."""
-    environ = {**os.environ, "MC_LOG_LEVEL": "INFO", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", program, f"{scheme}://"],
+            [sys.executable, "-c", _QUICKLY + program, f"{scheme}://"],
             capture_output=True,
             text=True,
             errors="replace",
-            env=environ,
             timeout=_SECONDS,
             check=False,
         )

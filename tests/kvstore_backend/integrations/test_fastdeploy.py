@@ -188,8 +188,8 @@ def test_two_models_on_one_pool_never_read_each_other(
 
 @pytest.mark.usefixtures("activated")
 def test_a_folder_named_as_the_master_is_the_pool(shape: Shape, models: list[Path], tmp_path: Path) -> None:
-    settings = {"metadata_server": "P2PHANDSHAKE", "local_hostname": "10.0.0.9", "protocol": "rdma"}
-    folder = {**settings, "master_server_addr": f"file://{tmp_path}/pool?size=64MiB"}
+    folder: dict[str, object] = {"master_server_addr": f"file://{tmp_path}/pool?size=64MiB", "protocol": "rdma"}
+    folder |= {"metadata_server": "P2PHANDSHAKE", "local_hostname": "10.0.0.9"}
     with contextlib.ExitStack() as opened:
         first, second, other = (opened.enter_context(storage(shape, folder, argv(models[i]))) for i in (0, 0, 1))
         assert TransferProcess(first, BLOCK).write(HASHES, CONTENTS) == [0] * 8
