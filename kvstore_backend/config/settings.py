@@ -62,7 +62,8 @@ class MooncakeSettings:
 
     Attributes:
         master_server_addr: ``host:port`` of the master; with several masters ``etcd://host:port;host:port``,
-            ``redis://host:port`` or ``k8s://namespace/lease``, where it is known which of them leads.
+            ``redis://host:port`` or ``k8s://namespace/lease``, where it is known which of them leads. In its place
+            ``file:///folder`` may stand; then these are the settings of a folder, and all others here are not read.
         metadata_server: URL of the metadata server (``http://``, ``etcd://``, ``redis://``), or ``P2PHANDSHAKE`` to do
             without. Clients that differ in it cannot read each other's memory.
         local_hostname: by which the others reach this machine; empty: the address it reaches the master from.

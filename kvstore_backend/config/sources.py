@@ -102,7 +102,18 @@ def load_config(
         for name, option in _OPTIONS.items()
         if (source := _first_source(sources, name)) is not None
     }
+    if kind is MooncakeSettings and (folder := _find_folder(sources)) is not None:
+        return PoolConfig(_fill_settings(FileSettings, [folder]), **options)
     return PoolConfig(_fill_settings(kind, sources), **options)
+
+
+def _find_folder(sources: Sequence[_Source]) -> _Source | None:
+    """The settings of a folder that is named as the master, for engines that name a pool by no other means."""
+    source = _first_source(sources, "master_server_addr")
+    address = source.values["master_server_addr"] if source is not None else None
+    if not isinstance(address, str) or not address.startswith("file:"):
+        return None
+    return _parsed_source(_field_names(FileSettings), read_url(address))
 
 
 def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> PoolConfig | None:

@@ -97,11 +97,9 @@ class PooledClient:
             PoolUnavailable: nobody answers there.
         """
         namespace = self.namespace()
-        is_folder = master_server_addr.startswith("file:")
-        explicit: dict[str, object] = (
-            {}
-            if is_folder
-            else {
+        config = load_config(
+            "mooncake",
+            explicit={
                 "local_hostname": local_hostname,
                 "metadata_server": metadata_server,
                 "global_segment_size": global_segment_size,
@@ -113,10 +111,8 @@ class PooledClient:
                 "enable_ssd_offload": enable_ssd_offload,
                 "ssd_offload_path": ssd_offload_path,
                 "tenant_id": tenant_id or None,
-            }
-        )
-        config = load_config(master_server_addr if is_folder else "mooncake", explicit=explicit)
-        config.require_plain("this client for other engines")
+            },
+        ).require_plain("this client for other engines")
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
         self._pool = open_pool(config, namespace, CollectorRegistry(), background=False, facts=self.facts())
         self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS

@@ -273,6 +273,18 @@ def test_a_folder_may_be_named_by_fastdeploys_variable(tmp_path: Path) -> None:
         load_config("file", environ={"FILE_BACKEND_STORAGE_DIR": str(a_file)})
 
 
+def test_a_folder_may_be_named_as_the_master(tmp_path: Path) -> None:
+    folder = FileSettings(Path("/dev/shm/kvpool"), 4 << 30)
+    named = {"master_server_addr": "file:///dev/shm/kvpool?size=4GiB", "protocol": "rdma", "async_write": True}
+    path = json_file(tmp_path, named)
+    assert load_config("mooncake", config_path=path, environ={}) == PoolConfig(folder, async_write=True)
+    assert read_config(environ={"MOONCAKE_CONFIG_PATH": str(path)}) == PoolConfig(folder, async_write=True)
+    environ = {"MOONCAKE_MASTER_SERVER_ADDR": "file:///dev/shm/kvpool?size=4GiB", "MOONCAKE_PROTOCOL": "rdma"}
+    assert read_config(environ=environ) == PoolConfig(folder)
+    with pytest.raises(ConfigError, match="must name a whole path after three slashes"):
+        read_config(environ={"MOONCAKE_MASTER_SERVER_ADDR": "file:kvpool"})
+
+
 def test_a_wrong_explicit_value_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^global_segment_size is 'x'; a size is"):
         mooncake(MASTER, explicit={"global_segment_size": "x"})
