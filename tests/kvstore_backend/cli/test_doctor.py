@@ -86,9 +86,10 @@ def test_its_lines_read_for_people_as_well(tmp_path: Path) -> None:
 
 def test_1_a_misspelt_key(tmp_path: Path) -> None:
     path = tmp_path / "mooncake_config.json"
-    path.write_text('{"master_server_addr": "127.0.0.1:15001", "metadata_sever": "P2PHANDSHAKE"}')
-    cause = f'unknown key "metadata_sever" in {path}'
-    told(doctor(MOONCAKE_CONFIG_PATH=str(path)), "configuration", cause, "did you mean metadata_server?")
+    path.write_text('{"path": "' + str(tmp_path / "pool") + '", "szie": "64MiB", "comment": "ours"}')
+    findings = doctor(MOONCAKE_CONFIG_PATH=str(path)).findings
+    (warning,) = [each["text"] for each in findings if (each["level"], each["subject"]) == ("warn", "configuration")]
+    assert warning == f'not known and not used in {path}: "szie" (did you mean size?), "comment"'
 
 
 def test_2_no_master_running() -> None:
