@@ -1,4 +1,7 @@
-"""Where an instance's log goes: ``api_server.log`` in a folder of its own; warnings and errors to the console, too."""
+"""Where an instance's log goes: ``api_server.log`` in a folder of its own; warnings and errors to the console, too.
+
+What concerns the pool is in ``cache_storage.log`` next to it as well, where FastDeploy's scripts look for it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ __all__ = ["set_up"]
 log = logging.getLogger(__name__)
 
 _FORMAT = "%(levelname)-8s %(asctime)s %(process)d %(name)s] %(message)s"
-# The file and its four predecessors take half a gigabyte at most.
+# Each of the two files and its four predecessors take half a gigabyte at most.
 _MAX_FILE_BYTES = 100_000_000
 _FILES_KEPT = 4
 
@@ -33,7 +36,9 @@ def set_up(named: Path | None, role: str, port: int, level: str) -> None:
     path = folder / "api_server.log"
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)
-    handlers = [_open_file(path, is_own=is_own), console]
+    pool_file = _open_file(folder / "cache_storage.log", is_own=is_own, is_awaited=True)
+    pool_file.addFilter(_concerns_pool)
+    handlers = [_open_file(path, is_own=is_own), pool_file, console]
     # The libraries' details tell nobody anything.
     others = "INFO" if level == "debug" else level.upper()
     logging.basicConfig(level=others, format=_FORMAT, handlers=handlers, force=True)
@@ -47,10 +52,16 @@ def set_up(named: Path | None, role: str, port: int, level: str) -> None:
         log.warning("another process writes to %s, too; give each instance a folder of its own by FD_LOG_DIR", path)
 
 
-def _open_file(path: Path, *, is_own: bool) -> logging.Handler:
+def _open_file(path: Path, *, is_own: bool, is_awaited: bool = False) -> logging.Handler:
+    """The handler of a log file, which is there from now on, or where that ``is_awaited`` from its first line on."""
     if is_own:
-        return RotatingFileHandler(path, maxBytes=_MAX_FILE_BYTES, backupCount=_FILES_KEPT)
-    return WatchedFileHandler(path)  # it follows when the other process rotates
+        return RotatingFileHandler(path, maxBytes=_MAX_FILE_BYTES, backupCount=_FILES_KEPT, delay=is_awaited)
+    return WatchedFileHandler(path, delay=is_awaited)  # it follows when the other process rotates
+
+
+def _concerns_pool(record: logging.LogRecord) -> bool:
+    """Whether this line is one of the pool's own, or tells what a request had from the pool."""
+    return record.name.startswith("kvstore_backend") or "storage_cache_token_num" in str(record.msg)
 
 
 def _list_folders(role: str, port: int) -> list[Path]:

@@ -323,12 +323,12 @@ def open_backend(
             in, as a GPU's.
 
     Raises:
-        PoolUnavailable: the library is missing, which waiting would not change; with ``background`` false any
-            other reason why the store cannot be opened: master unreachable, folder not writable. That a fast tier
-            cannot be opened is said at once, too.
+        PoolUnavailable: the library or a part of it is missing, which waiting would not change; with ``background``
+            false any other reason why the store cannot be opened: master unreachable, folder not writable. That a fast
+            tier cannot be opened is said at once, too.
     """
-    if config.backend == "mooncake":
-        mooncake.require_library()
+    if isinstance(config.store, MooncakeSettings):
+        mooncake.require_library(config.store)
     rejected: Counter[str] = Counter()
 
     def open_with_checks() -> StorageBackend:

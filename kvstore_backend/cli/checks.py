@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import resource
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,6 +30,7 @@ from kvstore_backend.stores.file.folder import find_refusal, scan_blocks
 from kvstore_backend.stores.file.ledger import find_size
 from kvstore_backend.stores.mooncake import INSTALL, send_http_probe
 from kvstore_backend.stores.mooncake_admin import MasterAdmin, find_admin, list_clusters_in_etcd
+from kvstore_backend.stores.mooncake_build import find_missing_backend
 from kvstore_backend.stores.ssd_folder import DEFAULT_FOLDER
 
 __all__ = [
@@ -62,8 +63,8 @@ _PROMPT_TOKENS = 1000
 _SSD_SHARE = 0.9
 
 
-def check_library() -> Iterator[Finding]:
-    """Mooncake's Python module and the shared libraries it needs."""
+def check_library(settings: MooncakeSettings) -> Iterator[Finding]:
+    """Mooncake's Python module, the shared libraries it needs, and what these settings need it to be built with."""
     missing = {name: package for name, package in _SYSTEM_LIBRARIES.items() if not _can_load(name)}
     for name, package in missing.items():
         yield fail("library", f"{name} is missing, which Mooncake needs", f"on Debian: apt-get install {package}")
@@ -88,6 +89,9 @@ def check_library() -> Iterator[Finding]:
             f"pip uninstall {' '.join(wheels)}, then install one",
         )
     told = next(iter(wheels.values()), "of unknown version")
+    if missing_part := find_missing_backend(settings):
+        yield fail("library", *missing_part)
+        return
     yield ok("library", f"Mooncake {told} can be loaded")
 
 
@@ -150,6 +154,9 @@ def check_hostname(settings: MooncakeSettings) -> Iterator[Finding]:
     """Whether the others could reach this machine by the name it gives them."""
     name, subject = settings.local_hostname, "local_hostname"
     remedy = "leave local_hostname out, or give an address of this machine that the others reach"
+    if not name and settings.ha_backend == "k8s":
+        yield fail(subject, "not given, and masters behind k8s:// do not show it", "set MOONCAKE_LOCAL_HOSTNAME")
+        return
     if not name:
         yield ok(subject, "not given: the address from which this machine reaches the master")
         return
@@ -164,7 +171,7 @@ def check_hostname(settings: MooncakeSettings) -> Iterator[Finding]:
     except OSError:
         yield fail(subject, f"{name} is {address[0]}, which is not an address of this machine", remedy)
         return
-    masters = settings.etcd_addresses or [settings.master_server_addr]
+    masters = settings.list_servers(settings.master_server_addr)
     if _is_loopback(name) and not any(_is_loopback(each.rpartition(":")[0]) for each in masters):
         yield warn(subject, f"{name} means to every other machine that machine itself", remedy)
         return
@@ -232,8 +239,11 @@ def _find_ssd_refusal(path: Path) -> str:
 
 def check_master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
     """Whether a master can be reached, and the ``host:port`` of the one that leads; empty where it is not known."""
-    if settings.etcd_addresses:
+    if settings.ha_backend == "etcd":
         return _find_leader(settings)
+    if settings.ha_backend:
+        known = f"{settings.master_server_addr} knows which master leads; it is not asked"
+        return [warn("master", known, "its metrics and flags are not looked at: kvstore stats mooncake://LEADER")], ""
     address = settings.master_server_addr
     remedy = f"start one there: kvstore master --port {address.rpartition(':')[2]}; or correct master_server_addr"
     try:
@@ -298,6 +308,10 @@ def _listens_on_all(port: int) -> bool:
 def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
     """Whether the metadata server answers as one."""
     url = settings.metadata_server
+    scheme = url.partition("://")[0]
+    if scheme in ("etcd", "redis"):
+        yield from _check_metadata_in(scheme, url, settings.list_servers(url))
+        return
     if not url.startswith("http"):
         yield ok("metadata", f"{url}: no metadata server is needed")
         return
@@ -321,6 +335,18 @@ def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
         )
         return
     yield ok("metadata", f"a metadata server answers at {url}")
+
+
+def _check_metadata_in(scheme: str, url: str, servers: Sequence[str]) -> Iterator[Finding]:
+    """Whether one of the servers of etcd, or the one of Redis, can be reached."""
+    for server in servers:
+        host, _, port = server.rpartition(":")
+        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):
+            yield ok("metadata", f"what listens at {server} keeps the metadata ({url})")
+            return
+    yield fail(
+        "metadata", f"no {scheme} answers at {url}", f"start {scheme} there, or use P2PHANDSHAKE in every client"
+    )
 
 
 def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> MasterAdmin:

@@ -23,6 +23,7 @@ from kvstore_backend.config import (
     MooncakeSettings,
     PoolConfig,
     describe_override,
+    describe_unknown,
     read_config,
 )
 from kvstore_backend.integrations.mindie import find_mistakes, is_server_config, read_server
@@ -115,6 +116,8 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield ok("configuration", _describe_config(config))
     if overridden := describe_override(arguments.config, environ=environ):
         yield warn("configuration", overridden, "set the variable for every process here that joins the pool")
+    if unknown := describe_unknown(arguments.config, environ=environ):
+        yield warn("configuration", unknown, "correct their names, or take them out")
     if isinstance(config.fast, FileSettings):
         yield from checks.check_folder(config.fast)
     match config.store:
@@ -168,7 +171,7 @@ def _diagnose_mooncake(
 ) -> Iterator[Finding]:
     found_master, address = checks.check_master(settings)
     findings = [
-        *checks.check_library(),
+        *checks.check_library(settings),
         *checks.check_protocol(settings),
         *(ascend.check_machine(needs_buffers=is_mindie) if settings.protocol == "ascend" else ()),
         *checks.check_hostname(settings),

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli.native_flags import list_native_flags, parse_native_flags
-from kvstore_backend.config import parse_switch, set_snapshot_folder
+from kvstore_backend.config import parse_master_address, parse_switch, set_snapshot_folder
 from kvstore_backend.stores.mooncake import INSTALL
+from kvstore_backend.stores.mooncake_build import find_missing_coordinator
 
 __all__ = ["add_arguments", "build_command", "run"]
 
@@ -117,10 +118,24 @@ def _add_behaviour(add: Callable[..., object]) -> None:
         help="one of several masters, the leader elected through etcd",
     )
     add(
+        "--ha-backend-type",
+        "--ha_backend_type",
+        choices=("etcd", "redis", "k8s"),
+        default="etcd",
+        help="who elects the leader of several masters, with --ha-backend-connstring (default %(default)s)",
+    )
+    add(
+        "--ha-backend-connstring",
+        "--ha_backend_connstring",
+        default="",
+        metavar="WHERE",
+        help="where that is: redis://host:port, or namespace/lease of k8s; of etcd the same as --etcd",
+    )
+    add(
         "--cluster-id",
         "--cluster_id",
         default="mooncake_cluster",
-        help="which masters belong together, with --etcd (default %(default)s)",
+        help="which masters belong together, where there are several (default %(default)s)",
     )
 
 
@@ -163,6 +178,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.metadata_port = 0
     command = build_command(arguments)
     if not arguments.print:
+        # A program from elsewhere may be another build than the library here.
+        is_ours = Path(command[0]).parent == Path(sys.executable).parent
+        named = f"--ha_backend_type is {arguments.ha_backend_type}"
+        if is_ours and (missing := find_missing_coordinator(arguments.ha_backend_type, named)):
+            raise PoolUnavailable("; ".join(missing))
         for port in (arguments.port, arguments.metadata_port, arguments.metrics_port):
             _check_port(arguments.host, port)
     environ = set_snapshot_folder(arguments.snapshot_dir) if arguments.snapshot_dir else {}
@@ -206,6 +226,7 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
     if program is None:
         raise PoolUnavailable(f"{_PROGRAM} is not installed: {INSTALL}")
     _check_values(arguments)
+    coordinator = _find_coordinator(arguments)
     flags = {
         "rpc_address": arguments.host,
         "rpc_port": arguments.port,
@@ -216,7 +237,7 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
         "eviction_high_watermark_ratio": arguments.eviction_watermark,
         "eviction_ratio": arguments.eviction_ratio,
     }
-    if arguments.metadata_port and not arguments.etcd:
+    if arguments.metadata_port and not coordinator:
         flags["enable_http_metadata_server"] = "true"
         flags["http_metadata_server_host"] = arguments.host
         flags["http_metadata_server_port"] = arguments.metadata_port
@@ -225,9 +246,9 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
         flags["tenant_quota_connector_uri"] = arguments.tenants
     if arguments.ssd:
         flags["enable_offload"] = "true"
-    if arguments.etcd:
+    if coordinator:
         flags["enable_ha"] = "true"
-        flags["etcd_endpoints"] = ";".join(f"http://{each}" for each in arguments.etcd.split(";"))
+        flags |= _name_coordinator(coordinator)
         flags["cluster_id"] = arguments.cluster_id
         if arguments.oplog:
             flags["enable_oplog"] = "true"
@@ -240,6 +261,28 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
     return [program, *(f"--{name}={value}" for name, value in flags.items())]
 
 
+def _find_coordinator(arguments: argparse.Namespace) -> str:
+    """The address by which clients ask who leads, such as ``etcd://h1:2379;h2:2379``; empty: there is one master."""
+    backend, where = arguments.ha_backend_type, arguments.ha_backend_connstring
+    if not where and backend != "etcd":
+        raise ConfigError(f"--ha_backend_type {backend} needs --ha_backend_connstring, which says where that is")
+    named = f"--ha_backend_connstring is {where!r}" if where else f"--etcd is {arguments.etcd!r}"
+    if not (where := where or arguments.etcd):
+        return ""
+    try:
+        return parse_master_address(f"{backend}://{where.removeprefix(f'{backend}://')}")
+    except ValueError as exc:
+        raise ConfigError(f"{named}; {exc}") from None
+
+
+def _name_coordinator(coordinator: str) -> dict[str, str]:
+    """Mooncake's own flags for it."""
+    backend, _, where = coordinator.partition("://")
+    if backend == "etcd":
+        return {"etcd_endpoints": ";".join(f"http://{each}" for each in where.split(";"))}
+    return {"ha_backend_type": backend, "ha_backend_connstring": coordinator if backend == "redis" else where}
+
+
 def _check_values(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for a value that Mooncake would refuse in its log, or die of."""
     for name, least in (("port", 1), ("metadata_port", 0), ("metrics_port", 1)):
@@ -250,7 +293,7 @@ def _check_values(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{_flag_of(name)} is {share}; it must be a share between 0 and 1")
     if not _LEASE.fullmatch(arguments.lease):
         raise ConfigError(f"--lease is {arguments.lease!r}; it must be a whole number of ms, s, m or h, such as 10s")
-    if arguments.oplog and not arguments.etcd:
+    if arguments.oplog and not _find_coordinator(arguments).startswith("etcd://"):
         raise ConfigError("--oplog needs --etcd, where it is written; a master alone keeps --snapshot-dir")
     if arguments.snapshot_dir and arguments.etcd:
         raise ConfigError(
@@ -270,18 +313,19 @@ def _flag_of(name: str) -> str:
 def _client_lines(arguments: argparse.Namespace) -> Iterator[str]:
     """The lines of a client's environment."""
     host = arguments.host if arguments.host != "0.0.0.0" else socket.gethostname()
-    if arguments.etcd:
-        yield f"export MOONCAKE_MASTER_SERVER_ADDR='etcd://{arguments.etcd}'"
+    coordinator = _find_coordinator(arguments)
+    if coordinator:
+        yield f"export MOONCAKE_MASTER_SERVER_ADDR='{coordinator}'"
         yield f"export MC_STORE_CLUSTER_ID={arguments.cluster_id}"
     else:
         yield f"export MOONCAKE_MASTER_SERVER_ADDR={host}:{arguments.port}"
-    if arguments.metadata_port and not arguments.etcd:
+    if arguments.metadata_port and not coordinator:
         yield f"export MOONCAKE_METADATA_SERVER=http://{host}:{arguments.metadata_port}/metadata"
     else:
         yield "export MOONCAKE_METADATA_SERVER=P2PHANDSHAKE"
     if arguments.host.startswith("127.") and any("server_host" in word for word in arguments.native):
         yield "# clients on other machines need --host 0.0.0.0, mooncake_master's own default, on a network you trust"
-    if arguments.metadata_port and not arguments.etcd and arguments.host != "0.0.0.0":
+    if arguments.metadata_port and not coordinator and arguments.host != "0.0.0.0":
         yield (
             "# Mooncake's metadata server listens on all addresses, whatever --host is: close port "
             f"{arguments.metadata_port} to others, or do without it by --metadata-port 0"

@@ -15,6 +15,7 @@ from kvstore_backend.config.checkpoints import find_checkpoint, is_hub_name
 from kvstore_backend.config.dialects import parse_mindie_pool
 from kvstore_backend.config.environment import (
     ascend_buffer_pool,
+    binds_address,
     engine_variables,
     fastdeploy_plugins,
     is_named_port_bound,
@@ -41,13 +42,14 @@ from kvstore_backend.config.settings import (
 )
 from kvstore_backend.config.sources import (
     describe_override,
+    describe_unknown,
     describe_url,
     load_config,
     names_pool,
     names_protocol,
     read_config,
 )
-from kvstore_backend.config.values import parse_size, parse_switch, parse_tenant
+from kvstore_backend.config.values import parse_master_address, parse_size, parse_switch, parse_tenant
 
 __all__ = [
     "DEFAULT_TENANT",
@@ -56,7 +58,9 @@ __all__ = [
     "MooncakeSettings",
     "PoolConfig",
     "ascend_buffer_pool",
+    "binds_address",
     "describe_override",
+    "describe_unknown",
     "describe_url",
     "did_you_mean",
     "engine_variables",
@@ -76,6 +80,7 @@ __all__ = [
     "names_protocol",
     "offload_bucket",
     "offload_limit",
+    "parse_master_address",
     "parse_mindie_pool",
     "parse_size",
     "parse_switch",

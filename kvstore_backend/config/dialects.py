@@ -6,7 +6,7 @@
 - MindIE's server configuration, whose ``kvPoolConfig`` (an object, or JSON in a string) names such a file, or nothing:
   then the pool is off.
 - A URL: ``mooncake://host:15001?protocol=tcp``, ``etcd://host:2379;host:2379?cluster_id=c`` (Mooncake's masters behind
-  etcd), ``file:///dev/shm/kvpool?size=4GiB``, ``memory:?size=1GiB``.
+  etcd; ``redis://`` and ``k8s://`` the same), ``file:///dev/shm/kvpool?size=4GiB``, ``memory:?size=1GiB``.
 
 Here values only get our names; values.py says how each must be, and sources.py which of them counts.
 """
@@ -45,7 +45,8 @@ FOREIGN_KEYS = {
 
 _LOOSE_SIZE = re.compile(r"(\d+(?:\.\d+)?\s*[KMGT])B?", re.IGNORECASE)
 _MINDIE_KEYS = ("backend", "configPath", "asyncWrite")
-_SCHEMES = {"mooncake": "mooncake", "etcd": "mooncake", "file": "file", "memory": "memory"}
+_HA_SCHEMES = ("etcd", "redis", "k8s")
+_SCHEMES = {**dict.fromkeys(("mooncake", *_HA_SCHEMES), "mooncake"), "file": "file", "memory": "memory"}
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,11 @@ def read_url(url: str) -> ParsedConfig:
     query_settings = _translate_names(values, where, binary_sizes=False)
     place = f"{url!r}: its address"
     if backend == "mooncake":
-        if not parts.netloc or parts.path.strip("/"):
+        is_lease = parts.scheme == "k8s"
+        if not parts.netloc or (parts.path.strip("/") and not is_lease):
             raise ConfigError(f"{url!r} must name the master as {parts.scheme}://host:port, and nothing after it but ?")
-        own = {"master_server_addr": f"etcd://{parts.netloc}" if parts.scheme == "etcd" else parts.netloc}
+        address = parts.netloc + (parts.path if is_lease else "")
+        own = {"master_server_addr": f"{parts.scheme}://{address}" if parts.scheme in _HA_SCHEMES else address}
     elif backend == "file":
         if parts.netloc or not parts.path.startswith("/"):
             raise ConfigError(f"{url!r} must name a whole path after three slashes, such as file:///dev/shm/kvpool")

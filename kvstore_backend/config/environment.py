@@ -10,6 +10,7 @@ from kvstore_backend.config.settings import MooncakeSettings, PoolConfig
 
 __all__ = [
     "ascend_buffer_pool",
+    "binds_address",
     "engine_variables",
     "fastdeploy_plugins",
     "is_named_port_bound",
@@ -108,6 +109,11 @@ def offload_bucket(environ: Mapping[str, str] | None = None) -> str:
 def is_named_port_bound(environ: Mapping[str, str] | None = None) -> bool:
     """Whether ``MC_LEGACY_RPC_PORT_BINDING`` has Mooncake listen at the port that ``local_hostname`` names."""
     return "MC_LEGACY_RPC_PORT_BINDING" in (os.environ if environ is None else environ)
+
+
+def binds_address(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ``MC_TCP_BIND_ADDRESS`` says which of this machine's addresses Mooncake gives itself."""
+    return bool((os.environ if environ is None else environ).get("MC_TCP_BIND_ADDRESS"))
 
 
 def set_native_defaults() -> None:

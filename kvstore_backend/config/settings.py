@@ -13,7 +13,6 @@ from typing import ClassVar, TypeAlias
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config.values import (
-    ETCD_SCHEME,
     default_folder,
     default_metadata_server,
     default_protocol,
@@ -45,15 +44,16 @@ DEFAULT_TENANT = "default"
 """Mooncake's name for the tenant of those who name none."""
 
 
-def _read_from(variable: str, parse: Callable[[object], object] | None = None) -> dict[str, object]:
+def _read_from(variable: str, parse: Callable[[object], object] | None = None, also: str = "") -> dict[str, object]:
     """A field's metadata.
 
     Args:
         variable: carries the value in the environment.
+        also: carries it where ``variable`` does not, by another engine's name.
         parse: checks the value or raises ``ValueError``; not given: the value is the URL of a store of its own, whose
             settings sources.py puts together.
     """
-    return {"variable": variable, "parse": parse}
+    return {"variable": variable, "parse": parse, "also": also}
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,17 @@ class MooncakeSettings:
     """How to join a Mooncake cluster.
 
     Attributes:
-        master_server_addr: ``host:port`` of the master; with several masters ``etcd://host:port;host:port``, where the
-            etcd servers are that know which of them leads.
-        metadata_server: URL of the metadata server, or ``P2PHANDSHAKE`` to do without. Clients that differ in it
-            cannot read each other's memory.
+        master_server_addr: ``host:port`` of the master; with several masters ``etcd://host:port;host:port``,
+            ``redis://host:port`` or ``k8s://namespace/lease``, where it is known which of them leads. In its place
+            ``file:///folder`` may stand; then these are the settings of a folder, and all others here are not read.
+        metadata_server: URL of the metadata server (``http://``, ``etcd://``, ``redis://``), or ``P2PHANDSHAKE`` to do
+            without. Clients that differ in it cannot read each other's memory.
         local_hostname: by which the others reach this machine; empty: the address it reaches the master from.
         protocol: ``tcp``, ``rdma`` or ``ascend``.
         rdma_devices: names separated by commas; empty: Mooncake's choice.
         global_segment_size: bytes of this machine's memory given to the pool; 0 for none.
         local_buffer_size: bytes of Mooncake's own staging, which our calls do not need.
-        cluster_id: of the masters behind etcd, as their ``--cluster_id`` says.
+        cluster_id: of several masters of which one leads, as their ``--cluster_id`` says.
         tenant_id: whose blocks these are, and whose quota they count against, where the master keeps tenants apart
             (``--enable_multi_tenants``).
         enable_ssd_offload: let Mooncake keep blocks on this machine's SSD where its memory has no room; its master must
@@ -97,10 +98,20 @@ class MooncakeSettings:
     ssd_offload_path: str = field(default="", metadata=_read_from("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH", parse_text))
 
     @property
+    def ha_backend(self) -> str:
+        """Who knows which of several masters leads: ``etcd``, ``redis`` or ``k8s``; empty where one master is named."""
+        scheme, separator, _ = self.master_server_addr.partition("://")
+        return scheme if separator else ""
+
+    @property
     def etcd_addresses(self) -> list[str]:
-        """Where the etcd servers are that know the leading master; empty where one master is named."""
-        listed = self.master_server_addr.startswith(ETCD_SCHEME)
-        return self.master_server_addr.removeprefix(ETCD_SCHEME).split(";") if listed else []
+        """Where the etcd servers are that know the leading master; empty where another knows it, or there is one."""
+        return self.list_servers(self.master_server_addr) if self.ha_backend == "etcd" else []
+
+    @staticmethod
+    def list_servers(url: str) -> list[str]:
+        """``host:port`` of each server of an address or a URL of these settings."""
+        return url.rpartition("://")[2].split(";")
 
 
 @dataclass(frozen=True)
@@ -108,14 +119,17 @@ class FileSettings:
     """A folder that processes of this machine share.
 
     Attributes:
-        path: the folder, on a tmpfs (quick) or an SSD (large).
+        path: the folder, on a tmpfs (quick) or an SSD (large). FastDeploy's variable for it is read, too.
         size: bytes at which the least recently used blocks are evicted, the same for all who have it open; None: as
             the folder has it, and 1 GiB for a new one.
     """
 
     backend: ClassVar[str] = "file"
 
-    path: Path = field(default_factory=default_folder, metadata=_read_from("KVSTORE_FILE_PATH", parse_folder))
+    path: Path = field(
+        default_factory=default_folder,
+        metadata=_read_from("KVSTORE_FILE_PATH", parse_folder, also="FILE_BACKEND_STORAGE_DIR"),
+    )
     size: int | None = field(default=None, metadata=_read_from("KVSTORE_FILE_SIZE", parse_positive_size))
 
 

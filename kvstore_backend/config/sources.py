@@ -32,7 +32,15 @@ from kvstore_backend.config.settings import (
 )
 from kvstore_backend.config.values import MissingDeviceError
 
-__all__ = ["describe_override", "describe_url", "load_config", "names_pool", "names_protocol", "read_config"]
+__all__ = [
+    "describe_override",
+    "describe_unknown",
+    "describe_url",
+    "load_config",
+    "names_pool",
+    "names_protocol",
+    "read_config",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +102,18 @@ def load_config(
         for name, option in _OPTIONS.items()
         if (source := _first_source(sources, name)) is not None
     }
+    if kind is MooncakeSettings and (folder := _find_folder(sources)) is not None:
+        return PoolConfig(_fill_settings(FileSettings, [folder]), **options)
     return PoolConfig(_fill_settings(kind, sources), **options)
+
+
+def _find_folder(sources: Sequence[_Source]) -> _Source | None:
+    """The settings of a folder that is named as the master, for engines that name a pool by no other means."""
+    source = _first_source(sources, "master_server_addr")
+    address = source.values["master_server_addr"] if source is not None else None
+    if not isinstance(address, str) or not address.startswith("file:"):
+        return None
+    return _parsed_source(_field_names(FileSettings), read_url(address))
 
 
 def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> PoolConfig | None:
@@ -140,9 +159,9 @@ def describe_url(config: PoolConfig) -> str:
     """The URL of the pool, for ``read_config`` in another process of this machine or one that reaches the pool."""
     match config.store:
         case MooncakeSettings() as store:
-            scheme = "" if store.etcd_addresses else "mooncake://"
+            scheme = "" if store.ha_backend else "mooncake://"
             named = {"metadata_server": store.metadata_server, "protocol": store.protocol}
-            if store.etcd_addresses:
+            if store.ha_backend:
                 named["cluster_id"] = store.cluster_id
             if store.tenant_id != DEFAULT_TENANT:
                 named["tenant_id"] = store.tenant_id
@@ -161,6 +180,16 @@ def describe_override(source: str | Path | None = None, *, environ: Mapping[str,
         return ""
     parsed = read_file(path)
     return _describe_override(_Source(parsed.values, parsed.places.__getitem__, is_file=True), environ)
+
+
+def describe_unknown(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> str:
+    """A sentence on members of the file of ``read_config`` that are not known and so not used; or empty."""
+    environ = os.environ if environ is None else environ
+    path = source if source is not None else _file_of_environment(environ)[0]
+    if path is None or is_url(str(path)):
+        return ""
+    parsed = read_file(path)
+    return _describe_unknown([*_field_names(STORE_SETTINGS[parsed.backend]), *_OPTIONS], parsed)
 
 
 def names_protocol(environ: Mapping[str, str] | None = None) -> bool:
@@ -246,7 +275,10 @@ def _file_source(
         return _Source({}, str)  # it is Mooncake's variable, first of all
     if not parsed.backend:
         raise ConfigError(f'there is to be no pool ("backend": ""{parsed.where}), but {kind.backend} is asked for')
-    return _parsed_source(names, parsed)._replace(is_file=True)
+    if unknown := _describe_unknown(names, parsed):
+        _log_once(unknown)
+    known = {name: value for name, value in parsed.values.items() if name in names}
+    return _Source(known, parsed.places.__getitem__, is_file=True)
 
 
 def _file_of_environment(environ: Mapping[str, str]) -> tuple[str | None, str]:
@@ -263,16 +295,37 @@ def _environment_source(kind: type[StoreSettings], environ: Mapping[str, str]) -
         how_near = _NEAR_OURS if name.startswith("KVSTORE_") else _NEAR
         if strange and (near := difflib.get_close_matches(name, ours, 1, how_near)):
             raise ConfigError(f"environment variable {name} is not known; did you mean {near[0]}?")
+    for setting in settings:
+        if not environ.get(variables[setting.name]) and environ.get(setting.metadata["also"]):
+            variables[setting.name] = setting.metadata["also"]
     given = {name: environ[variable] for name, variable in variables.items() if environ.get(variable)}
     return _Source(given, variables.__getitem__)
 
 
 def _check_names(names: Sequence[str], values: Mapping[str, object], where: str) -> None:
-    aliases = [alias for alias, name in NATIVE_NAMES.items() if name in names]
     for name in values:
         if name not in names:
-            near = difflib.get_close_matches(name, [*names, *aliases], 1)
-            raise ConfigError(f'unknown key "{name}"{where}{did_you_mean(name, near or names)}')
+            near = _nearest_name(name, names)
+            raise ConfigError(f'unknown key "{name}"{where}{did_you_mean(name, [near] if near else names)}')
+
+
+def _describe_unknown(names: Sequence[str], parsed: ParsedConfig) -> str:
+    """A sentence on the members of a file that are no settings, each with the setting nearest to it; or empty.
+
+    FastDeploy and Mooncake pass over such members without a word, and files have comments and others' settings in them.
+    """
+    unknown = []
+    for name in parsed.values:
+        if name not in names:
+            near = _nearest_name(name, names)
+            unknown.append(f'"{name}" (did you mean {near}?)' if near else f'"{name}"')
+    return f"not known and not used{parsed.where}: {', '.join(unknown)}" if unknown else ""
+
+
+def _nearest_name(name: str, names: Sequence[str]) -> str:
+    """The setting, or Mooncake's name of it, that was probably meant; empty: none is near."""
+    aliases = [alias for alias, meant in NATIVE_NAMES.items() if meant in names]
+    return next(iter(difflib.get_close_matches(name, [*names, *aliases], 1)), "")
 
 
 def _parse_value(setting: Field[Any], source: _Source) -> Any:

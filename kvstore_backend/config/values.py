@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 from kvstore_backend.config.rdma import list_rdma_devices
 
 __all__ = [
-    "ETCD_SCHEME",
     "SHARED_MEMORY",
     "MissingDeviceError",
     "default_folder",
@@ -40,9 +39,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-ETCD_SCHEME = "etcd://"
-"""The beginning of a master's address that names the etcd servers which know the leading master."""
-
 SHARED_MEMORY = Path("/dev/shm")
 """A tmpfs, on most machines."""
 
@@ -50,6 +46,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)", re.IGN
 # Mooncake cannot allocate a smaller segment.
 _MIN_SEGMENT_BYTES = 16 << 20
 _KV_FORMS = ("int8", "fp8")
+# A namespace of Kubernetes and its lease, or a lease of the namespace "default".
+_LEASE = re.compile(r"(?:[a-z0-9-]+/)?[a-z0-9.-]+", re.ASCII)
 _SWITCHES = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 
 
@@ -101,15 +99,38 @@ def parse_tenant(value: object) -> str:
 
 
 def parse_master_address(value: object) -> str:
-    """One master's address, or ``etcd://`` and the addresses of the etcd servers that know which master leads."""
-    text = value.strip() if isinstance(value, str) else value
-    if isinstance(text, str) and text.startswith(ETCD_SCHEME):
-        try:
-            servers = re.split("[;,]", text.removeprefix(ETCD_SCHEME))
-            return ETCD_SCHEME + ";".join(_parse_address(server) for server in servers)
-        except ValueError:
-            raise ValueError("after etcd:// it must be host:port, or several of them with ; between") from None
-    return _parse_address(text)
+    """One master's address, or where it is known which of several masters leads.
+
+    That is ``etcd://`` and the addresses of the etcd servers, ``redis://`` and the address of the Redis server, or
+    ``k8s://`` and the lease in Kubernetes. All but etcd must be built into Mooncake, which PyPI's wheels are without.
+    """
+    text = value.strip() if isinstance(value, str) else ""
+    scheme, separator, rest = text.partition("://")
+    if scheme in ("etcd", "redis") and separator:
+        return _parse_servers(scheme, rest)
+    if scheme == "k8s" and separator:
+        if not _LEASE.fullmatch(rest):
+            raise ValueError("after k8s:// it must be namespace/lease, such as k8s://default/mooncake-master")
+        return text
+    if separator:
+        raise ValueError(
+            "it must be host:port, such as 127.0.0.1:15001, or for several masters etcd://host:port;host:port, "
+            "redis://host:port or k8s://namespace/lease"
+        )
+    return _parse_address(value)
+
+
+def _parse_servers(scheme: str, rest: str) -> str:
+    """Servers of etcd, each with ``http://`` before it or not, or one of Redis; with ``;`` between them."""
+    try:
+        if scheme == "redis":
+            return f"redis://{_parse_address(rest.removesuffix('/'))}"
+        servers = (server.strip().removeprefix("http://").removesuffix("/") for server in re.split("[;,]", rest))
+        return "etcd://" + ";".join(_parse_address(server) for server in servers)
+    except ValueError:
+        several = "" if scheme == "redis" else ", or several of them with ; between"
+        password = "; a password goes into MC_REDIS_PASSWORD" if scheme == "redis" else ""
+        raise ValueError(f"after {scheme}:// it must be host:port{several}{password}") from None
 
 
 def _parse_address(value: object) -> str:
@@ -123,15 +144,21 @@ def _parse_address(value: object) -> str:
 
 
 def parse_metadata_server(value: object) -> str:
-    """A metadata server's URL, or ``P2PHANDSHAKE``."""
+    """A metadata server's URL, of Mooncake's own server, of etcd or of Redis; or ``P2PHANDSHAKE``."""
     text = value.strip() if isinstance(value, str) else ""
+    scheme, _, rest = text.partition("://")
+    if scheme in ("etcd", "redis") and rest:
+        return _parse_servers(scheme, rest)
     try:
         url = urlsplit(text)
-        usable = text == "P2PHANDSHAKE" or bool(url.scheme and url.hostname and url.port != 0)
+        usable = text == "P2PHANDSHAKE" or bool(url.scheme in ("http", "https") and url.hostname and url.port != 0)
     except ValueError:  # a port that is no number, a bracket that is not closed
         usable = False
     if not usable:
-        raise ValueError("it must be P2PHANDSHAKE, or a URL such as http://127.0.0.1:15002/metadata")
+        raise ValueError(
+            "it must be P2PHANDSHAKE, or a URL such as http://127.0.0.1:15002/metadata, "
+            "etcd://host:port;host:port or redis://host:port"
+        )
     return text
 
 

@@ -85,7 +85,9 @@ class PooledClient:
     ) -> int:
         """Join the pool, as the arguments say; further settings (asynchronous writes, a fast tier) as configured.
 
-        ``engine`` is a transfer engine that the native client would share; ours takes none.
+        ``engine`` is a transfer engine that the native client would share; ours takes none. A ``master_server_addr``
+        such as ``file:///dev/shm/kvpool?size=4GiB`` names a folder of this machine instead, and then no other argument
+        counts.
 
         Returns:
             0; the reason why it could not join is raised, as a code would not tell it.

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate, chain, repeat
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,10 +35,12 @@ from kvstore_backend.backend import (
 from kvstore_backend.config import (
     DEFAULT_TENANT,
     MooncakeSettings,
+    binds_address,
     is_named_port_bound,
     set_native_cluster,
     set_native_defaults,
 )
+from kvstore_backend.stores.mooncake_build import find_missing_backend
 from kvstore_backend.stores.ssd_folder import SsdFolder
 
 __all__ = [
@@ -214,7 +217,8 @@ class MooncakeStore(StorageBackend):
         if self._closed:
             return Health(False, "closed")
         try:
-            _connect_to_master(self._settings).close()
+            with _connect_to_master(self._settings):
+                pass
         except PoolUnavailable as exc:
             return Health(False, str(exc))
         code = self._call_native(["kvstore-health"], self._native.batch_is_exist)[0]
@@ -322,14 +326,16 @@ class MooncakeStore(StorageBackend):
         return codes
 
 
-def require_library() -> None:
-    """Raise ``PoolUnavailable`` where Mooncake's library cannot be loaded."""
+def require_library(settings: MooncakeSettings | None = None) -> None:
+    """Raise ``PoolUnavailable`` where Mooncake's library cannot be loaded, or lacks what these settings need."""
     try:
         load_client_class()
     except ImportError as exc:
         raise PoolUnavailable(
             f"Mooncake's library cannot be loaded ({exc}): {INSTALL}, or choose the storage backend file"
         ) from exc
+    if settings is not None and (missing := find_missing_backend(settings)):
+        raise PoolUnavailable("; ".join(missing))
 
 
 def is_installed() -> bool:
@@ -381,12 +387,16 @@ def join_cluster(settings: MooncakeSettings) -> Any:
     Raises:
         PoolUnavailable: as ``MooncakeStore`` says.
     """
-    require_library()
+    require_library(settings)
     native = load_client_class()()
     with _connect_to_master(settings) as connection:
-        local_hostname = _drop_port(settings) or connection.getsockname()[0]
+        local_hostname = _drop_port(settings) or _find_own_address(connection)
     _check_servers(settings)
-    if settings.etcd_addresses:
+    # With a metadata server Mooncake gives itself an address, and passes loopback over unless told to take it. It fails
+    # then, 30 s a try where the masters are behind etcd.
+    if "://" in settings.metadata_server and not binds_address() and not _has_network():
+        raise PoolUnavailable("this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1")
+    if settings.ha_backend:
         set_native_cluster(settings)
     began = time.monotonic()
     try:
@@ -450,7 +460,7 @@ def _drop_port(settings: MooncakeSettings) -> str:
 
 def _check_servers(settings: MooncakeSettings) -> None:
     """Raise ``PoolUnavailable`` for a server that hangs: setting the native client up would hang with it."""
-    if not settings.etcd_addresses and send_http_probe(settings.master_server_addr) is None:
+    if not settings.ha_backend and send_http_probe(settings.master_server_addr) is None:
         raise PoolUnavailable(
             f"what listens at {settings.master_server_addr} does not answer: it is not a Mooncake master, or one that "
             "hangs: restart it, or correct the address"
@@ -462,6 +472,19 @@ def _check_servers(settings: MooncakeSettings) -> None:
         _open_connection(address, "Mooncake metadata server", remedy).close()
         if send_http_probe(address) is None:
             raise PoolUnavailable(f"what listens at {address} does not answer as a metadata server: {remedy}")
+    elif "://" in settings.metadata_server:
+        scheme, servers = settings.metadata_server.partition("://")[0], settings.list_servers(settings.metadata_server)
+        _connect_to_any(servers, scheme).close()
+
+
+def _find_own_address(connection: socket.socket | None) -> str:
+    if connection is None:
+        raise PoolUnavailable(
+            "local_hostname is not given, and masters behind k8s:// do not show it: set MOONCAKE_LOCAL_HOSTNAME to "
+            "this machine's address"
+        )
+    address: str = connection.getsockname()[0]
+    return address
 
 
 def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
@@ -470,17 +493,14 @@ def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
             f"the master at {settings.master_server_addr} does not offload to SSD: start it with --enable_offload=true "
             "(kvstore master --ssd), or set enable_ssd_offload to false"
         )
-    if settings.etcd_addresses:
+    if settings.ha_backend:
         return (
             f"joining the Mooncake cluster {settings.cluster_id!r} by way of {settings.master_server_addr} failed with "
             f"code {code}: check that a mooncake_master with --enable_ha=true and --cluster_id={settings.cluster_id} "
             "runs (MC_LOG_LEVEL=INFO shows Mooncake's own log)"
         )
-    # With a metadata server Mooncake gives itself an address, and passes loopback over unless told to take it.
-    alone = settings.metadata_server.startswith("http") and not _has_network()
-    first = "this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1; else " if alone else ""
     return (
-        f"joining the Mooncake cluster of {settings.master_server_addr} failed with code {code}: {first}check that "
+        f"joining the Mooncake cluster of {settings.master_server_addr} failed with code {code}: check that "
         f"a mooncake_master answers there and that {settings.global_segment_size} bytes of memory are free "
         "(MC_LOG_LEVEL=INFO shows Mooncake's own log)"
     )
@@ -515,15 +535,21 @@ def _has_network() -> bool:
     return True
 
 
-def _connect_to_master(settings: MooncakeSettings) -> socket.socket:
-    """A connection to the master, or to one of the etcd servers that know it."""
-    etcd = settings.etcd_addresses
-    for address in etcd[:-1]:
+def _connect_to_master(settings: MooncakeSettings) -> AbstractContextManager[socket.socket | None]:
+    """A connection to the master, or to a server that knows it; none where Kubernetes does."""
+    if not settings.ha_backend:
+        return _open_connection(settings.master_server_addr, "Mooncake master", "start mooncake_master there")
+    if settings.ha_backend == "k8s":
+        return contextlib.nullcontext()
+    return _connect_to_any(settings.list_servers(settings.master_server_addr), settings.ha_backend)
+
+
+def _connect_to_any(addresses: Sequence[str], role: str) -> socket.socket:
+    """A connection to the first of these servers that answers."""
+    for address in addresses[:-1]:
         with contextlib.suppress(PoolUnavailable):
-            return _open_connection(address, "etcd", "")
-    if etcd:
-        return _open_connection(etcd[-1], "etcd", "start etcd there")
-    return _open_connection(settings.master_server_addr, "Mooncake master", "start mooncake_master there")
+            return _open_connection(address, role, "")
+    return _open_connection(addresses[-1], role, f"start {role} there")
 
 
 def _open_connection(address: str, role: str, remedy: str) -> socket.socket:

@@ -25,6 +25,8 @@ log.debug("a detail of ours")
 logging.getLogger("asyncio").debug("a detail of a library")
 for line in lines:
     log.info(line)
+    if "storage" in line:
+        logging.getLogger("kvstore_backend.pool").info("the pool is reached")
 print("written", flush=True)
 time.sleep(600)
 """
@@ -91,6 +93,15 @@ def test_a_log_that_is_full_goes_on_in_another_file_and_old_ones_go(start: Start
     assert names == ["api_server.log", *(f"api_server.log.{number}" for number in (1, 2, 3, 4))]
     wait_until(lambda: "line  399" in (tmp_path / "log_1" / "api_server.log").read_text(), "the last line")
     assert all((tmp_path / "log_1" / name).stat().st_size <= 2000 for name in names)
+
+
+def test_what_concerns_the_pool_is_where_fastdeploys_scripts_look_for_it_as_well(start: Start, tmp_path: Path) -> None:
+    start("mixed", 1, "news", "request finished: storage_cache_token_num=128 of r1")
+    pool, everything = ((tmp_path / "log_1" / f"{name}.log").read_text() for name in ("cache_storage", "api_server"))
+    assert "storage_cache_token_num=128 of r1" in pool
+    assert "the pool is reached" in pool
+    assert "news" not in pool
+    assert set(pool.splitlines()) < set(everything.splitlines())
 
 
 def test_a_person_debugging_is_told_more(start: Start, tmp_path: Path) -> None:

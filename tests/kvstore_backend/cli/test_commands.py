@@ -390,6 +390,65 @@ def test_other_masters_behind_etcd_are_named_in_mooncakes_words() -> None:
     assert lines[1] == "export MOONCAKE_MASTER_SERVER_ADDR='etcd://h1:2379;h2:2379'"
 
 
+@pytest.mark.parametrize(
+    ("flags", "started", "joined"),
+    [
+        # FastDeploy's run_ha_redis.sh
+        (
+            "--ha_backend_type redis --ha_backend_connstring redis://127.0.0.1:6399",
+            {"--ha_backend_type=redis", "--ha_backend_connstring=redis://127.0.0.1:6399"},
+            "redis://127.0.0.1:6399",
+        ),
+        (
+            "--ha_backend_type=redis --ha_backend_connstring=h:6379",
+            {"--ha_backend_connstring=redis://h:6379"},
+            "redis://h:6379",
+        ),
+        (
+            "--ha_backend_type k8s --ha_backend_connstring ns/lease",
+            {"--ha_backend_connstring=ns/lease"},
+            "k8s://ns/lease",
+        ),
+        # its run_ha.sh, and the same by the newer flags
+        ("--etcd_endpoints http://h1:1;http://h2:1", {"--etcd_endpoints=http://h1:1;http://h2:1"}, "etcd://h1:1;h2:1"),
+        ("--ha_backend_connstring http://h1:1,h2:1", {"--etcd_endpoints=http://h1:1;http://h2:1"}, "etcd://h1:1;h2:1"),
+    ],
+)
+def test_a_master_of_several_is_started_in_mooncakes_words(flags: str, started: set[str], joined: str) -> None:
+    line = f"--enable_ha {flags} --cluster_id prod --rpc_address 127.0.0.1 --rpc_port 8081 --metrics_port=9091"
+    lines = kvstore("master", "--print", *line.split()).output.splitlines()
+    words = shlex.split(lines[0].removeprefix("# "))
+    assert started | {"--enable_ha=true", "--cluster_id=prod", "--rpc_port=8081", "--metrics_port=9091"} <= set(words)
+    assert not any("metadata_server" in word for word in words)
+    assert lines[1:4] == [
+        f"export MOONCAKE_MASTER_SERVER_ADDR='{joined}'",
+        "export MC_STORE_CLUSTER_ID=prod",
+        "export MOONCAKE_METADATA_SERVER=P2PHANDSHAKE",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--ha_backend_type redis", "--ha_backend_type redis needs --ha_backend_connstring, which says where that is"),
+        (
+            "--ha_backend_type redis --ha_backend_connstring h",
+            "--ha_backend_connstring is 'h'; after redis:// it must be host:port",
+        ),
+        ("--etcd h1", "--etcd is 'h1'; after etcd:// it must be host:port"),
+        ("--ha_backend_type redis --ha_backend_connstring h:1 --oplog", "--oplog needs --etcd"),
+        (
+            "--ha_backend_type redis --ha_backend_connstring h:1",
+            "--ha_backend_type is redis, and this build of Mooncake has no Redis backend (UNAVAILABLE_IN_CURRENT_MODE)",
+        ),
+    ],
+)
+def test_a_master_of_several_that_cannot_be_is_refused_in_one_sentence(flags: str, sentence: str) -> None:
+    ended = kvstore("master", *flags.split())
+    assert ended.status == 1
+    assert sentence in ended.errors
+
+
 def test_a_slow_stop_is_announced(tmp_path: Path) -> None:
     with mooncake_master(tmp_path / "master.log") as master:
         pool = url(master, metadata_server="P2PHANDSHAKE")

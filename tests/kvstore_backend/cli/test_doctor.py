@@ -6,7 +6,6 @@ import argparse
 import functools
 import json
 import os
-import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -20,12 +19,12 @@ from kvstore_backend.cli.doctor import add_arguments, diagnose
 from kvstore_backend.config import list_rdma_devices
 from kvstore_backend.pool import open_store
 from tests.kvstore_backend.cli.command import Diagnosis, doctor, kvstore
+from tests.support.etcd import running_etcd
 from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.peer import Peer
 from tests.support.ports import free_port, free_ports
-from tests.support.processes import child
 from tests.support.timed_instance import timed_instance
-from tests.support.waiting import port_answers, wait_until
+from tests.support.waiting import wait_until
 
 
 def url(master: MooncakeMaster, **changes: object) -> str:
@@ -87,9 +86,10 @@ def test_its_lines_read_for_people_as_well(tmp_path: Path) -> None:
 
 def test_1_a_misspelt_key(tmp_path: Path) -> None:
     path = tmp_path / "mooncake_config.json"
-    path.write_text('{"master_server_addr": "127.0.0.1:15001", "metadata_sever": "P2PHANDSHAKE"}')
-    cause = f'unknown key "metadata_sever" in {path}'
-    told(doctor(MOONCAKE_CONFIG_PATH=str(path)), "configuration", cause, "did you mean metadata_server?")
+    path.write_text('{"path": "' + str(tmp_path / "pool") + '", "szie": "64MiB", "comment": "ours"}')
+    findings = doctor(MOONCAKE_CONFIG_PATH=str(path)).findings
+    (warning,) = [each["text"] for each in findings if (each["level"], each["subject"]) == ("warn", "configuration")]
+    assert warning == f'not known and not used in {path}: "szie" (did you mean size?), "comment"'
 
 
 def test_2_no_master_running() -> None:
@@ -207,16 +207,9 @@ def test_16_no_etcd_behind_a_pool_with_several_masters() -> None:
 
 
 def test_17_a_cluster_of_masters_that_etcd_does_not_know(tmp_path: Path) -> None:
-    etcd = shutil.which("etcd")
-    if etcd is None:
-        pytest.skip("etcd is not installed")
-    client, peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
-    flags = [f"--listen-client-urls={client}", f"--advertise-client-urls={client}", f"--listen-peer-urls={peer}"]
-    flags += [f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}"]
-    address = client.removeprefix("http://")
-    with child([etcd, f"--data-dir={tmp_path}/etcd", *flags], tmp_path / "etcd.log") as server:
-        server.wait_for(lambda: port_answers(int(address.rpartition(":")[2])), "answering")
-        with mooncake_master(tmp_path / "log", "--enable_ha=true", f"--etcd_endpoints={client}", "--cluster_id=prod"):
+    with running_etcd(tmp_path) as address:
+        flags = ("--enable_ha=true", f"--etcd_endpoints=http://{address}", "--cluster_id=prod")
+        with mooncake_master(tmp_path / "log", *flags):
             pool = f"etcd://{address}?protocol=tcp&metadata_server=P2PHANDSHAKE&global_segment_size=32MiB"
             right = wait_until(lambda: _usable(doctor(f"{pool}&cluster_id=prod")), "a leader elected")
             wrong = doctor(f"{pool}&cluster_id=test")
@@ -224,6 +217,33 @@ def test_17_a_cluster_of_masters_that_etcd_does_not_know(tmp_path: Path) -> None
     assert "leads the cluster prod" in next(each["text"] for each in right.findings if each["subject"] == "etcd")
     assert "the cluster 'test' has no leading master; etcd knows the clusters prod" in wrong.failures["etcd"]
     assert "correct cluster_id" in wrong.failures["etcd"]
+
+
+@pytest.mark.parametrize(
+    ("pool", "sentence"),
+    [
+        (
+            "redis://127.0.0.1:1?metadata_server=P2PHANDSHAKE",
+            "this build of Mooncake has no Redis backend (UNAVAILABLE",
+        ),
+        (
+            "k8s://default/lease?local_hostname=127.0.0.1",
+            "this build of Mooncake has no Kubernetes backend (UNAVAILABLE",
+        ),
+        ("mooncake://127.0.0.1:1?metadata_server=redis://127.0.0.1:1", "has no client for Redis there"),
+    ],
+)
+def test_18_what_this_build_of_mooncake_lacks_is_said(pool: str, sentence: str) -> None:
+    said = doctor(f"{pool}&protocol=tcp").failures["library"]
+    assert sentence in said
+    assert "or build Mooncake with -D" in said
+
+
+def test_19_an_etcd_for_metadata_that_is_not_there() -> None:
+    (port,) = free_ports(1)
+    said = doctor(f"mooncake://127.0.0.1:1?protocol=tcp&metadata_server=etcd://127.0.0.1:{port}").failures["metadata"]
+    assert f"no etcd answers at etcd://127.0.0.1:{port}" in said
+    assert "start etcd there" in said
 
 
 def _usable(diagnosis: Diagnosis) -> Diagnosis | None:

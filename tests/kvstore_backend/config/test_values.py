@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore_backend.config import FileSettings, load_config, parse_size, values
-from kvstore_backend.config.values import parse_master_address
+from kvstore_backend.config.values import parse_master_address, parse_metadata_server
 
 GIB = 1 << 30
 
@@ -17,6 +19,57 @@ GIB = 1 << 30
 def test_addresses_may_be_names_ipv4_and_bracketed_ipv6() -> None:
     for address in ("localhost:1", "10.0.0.1:65535", "[::1]:15001", "node-7.cluster.local:15001"):
         assert parse_master_address(address) == address
+
+
+@pytest.mark.parametrize("parse", [parse_master_address, parse_metadata_server])
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("etcd://127.0.0.1:12379;127.0.0.1:22379;127.0.0.1:32379",) * 2,  # FastDeploy's ha_mooncake_config.json
+        ("etcd://http://h:2379", "etcd://h:2379"),
+        ("etcd://http://h:2379/, http://i:2379", "etcd://h:2379;i:2379"),
+        ("redis://127.0.0.1:6399",) * 2,  # its ha_redis_mooncake_config.json
+        ("redis://h:6379/", "redis://h:6379"),
+    ],
+)
+def test_several_masters_and_their_metadata_are_named_as_mooncake_names_them(
+    parse: Callable[[object], str], url: str, meant: str
+) -> None:
+    assert parse(url) == meant
+
+
+def test_masters_may_be_elected_in_kubernetes() -> None:
+    for url in ("k8s://default/mooncake-master", "k8s://mooncake-master"):
+        assert parse_master_address(url) == url
+
+
+@pytest.mark.parametrize(
+    ("parse", "url", "sentence"),
+    [
+        (
+            parse_master_address,
+            "zookeeper://h:1",
+            "or for several masters etcd://host:port;host:port, redis://host:port",
+        ),
+        (
+            parse_master_address,
+            "etcd://h1:1;h2",
+            "after etcd:// it must be host:port, or several of them with ; between",
+        ),
+        (parse_master_address, "etcd://https://h:1", "after etcd:// it must be host:port"),
+        (parse_master_address, "redis://h:1;i:1", "after redis:// it must be host:port"),
+        (parse_master_address, "redis://:secret@h:1", "a password goes into MC_REDIS_PASSWORD"),
+        (parse_master_address, "k8s://a/b/c", "after k8s:// it must be namespace/lease"),
+        (parse_metadata_server, "etcd://h1", "after etcd:// it must be host:port"),
+        (parse_metadata_server, "k8s://default/lease", "it must be P2PHANDSHAKE, or a URL"),
+        (parse_metadata_server, "zookeeper://h:1", "it must be P2PHANDSHAKE, or a URL"),
+    ],
+)
+def test_another_way_to_several_masters_gets_one_sentence(
+    parse: Callable[[object], str], url: str, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        parse(url)
 
 
 def test_file_defaults_to_a_folder_of_this_users_own_in_shared_memory(

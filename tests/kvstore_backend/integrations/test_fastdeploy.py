@@ -98,11 +98,13 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]
 
 
 @contextlib.contextmanager
-def storage(shape: Shape, master: MooncakeMaster, command: list[str], **arguments: object) -> Iterator[Storage]:
+def storage(
+    shape: Shape, master: MooncakeMaster | dict[str, object], command: list[str], **arguments: object
+) -> Iterator[Storage]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", command)
         start_under(engine_of("", None, **arguments), patch)
-        opened = shape(master.settings())
+        opened = shape(master if isinstance(master, dict) else master.settings())
     yield opened
     for client in filter(None, (opened.client, getattr(opened, "scheduler", None))):
         client.close()
@@ -187,6 +189,18 @@ def test_two_models_on_one_pool_never_read_each_other(
         opened.client.remove_all()
         assert other.match(HASHES) == 0
     assert instance.match(HASHES) == 4
+
+
+@pytest.mark.usefixtures("activated")
+def test_a_folder_named_as_the_master_is_the_pool(shape: Shape, models: list[Path], tmp_path: Path) -> None:
+    folder: dict[str, object] = {"master_server_addr": f"file://{tmp_path}/pool?size=64MiB", "protocol": "rdma"}
+    folder |= {"metadata_server": "P2PHANDSHAKE", "local_hostname": "10.0.0.9"}
+    with contextlib.ExitStack() as opened:
+        first, second, other = (opened.enter_context(storage(shape, folder, argv(models[i]))) for i in (0, 0, 1))
+        assert TransferProcess(first, BLOCK).write(HASHES, CONTENTS) == [0] * 8
+        read = TransferProcess(second, BLOCK).read(HASHES)
+        assert read == [[filled(content, BLOCK)] * 2 for content in CONTENTS]
+        assert TransferProcess(other, BLOCK).match(HASHES) == 0
 
 
 def test_an_object_shorter_than_asked_for_is_no_read(instance: TransferProcess) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import secrets
 import signal
@@ -18,9 +20,10 @@ from typing import Any
 import pytest
 
 from kvstore_backend.backend import PoolUnavailable, Status, StorageBackend
-from kvstore_backend.config import MooncakeSettings, PoolConfig, load_config
-from kvstore_backend.pool import open_store
+from kvstore_backend.config import MooncakeSettings, PoolConfig, load_config, read_config
+from kvstore_backend.pool import open_backend, open_store
 from kvstore_backend.stores.mooncake import MooncakeStore
+from tests.support.etcd import running_etcd
 from tests.support.memory import Memory
 from tests.support.mooncake import MooncakeMaster
 from tests.support.mooncake import mooncake_master as running_mooncake_master
@@ -48,6 +51,14 @@ def store(mooncake_master: MooncakeMaster) -> Iterator[StorageBackend]:
 
 def new_key() -> str:
     return f"mooncake-{secrets.token_hex(8)}"
+
+
+def try_opening(config: PoolConfig) -> StorageBackend | None:
+    """The store; ``None`` where no master leads yet."""
+    try:
+        return open_store(config)
+    except PoolUnavailable:
+        return None
 
 
 def opening(config: PoolConfig) -> str:
@@ -277,6 +288,54 @@ class TestOpening:
         with Peer(partial(open_store, config)) as one, Peer(partial(open_store, config)) as other:
             assert one.put("key", b"value") is OK
             assert other.get("key", 5) == b"value"
+
+    def test_clients_share_a_pool_with_the_file_of_fastdeploys_ha_example(self, tmp_path: Path) -> None:
+        with running_etcd(tmp_path) as address:
+            dead = f"127.0.0.1:{free_port()}"
+            path = tmp_path / "ha_mooncake_config.json"
+            servers = f"etcd://{dead};{address}"
+            settings = {"metadata_server": servers, "global_segment_size": 67108864, "master_server_addr": servers}
+            path.write_text(json.dumps({**settings, "protocol": "rdma", "rdma_devices": ""}))
+            config = read_config(path, environ={"MOONCAKE_PROTOCOL": "tcp"})
+            assert config is not None
+            flags = ("--enable_ha=true", f"--etcd_endpoints=http://{address}", "--cluster_id=mooncake_cluster")
+            with running_mooncake_master(tmp_path / "master.log", *flags):
+                opened = wait_until(lambda: try_opening(config), "a leader elected")
+                key, content = new_key(), secrets.token_bytes(MIB)
+                assert opened is not None
+                with contextlib.closing(opened), Peer(partial(open_store, config)) as peer:
+                    wait_until(lambda: peer.put(key, content) is OK, "the leader taking blocks")
+                    target = Memory(MIB)
+                    assert opened.get([key], [target.value]) == [OK]
+                    assert target.content == content
+
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [
+            (
+                {"master_server_addr": "redis://127.0.0.1:1"},
+                "this build of Mooncake has no Redis backend (UNAVAILABLE_",
+            ),
+            ({"master_server_addr": "k8s://default/lease"}, "this build of Mooncake has no Kubernetes backend (UNAVAI"),
+            (
+                {"metadata_server": "redis://127.0.0.1:1"},
+                "this build of Mooncake has no client for Redis there; say P2P",
+            ),
+        ],
+    )
+    def test_what_this_build_of_mooncake_lacks_is_said_and_does_not_end_the_process(
+        self, changes: dict[str, object], sentence: str
+    ) -> None:
+        settings = {"master_server_addr": "127.0.0.1:1", "metadata_server": "P2PHANDSHAKE", "protocol": "tcp"}
+        config = load_config("mooncake", explicit={**settings, **changes}, environ={})
+        assert sentence in opening(config)
+        with pytest.raises(PoolUnavailable):
+            open_backend(config)
+
+    def test_an_etcd_for_metadata_that_is_not_there_is_said(self, mooncake_master: MooncakeMaster) -> None:
+        port = free_port()
+        said = opening(mooncake_master.config(metadata_server=f"etcd://127.0.0.1:{port}"))
+        assert f"no etcd answers at 127.0.0.1:{port}" in said
 
     def test_the_native_library_is_not_chatty(self, mooncake_master: MooncakeMaster) -> None:
         code = (

@@ -1,0 +1,66 @@
+"""What the installed build of Mooncake lacks; a build with Redis is a stand-in, as PyPI has none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore_backend.config import MooncakeSettings
+from kvstore_backend.stores import mooncake_build
+from kvstore_backend.stores.mooncake_build import find_missing_backend, find_missing_coordinator
+
+
+@pytest.fixture(autouse=True)
+def asked_again() -> Iterator[None]:
+    """Nothing is known from another test."""
+    mooncake_build._has.cache_clear()
+    yield
+    mooncake_build._has.cache_clear()
+
+
+@pytest.fixture
+def nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+
+@pytest.mark.parametrize("master", ["127.0.0.1:15001", "etcd://127.0.0.1:2379"])
+@pytest.mark.parametrize("metadata", ["P2PHANDSHAKE", "http://127.0.0.1:15002/metadata"])
+@pytest.mark.usefixtures("nobody_asked")
+def test_the_usual_addresses_cost_no_process(master: str, metadata: str) -> None:
+    assert find_missing_backend(MooncakeSettings(master, metadata, protocol="tcp")) is None
+
+
+def test_this_build_has_etcd_for_metadata_and_no_redis() -> None:
+    etcd = MooncakeSettings("127.0.0.1:1", "etcd://127.0.0.1:1;127.0.0.1:2", protocol="tcp")
+    assert find_missing_backend(etcd) is None
+    missing = find_missing_backend(MooncakeSettings("127.0.0.1:1", "redis://127.0.0.1:1", protocol="tcp"))
+    assert missing is not None
+    assert missing[0].endswith("this build of Mooncake has no client for Redis there")
+
+
+@pytest.mark.parametrize("backend", ["redis", "k8s"])
+def test_this_build_elects_masters_through_etcd_only(backend: str) -> None:
+    missing = find_missing_coordinator(backend, "it is said so")
+    assert missing is not None
+    assert missing[0].startswith("it is said so, and this build of Mooncake has no ")
+    assert find_missing_coordinator("etcd", "it is said so") is None
+
+
+def test_a_build_that_has_them_lacks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'Failed to create HA backend coordinator' >&2\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert find_missing_backend(MooncakeSettings("redis://h:1", "redis://h:1", protocol="tcp")) is None
+
+
+def test_an_answer_that_takes_too_long_lacks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(mooncake_build, "_SECONDS", 0.2)
+    assert find_missing_coordinator("k8s", "it is said so") is None
