@@ -69,11 +69,7 @@ def _parse_entry(entry: Any, where: str) -> Registration:
         if name not in _FIELDS:
             raise SettingsError(f"{where}: {name!r} is no field of an instance{suggest_name(str(name), _FIELDS)}")
     try:
-        registration = Registration.from_fields(entry)
-        if "tp_size" in entry or not registration.device_ids:
-            return registration
-        # The Go router's file has no tp_size: it takes the number of devices.
-        return Registration.from_fields({**entry, "tp_size": len(registration.device_ids)})
+        return Registration.from_fields(entry)
     except RegistrationError as exc:
         raise SettingsError(f"{where}: {exc}") from exc
 

@@ -297,7 +297,9 @@ class RouterMetrics:
 
     def _collect_requests(self) -> Iterator[Metric]:
         responses = CounterMetricFamily(
-            "http_requests", "Requests answered by the data plane", labels=["method", "endpoint", "status_code"]
+            "http_requests",
+            "Total number of HTTP requests answered by the data plane",
+            labels=["method", "endpoint", "status_code"],
         )
         for (method, endpoint, status), count in self._responses.items():
             responses.add_metric([method, endpoint, str(status)], count)
@@ -314,7 +316,7 @@ class RouterMetrics:
             durations.add_metric([method, endpoint], observed.count, observed.sum)
         inference = CounterMetricFamily(
             "inference_requests",
-            "Completion requests by the instances that served them",
+            "Total number of inference requests (completions) by the instances that served them",
             labels=["mixed_worker", "prefill_worker", "decode_worker", "status_code"],
         )
         for (mixed, prefill, decode, status), count in self._inference.items():
