@@ -63,8 +63,8 @@ class TestSettings:
 
     @pytest.mark.parametrize("splitwise", [True, False])
     @translates(REGISTER, "TestGetSplitwise")
-    def test_a_router_knows_its_mode(self, make_router: MakeRouter, splitwise: bool) -> None:
-        assert make_router(splitwise=splitwise).app.registry.splitwise is splitwise
+    def test_a_router_knows_its_mode(self, go_router: MakeRouter, splitwise: bool) -> None:
+        assert go_router(splitwise=splitwise).app.registry.splitwise is splitwise
 
 
 class TestWhoIsRegistered:
@@ -93,15 +93,15 @@ class TestWhoIsRegistered:
         assert [instance and instance.role.value for instance in found] == ["prefill", "decode", None]
 
     @translates(REGISTER, "TestRegisteredNumber")
-    def test_the_numbers_of_instances(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-        answer = make_router(stand_in("prefill"), stand_in("decode"), splitwise=True).client.get("/registered_number")
+    def test_the_numbers_of_instances(self, go_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        answer = go_router(stand_in("prefill"), stand_in("decode"), splitwise=True).client.get("/registered_number")
         assert answer.status_code == 200
         assert '"prefill":1' in answer.text
         assert '"decode":1' in answer.text
 
     @translates(REGISTER, "TestRegistered")
-    def test_the_list_of_instances_has_both_roles(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-        answer = make_router(stand_in("prefill"), stand_in("decode"), splitwise=True).client.get("/registered")
+    def test_the_list_of_instances_has_both_roles(self, go_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        answer = go_router(stand_in("prefill"), stand_in("decode"), splitwise=True).client.get("/registered")
         assert answer.status_code == 200
         listed = answer.json()
         assert [entry["worker_type"] for entry in (*listed["prefill"], *listed["decode"])] == ["prefill", "decode"]
@@ -123,8 +123,8 @@ class TestPairs:
         assert (info["transfer_protocol"], info["decode_tp_size"]) == ("rdma", 2)
 
     @translates(REGISTER, "TestBuildDisaggregateInfo")
-    def test_an_instance_that_is_gone_is_in_no_pair(self, make_router: MakeRouter) -> None:
-        answer = make_router(splitwise=True).chat()
+    def test_an_instance_that_is_gone_is_in_no_pair(self, go_router: MakeRouter) -> None:
+        answer = go_router(splitwise=True).chat()
         assert answer.status_code == 503
         assert "no prefill instance" in answer.text
 
@@ -146,7 +146,7 @@ class TestRegisterFile:
     """``manager.register-path``."""
 
     @translates(REGISTER, "TestRegisterInstancesFromConfig")
-    def test_a_router_begins_with_the_instances_of_the_file(self, make_router: MakeRouter, tmp_path: Path) -> None:
+    def test_a_router_begins_with_the_instances_of_the_file(self, go_router: MakeRouter, tmp_path: Path) -> None:
         path = tmp_path / "test_config.yaml"
         path.write_text(
             f"instances:\n"
@@ -156,43 +156,43 @@ class TestRegisterFile:
             f"    transfer_protocol:\n"
             f"      - rdma\n"
         )
-        listed = make_router(register_path=str(path)).client.get("/registered").json()["mixed"]
+        listed = go_router(register_path=str(path)).client.get("/registered").json()["mixed"]
         assert [entry["transfer_protocol"] for entry in listed] == [["rdma"]]
 
     @translates(REGISTER, "TestRegisterInstancesFromConfig_EmptyFile")
-    def test_a_file_without_instances_is_good(self, make_router: MakeRouter, tmp_path: Path) -> None:
+    def test_a_file_without_instances_is_good(self, go_router: MakeRouter, tmp_path: Path) -> None:
         path = tmp_path / "empty.yaml"
         path.write_text("instances: []")
-        assert list(make_router(register_path=str(path)).app.registry) == []
+        assert list(go_router(register_path=str(path)).app.registry) == []
 
     @pytest.mark.parametrize(
         ("text", "said"), [(None, "No such file or directory"), ("invalid: yaml: content:", "it is not YAML")]
     )
     @translates(REGISTER, "TestRegisterInstancesFromConfig_InvalidPath", "TestRegisterInstancesFromConfig_InvalidYAML")
     def test_a_file_that_cannot_be_read_ends_the_start_in_one_sentence(
-        self, make_router: MakeRouter, tmp_path: Path, text: str | None, said: str
+        self, go_router: MakeRouter, tmp_path: Path, text: str | None, said: str
     ) -> None:
         path = tmp_path / "path.yaml"
         if text is not None:
             path.write_text(text)
         with pytest.raises(SettingsError, match=said):
-            make_router(register_path=str(path))
+            go_router(register_path=str(path))
 
 
 class TestHealth:
     """Probes."""
 
     @translates(HEALTH, "TestCheckServiceHealth", "TestCheckWorkerHealth")
-    def test_an_instance_that_answers_200_is_healthy(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_an_instance_that_answers_200_is_healthy(self, go_router: MakeRouter, stand_in: MakeStandIn) -> None:
         instance = stand_in()
-        router = make_router(instance, health_failure_threshold=1, health_success_threshold=1)
+        router = go_router(instance, health_failure_threshold=1, health_success_threshold=1)
         router.thread.run(router.app.health.check_all())
         assert [each.state for each in router.app.registry] == ["healthy"]
 
     @translates(HEALTH, "TestCheckServiceHealth", "TestCheckWorkerHealth")
-    def test_an_instance_that_answers_500_is_unhealthy(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_an_instance_that_answers_500_is_unhealthy(self, go_router: MakeRouter, stand_in: MakeStandIn) -> None:
         instance = stand_in()
-        router = make_router(instance, health_failure_threshold=1, health_success_threshold=1)
+        router = go_router(instance, health_failure_threshold=1, health_success_threshold=1)
         instance.health = 500
         router.thread.run(router.app.health.check_all())
         assert [(each.state, each.trouble) for each in router.app.registry] == [
@@ -201,10 +201,10 @@ class TestHealth:
 
     @translates(HEALTH, "TestCheckServiceHealth")
     def test_an_instance_that_does_not_answer_in_time_is_unhealthy(
-        self, make_router: MakeRouter, stand_in: MakeStandIn
+        self, go_router: MakeRouter, stand_in: MakeStandIn
     ) -> None:
         instance = stand_in()
-        router = make_router(instance, health_check_timeout_secs=0.2, health_failure_threshold=1)
+        router = go_router(instance, health_check_timeout_secs=0.2, health_failure_threshold=1)
         instance.answers_probes = False
 
         def probed() -> list[str]:
@@ -220,18 +220,18 @@ class TestHealth:
         assert (answer.status_code, answer.json()["code"]) == (400, 400)
 
     @translates(HEALTH, "TestHealthGenerate")
-    def test_health_generate_probes_the_pair(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_health_generate_probes_the_pair(self, go_router: MakeRouter, stand_in: MakeStandIn) -> None:
         prefill, decode = stand_in("prefill"), stand_in("decode")
-        router = make_router(prefill, decode, splitwise=True)
+        router = go_router(prefill, decode, splitwise=True)
         before = prefill.probes, decode.probes
         answer = router.client.get("/health_generate")
         assert (answer.status_code, answer.json()) == (200, {"code": 200, "msg": "Health check complete"})
         assert (prefill.probes, decode.probes) == (before[0] + 1, before[1] + 1)
 
     @translates(HEALTH, "TestMonitorInstanceHealthCore")
-    def test_healthy_instances_stay(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_healthy_instances_stay(self, go_router: MakeRouter, stand_in: MakeStandIn) -> None:
         prefill, decode = stand_in("prefill"), stand_in("decode")
-        router = make_router(prefill, decode, splitwise=True)
+        router = go_router(prefill, decode, splitwise=True)
         router.thread.run(router.app.health.check_all())
         assert {each.key: each.state for each in router.app.registry} == {
             prefill.key: "healthy",
@@ -277,42 +277,42 @@ class TestFigures:
     )
     @translates(METRICS, "TestParseMetricsResponseOptimized", "TestMetricsParsingHelper")
     def test_figures_count_if_both_are_there(
-        self, make_router: MakeRouter, stand_in: MakeStandIn, text: bytes, figures: tuple[int | None, int | None]
+        self, go_router: MakeRouter, stand_in: MakeStandIn, text: bytes, figures: tuple[int | None, int | None]
     ) -> None:
         instance = stand_in("mixed", answers(200, text))
-        assert load_at(make_router(instance), instance) == figures
+        assert load_at(go_router(instance), instance) == figures
 
     @translates(METRICS, "TestGetMetricsByURL_Integration")
-    def test_figures_are_asked_at_the_metrics_port(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_figures_are_asked_at_the_metrics_port(self, go_router: MakeRouter, stand_in: MakeStandIn) -> None:
         instance, figures = stand_in("prefill"), stand_in("mixed", answers(200, ALL % (1, 0, 8)))
-        router = make_router(splitwise=True)
+        router = go_router(splitwise=True)
         instance.register(router.url, metrics_port=figures.port)
         assert load_at(router, instance) == (1, 0)
         assert [request.target for request in figures.received] == ["/metrics"]
 
     @pytest.mark.parametrize("host", ["nonexistent worker", "invalid url"])
     @translates(METRICS, "TestGetMetricsByURL_Integration")
-    def test_nobody_is_asked_who_is_not_registered(self, make_router: MakeRouter, host: str) -> None:
-        router = make_router()
+    def test_nobody_is_asked_who_is_not_registered(self, go_router: MakeRouter, host: str) -> None:
+        router = go_router()
         router.thread.run(router.app.scraper.scrape_all())
         assert router.app.registry.get(f"{host}:8080") is None
 
     @translates(METRICS, "TestManagerGetMetrics_Integration")
     def test_the_routers_count_and_the_instances_own_stand_side_by_side(
-        self, make_router: MakeRouter, stand_in: MakeStandIn
+        self, go_router: MakeRouter, stand_in: MakeStandIn
     ) -> None:
         instance = stand_in("prefill", answers(200, ALL % (2, 1, 5)))
-        router = make_router(instance, splitwise=True)
+        router = go_router(instance, splitwise=True)
         assert load_at(router, instance) == (2, 1)
         (known,) = router.app.registry
         assert known.load.requests == 0
 
     @translates(METRICS, "TestManagerGetMetrics_Integration")
     def test_an_instance_without_figures_has_the_routers_count(
-        self, make_router: MakeRouter, stand_in: MakeStandIn
+        self, go_router: MakeRouter, stand_in: MakeStandIn
     ) -> None:
         instance = stand_in("mixed", answers(404, b""))
-        router = make_router(instance, policy="fd_remote_metrics_score")
+        router = go_router(instance, policy="fd_remote_metrics_score")
         assert load_at(router, instance) == (None, None)
         decision = router.app.selector.choose(RequestFeatures(1)).decisions[0]
         assert decision.reasons == {"policy": "fd_remote_metrics_score", "score": 0}

@@ -30,10 +30,10 @@ class TestAroundEachRequest:
     @translates(f"{MIDDLEWARE}/logger_test.go", "TestLoggerMiddleware")
     @translates(LOGGER, "TestContextPrefix")
     def test_a_request_is_logged_with_its_id(
-        self, make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
+        self, go_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
     ) -> None:
         log = tmp_path / "access.log"
-        router = make_router(stand_in(), access_log=str(log))
+        router = go_router(stand_in(), access_log=str(log))
         assert router.chat(request_id="test-uuid-123").status_code == 200
         wait_until(lambda: log.read_text().endswith("\n"), "the line")
         line = json.loads(log.read_text())
@@ -49,10 +49,10 @@ class TestAroundEachRequest:
 
     @translates(f"{MIDDLEWARE}/metrics_test.go", "TestMetricsMiddleware")
     def test_a_request_is_counted_and_its_answer_is_not_changed(
-        self, make_router: MakeRouter, stand_in: MakeStandIn
+        self, go_router: MakeRouter, stand_in: MakeStandIn
     ) -> None:
         instance = stand_in()
-        router = make_router(instance)
+        router = go_router(instance)
         assert router.chat().json()["choices"][0]["message"]["content"] == "hello"
         counted = 'http_requests_total{endpoint="/v1/chat/completions",method="POST",status_code="200"} 1.0'
         wait_until(lambda: counted in router.client.get("/metrics").text, "the count")
@@ -113,8 +113,8 @@ class TestMetrics:
         "name", ["http_requests_total", "inference_requests_total", "http_request_duration_seconds"]
     )
     @translates(METRICS, "TestMetricsInitialization")
-    def test_they_are_there_from_the_start(self, make_router: MakeRouter, name: str) -> None:
-        assert f"# TYPE {name} " in make_router().client.get("/metrics").text
+    def test_they_are_there_from_the_start(self, go_router: MakeRouter, name: str) -> None:
+        assert f"# TYPE {name} " in go_router().client.get("/metrics").text
 
     @pytest.mark.parametrize(
         ("name", "said"),
@@ -124,5 +124,5 @@ class TestMetrics:
         ],
     )
     @translates(METRICS, "TestMetricsHelpText")
-    def test_they_are_explained(self, make_router: MakeRouter, name: str, said: str) -> None:
-        assert f"# HELP {name} {said}" in make_router().client.get("/metrics").text
+    def test_they_are_explained(self, go_router: MakeRouter, name: str, said: str) -> None:
+        assert f"# HELP {name} {said}" in go_router().client.get("/metrics").text

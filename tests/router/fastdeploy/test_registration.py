@@ -176,8 +176,8 @@ class TestRoles:
         assert read_yaml(tmp_path, "role", text).role is role
 
     @translates(INSTANCE, "TestRole_MarshalJSON")
-    def test_a_role_is_listed_by_its_name(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-        router = make_router(stand_in("mixed"))
+    def test_a_role_is_listed_by_its_name(self, go_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        router = go_router(stand_in("mixed"))
         assert b'"role":"mixed"' in router.client.get("/registered").content
 
 

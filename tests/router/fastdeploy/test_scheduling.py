@@ -113,9 +113,9 @@ class TestCounts:
 
     @translates(HANDLER, "TestCounterOperations", "TestCounterLifecycle_UnhealthyAndReregister")
     def test_a_request_is_counted_off_once_however_often_it_is_ended(
-        self, make_router: MakeRouter, stand_in: MakeStandIn
+        self, go_router: MakeRouter, stand_in: MakeStandIn
     ) -> None:
-        router = make_router(stand_in("mixed", stalls("1")))
+        router = go_router(stand_in("mixed", stalls("1")))
         (instance,) = router.app.registry
         with router.stream() as response:
             next(response.iter_raw())
@@ -186,9 +186,9 @@ class TestInstancesThatGo:
         assert add(registry, "worker1", now=5.0).load.requests == 0
 
     @translates(HANDLER, "TestStartBackupCleanupTask")
-    def test_what_is_gone_is_forgotten_in_the_background(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_what_is_gone_is_forgotten_in_the_background(self, go_router: MakeRouter, stand_in: MakeStandIn) -> None:
         instance = stand_in()
-        router = make_router(instance, health_check_interval_secs=0.05, heartbeat_expiry_secs=0.1)
+        router = go_router(instance, health_check_interval_secs=0.05, heartbeat_expiry_secs=0.1)
         instance.stop()
         wait_until(lambda: list(router.app.registry) == [], "the instance to be forgotten")
 
