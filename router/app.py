@@ -23,10 +23,12 @@ from router.fleet import (
     HealthMonitor,
     Instance,
     KeptResponses,
+    NotHealthy,
     Registration,
     RegistrationError,
     Registry,
     Role,
+    RoleRefused,
     Scraper,
     Snapshot,
     Tasks,
@@ -123,7 +125,7 @@ class RouterApp:
         """The round of probes that ``/health_generate`` has asked for last."""
         self.fleet_sync = FleetSync(link, self.registry, self.health)
         self.snapshot = self._make_snapshot()
-        self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced)
+        self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced, settings.dialect)
         self.need = InstancesNeeded(settings, self.registry, self.selector.token_seconds)
         self.metrics.watch_need(self.need)
         self.discovery = self._make_discovery() if settings.finds_pods and link.is_first else None
@@ -320,9 +322,10 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
             return refusal_reply(refused)
         except (BadBody, RegistrationError) as exc:
             _log.warning("registration refused: %s", exc)
-            return json_reply(400, {"detail": str(exc)})
+            return _refuse_registration(router.settings, exc)
         await router.fleet_sync.announce_instance(instance)
-        return json_reply(200, {"status": "success"})
+        is_go = router.settings.dialect == "go"
+        return json_reply(200, {"code": 200, "msg": "Register success"} if is_go else {"status": "success"})
 
     @app.get("/registered")
     async def list_instances() -> Response:
@@ -376,9 +379,9 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
             router.probing = asyncio.ensure_future(router.health.find_troubles())
         troubles = await asyncio.shield(router.probing)
         bad = {key: trouble for key, trouble in troubles.items() if trouble}
-        if bad or not troubles:
+        if (bad or not troubles) and router.settings.dialect == "python":
             return json_reply(503, {"code": 503, "msg": "not all instances are healthy", "unhealthy": bad})
-        return json_reply(200, {"code": 200, "msg": "Health check complete"})
+        return json_reply(200, {"code": 200, "msg": "Health check complete", **({"unhealthy": bad} if bad else {})})
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
@@ -594,6 +597,21 @@ async def _abort_here_and_elsewhere(router: RouterApp, scope: AbortScope) -> tup
         found.update(found_elsewhere)
         engine_ids += known_elsewhere
     return found, engine_ids
+
+
+def _refuse_registration(settings: RouterSettings, refused: BadBody | RegistrationError) -> Response:
+    """The answer to an instance that is not taken, as of the FastDeploy router of the configured dialect."""
+    if settings.dialect == "python":
+        return json_reply(400, {"detail": str(refused)})
+    status, text = 400, "invalid InstanceInfo format"
+    if isinstance(refused, NotHealthy):
+        status, text = 503, f"{refused.url} service is not healthy"
+    elif isinstance(refused, RoleRefused):
+        takes_pairs = "splitwise mode only supports PREFILL/DECODE instances"
+        text = takes_pairs if settings.splitwise else "only MIXED instances are allowed"
+    elif isinstance(refused, BadBody):
+        text = "Invalid InstanceInfo JSON format"
+    return json_reply(status, {"code": status, "msg": f"{text}: {refused}"})
 
 
 def _format_registration(registration: Registration) -> dict[str, Any]:

@@ -60,6 +60,7 @@ def test_the_wheel_has_licence_and_programs(wheel: zipfile.ZipFile) -> None:
     assert read(wheel, "licenses/LICENSE") == (ROOT / "LICENSE").read_text()
     programs = read(wheel, "entry_points.txt")
     assert "kvrouter = router.console:main" in programs
+    assert "fd-router = router.launch:fd_router" in programs
     assert "kvstore = kvstore_backend.cli:main" in programs
     assert "[fastdeploy.tool_parser_plugins]" in programs
 

@@ -26,7 +26,15 @@ from router.fleet.kept_responses import KeptResponses
 from router.fleet.models import UNLISTED, ServedModels, parse_models
 from router.fleet.pairing import can_decode_for, may_pair, pairing_kind, share_model
 from router.fleet.register_file import add_listed_instances
-from router.fleet.registration import EngineKind, KvConnector, Registration, RegistrationError, Role
+from router.fleet.registration import (
+    EngineKind,
+    KvConnector,
+    NotHealthy,
+    Registration,
+    RegistrationError,
+    Role,
+    RoleRefused,
+)
 from router.fleet.registry import Registry
 from router.fleet.scrape import Scraper
 from router.fleet.snapshot import Snapshot
@@ -43,10 +51,12 @@ __all__ = [
     "Instance",
     "KeptResponses",
     "KvConnector",
+    "NotHealthy",
     "Registration",
     "RegistrationError",
     "Registry",
     "Role",
+    "RoleRefused",
     "Scraper",
     "ServedModels",
     "Snapshot",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from router.fleet.awake import AwakeClock
 from router.fleet.models import parse_models
-from router.fleet.registration import Registration, RegistrationError
+from router.fleet.registration import NotHealthy, Registration
 from router.fleet.registry import Registry
 from router.fleet.tasks import Tasks
 from router.http import Address, ConnectFailed, ConnectRefused, NameUnresolved, NoRoom, TimedOut, UpstreamError
@@ -86,7 +86,8 @@ class HealthMonitor:
         try:
             await self._probe_address(registration.address)
         except UpstreamError as exc:
-            raise RegistrationError(f"instance {registration.key} is not healthy: {exc}") from exc
+            message = f"instance {registration.key} is not healthy: {exc}"
+            raise NotHealthy(message, registration.address.url) from exc
         models = registration.models or await self._ask_models(registration.address)
         instance = self._registry.register(registration, time.monotonic())
         instance.set_models(models, time.monotonic())

@@ -79,7 +79,7 @@ class Instance:
         self.registration = registration
         self.role: Role = registration.role
         self.head_line = _make_head_line(registration)
-        """The header by which a client is told that this instance has served its request."""
+        """The headers by which a client is told that this instance has served its request."""
         self.load: InstanceLoad = registry.make_load(registration.key)
         self.breaker = Breaker()
         self.healthy = proven
@@ -330,4 +330,8 @@ class Instance:
 
 
 def _make_head_line(registration: Registration) -> bytes:
-    return f"x-router-{registration.role.value}: {registration.key}\r\n".encode()
+    name = f"x-router-{registration.role.value}"
+    lines = f"{name}: {registration.key}\r\n"
+    if registration.role is not Role.MIXED:  # FastDeploy's Go router names the instances of pairs so
+        lines += f"{name}-url: {registration.address.url}\r\n"
+    return lines.encode()

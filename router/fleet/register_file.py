@@ -10,20 +10,23 @@ perhaps ``kv_connector`` or ``bootstrap_port``. Numbers may be text; lists may b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from router.fleet.registration import Registration, RegistrationError
 from router.fleet.registry import Registry
-from router.settings import SettingsError, YamlFileError, read_yaml, suggest_name
+from router.settings import SettingsError, YamlFileError, list_unknown, read_yaml
 
 __all__ = ["add_listed_instances", "read_register_file"]
+
+_log = logging.getLogger("router.fleet.register_file")
 
 _FIELDS = (
     *("role", "host_ip", "port", "metrics_port", "connector_port", "engine_worker_queue_port", "transfer_protocol"),
     *("rdma_ports", "device_ids", "tp_size", "version", "is_paused", "connected_decodes"),
-    *("engine", "bootstrap_port", "kv_connector", "models"),
+    *("engine", "bootstrap_port", "kv_connector", "models", "max_num_seqs"),
 )
 
 
@@ -38,11 +41,12 @@ def read_register_file(path: Path) -> list[Registration]:
         document = read_yaml(path)
     except YamlFileError as exc:
         raise SettingsError(f"{where}: {exc}") from exc
-    if not isinstance(document, dict) or set(document) != {"instances"}:
-        raise SettingsError(f"{where} must have 'instances:' and nothing beside it, with a list of instances under it")
+    if not isinstance(document, dict) or "instances" not in document:
+        raise SettingsError(f"{where} must have 'instances:' with a list of instances under it")
     entries = document["instances"]
     if not isinstance(entries, list | None):
         raise SettingsError(f"{where}: instances is {entries!r}; it must be a list")
+    _warn_of_unknown(document, where)
     registrations = [_parse_entry(entry, f"{where}: instances[{i}]") for i, entry in enumerate(entries or [])]
     _check_unique(registrations, where)
     return registrations
@@ -62,12 +66,19 @@ def add_listed_instances(registry: Registry, path: Path, now: float) -> None:
         registry.add_known_instance(registration, now, permanent=True)
 
 
+def _warn_of_unknown(document: dict[Any, Any], where: str) -> None:
+    """Log all names in one line that the router does not know; FastDeploy's Go router passes over them, too."""
+    fields = [name for entry in document["instances"] or [] if isinstance(entry, dict) for name in entry]
+    unknown = dict.fromkeys(str(name) for name in fields if name not in _FIELDS)
+    beside = [str(name) for name in document if name != "instances"]
+    if unknown or beside:
+        listed = list_unknown([*beside, *unknown], _FIELDS)
+        _log.warning("%s: these are no fields of an instance and have no effect: %s", where, listed)
+
+
 def _parse_entry(entry: Any, where: str) -> Registration:
     if not isinstance(entry, dict):
         raise SettingsError(f"{where} is {entry!r}; it must have role, host_ip and port")
-    for name in entry:
-        if name not in _FIELDS:
-            raise SettingsError(f"{where}: {name!r} is no field of an instance{suggest_name(str(name), _FIELDS)}")
     try:
         return Registration.from_fields(entry)
     except RegistrationError as exc:

@@ -12,7 +12,15 @@ import orjson
 
 from router.http import Address
 
-__all__ = ["EngineKind", "KvConnector", "Registration", "RegistrationError", "Role"]
+__all__ = [
+    "EngineKind",
+    "KvConnector",
+    "NotHealthy",
+    "Registration",
+    "RegistrationError",
+    "Role",
+    "RoleRefused",
+]
 
 # A name or an address of either kind, an IPv6 one perhaps with its zone; perhaps behind a scheme.
 _HOST = re.compile(r"(http://|https://)?([\w.:%-]+)", re.ASCII)
@@ -53,6 +61,18 @@ _AnyEnum = TypeVar("_AnyEnum", bound=enum.Enum)
 
 class RegistrationError(ValueError):
     """A registration that cannot be accepted: one sentence, naming the field and a right value."""
+
+
+class RoleRefused(RegistrationError):
+    """The router's mode does not take the instance's role."""
+
+
+class NotHealthy(RegistrationError):
+    """The instance does not answer its probe with 200."""
+
+    def __init__(self, message: str, url: str) -> None:
+        super().__init__(message)
+        self.url = url
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from router.fleet.instance import Instance
-from router.fleet.registration import Registration, RegistrationError, Role
+from router.fleet.registration import Registration, Role, RoleRefused
 from router.policies import InstanceLoad
 
 __all__ = ["Registry"]
@@ -60,11 +60,11 @@ class Registry:
         return (Role.PREFILL, Role.DECODE) if self.splitwise else (Role.MIXED,)
 
     def check_role(self, role: Role) -> None:
-        """Raise ``RegistrationError`` if the router's mode does not take ``role``."""
+        """Raise ``RoleRefused`` if the router's mode does not take ``role``."""
         if role not in self.roles:
             mode = "with --splitwise" if self.splitwise else "without --splitwise"
             takes = " and ".join(r.value for r in self.roles)
-            raise RegistrationError(f"role is '{role.value}', but this router runs {mode} and takes {takes} instances")
+            raise RoleRefused(f"role is '{role.value}', but this router runs {mode} and takes {takes} instances")
 
     def register(self, registration: Registration, now: float) -> Instance:
         """Add an instance that answered its probe, or renew its registration.

@@ -7,7 +7,7 @@ exchange.py     one request to one instance and its response
 connection.py   one connection to an instance: received bytes to pieces of a response
 pool.py         the connections to all instances
 errors.py       why an exchange with an instance failed
-api_error.py    the errors that a client gets, in OpenAI's form
+api_error.py    the errors that a client gets, in OpenAI's form or in that of FastDeploy's routers
 message.py      the parts of a message: address, headers, head
 replies.py      responses of the control plane: JSON, and errors in that form
 body.py         a request's body: parsed once, extended without being serialised again
@@ -16,7 +16,7 @@ request_id.py   the id that a client gives its request in a header
 usage.py        token figures, read from a response or set in it, without parsing it
 """
 
-from router.http.api_error import ApiError, Refused
+from router.http.api_error import ApiError, Refused, to_dialect
 from router.http.body import (
     CONTROL_BYTES,
     InferenceBody,
@@ -111,5 +111,6 @@ __all__ = [
     "set_figures",
     "show_escapes",
     "splice_parts",
+    "to_dialect",
     "whole_number",
 ]

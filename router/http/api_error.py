@@ -1,15 +1,18 @@
 """Errors a client of the router sees, in OpenAI's shape, as JSON bytes.
 
 ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``
+
+``to_dialect`` gives those that FastDeploy's routers have, too, the shape that scripts written for one of these expect.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import orjson
 
-__all__ = ["ApiError", "Refused"]
+__all__ = ["ApiError", "Refused", "to_dialect"]
 
 # Of other statuses: those below 500 are the client's mistake.
 _TYPES = {
@@ -20,6 +23,8 @@ _TYPES = {
     503: "service_unavailable",
     504: "timeout",
 }
+# By the role of the instance that failed.
+_UNREACHABLE = ("mixed_failed", "prefill_failed", "decode_failed")
 
 
 class ApiError(NamedTuple):
@@ -29,12 +34,17 @@ class ApiError(NamedTuple):
     message: str
     code: str
     param: str | None = None
+    members: Mapping[str, Any] | None = None
+    """The members of an answer that has another shape, in place of OpenAI's."""
 
     def body(self) -> bytes:
         """The JSON body of the answer."""
+        return orjson.dumps({"error": self.describe()} if self.members is None else self.members)
+
+    def describe(self) -> dict[str, Any]:
+        """OpenAI's object for it."""
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "internal_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return orjson.dumps({"error": error})
+        return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     def error_event(self) -> bytes:
         """The error as an event; in OpenAI's form, a stream with nothing but an error ends with it."""
@@ -64,3 +74,33 @@ class Refused(Exception):
         if self.retry_after:
             return [(b"retry-after", b"%d" % self.retry_after)]
         return [(b"www-authenticate", b"Bearer")] if self.error.status == 401 else []
+
+
+def to_dialect(dialect: str, error: ApiError, request_id: str, *, splitwise: bool) -> ApiError:
+    """The error as FastDeploy's router of this dialect answers it, where that has such an error; else ``error``.
+
+    In the Go router's, ``error`` is a text; ``message`` and ``code``, which that router does not have, say more.
+
+    Args:
+        dialect: ``python`` or ``go``, as of the setting.
+        request_id: of the request; the Go router tells it in a pair's mode.
+    """
+    if dialect == "python":
+        if error.code != "tp_size_mismatch":
+            return error
+        return error._replace(members={"detail": error.message, "error": error.describe()})
+    status = error.status
+    if error.code == "no_instance" and splitwise:
+        text = "No available prefill/decode workers"
+    elif error.code == "no_instance":
+        status, text = 502, "Failed to select worker: no healthy workers available"
+    elif error.code in _UNREACHABLE and status == 502:
+        text = f"Failed to connect to backend service: {error.message}"
+    elif error.code == "invalid_body" and error.param is None:
+        text = f"Invalid JSON format: {error.message}"
+    else:
+        return error
+    members = {"error": text, "message": error.message, "code": error.code}
+    if splitwise and request_id:
+        members["request_id"] = request_id
+    return error._replace(status=status, members=members)

@@ -23,6 +23,7 @@ HOP_BY_HOP = frozenset(
 NOT_PASSED_BACK = HOP_BY_HOP | {
     *(b"location", b"content-location", b"refresh", b"alt-svc", b"x-request-id", b"set-cookie"),
     *(b"x-router-request-id", b"x-router-decision", b"x-router-prefill", b"x-router-decode", b"x-router-mixed"),
+    *(b"x-router-prefill-url", b"x-router-decode-url"),
     *(b"access-control-allow-credentials", b"access-control-allow-headers", b"access-control-allow-methods"),
     *(b"access-control-allow-origin", b"access-control-expose-headers", b"access-control-max-age"),
 }

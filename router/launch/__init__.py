@@ -1,6 +1,6 @@
 """Starts the router: ``python -m router.launch --port 52700 --splitwise``, or ``kvrouter``.
 
-program.py    main: reads the settings, opens log and port, runs one process or several
+program.py    main, fd_router: reads the settings, opens log and port, runs one process or several
 server.py     RouterServer: uvicorn, whose shutdown also ends the router's requests in progress
 worker.py     run_worker: one process of several
 nursery.py    loaded into the process that workers are forked from
@@ -8,7 +8,7 @@ logs.py       open_log: where the router's own log goes
 __main__.py   python -m router.launch
 """
 
-from router.launch.program import main
+from router.launch.program import fd_router, main
 from router.launch.server import INTERRUPT_GRACE_SECONDS
 
-__all__ = ["INTERRUPT_GRACE_SECONDS", "main"]
+__all__ = ["INTERRUPT_GRACE_SECONDS", "fd_router", "main"]

@@ -23,7 +23,7 @@ from router.launch.worker import run_worker
 from router.settings import RouterSettings, SettingsError, load_settings
 from router.sharing import Supervisor, start_nursery
 
-__all__ = ["main"]
+__all__ = ["fd_router", "main"]
 
 _log = logging.getLogger("router.launch")
 
@@ -31,10 +31,19 @@ _log = logging.getLogger("router.launch")
 CLOSED_CONNECTION_SECONDS = 70.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the router until SIGTERM or SIGINT; return the exit status."""
+def fd_router(argv: Sequence[str] | None = None) -> int:
+    """``fd-router``: the router by the name of FastDeploy's Go router, with its answers; return the exit status."""
+    return main(argv, dialect="go")
+
+
+def main(argv: Sequence[str] | None = None, *, dialect: str = "python") -> int:
+    """Run the router until SIGTERM or SIGINT; return the exit status.
+
+    Args:
+        dialect: as of ``load_settings``.
+    """
     try:
-        settings = load_settings(sys.argv[1:] if argv is None else argv)
+        settings = load_settings(sys.argv[1:] if argv is None else argv, dialect=dialect)
         open_log(settings)
         listener = _open_listener(settings.host, settings.port)
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])

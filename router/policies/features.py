@@ -68,12 +68,13 @@ def find_session(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def session_key(members: Mapping[str, Any]) -> str:
-    """The session or user that a request's body names: ``session_id``, else ``user``."""
-    for member in ("session_id", "user"):
-        key = members.get(member)
-        if isinstance(key, str) and key:
-            return key
-    return ""
+    """The session or user that a request's body names: ``session_id``, else that of ``extra_body``, else ``user``."""
+    key, extra = members.get("session_id"), members.get("extra_body")
+    if not (isinstance(key, str) and key) and isinstance(extra, dict):  # where FastDeploy's Go router looks, too
+        key = extra.get("session_id")
+    if not (isinstance(key, str) and key):
+        key = members.get("user")
+    return key if isinstance(key, str) else ""
 
 
 def chunk_hashes(members: Mapping[str, Any], prompt_tokens: int = 0) -> list[int]:

@@ -26,6 +26,7 @@ from router.http import (
     echo_request_id,
     end_to_end,
     estimate_tokens,
+    to_dialect,
 )
 from router.serving.aborts import Aborter, AbortScope
 from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
@@ -317,7 +318,7 @@ class ServingRequest:
         derive_salt = partial(salts.derive, client) if salts else None
         parsed = ParsedRequest(request, head, large, derive_salt, self._services.selector.aliases)
         story, kept_responses = self._story, self._services.kept_responses
-        story.request_id = parsed.request_id
+        story.request_id, story.client_ids = parsed.request_id, parsed.client_ids
         if parsed.api.keeps_answers and parsed.body is not None and parsed.body.members.get("background"):
             settings = self._services.settings
             is_counted = settings.max_concurrent_requests or settings.max_concurrent_requests_per_key
@@ -351,6 +352,7 @@ class ServingRequest:
             raise RequestEnded(ApiError(400, str(exc), "invalid_header", exc.param)) from None
         story = self._story
         story.sent_id = story.request_id = head.sent_id
+        story.client_ids = head.client_ids
         story.trace_id = head.trace_id or story.trace_id
         return head
 
@@ -453,4 +455,7 @@ class ServingRequest:
             attempts.current.give_up()
         if attempts.number > self._story.num_ended:
             self._story.end_attempt(attempts.current, error.message if error else "the client left")
+        if error is not None and not self._request.response_started:
+            settings = self._services.settings
+            error = to_dialect(settings.dialect, error, self._story.request_id, splitwise=settings.splitwise)
         self._response.end_with(error, self._story.own_head())

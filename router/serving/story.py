@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from router.http import read_usage
@@ -29,13 +30,15 @@ __all__ = ["Story"]
 
 _log = logging.getLogger("router.serving.story")
 
+_NO_IDS: Mapping[str, str] = {}
+
 
 class Story:
     """Of one request, from its arrival on."""
 
     __slots__ = (
         *("_last", "_records", "_services", "_started_unix"),
-        *("client", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started", "tag"),
+        *("client", "client_ids", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started", "tag"),
         *("trace", "trace_id"),
     )
 
@@ -51,6 +54,8 @@ class Story:
         self.request_id = ""
         self.sent_id = ""
         """The id that the client sent in a header."""
+        self.client_ids = _NO_IDS
+        """The ids by which its client looks for it in logs, by their names there."""
         self.trace_id = ""
         self.trace: RequestTrace | None = None
         """Where the request is traced."""
@@ -129,6 +134,7 @@ class Story:
             started=self.started,
             client=self.client or "",
             trace_id=self.trace_id,
+            client_ids=self.client_ids,
             status=response.status,
             error=response.error_code,
             streamed=response.is_event_stream,
@@ -216,8 +222,9 @@ def _log_request_end(record: RequestRecord) -> None:
     ended = f"{record.method} {record.path} {record.status}{' ' + record.error if record.error else ''}"
     counts = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
     tokens = ("unknown" if count is None else count for count in counts)
-    text = "request %s: %s; prompt tokens: %s, cached: %s, generated: %s; first byte after %.1f ms, end after %.1f ms"
-    _log.debug(text, record.request_id, ended, *tokens, record.first_byte_ms, record.total_ms)
+    text = "request %s%s: %s; prompt tokens: %s, cached: %s, generated: %s; first byte after %.1f ms, end after %.1f ms"
+    ids = "".join(f", {name} {value!r}" for name, value in record.client_ids.items())
+    _log.debug(text, record.request_id, ids, ended, *tokens, record.first_byte_ms, record.total_ms)
 
 
 def _format_reasons(decision: Decision) -> str:

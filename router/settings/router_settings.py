@@ -68,6 +68,13 @@ class RouterSettings:
     splitwise: bool = _declare(
         False, "server.splitwise", "serve each request by a prefill and a decode instance, instead of a mixed one"
     )
+    dialect: str = _declare(
+        "python",
+        "server.dialect",
+        "of FastDeploy's two routers the one that answers and metric labels are like where the two differ; go where "
+        "this one is started like that one, by fd-router or with --config_path",
+        ("python", "go"),
+    )
     request_timeout_secs: float = _declare(
         1800.0, "server.request-timeout-secs", "seconds after which a request is given up"
     )
@@ -118,10 +125,14 @@ class RouterSettings:
         1.0, "scheduler.hit-ratio-weight", "what the cached part of a prompt counts in cache_aware"
     )
     load_balance_weight: float = _declare(
-        0.05, "scheduler.load-balance-weight", "what an instance's load counts in cache_aware"
+        0.05,
+        "scheduler.load-balance-weight",
+        "what an instance's load counts in cache_aware; 1 in the Go router's dialect",
     )
     waiting_weight: float = _declare(
-        10.0, "scheduler.waiting-weight", "what a waiting request counts in fd_metrics_score; a running one counts 1"
+        10.0,
+        "scheduler.waiting-weight",
+        "what a waiting request counts in fd_metrics_score, where a running one counts 1; 1 in the Go router's dialect",
     )
     target_utilization: float = _declare(
         0.7,

@@ -1,6 +1,7 @@
 """load_settings: reads an operator's settings from flags, the YAML file and the environment, in this order of rank.
 
-An environment variable is ``KVROUTER__`` and the field's name in capitals, with two underscores because Kubernetes
+A file has the form of FastDeploy's Go router (``--config-path``) or that of its Python router (``--config``). An
+environment variable is ``KVROUTER__`` and the field's name in capitals, with two underscores because Kubernetes
 itself sets ``KVROUTER_PORT`` beside a service named ``kvrouter``. FastDeploy's ``FD_DEBUG=1`` sets the log's level.
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from router.settings.flags import FlagParser
-from router.settings.hints import suggest_name
+from router.settings.hints import find_nearest, list_unknown, suggest_name
 from router.settings.router_settings import SETTINGS, RouterSettings, SettingsError
 from router.settings.yaml_file import YamlFileError, read_yaml
 
@@ -33,29 +34,66 @@ _WITHOUT_EFFECT = {
     "log.cleanup-interval-secs": "log files are bounded whenever a line is written",
 }
 
+# The settings of FastDeploy's Go router, in whose files 0 and "" stand for the default, as nothing does. (Port 0 does
+# not, nor does it there.)
+_GO_KEYS = frozenset(
+    {
+        *(f"server.{name}" for name in ("name", "host", "mode")),
+        *(f"manager.{name}" for name in ("register-path", "health-failure-threshold", "health-success-threshold")),
+        *(f"manager.health-check-{name}" for name in ("timeout-secs", "interval-secs", "endpoint")),
+        *(f"scheduler.{name}" for name in ("policy", "prefill-policy", "decode-policy", "eviction-interval-secs")),
+        *(f"scheduler.{name}" for name in ("eviction-duration-mins", "cache-block-size", "tokenizer-url")),
+        *(f"scheduler.{name}" for name in ("tokenizer-timeout-secs", "balance-abs-threshold")),
+        *(f"scheduler.{name}" for name in ("balance-rel-threshold", "hit-ratio-weight", "load-balance-weight")),
+        *(f"scheduler.{name}" for name in ("waiting-weight", "stats-interval-secs")),
+        *(f"log.{name}" for name in ("level", "output", "max-age-days", "max-total-size-mb", "cleanup-interval-secs")),
+    }
+)
+# Its defaults in its dialect, where ours are not better for who comes from there (docs/operations/routers.md).
+_GO_DEFAULTS = {"load_balance_weight": 1.0, "waiting_weight": 1.0}
 
-def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RouterSettings:
+# A name that was mistyped must not leave the router open.
+_PROTECTING = frozenset(
+    {
+        *(f"server.{name}" for name in ("api-keys-file", "admin-token-file", "register-token-file")),
+        *(f"server.{name}" for name in ("cache-salt-per-key", "ssl-certfile", "ssl-keyfile")),
+    }
+)
+
+
+def load_settings(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, dialect: str = "python"
+) -> RouterSettings:
     """Read the settings of one start.
 
     Args:
         argv: the flags, without the program's name.
         environ: the environment variables; those of the process by default.
+        dialect: the value of that setting where nobody sets it, and no file of the Go router's form is given.
 
     Raises:
         SettingsError: an unknown name or an impossible value, wherever it stands.
         SystemExit: ``--help`` and ``--version``.
     """
     flags = vars(make_parser().parse_args([_normalize_flag(arg) for arg in argv]))
-    config_path = flags.pop("config_path")
+    config_path, config = flags.pop("config_path"), flags.pop("config")
+    if config is not None and config_path is not None:
+        raise SettingsError(
+            "--config and --config_path: give one of them, the file of FastDeploy's Python router (flags) or that of "
+            "its Go router (sections)"
+        )
     values = _read_environment(os.environ if environ is None else environ)
     if config_path is not None:
-        values |= _read_yaml_settings(Path(config_path))
+        values = {"dialect": "go"} | values | _read_yaml_settings(Path(config_path))
+    elif config is not None:
+        values |= _read_flat_settings(Path(config))
     values |= {
         field.name: _convert_value(flags[field.name], field, f"--{field.name.replace('_', '-')}")
         for field in SETTINGS
         if flags[field.name] is not None
     }
-    return RouterSettings(**values)
+    values = {"dialect": dialect, **values}
+    return RouterSettings(**(_GO_DEFAULTS if values["dialect"] == "go" else {}) | values)
 
 
 def make_parser() -> FlagParser:
@@ -65,10 +103,15 @@ def make_parser() -> FlagParser:
         usage="%(prog)s [--port PORT] [--splitwise] [more of the flags below]",
         description="Sends each OpenAI request to an inference instance, or to a prefill and a decode instance.",
         epilog="Instances register themselves: start them with --router HOST:PORT. "
-        f"Each setting may also stand in the YAML file under the key in brackets, or in the environment as "
-        f"{_ENV_PREFIX}NAME; a flag wins over the file, and the file over the environment.",
+        f"Each setting may also stand in the YAML file of --config-path under the key in brackets, or in the "
+        f"environment as {_ENV_PREFIX}NAME; a flag wins over the file, and the file over the environment.",
     )
-    parser.add_argument("--config-path", metavar="FILE", help="YAML file, as of FastDeploy's Go router")
+    parser.add_argument(
+        "--config-path", metavar="FILE", help="YAML file in the form of FastDeploy's Go router: sections of settings"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file in the form of its Python router: flags, without the dashes before"
+    )
     for field in SETTINGS:
         flag = "--" + field.name.replace("_", "-")
         choices = field.metadata["choices"]
@@ -94,7 +137,9 @@ def make_parser() -> FlagParser:
 
 def _normalize_flag(arg: str) -> str:
     # FastDeploy's parser takes --request_timeout_secs for --request-timeout-secs, and documents --config_path; that
-    # of its Go router takes -port for --port.
+    # of its Go router takes -port for --port, and --V for -V.
+    if arg == "--V":
+        return "-V"
     if len(arg) > 2 and arg[0] == "-" and arg[1].isalpha():
         arg = f"-{arg}"
     if not arg.startswith("--"):
@@ -121,35 +166,72 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _read_yaml_settings(path: Path) -> dict[str, Any]:
+    """The settings in a file of the Go router's form."""
     fields = {field.metadata["key"]: field for field in SETTINGS}
+    sections = dict.fromkeys(key.split(".")[0] for key in fields)
     values: dict[str, Any] = {}
     without_effect = []
-    for key, value in _read_yaml_entries(path, {key.split(".")[0]: None for key in fields}):
+    known = [*fields, *_WITHOUT_EFFECT]
+    unknown: list[str] = []
+    for key, value in _read_yaml_entries(path, sections):
+        if key in _GO_KEYS and (value in (None, "") or (value == 0 and not isinstance(value, bool))):
+            continue
         if key in _WITHOUT_EFFECT:
             without_effect.append(f"{path}: {key} has no effect: {_WITHOUT_EFFECT[key]}")
         elif key in fields:
             values[fields[key].name] = _convert_value(value, fields[key], f"{path}: {key}")
+        elif (near := find_nearest(key, known)) in _PROTECTING:
+            raise SettingsError(f"{path}: {key} is not a setting of the router; did you mean {near}?")
         else:
-            raise SettingsError(f"{path}: {key} is not a setting of the router{suggest_name(key, fields)}")
-    return values | {"without_effect": tuple(without_effect)}
+            unknown.append(key)
+    return values | {"without_effect": (*without_effect, *_warn_of_unknown(path, unknown, [*known, *sections]))}
 
 
 def _read_yaml_entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Each setting in the file as its key, such as ``server.port``, and its value."""
-    try:
-        document = read_yaml(path)
-    except YamlFileError as exc:
-        raise SettingsError(f"--config_path {path}: {exc}") from exc
+    """Each setting in the file as its key, such as ``server.port``, and its value; a section of others as a whole."""
+    document = _read_document(path, "--config_path")
     if not isinstance(document, dict | None):
         raise SettingsError(f"--config_path {path} has no sections, such as 'server:' with 'port: 9000' under it")
     for section, entries in (document or {}).items():
         if section not in sections:
-            hint = suggest_name(str(section), sections)
-            raise SettingsError(f"{path}: {section!r} is not a section of settings{hint}")
-        if not isinstance(entries, dict | None):
+            yield str(section), entries
+        elif not isinstance(entries, dict | None):
             raise SettingsError(f"{path}: {section} is {entries!r}; it must be a section with settings under it")
-        for name, value in (entries or {}).items():
-            yield f"{section}.{name}", value
+        else:
+            for name, value in (entries or {}).items():
+                yield f"{section}.{name}", value
+
+
+def _read_flat_settings(path: Path) -> dict[str, Any]:
+    """The settings in a file of FastDeploy's Python router: flags, with underscores or dashes."""
+    fields = {field.name: field for field in SETTINGS}
+    document = _read_document(path, "--config")
+    if not isinstance(document, dict | None):
+        raise SettingsError(f"--config {path} has no flags, such as 'port: 9000'")
+    values: dict[str, Any] = {}
+    unknown: list[str] = []
+    for key, value in (document or {}).items():
+        name = str(key).replace("-", "_")
+        if name not in fields:
+            unknown.append(str(key))
+        elif value not in (None, ""):
+            values[name] = _convert_value(value, fields[name], f"{path}: {key}")
+    return values | {"without_effect": _warn_of_unknown(path, unknown, fields)}
+
+
+def _read_document(path: Path, flag: str) -> Any:
+    try:
+        return read_yaml(path)
+    except YamlFileError as exc:
+        raise SettingsError(f"{flag} {path}: {exc}") from exc
+
+
+def _warn_of_unknown(path: Path, unknown: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
+    """One sentence that names all settings of a file that nobody knows; none where there are none."""
+    if not unknown:
+        return ()
+    listed = list_unknown(unknown, known)
+    return (f"{path}: these are not settings of the router and have no effect: {listed}",)
 
 
 def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any:

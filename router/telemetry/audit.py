@@ -15,7 +15,7 @@ import select
 import stat
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -81,6 +81,8 @@ class RequestRecord:
     """The holder of the API key; ``""`` where there are no keys."""
     trace_id: str = ""
     """Of the W3C trace context it came with."""
+    client_ids: Mapping[str, str] = field(default_factory=dict)
+    """The ids by which its client looks for it in logs, by their names there."""
     status: int = 499
     """As the client got it; 499 if the client left before it had all of the response."""
     error: str = ""
@@ -287,6 +289,8 @@ def _format_line(record: RequestRecord) -> bytes:
         "predicted_cached_tokens": record.predicted_cached_tokens,
         "bytes_sent": record.bytes_sent,
     }
+    if record.client_ids:
+        fields |= {name: value[:_ID_CHARACTERS] for name, value in record.client_ids.items()}
     try:
         return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # an engine may count more tokens than 64 bits hold, and an id may be no valid Unicode

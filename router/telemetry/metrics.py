@@ -59,8 +59,9 @@ _OUTPUT_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.
 # Counted from 0 on, as of a series that begins with 1 Prometheus sees no increase.
 _USUAL_FAILURES = ("instance_error", "no_instance", "request_timeout", "stream_stalled")
 
+_INFERENCE, _WORKERS = "inference_requests", ("mixed_worker", "prefill_worker", "decode_worker")
 # Labels whose values are instances.
-_NAMING = frozenset({"instance", "mixed_worker", "prefill_worker", "decode_worker"})
+_NAMING = frozenset({"instance", *_WORKERS})
 
 _OPENNESS = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
@@ -82,15 +83,20 @@ _TOKENS_OF = {
 class RouterMetrics:
     """Everything the router counts; the figures of other objects are read from them when Prometheus asks."""
 
-    def __init__(self, registry: Registry, admission: Limits, audit: Audit, num_replaced: int = 0) -> None:
+    def __init__(
+        self, registry: Registry, admission: Limits, audit: Audit, num_replaced: int = 0, dialect: str = "python"
+    ) -> None:
         """
         Args:
             num_replaced: how many of the router's processes had died and been replaced when this one started.
+            dialect: with ``go``, ``inference_requests_total`` has the instances' URLs, and answers of instances alone,
+                as in that router.
         """
         self._registry = registry
         self._admission = admission
         self._audit = audit
         self._num_replaced = num_replaced
+        self._dialect = dialect
         self._is_shared_state_up: Callable[[], bool] | None = None
         self._discovery: Discovery | None = None
         self._rendering = asyncio.Lock()
@@ -242,9 +248,12 @@ class RouterMetrics:
     def _merge_known(self, dumps: Sequence[Sequence[Any]]) -> list[Metric]:
         """The figures of all processes, without those of instances that are gone; processes may have ended, too."""
         families = merge_families((), dumps)
-        known = {"", *(instance.key for instance in self._registry)}
+        urls = {instance.key: instance.address.url for instance in self._registry}
+        known = {"", *urls}
         for family in families:
             family.samples = [sample for sample in family.samples if _names_only(known, sample.labels)]
+            if self._dialect == "go" and family.name == _INFERENCE:
+                family.samples = list(_name_by_url(family.samples, urls))
         return families
 
     def watch_shared_state(self, is_up: Callable[[], bool]) -> None:
@@ -315,9 +324,9 @@ class RouterMetrics:
                 durations.add_sample(name, labels, seconds)
             durations.add_metric([method, endpoint], observed.count, observed.sum)
         inference = CounterMetricFamily(
-            "inference_requests",
+            _INFERENCE,
             "Total number of inference requests (completions) by the instances that served them",
-            labels=["mixed_worker", "prefill_worker", "decode_worker", "status_code"],
+            labels=[*_WORKERS, "status_code"],
         )
         for (mixed, prefill, decode, status), count in self._inference.items():
             inference.add_metric([mixed, prefill, decode, str(status)], count)
@@ -468,6 +477,14 @@ def _format_families(families: Sequence[Metric]) -> bytes:
 def _names_only(known: Container[str], labels: Mapping[str, str]) -> bool:
     """Whether all instances that these labels name are ``known``."""
     return all(name not in _NAMING or value in known for name, value in labels.items())
+
+
+def _name_by_url(samples: Sequence[Sample], urls: Mapping[str, str]) -> Iterator[Sample]:
+    """The samples that name instances, with their URLs."""
+    for sample in samples:
+        named = {name: urls.get(sample.labels[name], "") for name in _WORKERS}
+        if any(named.values()):
+            yield sample._replace(labels={**sample.labels, **named})
 
 
 class _Families(Collector):

@@ -37,6 +37,9 @@ LATE_LEG_SECONDS = 6.0
 CLOSING_SECONDS = 1.0
 
 SERVICE_NAME = "kvrouter"
+# By their names in the access log; a session has a name among OpenTelemetry's conventions.
+_ID_ATTRIBUTES = {"session_id": "session.id", "req_id": "router.req_id", "x_bd_logid": "router.x_bd_logid"}
+_ID_CHARACTERS = 128
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
 
@@ -302,6 +305,7 @@ def _describe_request(record: RequestRecord, trace: RequestTrace) -> dict[str, A
         "router.attempts": len(record.attempts),
         "router.cached_tokens": record.cached_tokens,
         "router.predicted_cached_tokens": record.predicted_cached_tokens,
+        **{_ID_ATTRIBUTES[name]: value[:_ID_CHARACTERS] for name, value in record.client_ids.items()},
     }
 
 

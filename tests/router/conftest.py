@@ -143,4 +143,4 @@ def make_router(thread: LoopThread) -> Iterator[Callable[..., RouterUnderTest]]:
 
 def _has_registered(instance: StandIn, router: RouterUnderTest) -> bool:
     """Register it; where the machine is busy, its first probe may fail."""
-    return bool(instance.register(router.url).json() == {"status": "success"})
+    return instance.register(router.url).status_code == 200

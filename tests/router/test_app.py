@@ -437,6 +437,23 @@ def test_metrics_count_requests_under_the_go_routers_names(make_router: MakeRout
     assert metric(router, "inference_requests_total", **workers, status_code="200") == 1
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_in_the_go_routers_dialect_the_labels_are_urls(
+    make_router: MakeRouter, stand_in: MakeStandIn, workers: int
+) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    router = make_router(prefill, decode, splitwise=True, dialect="go", workers=workers)
+    router.chat()
+    labels = {"mixed_worker": "", "prefill_worker": prefill.url, "decode_worker": decode.url}
+    assert metric(router, "inference_requests_total", **labels, status_code="200") == 1
+
+
+def test_in_the_go_routers_dialect_an_answer_of_the_router_itself_is_not_an_instances(make_router: MakeRouter) -> None:
+    router = make_router(dialect="go")
+    assert router.chat().status_code == 502
+    assert "inference_requests_total{" not in router.client.get("/metrics").text
+
+
 def test_a_stream_that_its_client_leaves_counts_as_499(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.launch import INTERRUPT_GRACE_SECONDS
+from router.launch import INTERRUPT_GRACE_SECONDS, fd_router
 from tests.router.stand_in import Received, Responder, StandIn, stalls, streams_until
 from tests.support import plain_http
 from tests.support.certificates import make_certificate
@@ -88,6 +88,25 @@ def test_the_version_is_one_line() -> None:
     ended = subprocess.run([*LAUNCH, "--version"], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert re.fullmatch(r"kvrouter \d+\.\d+\.\d+\n", ended.stdout)
+
+
+@pytest.mark.parametrize("flag", ["-V", "--V", "-version", "--version"])
+def test_fd_router_prints_its_version_by_each_of_the_go_routers_flags(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        fd_router([flag])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("kvrouter ")
+
+
+def test_fd_router_is_the_router_in_the_go_routers_dialect(tmp_path: Path) -> None:
+    started = [sys.executable, "-c", "import sys; from router.launch import fd_router; sys.exit(fd_router())"]
+    with child([*started, "-port", "0", "-splitwise"], tmp_path / "router.log") as process:
+        process.wait_for(lambda: "router listens at" in process.output, "listening")
+        url = url_of(process).replace("0.0.0.0", "127.0.0.1")
+        answer = plain_http.post(f"{url}/v1/chat/completions", json={"messages": []})
+    assert (answer.status_code, answer.json()["error"]) == (503, "No available prefill/decode workers")
 
 
 def test_the_log_goes_to_the_go_routers_file_and_names_settings_without_effect(

@@ -21,7 +21,7 @@ _NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-requ
 class RequestHead:
     """A request's head, read. Its attributes are for reading."""
 
-    __slots__ = ("forwarded", "headers", "line", "sent_id", "session", "tag", "trace_id")
+    __slots__ = ("client_ids", "forwarded", "headers", "line", "sent_id", "session", "tag", "trace_id")
 
     def __init__(self, request: ClientRequest, tag: str = "") -> None:
         """
@@ -38,11 +38,15 @@ class RequestHead:
         """The id that the client gave the request; ``""`` where it gave none."""
         self.trace_id = ""
         """Of the W3C trace context it came with."""
+        self.session = find_session(request.headers)
+        """The session that it names."""
+        self.client_ids: dict[str, str] = {"session_id": self.session} if self.session else {}
+        """The ids by which its client looks for it in logs, by their names there; not to be changed."""
         for name, value in request.headers:
             if name == b"traceparent":
                 self.trace_id = value[3:35].decode("latin-1")
-        self.session = find_session(request.headers)
-        """The session that it names."""
+            elif name == b"x_bd_logid" and value:  # of FastDeploy's Go router
+                self.client_ids["x_bd_logid"] = value.decode("latin-1")
         is_completion = request.path in GENERATING
         dropped = _NOT_FORWARDED_WITH_COMPLETIONS if is_completion else _NOT_FORWARDED
         passed = [each for each in end_to_end(request.headers, dropped) if not each[0].startswith(b"x-router-")]

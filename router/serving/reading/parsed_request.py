@@ -41,6 +41,7 @@ class ParsedRequest:
         "api",
         "body",
         "cache_salt",
+        "client_ids",
         "data",
         "features",
         "head",
@@ -82,6 +83,8 @@ class ParsedRequest:
         self.kept_id = ""
         """Of the earlier answer that it goes on from, or asks for."""
         self.wants_stream = False
+        self.client_ids: Mapping[str, str] = head.client_ids
+        """The ids by which its client looks for it in logs, by their names there."""
         if request.path not in GENERATING:
             self.request_id = head.sent_id or _make_request_id()
             model = find_model(request.body)
@@ -131,6 +134,8 @@ class ParsedRequest:
             self.kept_id = previous if isinstance(previous, str) else ""
         self.features = request_features(members, body.prompt_tokens, head.session, len(body.data))
         self.request_id = body.request_id or head.sent_id or _make_request_id()
+        if "req_id" in members or "session_id" in members or "extra_body" in members:
+            self.client_ids = {**_list_ids(members, self.features.key), **head.client_ids}
 
     @property
     def samples(self) -> int:
@@ -189,6 +194,17 @@ def guess_ids(request: ClientRequest) -> EngineIds:
     except BadBody:
         pass  # an expected outcome: a request that cannot be read has no ids; it is refused when it is read in its turn
     return EngineIds(GENERATING[request.path].id_prefix, request_id, body.choices if body else 1)
+
+
+def _list_ids(members: Mapping[str, Any], key: str) -> dict[str, str]:
+    """The ids that a body has for its client's own use.
+
+    Args:
+        key: its session or user.
+    """
+    session = key if key != members.get("user") else ""
+    ids = {"req_id": members.get("req_id"), "session_id": session}
+    return {name: value for name, value in ids.items() if isinstance(value, str) and value}
 
 
 def _make_request_id() -> str:

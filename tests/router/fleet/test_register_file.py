@@ -60,6 +60,19 @@ def test_an_instance_of_another_engine_says_so(tmp_path: Path) -> None:
     assert (prefill.engine, prefill.bootstrap_port) == (EngineKind.SGLANG, 9001)
 
 
+def test_names_that_nobody_knows_are_told_once_and_have_no_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entries = [f"{{role: mixed, host_ip: a, port: {port}, conector_port: 5}}" for port in (1, 2)]
+    text = f"instances: [{', '.join(entries)}]\nowner: x\n"
+    assert [entry.connector_port for entry in read_register_file(write(tmp_path, text))] == [None, None]
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "register.yaml: these are no fields of an instance and have no effect: owner, conector_port "
+        "(did you mean connector_port?)"
+    )
+
+
 @pytest.mark.parametrize("text", ["instances:", "instances: []"])
 def test_a_file_may_name_no_instances(tmp_path: Path, text: str) -> None:
     assert read_register_file(write(tmp_path, text)) == []
@@ -75,10 +88,6 @@ def test_a_file_may_name_no_instances(tmp_path: Path, text: str) -> None:
         ("instances: [{role: mixed, port: 1}]", "instances[0]: host_ip is None"),
         ("instances: [{role: mixed, host_ip: a}]", "instances[0]: port is None; it must be a port"),
         ("instances: [{role: mixd, host_ip: a, port: 1}]", "instances[0]: role is 'mixd'; it must be one of"),
-        (
-            "instances: [{role: mixed, host_ip: a, port: 1, conector_port: 5}]",
-            "instances[0]: 'conector_port' is no field of an instance; did you mean connector_port?",
-        ),
         (
             "instances: [{role: mixed, host_ip: a, port: 1}, {role: mixed, host_ip: a, port: '1'}]",
             "instances[1] has the host_ip and port of instances[0], a:1",

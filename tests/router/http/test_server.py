@@ -677,7 +677,13 @@ def test_the_answer_says_who_served_it_and_why(make_router: MakeRouter, stand_in
     prefill, decode = stand_in("prefill"), stand_in("decode")
     headers = make_router(prefill, decode, splitwise=True).chat(request_id="r").headers
     assert (headers["x-router-prefill"], headers["x-router-decode"]) == (prefill.key, decode.key)
+    assert (headers["x-router-prefill-url"], headers["x-router-decode-url"]) == (prefill.url, decode.url)
     assert (headers["x-router-request-id"], headers["x-router-decision"]) == ("r", "pool_aware; cached=0")
+
+
+def test_only_instances_of_pairs_are_told_by_their_url(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    headers = make_router(stand_in()).chat().headers
+    assert not {"x-router-prefill-url", "x-router-decode-url", "x-router-mixed-url"} & set(headers)
 
 
 def test_a_failed_attempt_and_the_one_that_served_are_explained(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

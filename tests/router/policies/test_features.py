@@ -94,6 +94,11 @@ def test_a_prompt_is_hashed_only_when_asked_for() -> None:
         ({"user": "ann"}, [], "ann"),
         ({"user": "ann", "session_id": "s"}, [], "s"),
         ({"user": "ann", "session_id": "s"}, [(b"x-session-id", b"h")], "h"),
+        ({"user": "ann", "extra_body": {"session_id": "e"}}, [], "e"),
+        ({"session_id": "s", "extra_body": {"session_id": "e"}}, [], "s"),
+        ({"session_id": "", "extra_body": {"session_id": "e"}}, [], "e"),
+        ({"user": "ann", "extra_body": {"session_id": 7}}, [], "ann"),
+        ({"user": "ann", "extra_body": "e"}, [], "ann"),
         ({"user": 7}, [(b"x-other", b"h")], ""),
     ],
 )

@@ -150,6 +150,7 @@ def test_the_router_alone_says_who_served_and_sets_no_cookie(
     make_router: MakeRouter, stand_in: MakeStandIn, stream: bool
 ) -> None:
     names = ("x-router-decode", "X-Router-Mixed", "x-router-prefill", "x-router-decision", "set-cookie", "x-own")
+    names += ("X-Router-Prefill-URL", "x-router-decode-url")
     told = "\r\n".join(f"{name}: 1" for name in names)
 
     async def tells(_: Received, respond: Responder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 from pathlib import Path
@@ -50,6 +51,8 @@ def test_a_list_is_several_words_or_one_with_commas(flags: list[str], tmp_path: 
     assert load_settings(["--config_path", file], {}).cors_allowed_origins == ("http://a", "http://b:1")
 
 
+# What is not better than in the Go router is as there, for who comes with its file or its command.
+GO_DEFAULTS = RouterSettings(dialect="go", load_balance_weight=1.0, waiting_weight=1.0)
 ALIASES = ["chat=Qwen/Qwen3-8B", "small=a=b"]
 
 
@@ -113,7 +116,8 @@ log: {level: warn}
 """,
     )
     settings = load_settings(["--config_path", path], {})
-    assert settings == RouterSettings(
+    assert settings == dataclasses.replace(
+        GO_DEFAULTS,
         host="127.0.0.1",
         port=8080,
         splitwise=True,
@@ -190,12 +194,113 @@ def test_what_a_file_sets_without_effect_is_told_in_one_sentence_each(tmp_path: 
     ]
 
 
+def test_settings_of_a_file_that_nobody_knows_are_told_in_one_sentence(tmp_path: Path) -> None:
+    text = """
+server: {prot: 1, port: 2}
+scheduler: {interval-cleanup-secs: 60, kafka-brokers-and-topics: 1}
+servre: {port: 3}
+other: 5
+"""
+    path = write(tmp_path / "config.yaml", text)
+    settings = load_settings(["--config_path", path], {})
+    assert settings.port == 2
+    assert settings.without_effect == (
+        f"{path}: these are not settings of the router and have no effect: server.prot (did you mean server.port?), "
+        "scheduler.interval-cleanup-secs (did you mean scheduler.stats-interval-secs?), "
+        "scheduler.kafka-brokers-and-topics, servre (did you mean server?), other",
+    )
+
+
+# Every key for which the Go router's ``config.Load`` takes 0, "" or nothing as the default.
+ZEROS = """
+server: {name: "", port: "8080", host: "", mode: "", splitwise: false}
+scheduler:
+  policy: ""
+  prefill-policy:
+  decode-policy: ""
+  eviction-interval-secs: 0
+  eviction-duration-mins: 0
+  cache-block-size: 0
+  tokenizer-url: ""
+  tokenizer-timeout-secs: 0
+  balance-abs-threshold: 0
+  balance-rel-threshold: 0.0
+  hit-ratio-weight: 0
+  load-balance-weight: 0
+  waiting-weight: 0
+  stats-interval-secs: 0
+manager:
+  health-failure-threshold: 0
+  health-success-threshold: 0
+  health-check-timeout-secs: 0
+  health-check-interval-secs: 0
+  health-check-endpoint: ""
+  register-path: ""
+log: {level: "", output: "", max-age-days: 0, max-total-size-mb: 0, cleanup-interval-secs: 0}
+"""
+
+
+def test_in_the_go_routers_file_zero_is_the_default(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", ZEROS)
+    assert load_settings(["--config_path", path], {}) == dataclasses.replace(GO_DEFAULTS, port=8080)
+
+
+def test_zero_in_a_setting_that_the_go_router_lacks_is_zero(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", "server: {stream-resume-count: 0}")
+    assert load_settings(["--config_path", path], {}).stream_resume_count == 0
+
+
+def test_the_go_routers_defaults_hold_in_its_dialect_alone() -> None:
+    assert load_settings([], {}, dialect="go") == GO_DEFAULTS
+    assert load_settings([], {}) == RouterSettings()
+    assert load_settings(["--waiting-weight", "3"], {}, dialect="go").waiting_weight == 3.0
+
+
 def test_the_flags_of_both_of_fastdeploys_routers_are_taken(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", "server: {host: 127.0.0.1}")
     python = load_settings(["--splitwise", "--preempt-retry-count", "5", "--preempt-retry-exclude-decode"], {})
     assert (python.preempt_retry_count, python.preempt_retry_exclude_decode) == (5, True)
     go = load_settings(["-port", "8080", "-splitwise=true", f"-config_path={path}"], {})
     assert (go.port, go.splitwise, go.host) == (8080, True, "127.0.0.1")
+
+
+def test_the_file_of_fastdeploys_python_router_has_its_flags(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", 'host: 127.0.0.1\nport: "8100"\nsplitwise: true\nrequest-timeout-secs: 60\n')
+    settings = load_settings(["--config", path], {})
+    assert settings == RouterSettings(host="127.0.0.1", port=8100, splitwise=True, request_timeout_secs=60.0)
+
+
+def test_a_flag_wins_over_that_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", "port: 2\nhost: 127.0.0.2\nrequest_timeout_secs:\n")
+    settings = load_settings(["--port", "3", f"--config={path}"], {"KVROUTER__HOST": "127.0.0.1"})
+    assert (settings.port, settings.host, settings.request_timeout_secs) == (3, "127.0.0.2", 1800.0)
+
+
+def test_of_that_file_unknown_flags_are_told_in_one_sentence(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", "prot: 2\nzzz: x\nport: 3\n")
+    (told,) = load_settings(["--config", path], {}).without_effect
+    assert told == (f"{path}: these are not settings of the router and have no effect: prot (did you mean port?), zzz")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("port: soon", "port is 'soon'; it must be a whole number"),
+        ("[1]", "has no flags, such as 'port: 9000'"),
+        ("port: {", "is not YAML"),
+    ],
+)
+def test_what_is_wrong_in_that_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path / "c.yaml", text)
+    with pytest.raises(SettingsError) as refused:
+        load_settings(["--config", path], {})
+    assert said in str(refused.value)
+    assert path in str(refused.value)
+
+
+def test_one_file_is_given_not_two() -> None:
+    with pytest.raises(SettingsError, match="--config and --config_path: give one of them"):
+        load_settings(["--config", "a", "--config-path", "b"], {})
 
 
 def test_a_router_that_was_not_installed_runs_from_its_folder(
@@ -226,13 +331,26 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_environment(tmp_path: P
     assert (settings.port, settings.host, settings.splitwise) == (3, "127.0.0.2", True)
 
 
+def test_a_file_of_the_go_routers_form_brings_its_dialect(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", "server: {port: 2}")
+    assert [load_settings(argv, {}).dialect for argv in ([], ["--config_path", path])] == ["python", "go"]
+    assert load_settings([], {}, dialect="go").dialect == "go"
+
+
+def test_a_dialect_that_is_set_wins_over_how_the_router_was_started(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", "server: {dialect: python}")
+    assert load_settings(["--config_path", path], {}).dialect == "python"
+    assert load_settings(["--config_path", path, "--dialect", "go"], {}).dialect == "go"
+    assert load_settings([], {"KVROUTER__DIALECT": "python"}, dialect="go").dialect == "python"
+
+
 def test_what_kubernetes_sets_beside_a_service_named_kvrouter_is_left_alone() -> None:
     assert load_settings([], {"KVROUTER_PORT": "tcp://10.0.0.1:9000"}).port == 9000
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "server:\n"])
 def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> None:
-    assert load_settings(["--config-path", write(tmp_path / "c.yaml", text)], {}) == RouterSettings()
+    assert load_settings(["--config-path", write(tmp_path / "c.yaml", text)], {}) == GO_DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -273,9 +391,15 @@ def test_a_wrong_flag_is_one_sentence(argv: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("server: {prot: 1}", "server.prot is not a setting of the router; did you mean server.port?"),
-        ("scheduler: {prefil-policy: random}", "did you mean scheduler.prefill-policy?"),
-        ("servre: {port: 1}", "'servre' is not a section of settings; did you mean server?"),
+        (
+            "server: {api-key-file: k}",
+            "server.api-key-file is not a setting of the router; did you mean server.api-keys",
+        ),
+        (
+            "server: {admin-token: t}",
+            "server.admin-token is not a setting of the router; did you mean server.admin-tok",
+        ),
+        ("server: {ssl-cert-file: c}", "did you mean server.ssl-certfile?"),
         ("server: 5", "server is 5; it must be a section with settings under it"),
         ("server: {port: [1]}", "server.port is [1]; it must be a whole number"),
         ("server: {model-alias: {gpt: 4}}", "server.model-alias is {'gpt': 4}; it must be a map of names to models"),

@@ -66,6 +66,44 @@ def test_each_request_is_one_line_of_json(tmp_path: Path) -> None:
     assert expected.items() <= line.items()
 
 
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "ids"),
+    [
+        ({}, {"X_BD_LOGID": "log-1"}, {"x_bd_logid": "log-1"}),
+        ({"req_id": "q"}, {"X-Session-Id": "h"}, {"req_id": "q", "session_id": "h"}),
+        ({"session_id": "s", "user": "ann"}, {}, {"session_id": "s"}),
+        ({"extra_body": {"session_id": "e"}}, {"X_BD_LOGID": "l"}, {"session_id": "e", "x_bd_logid": "l"}),
+        ({"extra_body": {"top_k": 1}, "user": "ann", "req_id": 7}, {}, {}),
+    ],
+)
+def test_the_ids_by_which_fastdeploys_users_look_for_a_request_are_in_its_line(
+    make_router: MakeRouter,
+    stand_in: MakeStandIn,
+    tmp_path: Path,
+    body: dict[str, Any],
+    headers: dict[str, str],
+    ids: dict[str, str],
+) -> None:
+    path = tmp_path / "access.log"
+    router = make_router(stand_in(), access_log=str(path))
+    router.client.post(CHAT, json={"messages": [], "request_id": "r", **body}, headers=headers)
+    wait_until(lambda: len(lines_of(path)) == 1, "the line")
+    (line,) = lines_of(path)
+    names = {"x_bd_logid", "req_id", "session_id"}
+    assert {name: line[name] for name in names & line.keys()} == ids
+    assert ids.items() <= router.client.get("/admin/explain/r").json().items()
+
+
+def test_a_request_that_cannot_be_read_is_found_by_its_header(make_router: MakeRouter, tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    make_router(access_log=str(path)).client.post(CHAT, content=b"x", headers={"X_BD_LOGID": "log-1"})
+    wait_until(lambda: len(lines_of(path)) == 1, "the line")
+    assert lines_of(path)[0]["x_bd_logid"] == "log-1"
+
+
 def test_nothing_a_client_sends_can_make_a_second_line(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = Audit(RouterSettings(access_log=str(path)))

@@ -94,6 +94,15 @@ def test_a_request_without_a_trace_begins_one(
     assert router.client.get("/admin/explain/r").json()["trace_id"] == request.trace_id
 
 
+def test_the_ids_by_which_fastdeploys_users_look_for_a_request_are_in_its_span(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    chat(make_router(stand_in()), {"X_BD_LOGID": "log-1"}, req_id="q", session_id="s")
+    (request,) = receiver.wait_for(1, kind="server")
+    told = {"router.x_bd_logid": "log-1", "router.req_id": "q", "session.id": "s"}
+    assert told.items() <= request.attributes.items()
+
+
 def test_a_retried_request_has_two_attempts_and_the_failed_one_says_why(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
