@@ -14,10 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
-
 __all__ = [
-    "AFTER_GO_DIALECT",
     "DIFFERENT",
     "NOT_APPLICABLE",
     "RECORDED",
@@ -31,8 +28,6 @@ RECORDED = Path(__file__).with_name("recorded_names.txt").read_text().split()
 
 TRANSLATIONS: dict[str, set[str]] = {}
 """By the name of a test of FastDeploy's, the tests of ours that translate it; filled when these are imported."""
-
-AFTER_GO_DIALECT = pytest.mark.xfail(strict=False, reason="the router does not speak the Go router's dialect yet")
 
 _UTILS = "tests/router/test_router_utils.py"
 _GATEWAY = "golang_router/internal/gateway/completions_test.go"
@@ -49,7 +44,7 @@ _FIGURES = (
     "running and waiting requests are the same; if one is missing, both are unknown and the router's own count is "
     "used, as by the Go router's policies; `available_gpu_block_num` is not read, as no policy uses it, there or here"
 )
-_NO_CANDIDATES = "the same choice; no policy is asked to choose of none: the request is answered with 503 before"
+_NO_CANDIDATES = "the same choice; no policy is asked to choose of none: the request is refused before"
 _FILE = "a router that was given a file that it cannot use does not start, and says so in one sentence"
 _CUSTOM_ROLE = "another name than the three is refused when the registration is read, not kept to be refused later"
 _NAMES = "an instance may also be known by a host name, as pods are"

@@ -14,7 +14,7 @@ from router.serving.dialects.fastdeploy import disaggregate_info
 from router.serving.selection import Selector
 from router.settings import RouterSettings, SettingsError, load_settings
 from tests.router.conftest import RouterUnderTest
-from tests.router.fastdeploy.origins import AFTER_GO_DIALECT, translates
+from tests.router.fastdeploy.origins import translates
 from tests.router.stand_in import StandIn, answers
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
@@ -213,7 +213,6 @@ class TestHealth:
 
         wait_until(lambda: probed() == ["unhealthy"], "a probe that is not answered")
 
-    @AFTER_GO_DIALECT
     @translates(HEALTH, "TestCheckServiceHealth")
     def test_an_instance_without_address_is_refused(self, go_router: MakeRouter) -> None:
         answer = go_router().client.post("/register", json={"role": "mixed", "host_ip": "", "port": 1})

@@ -14,7 +14,7 @@ from router.policies import request_features
 from router.policies.features import _encode_prompt, chunk_hashes
 from router.serving.reading.parsed_request import _make_request_id
 from tests.router.conftest import RouterUnderTest
-from tests.router.fastdeploy.origins import AFTER_GO_DIALECT, translates
+from tests.router.fastdeploy.origins import translates
 from tests.router.serving.test_attempt import _send_chat, cuts, hangs
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, stalls, streams
 from tests.support.waiting import wait_until
@@ -109,7 +109,6 @@ class TestSessions:
             (json.loads('{"extra_body": {"session_id": "json-extra-sid"}, "messages": []}'), "json-extra-sid"),
         ],
     )
-    @AFTER_GO_DIALECT
     @translates(GATEWAY, "TestGetSessionID")
     def test_it_may_stand_in_extra_body(self, body: dict[str, Any], session: str) -> None:
         assert request_features(body, 0).key == session
@@ -144,7 +143,6 @@ class TestOneInstance:
         assert body.index("chunk1") < body.index("chunk2") < body.index("data: [DONE]")
 
     @pytest.mark.parametrize("body", [b"invalid json", b""])
-    @AFTER_GO_DIALECT
     @translates(GATEWAY, "TestCommonCompletions")
     def test_a_body_that_is_no_json_is_a_400(self, go_router: MakeRouter, stand_in: MakeStandIn, body: bytes) -> None:
         answer = go_router(stand_in()).client.post("/v1/completions", content=body)
@@ -222,7 +220,6 @@ class TestPair:
         assert (answer.status_code, answer.content) == (200, b"decode response")
         wait_until(lambda: idle(router) and len(prefill.answered) == 1, "prefill's answer")
 
-    @AFTER_GO_DIALECT
     @translates(GATEWAY, "TestChatCompletions")
     def test_the_client_is_told_the_urls_of_the_pair(self, go_router: MakeRouter, stand_in: MakeStandIn) -> None:
         prefill, decode = stand_in("prefill"), stand_in("decode")

@@ -12,7 +12,7 @@ import pytest
 from router.fleet import Registration, RegistrationError, Role
 from router.fleet.register_file import read_register_file
 from tests.router.conftest import RouterUnderTest
-from tests.router.fastdeploy.origins import AFTER_GO_DIALECT, translates
+from tests.router.fastdeploy.origins import translates
 from tests.router.stand_in import StandIn
 
 MakeRouter = Callable[..., RouterUnderTest]
@@ -230,7 +230,6 @@ class TestRegister:
             (False, "prefill", "only MIXED instances are allowed"),
         ],
     )
-    @AFTER_GO_DIALECT
     @translates(REGISTER, "TestRegisterInstanceCore")
     def test_a_role_that_the_mode_does_not_take_is_refused(
         self, go_router: MakeRouter, stand_in: MakeStandIn, splitwise: bool, role: str, said: str
@@ -244,7 +243,6 @@ class TestRegister:
     def test_an_instance_that_lacks_fields_is_refused(self, go_router: MakeRouter) -> None:
         assert go_router().client.post("/register", json={"role": "mixed"}).status_code == 400
 
-    @AFTER_GO_DIALECT
     @translates(REGISTER, "TestRegisterInstanceCore", "TestRegisterInstance")
     def test_a_good_registration_is_answered_in_the_go_routers_words(
         self, go_router: MakeRouter, stand_in: MakeStandIn
