@@ -91,6 +91,15 @@ NO_SHARED_STATE = "the shared state cannot be reached; the router's log says why
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
 
+# Why an instance may pass over the salts of --cache-salt-per-key, if it does not say that it takes them.
+_UNSALTED = {
+    EngineKind.FASTDEPLOY: "FastDeploy has no cache_salt",
+    EngineKind.SGLANG: "SGLang keeps salts apart since its pull request 23300 only (2026)",
+    EngineKind.VLLM: "it says so itself",
+    EngineKind.OPENAI: "whether its engine takes cache_salt is not known",
+}
+
+
 class RouterApp:
     """The whole router as one ASGI application, built from its settings."""
 
@@ -105,6 +114,8 @@ class RouterApp:
         self.settings = settings
         self.link = link
         self.registry = Registry(settings.splitwise)
+        if settings.cache_salt_per_key and link.is_first:
+            self.registry.subscribe_to_arrivals(_warn_of_shared_cache)
         self.load_sync = LoadSync(link, self.registry)
         self.selector = Selector(settings, self.registry)
         self.prefix_sync = PrefixSync(link, self.selector.policies)
@@ -243,6 +254,16 @@ class RouterApp:
 
     def _abort_for_others(self, asked: Any) -> list[list[str]]:
         return [list(each) for each in self.proxy.abort_requests(AbortScope.load(asked))]
+
+
+def _warn_of_shared_cache(instance: Instance) -> None:
+    """Say that clients of this instance may find out each other's prompts, if it is not known to take salts."""
+    if not instance.registration.takes_cache_salt:
+        _log.warning(
+            "%s instance %s may keep all clients in one cache in spite of --cache-salt-per-key: %s; an instance that "
+            'keeps salts apart registers with "cache_salt": true',
+            *(instance.role.value, instance.key, _UNSALTED[instance.registration.engine]),
+        )
 
 
 def _control_plane(router: RouterApp) -> FastAPI:

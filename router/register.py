@@ -48,6 +48,8 @@ ENGINES = ("fastdeploy", "vllm", "sglang", "openai")
 """The values of ``router.fleet.EngineKind``."""
 KV_CONNECTORS = ("nixl", "mooncake", "kvstore")
 """The values of ``router.fleet.KvConnector``."""
+# Of our own engine's models; FastDeploy's do without the second word.
+OUR_OWNER = "fastdeploy-kvstore"
 _TIMEOUT_SECONDS = 4.0
 _ADDRESS = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII)
 
@@ -249,8 +251,8 @@ async def _ask_engine(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
     listed = models.get("data")
     first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
     owner = str(first.get("owned_by") or "").lower()
-    if owner.startswith("fastdeploy"):  # our own engine is "fastdeploy-kvstore"
-        return {"engine": "fastdeploy"}
+    if owner.startswith("fastdeploy"):
+        return {"engine": "fastdeploy", **({"cache_salt": True} if owner == OUR_OWNER else {})}
     if owner in ("", "vllm") and "version" in (await _fetch_object(client, f"{server}/version"))[1]:
         return {"engine": "vllm"}
     if owner in ("", "sglang") and (found := await _ask_sglang(client, server)):

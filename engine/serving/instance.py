@@ -202,6 +202,7 @@ class Instance:
             "is_paused": False,
             "version": None,
             "connected_decodes": [],
+            "cache_salt": True,  # tells it from FastDeploy's, which have none
             **self.dialect.registration,
         }
 

@@ -200,6 +200,8 @@ class Instance:
             self._note_answer()
         if registration != known:
             self._registry.bump_generation()
+        if registration.takes_cache_salt != known.takes_cache_salt:
+            self._registry.announce_arrival(self)
 
     def set_draining(self, draining: bool, *, until_restart: bool = False, is_told: bool = False) -> None:
         """Take no new requests, or take them again; the requests it runs are not touched.

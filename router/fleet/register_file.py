@@ -26,7 +26,7 @@ _log = logging.getLogger("router.fleet.register_file")
 _FIELDS = (
     *("role", "host_ip", "port", "metrics_port", "connector_port", "engine_worker_queue_port", "transfer_protocol"),
     *("rdma_ports", "device_ids", "tp_size", "version", "is_paused", "connected_decodes"),
-    *("engine", "bootstrap_port", "kv_connector", "models", "max_num_seqs"),
+    *("engine", "bootstrap_port", "kv_connector", "models", "max_num_seqs", "cache_salt"),
 )
 
 

@@ -112,6 +112,11 @@ class Registration:
         return str(self.address)
 
     @property
+    def takes_cache_salt(self) -> bool:
+        """Whether it is known to keep the caches of different ``cache_salt`` apart: it says so, or is vLLM's."""
+        return bool(self.fields.get("cache_salt", self.engine is EngineKind.VLLM))
+
+    @property
     def identity(self) -> tuple[object, ...]:
         """The fields that stay as they are while the instance's process lives."""
         return (

@@ -38,6 +38,7 @@ class Registry:
         self.make_load: Callable[[str], InstanceLoad] = InstanceLoad
         """Makes the load of each instance that is added."""
         self._instances: dict[str, Instance] = {}
+        self._arrival_callbacks: list[Callable[[Instance], None]] = []
         self._lost_cache_callbacks: list[Callable[[str], None]] = []
         self._failure_callbacks: list[Callable[[Instance], None]] = []
         self._trouble_callbacks: list[Callable[[Instance], None]] = []
@@ -134,6 +135,15 @@ class Registry:
         """Void the choices that were prepared: other instances may be chosen, or be paired, than before."""
         self.generation += 1
 
+    def subscribe_to_arrivals(self, callback: Callable[[Instance], None]) -> None:
+        """Call ``callback`` with each instance that is added, and with one that another kind of instance replaces."""
+        self._arrival_callbacks.append(callback)
+
+    def announce_arrival(self, instance: Instance) -> None:
+        """Tell the subscribers that ``instance`` is new, or of another kind than before."""
+        for callback in self._arrival_callbacks:
+            callback(instance)
+
     def subscribe_to_lost_caches(self, callback: Callable[[str], None]) -> None:
         """Call ``callback`` with the key of each instance that has restarted or is gone, and so lost its cache."""
         self._lost_cache_callbacks.append(callback)
@@ -182,4 +192,5 @@ class Registry:
     def _add_instance(self, instance: Instance) -> Instance:
         self._instances[instance.key] = instance
         self.bump_generation()
+        self.announce_arrival(instance)
         return instance

@@ -317,8 +317,9 @@ class TestEndpoints:
     def test_the_router_is_told_fastdeploys_fields(self, instance: Served) -> None:
         card = dict(instance.card)
         assert card.pop("connector_port") > 0
-        assert card.pop("start_id")  # this and the next are our own fields
+        assert card.pop("start_id")  # this and the next two are our own fields
         assert card.pop("max_num_seqs") == 8
+        assert card.pop("cache_salt") is True
         assert card == {
             "role": "mixed",
             "host_ip": "127.0.0.1",

@@ -105,6 +105,7 @@ def test_a_server_is_asked_what_engine_it_is(
         sidecar.wait_for(lambda: f": {engine} mixed at port {server.port}" in sidecar.output, "the registration")
     (instance,) = router.app.registry
     assert instance.registration.engine.value == engine
+    assert instance.registration.takes_cache_salt == (engine == "vllm" or owner == "fastdeploy-kvstore")
 
 
 def test_an_sglang_server_tells_its_role_and_its_bootstrap_port(

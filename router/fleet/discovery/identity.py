@@ -13,6 +13,8 @@ from router.http import Address, ConnectionPool, Response, UpstreamError
 __all__ = ["ask_identity"]
 
 ASK_SECONDS = 4.0
+# Of our own engine's models; FastDeploy's do without the second word.
+OUR_OWNER = "fastdeploy-kvstore"
 
 
 async def ask_identity(upstream: ConnectionPool, address: Address) -> dict[str, Any]:
@@ -25,8 +27,8 @@ async def ask_identity(upstream: ConnectionPool, address: Address) -> dict[str, 
     try:
         models = await _ask(upstream, address, "/v1/models")
         owner = _find_owner(models)
-        if owner.startswith("fastdeploy"):  # our own engine is "fastdeploy-kvstore"
-            return {"engine": "fastdeploy"}
+        if owner.startswith("fastdeploy"):
+            return {"engine": "fastdeploy", **({"cache_salt": True} if owner == OUR_OWNER else {})}
         if owner in ("", "vllm") and "version" in _read_object(await _ask(upstream, address, "/version")):
             return {"engine": "vllm"}
         for path in ("/server_info", "/get_server_info") if owner in ("", "sglang") else ():

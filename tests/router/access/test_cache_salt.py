@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
 from router.access.cache_salt import CacheSalts
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import StandIn
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
 
 
 def test_a_clients_salt_is_the_same_in_every_process_and_no_two_are_equal() -> None:
@@ -15,3 +27,83 @@ def test_a_clients_salt_is_the_same_in_every_process_and_no_two_are_equal() -> N
 
 def test_who_does_not_have_the_key_does_not_know_the_salt() -> None:
     assert CacheSalts({"alice": "sk-1"}).derive("alice") != CacheSalts({"alice": "sk-2"}).derive("alice")
+
+
+class TestInstancesThatTakeNone:
+    """With ``--cache-salt-per-key``, of an instance that is not known to take salts the log says so."""
+
+    @pytest.fixture
+    def router(self, make_router: MakeRouter, tmp_path: Path) -> RouterUnderTest:
+        keys = tmp_path / "keys"
+        keys.write_text("alice: sk-1\n")
+        return make_router(api_keys_file=str(keys), cache_salt_per_key=True)
+
+    @pytest.mark.parametrize(
+        ("fields", "why"),
+        [
+            ({}, "FastDeploy has no cache_salt"),
+            ({"engine": "fastdeploy"}, "FastDeploy has no cache_salt"),
+            ({"engine": "sglang"}, "SGLang keeps salts apart since its pull request 23300 only (2026)"),
+            ({"engine": "openai"}, "whether its engine takes cache_salt is not known"),
+            ({"engine": "vllm", "cache_salt": False}, "it says so itself"),
+        ],
+    )
+    def test_one_that_is_not_known_to_take_salts_is_told_once(
+        self,
+        router: RouterUnderTest,
+        stand_in: MakeStandIn,
+        caplog: pytest.LogCaptureFixture,
+        fields: dict[str, Any],
+        why: str,
+    ) -> None:
+        instance = stand_in()
+        for _ in range(3):
+            instance.register(router.url, **fields)
+        (told,) = told_of_salts(caplog)
+        start = f"mixed instance {instance.key} may keep all clients in one cache in spite of --cache-salt-per-key: "
+        assert told.startswith(f"{start}{why}; ")
+
+    @pytest.mark.parametrize(
+        "fields", [{"cache_salt": True}, {"engine": "vllm"}, {"engine": "sglang", "cache_salt": 1}]
+    )
+    def test_one_that_takes_them_is_not(
+        self, router: RouterUnderTest, stand_in: MakeStandIn, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
+    ) -> None:
+        stand_in().register(router.url, **fields)
+        assert told_of_salts(caplog) == []
+
+    def test_one_that_takes_the_place_of_another_is_told(
+        self, router: RouterUnderTest, stand_in: MakeStandIn, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        instance = stand_in()
+        instance.register(router.url, cache_salt=True)
+        instance.register(router.url)
+        assert len(told_of_salts(caplog)) == 1
+
+    def test_one_of_the_register_file_is_told_at_the_start(
+        self, make_router: MakeRouter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "keys").write_text("alice: sk-1\n")
+        listed = tmp_path / "register.yaml"
+        listed.write_text("instances: [{role: mixed, host_ip: 127.0.0.1, port: 1}]\n")
+        make_router(api_keys_file=str(tmp_path / "keys"), cache_salt_per_key=True, register_path=str(listed))
+        assert len(told_of_salts(caplog)) == 1
+
+    def test_of_several_processes_one_tells(
+        self, make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "keys").write_text("alice: sk-1\n")
+        instance = stand_in()
+        make_router(instance, api_keys_file=str(tmp_path / "keys"), cache_salt_per_key=True, workers=2)
+        assert len(told_of_salts(caplog)) == 1
+
+    def test_without_salts_nobody_is(
+        self, make_router: MakeRouter, stand_in: MakeStandIn, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        make_router(stand_in())
+        assert told_of_salts(caplog) == []
+
+
+def told_of_salts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [text for text in warnings if "--cache-salt-per-key" in text]

@@ -149,8 +149,8 @@ def test_other_paths_reach_an_instance_in_a_pairs_mode_too(make_router: MakeRout
 def test_the_router_alone_says_who_served_and_sets_no_cookie(
     make_router: MakeRouter, stand_in: MakeStandIn, stream: bool
 ) -> None:
-    names = ("x-router-decode", "X-Router-Mixed", "x-router-prefill", "x-router-decision", "set-cookie", "x-own")
-    names += ("X-Router-Prefill-URL", "x-router-decode-url")
+    whose = ("x-router-decode", "X-Router-Mixed", "x-router-prefill", "X-Router-Prefill-URL", "x-router-decode-url")
+    names = (*whose, "x-router-decision", "set-cookie", "x-own")
     told = "\r\n".join(f"{name}: 1" for name in names)
 
     async def tells(_: Received, respond: Responder) -> None:

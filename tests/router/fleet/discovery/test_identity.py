@@ -19,7 +19,7 @@ SGLANG = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 899
 @pytest.mark.parametrize(
     ("owner", "answers", "told"),
     [
-        ("fastdeploy-kvstore", {}, {"engine": "fastdeploy"}),
+        ("fastdeploy-kvstore", {}, {"engine": "fastdeploy", "cache_salt": True}),
         ("vllm", {"/version": {"version": "0.20"}}, {"engine": "vllm"}),
         ("sglang", {"/server_info": SGLANG}, {"engine": "sglang", "role": "prefill", "bootstrap_port": 8999}),
         ("sglang", {"/get_server_info": {"disaggregation_mode": "null"}}, {"engine": "sglang", "role": "mixed"}),
