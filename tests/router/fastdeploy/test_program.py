@@ -65,9 +65,9 @@ def root_log() -> Iterator[logging.Logger]:
     root, levels = loggers[0], [logger.level for logger in loggers]
     handlers, root.handlers = root.handlers, []
     yield root
-    for handler in root.handlers:
+    opened, root.handlers = root.handlers, handlers
+    for handler in opened:
         handler.close()
-    root.handlers = handlers
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
 
