@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,8 @@ def root_log() -> Iterator[logging.Logger]:
     yield root
     opened, root.handlers = root.handlers, handlers
     for handler in opened:
-        handler.close()
+        if isinstance(handler, RotatingFileHandler):  # the others are not ours
+            handler.close()
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
 
