@@ -118,7 +118,8 @@ class TestCounts:
         router = go_router(stand_in("mixed", stalls("1")))
         (instance,) = router.app.registry
         with router.stream() as response:
-            next(response.iter_raw())
+            pieces = response.iter_raw()  # kept, as the client would leave without it
+            next(pieces)
             (serving,) = router.app.proxy._live
             attempt = serving.attempt
             assert attempt is not None
