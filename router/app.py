@@ -120,7 +120,7 @@ class RouterApp:
         self.selector = Selector(settings, self.registry)
         self.prefix_sync = PrefixSync(link, self.selector.policies)
         if settings.register_path:
-            add_listed_instances(self.registry, Path(settings.register_path), time.monotonic())
+            self._add_listed(Path(settings.register_path))
         self.auth = Auth(settings)
         self.cors = Cors(settings.cors_allowed_origins) if settings.cors_allowed_origins else None
         admission = Admission(settings, self.auth.token_rates)
@@ -191,6 +191,17 @@ class RouterApp:
             await self.control(scope, receive, send)
         except ClientDisconnect:
             _log.info("a client left while it sent %s", scope["path"])
+
+    def _add_listed(self, path: Path) -> None:
+        """Add the instances of the register file.
+
+        Raises:
+            SettingsError: as ``add_listed_instances``.
+        """
+        if self.settings.dialect == "go" and not path.exists():  # as in its run_with_config example
+            _log.warning("manager.register-path %s: No such file or directory; no instances are listed", path)
+        else:
+            add_listed_instances(self.registry, path, time.monotonic())
 
     def _make_discovery(self) -> Discovery:
         """
@@ -400,9 +411,9 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
             router.probing = asyncio.ensure_future(router.health.find_troubles())
         troubles = await asyncio.shield(router.probing)
         bad = {key: trouble for key, trouble in troubles.items() if trouble}
-        if (bad or not troubles) and router.settings.dialect == "python":
+        if bad or not troubles:
             return json_reply(503, {"code": 503, "msg": "not all instances are healthy", "unhealthy": bad})
-        return json_reply(200, {"code": 200, "msg": "Health check complete", **({"unhealthy": bad} if bad else {})})
+        return json_reply(200, {"code": 200, "msg": "Health check complete"})
 
     @app.get("/metrics")
     async def show_metrics() -> Response:

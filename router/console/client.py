@@ -288,10 +288,14 @@ def find_own_address(router: str) -> str:
 
 
 def _read_error(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, as OpenAI has it; in the Go router's dialect it is a text, and the facts stand beside."""
     try:
-        error = answer.json()["error"]
+        told = answer.json()
+        error = told["error"]
     except (ValueError, KeyError, TypeError):
         return {}
+    if isinstance(error, str):
+        return {"message": error, **told}
     return error if isinstance(error, dict) else {}
 
 

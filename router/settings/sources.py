@@ -34,11 +34,11 @@ _WITHOUT_EFFECT = {
     "log.cleanup-interval-secs": "log files are bounded whenever a line is written",
 }
 
-# The settings of FastDeploy's Go router, in whose files 0 and "" stand for the default, as nothing does. (Port 0 does
-# not, nor does it there.)
+# The settings of FastDeploy's Go router, in whose files 0, "" and nothing stand for the default. (Port 0 does not, nor
+# does it there.)
 _GO_KEYS = frozenset(
     {
-        *(f"server.{name}" for name in ("name", "host", "mode")),
+        *(f"server.{name}" for name in ("name", "host", "port", "mode", "splitwise")),
         *(f"manager.{name}" for name in ("register-path", "health-failure-threshold", "health-success-threshold")),
         *(f"manager.health-check-{name}" for name in ("timeout-secs", "interval-secs", "endpoint")),
         *(f"scheduler.{name}" for name in ("policy", "prefill-policy", "decode-policy", "eviction-interval-secs")),
@@ -52,11 +52,11 @@ _GO_KEYS = frozenset(
 # Its defaults in its dialect, where ours are not better for who comes from there (docs/operations/routers.md).
 _GO_DEFAULTS = {"load_balance_weight": 1.0, "waiting_weight": 1.0}
 
-# A name that was mistyped must not leave the router open.
+# A name of these that was mistyped must not leave the router open.
 _PROTECTING = frozenset(
     {
-        *(f"server.{name}" for name in ("api-keys-file", "admin-token-file", "register-token-file")),
-        *(f"server.{name}" for name in ("cache-salt-per-key", "ssl-certfile", "ssl-keyfile")),
+        *("api-keys-file", "admin-token-file", "register-token-file", "cache-salt-per-key"),
+        *("ssl-certfile", "ssl-keyfile"),
     }
 )
 
@@ -168,38 +168,42 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 def _read_yaml_settings(path: Path) -> dict[str, Any]:
     """The settings in a file of the Go router's form."""
     fields = {field.metadata["key"]: field for field in SETTINGS}
-    sections = dict.fromkeys(key.split(".")[0] for key in fields)
+    sections = {key.split(".")[0] for key in fields}
     values: dict[str, Any] = {}
     without_effect = []
     known = [*fields, *_WITHOUT_EFFECT]
     unknown: list[str] = []
     for key, value in _read_yaml_entries(path, sections):
-        if key in _GO_KEYS and (value in (None, "") or (value == 0 and not isinstance(value, bool))):
+        if key in _GO_KEYS and _is_default(key, value):
             continue
         if key in _WITHOUT_EFFECT:
             without_effect.append(f"{path}: {key} has no effect: {_WITHOUT_EFFECT[key]}")
         elif key in fields:
             values[fields[key].name] = _convert_value(value, fields[key], f"{path}: {key}")
-        elif (near := find_nearest(key, known)) in _PROTECTING:
-            raise SettingsError(f"{path}: {key} is not a setting of the router; did you mean {near}?")
         else:
             unknown.append(key)
-    return values | {"without_effect": (*without_effect, *_warn_of_unknown(path, unknown, [*known, *sections]))}
+    return values | {"without_effect": (*without_effect, *_warn_of_unknown(path, unknown, known))}
+
+
+def _is_default(key: str, value: Any) -> bool:
+    """Whether the Go router takes this value of one of its settings for its default."""
+    is_zero = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
+    return value in (None, "") or (is_zero and key != "server.port")
 
 
 def _read_yaml_entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Each setting in the file as its key, such as ``server.port``, and its value; a section of others as a whole."""
+    """Each setting in the file as its key, such as ``server.port``, and its value."""
     document = _read_document(path, "--config_path")
     if not isinstance(document, dict | None):
         raise SettingsError(f"--config_path {path} has no sections, such as 'server:' with 'port: 9000' under it")
     for section, entries in (document or {}).items():
-        if section not in sections:
-            yield str(section), entries
-        elif not isinstance(entries, dict | None):
-            raise SettingsError(f"{path}: {section} is {entries!r}; it must be a section with settings under it")
-        else:
-            for name, value in (entries or {}).items():
+        if isinstance(entries, dict):
+            for name, value in entries.items():
                 yield f"{section}.{name}", value
+        elif section not in sections:
+            yield str(section), entries
+        elif entries is not None:
+            raise SettingsError(f"{path}: {section} is {entries!r}; it must be a section with settings under it")
 
 
 def _read_flat_settings(path: Path) -> dict[str, Any]:
@@ -216,7 +220,7 @@ def _read_flat_settings(path: Path) -> dict[str, Any]:
             unknown.append(str(key))
         elif value not in (None, ""):
             values[name] = _convert_value(value, fields[name], f"{path}: {key}")
-    return values | {"without_effect": _warn_of_unknown(path, unknown, fields)}
+    return values | {"without_effect": _warn_of_unknown(path, unknown, [name.replace("_", "-") for name in fields])}
 
 
 def _read_document(path: Path, flag: str) -> Any:
@@ -227,7 +231,15 @@ def _read_document(path: Path, flag: str) -> Any:
 
 
 def _warn_of_unknown(path: Path, unknown: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
-    """One sentence that names all settings of a file that nobody knows; none where there are none."""
+    """One sentence that names all settings of a file that nobody knows; none where there are none.
+
+    Raises:
+        SettingsError: one was most likely meant to protect the router.
+    """
+    for name in unknown:
+        near = find_nearest(name.replace("_", "-"), known)
+        if near.rpartition(".")[2] in _PROTECTING:
+            raise SettingsError(f"{path}: {name} is not a setting of the router; did you mean {near}?")
     if not unknown:
         return ()
     listed = list_unknown(unknown, known)

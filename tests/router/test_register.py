@@ -108,6 +108,15 @@ def test_a_server_is_asked_what_engine_it_is(
     assert instance.registration.takes_cache_salt == (engine == "vllm" or owner == "fastdeploy-kvstore")
 
 
+def test_a_router_of_the_go_routers_dialect_takes_it_too(
+    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside
+) -> None:
+    server, router = stand_in(), make_router(dialect="go")
+    with beside(router.url, server.port) as sidecar:
+        sidecar.wait_for(lambda: f"mixed at port {server.port}" in sidecar.output, "the registration")
+    assert [instance.key for instance in router.app.registry] == [server.key]
+
+
 def test_an_sglang_server_tells_its_role_and_its_bootstrap_port(
     stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside
 ) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from router import app
 from router.access.cache_salt import CacheSalts
+from router.fleet import EngineKind
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import StandIn
 
@@ -37,6 +39,9 @@ class TestInstancesThatTakeNone:
         keys = tmp_path / "keys"
         keys.write_text("alice: sk-1\n")
         return make_router(api_keys_file=str(keys), cache_salt_per_key=True)
+
+    def test_there_is_a_reason_for_each_kind_of_engine(self) -> None:
+        assert set(app._UNSALTED) == set(EngineKind)
 
     @pytest.mark.parametrize(
         ("fields", "why"),

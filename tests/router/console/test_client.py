@@ -151,6 +151,12 @@ def test_a_chat_that_fails_is_one_sentence(
         ask(router.url, talk)
 
 
+@pytest.mark.parametrize("dialect", ["python", "go"])
+def test_a_routers_refusal_is_read_in_each_dialect(make_router: MakeRouter, dialect: str) -> None:
+    with pytest.raises(RouterError, match="refused the request: no mixed instance is registered; start one with"):
+        ask(make_router(dialect=dialect).url, talk)
+
+
 def test_a_chat_needs_a_clients_key_where_there_are_keys(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
 ) -> None:

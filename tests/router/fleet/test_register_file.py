@@ -114,6 +114,17 @@ def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         read_register_file(tmp_path / "register.yaml")
 
 
+def test_the_go_router_starts_without_the_file_and_says_so(
+    tmp_path: Path, make_router: MakeRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "register.yaml"
+    router = make_router(dialect="go", register_path=str(path))
+    assert list(router.app.registry) == []
+    assert f"manager.register-path {path}: No such file or directory; no instances are listed" in caplog.messages
+    with pytest.raises(SettingsError, match=r"register\.yaml: No such file or directory"):
+        make_router(register_path=str(path))
+
+
 def test_an_entry_whose_role_the_mode_does_not_take_is_a_mistake(tmp_path: Path, make_router: MakeRouter) -> None:
     path = write(tmp_path, "instances: [{role: decode, host_ip: a, port: 1}]")
     with pytest.raises(SettingsError, match=r"instances\[0\]: role is 'decode', but this router runs without"):

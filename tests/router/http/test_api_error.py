@@ -121,13 +121,3 @@ class TestRegistrationAtTheGoRouter:
         answer = make_router(dialect="go").client.post("/register", content=body)
         assert answer.status_code == 400
         assert answer.json()["msg"].startswith(said)
-
-
-def test_the_go_routers_round_of_probes_is_always_complete(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    instance = stand_in()
-    router = make_router(instance, dialect="go")
-    assert router.client.get("/health_generate").json() == {"code": 200, "msg": "Health check complete"}
-    instance.health = 503
-    answer = router.client.get("/health_generate")
-    assert (answer.status_code, answer.json()["msg"]) == (200, "Health check complete")
-    assert list(answer.json()["unhealthy"]) == [instance.key]

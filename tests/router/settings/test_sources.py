@@ -8,9 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from router.policies import PolicyOptions
-from router.settings import RouterSettings, SettingsError, load_settings
+from router.settings import RouterSettings, SettingsError, load_settings, sources
+from router.settings.router_settings import SETTINGS
 
 
 def write(path: Path, text: str) -> str:
@@ -207,13 +209,13 @@ other: 5
     assert settings.without_effect == (
         f"{path}: these are not settings of the router and have no effect: server.prot (did you mean server.port?), "
         "scheduler.interval-cleanup-secs (did you mean scheduler.stats-interval-secs?), "
-        "scheduler.kafka-brokers-and-topics, servre (did you mean server?), other",
+        "scheduler.kafka-brokers-and-topics, servre.port (did you mean server.port?), other",
     )
 
 
 # Every key for which the Go router's ``config.Load`` takes 0, "" or nothing as the default.
 ZEROS = """
-server: {name: "", port: "8080", host: "", mode: "", splitwise: false}
+server: {name: "", port: "", host: "", mode: "", splitwise: false}
 scheduler:
   policy: ""
   prefill-policy:
@@ -242,7 +244,22 @@ log: {level: "", output: "", max-age-days: 0, max-total-size-mb: 0, cleanup-inte
 
 def test_in_the_go_routers_file_zero_is_the_default(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", ZEROS)
-    assert load_settings(["--config_path", path], {}) == dataclasses.replace(GO_DEFAULTS, port=8080)
+    assert load_settings(["--config_path", path], {}) == GO_DEFAULTS
+
+
+@pytest.mark.parametrize("key", sorted(sources._GO_KEYS))
+def test_in_the_go_routers_file_a_key_may_stand_alone(tmp_path: Path, key: str) -> None:
+    section, _, name = key.partition(".")
+    path = write(tmp_path / "config.yaml", f"{section}:\n  {name}:\n")
+    assert load_settings(["--config_path", path], {}) == GO_DEFAULTS
+
+
+def test_these_are_all_settings_that_the_go_router_has_a_default_for() -> None:
+    keys = {f"{section}.{name}" for section, entries in yaml.safe_load(ZEROS).items() for name in entries}
+    assert keys == sources._GO_KEYS
+    known = {field.metadata["key"] for field in SETTINGS} | sources._WITHOUT_EFFECT.keys()
+    assert known >= sources._GO_KEYS
+    assert {key.rpartition(".")[2] for key in known} >= sources._PROTECTING
 
 
 def test_zero_in_a_setting_that_the_go_router_lacks_is_zero(tmp_path: Path) -> None:
@@ -286,6 +303,7 @@ def test_of_that_file_unknown_flags_are_told_in_one_sentence(tmp_path: Path) -> 
     ("text", "said"),
     [
         ("port: soon", "port is 'soon'; it must be a whole number"),
+        ("api_key_file: k", "api_key_file is not a setting of the router; did you mean api-keys-file?"),
         ("[1]", "has no flags, such as 'port: 9000'"),
         ("port: {", "is not YAML"),
     ],
@@ -400,6 +418,7 @@ def test_a_wrong_flag_is_one_sentence(argv: list[str], said: str) -> None:
             "server.admin-token is not a setting of the router; did you mean server.admin-tok",
         ),
         ("server: {ssl-cert-file: c}", "did you mean server.ssl-certfile?"),
+        ("servre: {api-keys-file: k}", "servre.api-keys-file is not a setting of the router; did you mean server.api-"),
         ("server: 5", "server is 5; it must be a section with settings under it"),
         ("server: {port: [1]}", "server.port is [1]; it must be a whole number"),
         ("server: {model-alias: {gpt: 4}}", "server.model-alias is {'gpt': 4}; it must be a map of names to models"),

@@ -88,8 +88,10 @@ def test_the_ids_by_which_fastdeploys_users_look_for_a_request_are_in_its_line(
     ids: dict[str, str],
 ) -> None:
     path = tmp_path / "access.log"
-    router = make_router(stand_in(), access_log=str(path))
+    instance = stand_in()
+    router = make_router(instance, access_log=str(path))
     router.client.post(CHAT, json={"messages": [], "request_id": "r", **body}, headers=headers)
+    assert instance.received[0].header("x_bd_logid") == headers.get("X_BD_LOGID")  # in the instances' logs, too
     wait_until(lambda: len(lines_of(path)) == 1, "the line")
     (line,) = lines_of(path)
     names = {"x_bd_logid", "req_id", "session_id"}
