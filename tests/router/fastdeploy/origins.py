@@ -45,7 +45,7 @@ _FIGURES = (
     "used, as by the Go router's policies; `available_gpu_block_num` is not read, as no policy uses it, there or here"
 )
 _NO_CANDIDATES = "the same choice; no policy is asked to choose of none: the request is refused before"
-_FILE = "a router that was given a file that it cannot use does not start, and says so in one sentence"
+_FILE = "a router that was given a file that it cannot read does not start, and says so in one sentence"
 _CUSTOM_ROLE = "another name than the three is refused when the registration is read, not kept to be refused later"
 _NAMES = "an instance may also be known by a host name, as pods are"
 _TOKENIZER = (
@@ -79,7 +79,6 @@ DIFFERENT: Mapping[str, str] = {
     f"{_MANAGER}/metrics_test.go::TestMetricsParsingHelper": _FIGURES,
     f"{_MANAGER}/register_test.go::TestPortStringToInt": "a port that is no number is refused, and not taken for 0",
     f"{_MANAGER}/register_test.go::TestHostFromURL": 'an address without a host is refused, and not taken for ""',
-    f"{_MANAGER}/register_test.go::TestRegisterInstancesFromConfig_InvalidPath": _FILE,
     f"{_MANAGER}/register_test.go::TestRegisterInstancesFromConfig_InvalidYAML": _FILE,
     "golang_router/internal/middleware/logger_test.go::TestRecoveryMiddleware": "a mistake of the router's own is a "
     "500 as there; the sentence is another, in OpenAI's form of errors",
