@@ -655,7 +655,7 @@ def _format_registration(registration: Registration) -> dict[str, Any]:
         "host_ip": registration.address.host,
         "port": str(registration.address.port),
         "metrics_port": str(registration.metrics_port),
-        "connector_port": registration.connector_port,
+        "connector_port": registration.connector_port or "0",
         "engine_worker_queue_port": _format_text(fields.get("engine_worker_queue_port")),
         "transfer_protocol": registration.transfer_protocol,
         "rdma_ports": registration.rdma_ports,

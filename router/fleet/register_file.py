@@ -80,11 +80,7 @@ def _parse_entry(entry: Any, where: str) -> Registration:
     if not isinstance(entry, dict):
         raise SettingsError(f"{where} is {entry!r}; it must have role, host_ip and port")
     try:
-        registration = Registration.from_fields(entry)
-        if "tp_size" in entry or not registration.device_ids:
-            return registration
-        # The Go router's file has no tp_size: it takes the number of devices.
-        return Registration.from_fields({**entry, "tp_size": len(registration.device_ids)})
+        return Registration.from_fields(entry)
     except RegistrationError as exc:
         raise SettingsError(f"{where}: {exc}") from exc
 

@@ -138,14 +138,15 @@ class Registration:
         for protocol in protocols:
             if protocol not in _PROTOCOLS:
                 raise RegistrationError(f"transfer_protocol has {protocol!r}; it may have 'ipc', 'rdma' and 'tcp'")
+        role, device_ids = _parse_role(fields.get("role")), _parse_strings(fields, "device_ids")
         return cls(
-            role=_parse_role(fields.get("role")),
+            role=role,
             address=address,
             connector_port=_parse_optional_port(fields, "connector_port"),
-            rdma_ports=_parse_strings(fields, "rdma_ports"),
-            device_ids=_parse_strings(fields, "device_ids"),
+            rdma_ports=_parse_rdma_ports(fields, role),
+            device_ids=device_ids,
             transfer_protocol=protocols,
-            tp_size=_parse_tp_size(fields.get("tp_size")),
+            tp_size=_parse_tp_size(fields.get("tp_size"), len(device_ids)),
             is_paused=bool(fields.get("is_paused")),
             version=str(fields["version"]) if fields.get("version") is not None else None,
             connected_decodes=_parse_instance_keys(fields, "connected_decodes"),
@@ -235,14 +236,30 @@ def _parse_strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
         return ()
     if isinstance(value, (int, str)):
         value = [part.strip() for part in str(value).split(",") if part.strip()]
-    if not isinstance(value, list) or not all(isinstance(part, (int, str)) for part in value):
-        raise RegistrationError(f"{name} is {value!r}; it must be a list")
-    return tuple(str(part) for part in value)
+    if not isinstance(value, list) or not all(map(_is_text_or_whole, value)):
+        raise RegistrationError(f"{name} is {value!r}; it must be a list of texts or whole numbers")
+    return tuple(part if isinstance(part, str) else str(int(part)) for part in value)
 
 
-def _parse_tp_size(value: Any) -> int:
+def _is_text_or_whole(value: Any) -> bool:
+    # JSON has one kind of number, and an encoder may write 3 as 3.0.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, str) or (is_number and value == value // 1)
+
+
+def _parse_rdma_ports(fields: Mapping[str, Any], role: Role) -> tuple[str, ...]:
+    # Only the instances of a pair use them; FastDeploy's Go router, too, takes any text of a mixed one.
+    ports = _parse_strings(fields, "rdma_ports")
+    for port in ports:
+        if role is not Role.MIXED and not 0 < _parse_whole_number(port) < 65536:
+            raise RegistrationError(f"rdma_ports has {port!r}; a port is 1 to 65535")
+    return ports
+
+
+def _parse_tp_size(value: Any, num_devices: int) -> int:
+    # FastDeploy's Go router counts the devices of an instance that does not say it.
     if value is None:
-        return 1
+        return num_devices or 1
     if number := _parse_whole_number(value):
         return number
     raise RegistrationError(f"tp_size is {value!r}; it must be a positive integer")

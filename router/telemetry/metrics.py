@@ -306,7 +306,9 @@ class RouterMetrics:
 
     def _collect_requests(self) -> Iterator[Metric]:
         responses = CounterMetricFamily(
-            "http_requests", "Requests answered by the data plane", labels=["method", "endpoint", "status_code"]
+            "http_requests",
+            "Total number of HTTP requests answered by the data plane",
+            labels=["method", "endpoint", "status_code"],
         )
         for (method, endpoint, status), count in self._responses.items():
             responses.add_metric([method, endpoint, str(status)], count)
@@ -323,7 +325,7 @@ class RouterMetrics:
             durations.add_metric([method, endpoint], observed.count, observed.sum)
         inference = CounterMetricFamily(
             _INFERENCE,
-            "Completion requests by the instances that served them",
+            "Total number of inference requests (completions) by the instances that served them",
             labels=[*_WORKERS, "status_code"],
         )
         for (mixed, prefill, decode, status), count in self._inference.items():

@@ -234,6 +234,7 @@ class StandIn:
     models_asked: int = 0
     owner: str = ""  # of the models, by its own account
     abort_answer: dict[str, Any] = field(default_factory=lambda: {"result": {"aborted": [], "not_found": []}})
+    abort_status: int = 200
     told: dict[str, Any] = field(default_factory=dict)
     """What its registration has beside, or instead of, what FastDeploy's has."""
     _server: asyncio.AbstractServer | None = None
@@ -329,7 +330,7 @@ class StandIn:
                 responder.keep_alive = False
         elif request.target == "/v1/abort_requests":
             self.aborted.append(request.json)
-            await responder.answer(200, json.dumps(self.abort_answer).encode())
+            await responder.answer(self.abort_status, json.dumps(self.abort_answer).encode())
         elif request.target == "/v1/models" and self.models_status != 200:
             await responder.answer(self.models_status, b"{}")
         elif request.target == "/v1/models":
