@@ -27,7 +27,7 @@ from engine.protocol import (
     quote_short,
     sampling_params,
 )
-from engine.request import Request, TokenLogprobs
+from engine.request import Request, SamplingDefaults, TokenLogprobs
 from engine.token_bytes import TokenBytes
 
 __all__ = ["BegunResponse", "CompletionResponse", "Completions"]
@@ -48,8 +48,8 @@ class Completions:
         model: name in the responses.
         max_model_len: tokens of prompt and answer together.
         vocab_size: token ids of a client must lie below it.
-        repetition_penalty: the engine applies it to everybody; a client may ask for no other.
-        default_max_tokens: of answers to clients that give no limit; None: as far as the context goes.
+        defaults: how tokens are chosen for clients that do not say it.
+        eos_token_ids: the tokens that end an answer.
         dialect: how routers ask this instance as one of a pair; None: FastDeploy's.
     """
 
@@ -60,8 +60,8 @@ class Completions:
         model: str,
         max_model_len: int,
         vocab_size: int,
-        repetition_penalty: float = 1.0,
-        default_max_tokens: int | None = None,
+        defaults: SamplingDefaults | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
         dialect: PairDialect | None = None,
     ) -> None:
         self._generations = generations
@@ -69,8 +69,8 @@ class Completions:
         self.model = model
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._repetition_penalty = repetition_penalty
-        self._default_max_tokens = default_max_tokens
+        self._defaults = defaults
+        self._eos_token_ids = eos_token_ids
         self._dialect = dialect or FastDeployDialect()
         self._created = now()
         self._token_bytes = TokenBytes(tokenizer)
@@ -198,24 +198,20 @@ class Completions:
         room = self._max_model_len - len(tokens)
         if room < 1:
             raise self._too_long(str(len(tokens)), "messages" if isinstance(body, ChatBody) else "prompt")
-        if body.repetition_penalty not in (None, self._repetition_penalty):
-            raise ApiError(
-                400,
-                f"repetition_penalty: Input should be {self._repetition_penalty:g}, as for all answers of this "
-                f"checkpoint, but it is {body.repetition_penalty:g}",
-                param="repetition_penalty",
-            )
         if body.n > 1 and body.completion_token_ids:
             message = f"completion_token_ids: they are one answer's beginning, but n is {body.n}; give 1"
             raise ApiError(400, message, param="completion_token_ids")
         self._check_tokens(prompt, param)
         self._check_tokens(body.completion_token_ids or [], "completion_token_ids")
         self._check_tokens(body.stop_token_ids or [], "stop_token_ids")
+        if body.min_tokens and len(self._eos_token_ids.union(body.stop_token_ids or ())) >= self._vocab_size:
+            message = "stop_token_ids: every token ends the answer, and none that does may come before min_tokens"
+            raise ApiError(400, message, param="stop_token_ids")
         request_id = self._dialect.find_request_id(body) or str(uuid.uuid4())
         request = Request(
             request_id=request_id,
             prompt_token_ids=tuple(tokens),
-            params=sampling_params(body, max_tokens=room, default_max_tokens=self._default_max_tokens),
+            params=sampling_params(body, max_tokens=room, defaults=self._defaults),
             cache_salt=body.cache_salt or "",
             num_begun=len(body.completion_token_ids or []),
             messages=body.messages if isinstance(body, ChatBody) else (),

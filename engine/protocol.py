@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from engine.cache_hints import CacheControl
-from engine.request import SamplingParams
+from engine.request import GREATEST_PENALTY, LEAST_PENALTY, SamplingDefaults, SamplingParams
 
 __all__ = [
     "AbortBody",
@@ -193,7 +193,7 @@ class GenerationBody(Body):
     best_of: Literal[1] = 1
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = Field(default=None, ge=LEAST_PENALTY, le=GREATEST_PENALTY)
     min_p: Literal[0] = 0
     logit_bias: dict[str, Literal[0]] = {}
     response_format: ResponseFormat | None = None
@@ -357,26 +357,31 @@ def quote_short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def sampling_params(body: GenerationBody, *, max_tokens: int, default_max_tokens: int | None = None) -> SamplingParams:
+def sampling_params(
+    body: GenerationBody, *, max_tokens: int, defaults: SamplingDefaults | None = None
+) -> SamplingParams:
     """The engine's sampling parameters.
 
     Args:
         body: the client's.
         max_tokens: the limit that the context leaves.
-        default_max_tokens: the limit where the client gives none; tokens generated before a preemption count.
+        defaults: of what the client does not say; tokens generated before a preemption count towards its limit.
     """
+    defaults = defaults or SamplingDefaults()
     wanted = body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         wanted = body.max_completion_tokens
-    if wanted is None and default_max_tokens is not None:
-        wanted = max(1, default_max_tokens - len(body.completion_token_ids or []))
+    if wanted is None and defaults.max_tokens is not None:
+        wanted = max(1, defaults.max_tokens - len(body.completion_token_ids or []))
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    penalty = body.repetition_penalty
     return SamplingParams(
         max_tokens=max_tokens if wanted is None else min(wanted, max_tokens),
         min_tokens=body.min_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(body.top_k or 0, 0),
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k if body.top_k is None else max(body.top_k, 0),
+        repetition_penalty=defaults.repetition_penalty if penalty is None else penalty,
         # Without a seed of the client's every request draws its own.
         seed=secrets.randbits(62) if body.seed is None else body.seed,
         stop=tuple(text for text in stop if text),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engine.completions import CompletionResponse, Completions
 from engine.generation import Generations
 from engine.protocol import AbortBody, ApiError, ChatBody, CompletionBody, GenerationBody, parse_body, sampling_params
+from engine.request import SamplingDefaults
 from tests.engine.checkpoints import byte_fallback_tokenizer
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
@@ -72,7 +73,8 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
                 ("best_of", 3, "best_of"),
                 ("presence_penalty", 2.0, "presence_penalty"),
                 ("frequency_penalty", -0.5, "frequency_penalty"),
-                ("repetition_penalty", 1.5, "repetition_penalty"),
+                ("repetition_penalty", 0, "repetition_penalty"),
+                ("repetition_penalty", 1e9, "repetition_penalty"),
                 ("min_p", 0.5, "min_p"),
                 ("logit_bias", {"5": 100}, "logit_bias.5"),
                 ("response_format", {"type": "json_object"}, "response_format.type"),
@@ -296,13 +298,38 @@ def test_fields_that_say_what_holds_anyway_change_nothing(
     assert dataclasses.replace(request.params, seed=0) == dataclasses.replace(expected.params, seed=0)
 
 
-def test_a_repetition_penalty_may_be_the_checkpoints_only(word_tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (0.7, 0.8, 20, 1.05)),
+        ({"temperature": 0, "top_p": 1, "top_k": 0, "repetition_penalty": 1}, (0.0, 1.0, 0, 1.0)),
+        ({"temperature": 1.5, "top_k": -1}, (1.5, 0.8, 0, 1.05)),
+        ({"repetition_penalty": None, "top_k": 5}, (0.7, 0.8, 5, 1.05)),
+    ],
+)
+@pytest.mark.parametrize("path", ["chat", "text"])
+def test_the_checkpoints_numbers_hold_for_requests_that_do_not_say_their_own(
+    word_tokenizer: Any, path: str, fields: dict[str, Any], expected: tuple[float, ...]
+) -> None:
     generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
-    completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, repetition_penalty=1.05)
-    for penalty in (1.05, None):
-        start(completions, "text", {"prompt": "a", "repetition_penalty": penalty})
-    with pytest.raises(ApiError, match=r"should be 1.05, as for all answers of this checkpoint, but it is 1$"):
-        start(completions, "text", {"prompt": "a", "repetition_penalty": 1})
+    defaults = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05)
+    completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, defaults)
+    params = start(completions, path, {"messages": MESSAGES, "prompt": "a", **fields}).request.params
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == expected
+
+
+def test_min_tokens_of_an_answer_that_every_token_would_end_is_refused(word_tokenizer: Any) -> None:
+    generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
+    ends = frozenset({0, 2})
+    completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, eos_token_ids=ends)
+    fields = {"prompt": "a", "stop_token_ids": list(range(1, VOCAB_SIZE)), "min_tokens": 1}
+    with pytest.raises(
+        ApiError, match="every token ends the answer, and none that does may come"
+    ) as caught:
+        start(completions, "text", fields)
+    assert (caught.value.status, caught.value.param) == (400, "stop_token_ids")
+    for harmless in ({"min_tokens": 0}, {"stop_token_ids": list(range(2, VOCAB_SIZE))}):
+        start(completions, "text", fields | harmless)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +346,7 @@ def test_a_client_that_gives_no_limit_gets_the_checkpoints(
     word_tokenizer: Any, fields: dict[str, Any], max_tokens: int
 ) -> None:
     generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
-    completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, default_max_tokens=20)
+    completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, SamplingDefaults(20))
     request = start(completions, "text", {"prompt": "a", **fields}).request
     assert request.params.max_tokens == max_tokens
 
