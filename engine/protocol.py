@@ -15,7 +15,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from engine.cache_hints import CacheControl
@@ -44,45 +53,80 @@ __all__ = [
 
 
 MAX_CHOICES = 128  # as OpenAI
-_MAX_STOPS = 16
+MAX_STOPS = 16  # vLLM and OpenAI take four
 # An id goes into the log and back in a header. A router takes 256, and numbers its retries behind them.
 _MAX_ID_CHARACTERS = 300
 
 Unsupported: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 """Fields, each with the values that change nothing, and what to do instead of giving another one."""
 
+_NO_FORM = "this engine holds answers to no form; ask for the form in the prompt, and check the answer"
+_OWN_LOGPROBS = "this engine tells the model's own probabilities; leave it out"
+_TEMPLATE_VARIABLE = "it is a variable of some chat templates; give it in chat_template_kwargs"
 # Fields that would change the answer in a way that this engine does not know: the values that change nothing, what the
 # engine lacks, and what to do. ``GenerationBody`` has more of them, whose types say which value may stand there.
 _UNSUPPORTED: Unsupported = {
     "allowed_token_ids": (([],), "this engine chooses among all tokens; leave it out"),
     "bad_words": (([],), "this engine forbids no words; leave it out"),
     "bad_words_token_ids": (([],), "this engine forbids no words; leave it out"),
+    "custom_logit_processor": ((), "this engine takes no processors of logits; leave it out"),
+    "custom_params": (({},), "this engine takes no processors of logits; leave it out"),
+    "extra_key": ((), "this engine keeps caches apart by cache_salt; give that"),
     **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "structured_outputs"),
-        ((), "this engine holds answers to no form; ask for the form in the prompt, and check the answer"),
+        (
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "structured_outputs"),
+            *("json_schema", "regex", "ebnf"),
+        ),
+        ((), _NO_FORM),
     ),
     "guided_json_object": ((False,), "this engine holds answers to no form; ask for JSON in the prompt, and check it"),
+    "include_logprobs_decode_token": ((True,), "this engine tells tokens as texts; give true"),
     "include_stop_str_in_output": ((False,), "this engine leaves the stop string out; give false"),
+    "length_penalty": ((1,), "this engine does not search by beams; leave it out"),
     "logits_processors": (([],), "this engine takes no processors of logits; leave it out"),
     "logits_processors_args": (({},), "this engine has no processors of logits; leave it out"),
+    "logprob_token_ids": (([],), "this engine tells the likeliest tokens; give logprobs alone"),
+    "lora_path": ((), "this engine has no adapters; leave it out"),
+    "no_stop_trim": ((False,), "this engine leaves the stop string out; give false"),
+    "prompt_embeds": (([],), "this engine takes texts and token ids; give one of them"),
     "prompt_logprobs": ((False,), "this engine tells probabilities of the answer only; leave it out"),
     "reasoning_max_tokens": ((), "this engine does not tell thinking from answering; give max_tokens"),
+    "repetition_detection": ((), "this engine does not look for repetitions; give repetition_penalty"),
+    "response_max_tokens": ((), "this engine does not tell thinking from answering; give max_tokens"),
+    "return_tokens_as_token_ids": ((False,), "this engine tells tokens as texts; give return_token_ids for their ids"),
+    "sampling_logprobs_mode": ((), _OWN_LOGPROBS),
+    "session_params": ((), "this engine keeps no sessions; send the whole prompt"),
     "skip_special_tokens": ((True,), "this engine leaves special tokens out; give true"),
+    "spaces_between_special_tokens": ((True,), "this engine leaves special tokens out; give true"),
+    "stop_regex": (([],), "this engine searches for texts; give stop"),
+    "temp_scaled_logprobs": ((False,), _OWN_LOGPROBS),
+    "thinking_token_budget": ((-1,), "this engine does not tell thinking from answering; give max_tokens"),
+    "top_p_normalized_logprobs": ((False,), _OWN_LOGPROBS),
     "truncate_prompt_tokens": ((), "this engine does not shorten prompts; send what fits"),
     "use_beam_search": ((False,), "this engine does not search by beams; give false"),
+    "vllm_xargs": (({},), "this engine has no extensions; leave it out"),
+    "watermark": (({}, {"enabled": False}), "this engine marks no answers; leave it out"),
+    "watermarking": ((False,), "this engine marks no answers; leave it out"),
 }
 _UNSUPPORTED_IN_CHAT: Unsupported = {
     "audio": ((), "this engine answers in text only; leave it out"),
     "chat_template": ((), "this engine renders messages by the checkpoint's own template; leave it out"),
     "disable_chat_template": ((False,), "this engine renders messages by the template; use /v1/completions for a text"),
     "documents": (([],), "this engine gives templates no documents; put them into the messages"),
+    "echo": ((False,), "this engine does not repeat the prompt; give false"),
     "enable_thinking": ((), "it is a variable of chat templates; give it in chat_template_kwargs"),
     "function_call": (("none", "auto"), 'this engine cannot force a call; give "auto" or "none"'),
     "functions": (([],), "this engine knows no functions; give tools, of which the chat template tells the model"),
+    "include_reasoning": ((True,), "this engine does not tell thinking from answering; give true"),
+    "input_ids": (([],), "this engine takes them as prompt_token_ids; give that"),
     "modalities": ((["text"],), 'this engine answers in text only; give ["text"]'),
+    "moderation": ((), "this engine moderates nothing; leave it out"),
     "prediction": ((), "this engine does not compare answers with a prediction; leave it out"),
-    "reasoning_effort": ((), "it is a variable of some chat templates; give it in chat_template_kwargs"),
+    "reasoning_effort": ((), _TEMPLATE_VARIABLE),
+    "task": ((), "this engine knows no tasks; put it into the messages"),
+    "thinking": (({"type": "disabled"},), _TEMPLATE_VARIABLE),
     "tool_choice": (("none", "auto"), 'this engine cannot force a call; give "auto" or "none"'),
+    "verbosity": (("medium",), "this engine does not steer how much a model says; ask for it in the messages"),
     "web_search_options": ((), "this engine searches nothing; leave it out"),
 }
 
@@ -218,9 +262,17 @@ class GenerationBody(Body):
     @classmethod
     def _few_stops(cls, stop: str | list[str]) -> str | list[str]:
         """The text of each token is searched for each of them."""
-        if isinstance(stop, list) and len(stop) > _MAX_STOPS:
-            raise PydanticCustomError("too_long", f"Input should be at most {_MAX_STOPS} strings")
+        if isinstance(stop, list) and len(stop) > MAX_STOPS:
+            raise PydanticCustomError("too_long", f"Input should be at most {MAX_STOPS} strings")
         return stop
+
+    @field_validator("stream_options")
+    @classmethod
+    def _only_of_streams(cls, options: StreamOptions, info: ValidationInfo) -> StreamOptions:
+        """Who asks for the options of a stream expects one."""
+        if options.model_fields_set and not info.data.get("stream"):
+            raise PydanticCustomError("no_stream", "Stream options can only be defined when `stream=True`")
+        return options
 
     def num_logprobs(self) -> int | None:
         """How many alternatives to report for each token, or None for nothing."""
@@ -241,6 +293,16 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    add_special_tokens: bool = False
+    """On top of those that the template writes."""
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _only_with_logprobs(cls, count: int, info: ValidationInfo) -> int:
+        """Who asks for the rivals of tokens expects their probabilities."""
+        if count and not info.data.get("logprobs"):
+            raise PydanticCustomError("no_logprobs", "Input should come with logprobs: true")
+        return count
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -253,6 +315,8 @@ class CompletionBody(GenerationBody):
     echo: Literal[False] = False
     suffix: Literal[""] = ""
     logprobs: int | None = Field(default=None, ge=0, le=20)
+    add_special_tokens: bool = True
+    """To prompts that are texts."""
 
     def num_logprobs(self) -> int | None:
         return self.logprobs

@@ -128,6 +128,22 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
         ("chat", {"messages": MESSAGES, "top_logprobs": 21}, "top_logprobs", "equal to 20"),
         (
             "chat",
+            {"messages": MESSAGES, "top_logprobs": 3},
+            "top_logprobs",
+            "should come with logprobs: true, but it is 3",
+        ),
+        *(
+            (
+                path,
+                {"messages": MESSAGES, "prompt": "a", "stream_options": options},
+                "stream_options",
+                "only be defined",
+            )
+            for path in ("chat", "text")
+            for options in ({"include_usage": True}, {"continuous_usage_stats": False})
+        ),
+        (
+            "chat",
             {"messages": MESSAGES, "stream_options": {"include_usage": 7}},
             "stream_options.include_usage",
             "valid boolean",
@@ -323,9 +339,7 @@ def test_min_tokens_of_an_answer_that_every_token_would_end_is_refused(word_toke
     ends = frozenset({0, 2})
     completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, eos_token_ids=ends)
     fields = {"prompt": "a", "stop_token_ids": list(range(1, VOCAB_SIZE)), "min_tokens": 1}
-    with pytest.raises(
-        ApiError, match="every token ends the answer, and none that does may come"
-    ) as caught:
+    with pytest.raises(ApiError, match="every token ends the answer, and none that does may come") as caught:
         start(completions, "text", fields)
     assert (caught.value.status, caught.value.param) == (400, "stop_token_ids")
     for harmless in ({"min_tokens": 0}, {"stop_token_ids": list(range(2, VOCAB_SIZE))}):
@@ -368,7 +382,7 @@ def test_unknown_fields_are_let_through() -> None:
         (ChatBody, {"seed": 5}, {"seed": 5}),
         (ChatBody, {"logprobs": True}, {"logprobs": 0}),
         (ChatBody, {"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
-        (ChatBody, {"top_logprobs": 3}, {"logprobs": None}),
+        (ChatBody, {"top_logprobs": 0}, {"logprobs": None}),
         (CompletionBody, {"logprobs": 2}, {"logprobs": 2}),
         (CompletionBody, {"stop_token_ids": [4, 5], "ignore_eos": True, "min_tokens": 2}, {"min_tokens": 2}),
     ],
