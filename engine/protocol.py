@@ -31,6 +31,8 @@ from engine.cache_hints import CacheControl
 from engine.request import GREATEST_PENALTY, LEAST_PENALTY, SamplingDefaults, SamplingParams
 
 __all__ = [
+    "MAX_ANSWERS",
+    "MAX_STOPS",
     "AbortBody",
     "AbortRidBody",
     "ApiError",
@@ -53,6 +55,8 @@ __all__ = [
 
 
 MAX_CHOICES = 128  # as OpenAI
+MAX_ANSWERS = 1024
+"""To all prompts of one request: as many as vLLM takes prompts, and our router counts."""
 MAX_STOPS = 16  # vLLM and OpenAI take four
 # An id goes into the log and back in a header. A router takes 256, and numbers its retries behind them.
 _MAX_ID_CHARACTERS = 300
@@ -242,7 +246,6 @@ class GenerationBody(Body):
     logit_bias: dict[str, Literal[0]] = {}
     response_format: ResponseFormat | None = None
     user: str | None = None
-    prompt_token_ids: list[int] | None = None
     completion_token_ids: list[int] | None = None
     """Generated before, by an instance that preempted the request: they go on the prompt (FastDeploy's contract)."""
     return_token_ids: bool = False
@@ -285,6 +288,8 @@ class ChatBody(GenerationBody):
     unsupported: ClassVar[Unsupported] = {**_UNSUPPORTED, **_UNSUPPORTED_IN_CHAT}
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+    prompt_token_ids: list[int] | None = None
+    """In place of the messages."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -309,9 +314,11 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions, for one prompt."""
+    """POST /v1/completions, for one prompt or several."""
 
-    prompt: str | list[int] | list[str] | None = None
+    prompt: str | list[int] | list[str] | list[list[int]] | None = None
+    prompt_token_ids: list[int] | list[list[int]] | None = None
+    """In place of ``prompt`` (FastDeploy's contract)."""
     echo: Literal[False] = False
     suffix: Literal[""] = ""
     logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -323,11 +330,17 @@ class CompletionBody(GenerationBody):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or messages to be rendered first (vLLM's form)."""
+    """POST /tokenize: a text, or messages to be rendered first (vLLM's form).
+
+    Its other fields are those of the completion, or of the chat, that has this prompt: what changes the prompt there
+    changes it here, and what is refused there is refused here.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
-    add_special_tokens: bool = False
+    return_token_strs: bool = False
 
 
 class DetokenizeBody(Body):

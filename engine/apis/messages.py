@@ -12,16 +12,16 @@ from engine.apis.plain_body import PlainBody
 from engine.apis.typed_events import encode_typed_event
 from engine.completions import ENGINE_FAILED, BegunResponse, Completions
 from engine.generation import Choices, Piece
-from engine.protocol import ApiError, ChatBody, Unsupported, anthropic_error_body, check_body, quote_short
+from engine.protocol import MAX_STOPS, ApiError, ChatBody, Unsupported, anthropic_error_body, check_body, quote_short
 
-__all__ = ["Messages", "MessagesBody", "MessagesResponse"]
+__all__ = ["ConversationBody", "Messages", "MessagesBody", "MessagesResponse"]
 
 _NO_TOOLS = "this engine calls no tools in this API; leave it out, or use /v1/chat/completions"
 _ABORTED = "the request was aborted before its answer ended"
 
 
-class MessagesBody(PlainBody):
-    """POST /v1/messages."""
+class ConversationBody(PlainBody):
+    """POST /v1/messages/count_tokens: what the prompt is made of."""
 
     unsupported: ClassVar[Unsupported] = {
         "container": ((), "this engine has no containers; leave it out"),
@@ -37,9 +37,14 @@ class MessagesBody(PlainBody):
     ignored: ClassVar[frozenset[str]] = PlainBody.ignored | {"betas", "metadata"}
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int = Field(ge=1)
     system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] = Field(default_factory=list)
+
+
+class MessagesBody(ConversationBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] = Field(default_factory=list, max_length=MAX_STOPS)
 
 
 class Messages:
@@ -61,8 +66,16 @@ class Messages:
         choices = await self._completions.begin_chat_choices(chat_of_messages(body))
         return MessagesResponse(choices, is_stream=body.stream, model=self._completions.model)
 
+    async def count_tokens(self, body: ConversationBody) -> dict[str, Any]:
+        """POST /v1/messages/count_tokens: how many tokens the prompt of a message has.
 
-def chat_of_messages(body: MessagesBody) -> ChatBody:
+        Raises:
+            ApiError: the messages cannot be rendered, or do not fit.
+        """
+        return {"input_tokens": len(await self._completions.encode_chat(chat_of_messages(body)))}
+
+
+def chat_of_messages(body: ConversationBody) -> ChatBody:
     """The request of chat that has the same answer; a last message of the assistant's is continued.
 
     Raises:
@@ -74,11 +87,11 @@ def chat_of_messages(body: MessagesBody) -> ChatBody:
     is_continued = messages[-1]["role"] == "assistant"
     fields: dict[str, Any] = {
         "messages": messages,
-        "max_completion_tokens": body.max_tokens,
-        "stop": body.stop_sequences,
         "continue_final_message": is_continued,
         "add_generation_prompt": not is_continued,
     }
+    if isinstance(body, MessagesBody):
+        fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
     return check_body(ChatBody, fields | body.fields_of_chat())
 
 

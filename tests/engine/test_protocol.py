@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from engine.completions import CompletionResponse, Completions
 from engine.generation import Generations
-from engine.protocol import AbortBody, ApiError, ChatBody, CompletionBody, GenerationBody, parse_body, sampling_params
+from engine.protocol import (
+    AbortBody,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    TokenizeBody,
+    parse_body,
+    sampling_params,
+)
 from engine.request import SamplingDefaults
 from tests.engine.checkpoints import byte_fallback_tokenizer
 
@@ -175,7 +184,17 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
         ("text", {}, "prompt", "it is missing or empty"),
         ("text", {"prompt": ""}, "prompt", "it is missing or empty"),
         ("text", {"prompt": []}, "prompt", "it is missing or empty"),
-        ("text", {"prompt": ["a", "b"]}, "prompt", "2 prompts in one request"),
+        ("text", {"prompt": ["a", ""]}, "prompt.1", "prompt.1: it is missing or empty"),
+        ("text", {"prompt": [[1], []]}, "prompt.1", "prompt.1: it is missing or empty"),
+        ("text", {"prompt": [[1], [2, 1500]]}, "prompt.1", "prompt.1: token id 1500 is not in [0, 1500)"),
+        ("text", {"prompt": ["a"] * 1025}, "prompt", "1025 prompts with n 1; one request may have 1024 answers"),
+        ("text", {"prompt": ["a"] * 9, "n": 128}, "prompt", "9 prompts with n 128; one request may have 1024 answers"),
+        (
+            "text",
+            {"prompt": ["a", "b"], "completion_token_ids": [1]},
+            "completion_token_ids",
+            "there are 2 prompts; give",
+        ),
         ("text", {"prompt": [""]}, "prompt", "it is missing or empty"),
         ("text", {"prompt": {"text": "a"}}, "prompt", "valid string"),
         ("text", {"prompt": [1, -2]}, "prompt", "token id -2 is not in [0, 1500)"),
@@ -204,12 +223,15 @@ def test_a_bad_body_is_told_in_one_sentence_that_names_the_field(
         ("chat", {"messages": [{"role": "user", "content": " the" * 100}]}, "messages"),
         ("text", {"prompt": " the" * 64}, "prompt"),
         ("text", {"prompt": [1] * 64}, "prompt"),
+        ("text", {"prompt": [[1], [1] * 64]}, "prompt.1"),
+        ("text", {"prompt": ["a", " the" * 64]}, "prompt.1"),
+        ("text", {"prompt": ["a", "b" * 9999]}, "prompt.1"),
     ],
 )
 def test_a_prompt_that_does_not_fit_says_by_how_much(
     completions: Completions, path: str, body: Any, param: str
 ) -> None:
-    with pytest.raises(ApiError, match=r"the prompt has \d+ tokens; .* max_model_len of 64") as caught:
+    with pytest.raises(ApiError, match=r"the prompt has (at least )?\d+ tokens; .* max_model_len of 64") as caught:
         start(completions, path, body)
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "context_length_exceeded", param)
 
@@ -252,6 +274,65 @@ def test_the_model_hears_of_tools_that_it_may_call() -> None:
         for more in ({}, tools, {**tools, "tool_choice": "auto"}, {**tools, "tool_choice": "none"})
     ]
     assert lengths == [lengths[0], lengths[0] + 1, lengths[0] + 1, lengths[0]]
+
+
+TELLING_TEMPLATE = (
+    "{{ messages[0].content }}{{ ' river' if tools }}{{ ' riv' if enable_thinking }}"
+    "{% for message in messages[1:] %}{{ message.content }}</s>{% endfor %}{{ ' the' if add_generation_prompt }}"
+)
+TALK = [*MESSAGES, {"role": "assistant", "content": "it flows"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("chat", {"messages": TALK}),
+        ("chat", {"messages": TALK, "add_generation_prompt": False}),
+        ("chat", {"messages": TALK, "continue_final_message": True}),
+        ("chat", {"messages": TALK, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("chat", {"messages": TALK, "tools": [{"type": "function"}], "tool_choice": "none"}),
+        ("chat", {"messages": TALK, "chat_template_kwargs": {"enable_thinking": True}}),
+        ("chat", {"messages": TALK, "add_special_tokens": True}),
+        ("chat", {"messages": TALK, "prompt_token_ids": [5, 6, 7]}),
+        ("text", {"prompt": "the river"}),
+        ("text", {"prompt": "the river", "add_special_tokens": False}),
+    ],
+    ids=lambda value: str(list(value)[-1]) if isinstance(value, dict) else value,
+)
+def test_tokenizing_tells_the_prompt_of_the_request_with_the_same_fields(path: str, fields: dict[str, Any]) -> None:
+    completions = completions_of(byte_fallback_tokenizer(chat_template=TELLING_TEMPLATE))
+    expected = list(start(completions, path, fields).request.prompt_token_ids)
+    told = asyncio.run(completions.tokenize_prompt(parse_body(TokenizeBody, json.dumps(fields).encode())))
+    assert (told["tokens"], told["count"], told["token_strs"]) == (expected, len(expected), None)
+    plain = {name: fields[name] for name in ("prompt", "messages") if name in fields}
+    if plain != fields and fields.get("tool_choice") != "none":
+        assert told["tokens"] != list(start(completions, path, plain).request.prompt_token_ids)
+
+
+def test_tokenizing_tells_the_pieces_of_the_vocabulary_where_they_are_wanted() -> None:
+    completions = completions_of(byte_fallback_tokenizer())
+    told = asyncio.run(completions.tokenize_prompt(TokenizeBody(prompt="the river", return_token_strs=True)))
+    assert told["token_strs"] == ["<s>", "\u2581the", "\u2581river"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": TALK, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": TALK, "add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"prompt": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"prompt": "a", "messages": TALK}, "prompt"),
+    ],
+)
+def test_tokenizing_refuses_what_the_request_would_be_refused_for(fields: dict[str, Any], param: str) -> None:
+    completions = completions_of(byte_fallback_tokenizer(chat_template=TELLING_TEMPLATE))
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(completions.tokenize_prompt(parse_body(TokenizeBody, json.dumps(fields).encode())))
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def completions_of(tokenizer: Any) -> Completions:
+    return Completions(Generations(None, tokenizer, "mixed", 16, None), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
 
 
 def assert_at_most_one_sentence(check: Callable[[], object]) -> None:
