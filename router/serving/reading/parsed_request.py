@@ -141,14 +141,18 @@ class ParsedRequest:
     @property
     def is_batch(self) -> bool:
         """Whether it has a list of prompts, if only of one."""
-        assert self.body is not None
-        prompt = self.body.members.get("prompt")
-        return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+        prompts = self._find_prompts()
+        return isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
 
     @property
     def num_prompts(self) -> int:
         """How many prompts it has."""
-        return len(self.body.members["prompt"]) if self.body is not None and self.is_batch else 1
+        return len(self._find_prompts()) if self.body is not None and self.is_batch else 1
+
+    def _find_prompts(self) -> Any:
+        """The prompt, or prompts; FastDeploy takes them by either name."""
+        assert self.body is not None
+        return self.body.members.get("prompt_token_ids") or self.body.members.get("prompt")
 
     def name_at_engines(self, request_id: str) -> EngineIds:
         """The ids of its sequences at FastDeploy's engines, where its answer is generated under this id."""
