@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import inspect
 import uuid
@@ -32,13 +33,21 @@ from engine.protocol import (
 from engine.request import Request, SamplingDefaults, TokenLogprobs
 from engine.token_bytes import TokenBytes
 
-__all__ = ["BegunResponse", "CompletionResponse", "Completions"]
+__all__ = [
+    "ENGINE_FAILED",
+    "REQUEST_ABORTED",
+    "BegunResponse",
+    "CompletionResponse",
+    "Completions",
+    "name_answer",
+]
 
 # Characters that take some milliseconds to encode; the event loop, which serves everybody, does no more at a time.
 _LONG_TEXT = 4096
 # As many as Anthropic's API takes: each is rendered and encoded by itself.
 _MAX_MARKS = 4
 ENGINE_FAILED = "the engine failed while computing this request; its log says why"
+REQUEST_ABORTED = "the request was aborted before its answer ended"
 
 
 class Completions:
@@ -389,7 +398,7 @@ class CompletionResponse(BegunResponse):
         self._body = body
         self._token_bytes = token_bytes
         self._head = {
-            "id": f"{self.prefix}{choices.request.request_id}",
+            "id": name_answer(self.prefix, choices.request.request_id),
             "created": now(),
             "model": model,
         }
@@ -437,6 +446,8 @@ class CompletionResponse(BegunResponse):
                 chunk: dict[str, Any] = {**self._head, "object": self.object_chunk, "choices": [choice]}
                 if options and options.continuous_usage_stats:
                     chunk["usage"] = self._choices.usage()
+                elif options and options.include_usage:
+                    chunk["usage"] = None
                 yield _encode_event(chunk)
         if options and options.include_usage:
             usage = self._choices.usage()
@@ -450,7 +461,7 @@ class CompletionResponse(BegunResponse):
         text = "".join(piece.text for piece in pieces)
         return {
             **self._place_text(text, ids, is_whole=is_whole, first=first),
-            "logprobs": self._describe_logprobs(pieces),
+            "logprobs": self._describe_logprobs(index, pieces),
             "index": index,
             "finish_reason": pieces[-1].finish_reason,
         }
@@ -459,7 +470,8 @@ class CompletionResponse(BegunResponse):
         """The members that hold a choice's text and the ids of its tokens."""
         raise NotImplementedError
 
-    def _describe_logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+    def _describe_logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any] | None:
+        """The log probabilities of these pieces of one choice, if they are wanted."""
         raise NotImplementedError
 
     def _token_ids(self, index: int, pieces: list[Piece], *, with_prompt: bool) -> dict[str, Any]:
@@ -482,10 +494,12 @@ class ChatResponse(CompletionResponse):
     object_chunk = "chat.completion.chunk"
 
     def _place_text(self, text: str, ids: dict[str, Any], *, is_whole: bool, first: bool) -> dict[str, Any]:
+        if is_whole:  # OpenAI's schema requires a refusal, if only of null
+            return {"message": {"role": "assistant", "content": text, "refusal": None, **ids}}
         role = {"role": "assistant"} if first else {}
-        return {"message" if is_whole else "delta": {**role, "content": text, **ids}}
+        return {"delta": {**role, "content": text, **ids}}
 
-    def _describe_logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+    def _describe_logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any] | None:
         content = [
             {
                 **self._describe_token(piece.token_id, piece.logprobs.chosen),
@@ -494,7 +508,7 @@ class ChatResponse(CompletionResponse):
             for piece in pieces
             if piece.logprobs is not None and piece.token_id is not None
         ]
-        return {"content": content} if self._body.num_logprobs() is not None else None
+        return {"content": content, "refusal": None} if self._body.num_logprobs() is not None else None
 
     def _describe_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -514,7 +528,12 @@ class TextResponse(CompletionResponse):
     def _place_text(self, text: str, ids: dict[str, Any], *, is_whole: bool, first: bool) -> dict[str, Any]:
         return {"text": text, **ids}
 
-    def _describe_logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+    def __init__(self, choices: Choices, body: GenerationBody, model: str, token_bytes: TokenBytes) -> None:
+        super().__init__(choices, body, model, token_bytes)
+        self._places: dict[int, _Place] = {}
+        """Of each choice, where its next token stands."""
+
+    def _describe_logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any] | None:
         if self._body.num_logprobs() is None:
             return None
         choices: list[tuple[int, TokenLogprobs]] = [
@@ -522,13 +541,43 @@ class TextResponse(CompletionResponse):
             for piece in pieces
             if piece.token_id is not None and piece.logprobs is not None
         ]
+        # The chosen token is always among them, also where it is none of the likeliest.
+        tops = [dict([*logprobs.top, (token, logprobs.chosen)]) for token, logprobs in choices]
         return {
-            "tokens": [self._token_text(token) for token, _ in choices],
+            "tokens": [self._name_token(token) for token, _ in choices],
             "token_logprobs": [logprobs.chosen for _, logprobs in choices],
-            "top_logprobs": [
-                {self._token_text(token): value for token, value in logprobs.top} for _, logprobs in choices
-            ],
+            "top_logprobs": [{self._name_token(token): value for token, value in top.items()} for top in tops],
+            "text_offset": [self._place_token(index, token) for token, _ in choices],
         }
+
+    def _name_token(self, token_id: int) -> str:
+        """A token's text; of one that is a part of a character its bytes, as OpenAI writes them."""
+        data = self._token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _place_token(self, index: int, token_id: int) -> int:
+        """How many characters of a choice's text come before its next token, which this is."""
+        place = self._places.setdefault(index, _Place())
+        before = place.characters
+        if not self._token_bytes.is_special(token_id):
+            place.characters += len(place.decoder.decode(self._token_bytes(token_id)))
+        return before
+
+
+class _Place:
+    """A place in a text whose bytes come in pieces."""
+
+    def __init__(self) -> None:
+        self.characters = 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+
+def name_answer(prefix: str, request_id: str) -> str:
+    """The id of an answer; a request may have been named with its prefix, as FastDeploy's are."""
+    return request_id if request_id.startswith(prefix) else prefix + request_id
 
 
 def _encode_event(value: dict[str, Any]) -> bytes:

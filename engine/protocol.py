@@ -144,6 +144,16 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same, of an API where fields have other names: by each name here the one there."""
+        name, dot, rest = (self.param or "").partition(".")
+        if name not in names:
+            return self
+        message = str(self)
+        if message.startswith(name):
+            message = names[name] + message[len(name) :]
+        return ApiError(self.status, message, param=f"{names[name]}{dot}{rest}", code=self.code)
+
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body."""

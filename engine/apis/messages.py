@@ -10,14 +10,15 @@ from pydantic import Field
 
 from engine.apis.plain_body import PlainBody
 from engine.apis.typed_events import encode_typed_event
-from engine.completions import ENGINE_FAILED, BegunResponse, Completions
+from engine.completions import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse, Completions, name_answer
 from engine.generation import Choices, Piece
 from engine.protocol import MAX_STOPS, ApiError, ChatBody, Unsupported, anthropic_error_body, check_body, quote_short
 
 __all__ = ["ConversationBody", "Messages", "MessagesBody", "MessagesResponse"]
 
 _NO_TOOLS = "this engine calls no tools in this API; leave it out, or use /v1/chat/completions"
-_ABORTED = "the request was aborted before its answer ended"
+_NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
+"""Of fields of chat, in this API."""
 
 
 class ConversationBody(PlainBody):
@@ -92,7 +93,10 @@ def chat_of_messages(body: ConversationBody) -> ChatBody:
     }
     if isinstance(body, MessagesBody):
         fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
-    return check_body(ChatBody, fields | body.fields_of_chat())
+    try:
+        return check_body(ChatBody, fields | body.fields_of_chat())
+    except ApiError as exc:
+        raise exc.renamed(_NAMES) from None
 
 
 def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -165,7 +169,7 @@ class MessagesResponse(BegunResponse):
 
     def _describe(self, **members: Any) -> dict[str, Any]:
         return {
-            "id": f"msg_{self.request.request_id}",
+            "id": name_answer("msg_", self.request.request_id),
             "type": "message",
             "role": "assistant",
             "model": self._model,
@@ -192,7 +196,7 @@ def _check_end(last: Piece) -> None:
     if last.finish_reason == "error":
         raise ApiError(500, ENGINE_FAILED)
     if last.finish_reason == "abort":
-        raise ApiError(503, _ABORTED)
+        raise ApiError(503, REQUEST_ABORTED)
 
 
 def _describe_end(last: Piece) -> dict[str, Any]:

@@ -113,6 +113,14 @@ def test_a_request_that_cannot_be_served_is_told_why(
     assert sentence in answer.json()["error"]["message"]
 
 
+def test_an_id_that_has_the_prefix_of_answers_gets_no_other_one(
+    served: SimpleNamespace, client: anthropic.Anthropic
+) -> None:
+    assert ask(client, extra_body={"request_id": "msg_a"}).id == "msg_a"
+    assert chat(served, QUESTION, request_id="chatcmpl-a")["id"] == "chatcmpl-a"
+    assert chat(served, QUESTION, request_id="msg_a")["id"] == "chatcmpl-msg_a"
+
+
 @pytest.mark.parametrize("more", [{}, {"system": "be kind"}, {"system": [{"type": "text", "text": "be brief"}]}])
 def test_the_tokens_of_a_prompt_are_counted_without_an_answer(
     client: anthropic.Anthropic, more: dict[str, Any]
