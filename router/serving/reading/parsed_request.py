@@ -110,7 +110,7 @@ class ParsedRequest:
         try:
             self.body = body = parse_inference(request.body, large)
         except BadBody as exc:
-            raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
+            raise RequestEnded(_explain_bad_body(request, exc)) from None
         if len(body.request_id or "") > MAX_ID_CHARACTERS:
             message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
             raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
@@ -180,6 +180,15 @@ class ParsedRequest:
         salt = derive_salt(own or "")
         self.cache_salt = encode_member("cache_salt", salt)
         return {**members, "cache_salt": salt}
+
+
+def _explain_bad_body(request: ClientRequest, fault: BadBody) -> ApiError:
+    """Why a body could not be read: RFC 9110, 8.4 and 15.5.16, of one that is encoded."""
+    for name, value in request.headers:
+        if name == b"content-encoding" and value.lower() != b"identity":
+            message = f"the body is encoded ({value.decode('latin-1')}); this router takes bodies as they are"
+            return ApiError(415, message, "encoded_body")
+    return ApiError(400, str(fault), "invalid_body", fault.param)
 
 
 def guess_ids(request: ClientRequest) -> EngineIds:
