@@ -17,7 +17,6 @@ MODULES = sorted(
 
 TESTED_IN = {
     # Registering and pairing are seen through the registry.
-    "router/http/api_error.py": "tests/router/access/test_auth.py",
     # A pooled connection, an exchange on it and its errors are one thing to their users.
     "router/http/connection.py": "tests/router/http/test_exchange.py",
     "router/http/errors.py": "tests/router/http/test_exchange.py",
@@ -143,7 +142,6 @@ TESTED_IN = {
     # An instance as its own process, spoken to as clients, operators and routers do.
     "engine/serving/endpoints.py": "tests/engine/test_api_server.py",
     "engine/serving/ports.py": "tests/engine/test_api_server.py",
-    "engine/serving/server.py": "tests/engine/test_api_server.py",
     "engine/serving/surroundings.py": "tests/engine/test_api_server.py",
     "engine/pool_connector.py": "tests/engine/test_pool_faults.py",
     "engine/request.py": "tests/engine/test_scheduler.py",

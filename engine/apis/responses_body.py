@@ -15,8 +15,9 @@ __all__ = ["ResponsesBody", "chat_of_responses", "messages_of_input"]
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _NO_TOOLS = "this engine calls no tools in this API; leave it out, or use /v1/chat/completions"
-_FORM, _VERBOSITY = {"format": {"type": "text"}}, {"verbosity": "medium"}
-_PLAIN_TEXTS = ({}, _FORM, _VERBOSITY, _FORM | _VERBOSITY)  # both members have OpenAI's default
+_FORM: dict[str, Any] = {"format": {"type": "text"}}
+_VERBOSITY: dict[str, Any] = {"verbosity": "medium"}
+_PLAIN_TEXTS: tuple[dict[str, Any], ...] = ({}, _FORM, _VERBOSITY, _FORM | _VERBOSITY)  # OpenAI's defaults
 
 
 class ResponsesBody(PlainBody):
