@@ -16,7 +16,6 @@ MODULES = sorted(
 )
 
 TESTED_IN = {
-    # Registering and pairing are seen through the registry.
     # A pooled connection, an exchange on it and its errors are one thing to their users.
     "router/http/connection.py": "tests/router/http/test_exchange.py",
     "router/http/errors.py": "tests/router/http/test_exchange.py",
