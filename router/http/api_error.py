@@ -1,7 +1,7 @@
 """Errors a client of the router sees, as JSON bytes, in the shape of the API that it asked.
 
 OpenAI's is ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``, and Anthropic's, under
-``/v1/messages``, is ``{"type": "error", "error": {"type": ..., "message": ...}}``.
+``/v1/messages``, is ``{"type": "error", "error": {"type": ..., "message": ...}}``, with our ``code`` in it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ApiError(NamedTuple):
         """The JSON body of the answer to a request for this path."""
         if _is_anthropic(path):
             kind = _ANTHROPIC_TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "api_error")
-            return orjson.dumps({"type": "error", "error": {"type": kind, "message": self.message}})
+            return orjson.dumps({"type": "error", "error": {"type": kind, "message": self.message, "code": self.code}})
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "internal_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})

@@ -25,7 +25,7 @@ QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "ma
 
 def check_anthropics(body: Any, kind: str) -> None:
     assert body.keys() == {"type", "error"}
-    assert body["error"].keys() == {"type", "message"}
+    assert body["error"].keys() == {"type", "message", "code"}
     assert (body["type"], body["error"]["type"]) == ("error", kind)
     assert len(body["error"]["message"]) > 10
 
