@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import inspect
 import uuid
@@ -16,27 +17,37 @@ from engine.cache_hints import CacheHint, count_common, find_marks
 from engine.dialects import FastDeployDialect, PairDialect
 from engine.generation import Choices, Generations, Piece
 from engine.protocol import (
+    MAX_ANSWERS,
     ApiError,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
+    check_body,
     error_body,
     now,
     quote_short,
     sampling_params,
 )
-from engine.request import Request, TokenLogprobs
+from engine.request import Request, SamplingDefaults, TokenLogprobs
 from engine.token_bytes import TokenBytes
 
-__all__ = ["BegunResponse", "CompletionResponse", "Completions"]
+__all__ = [
+    "ENGINE_FAILED",
+    "REQUEST_ABORTED",
+    "BegunResponse",
+    "CompletionResponse",
+    "Completions",
+    "name_answer",
+]
 
 # Characters that take some milliseconds to encode; the event loop, which serves everybody, does no more at a time.
 _LONG_TEXT = 4096
 # As many as Anthropic's API takes: each is rendered and encoded by itself.
 _MAX_MARKS = 4
 ENGINE_FAILED = "the engine failed while computing this request; its log says why"
+REQUEST_ABORTED = "the request was aborted before its answer ended"
 
 
 class Completions:
@@ -48,8 +59,8 @@ class Completions:
         model: name in the responses.
         max_model_len: tokens of prompt and answer together.
         vocab_size: token ids of a client must lie below it.
-        repetition_penalty: the engine applies it to everybody; a client may ask for no other.
-        default_max_tokens: of answers to clients that give no limit; None: as far as the context goes.
+        defaults: how tokens are chosen for clients that do not say it.
+        eos_token_ids: the tokens that end an answer.
         dialect: how routers ask this instance as one of a pair; None: FastDeploy's.
     """
 
@@ -60,8 +71,8 @@ class Completions:
         model: str,
         max_model_len: int,
         vocab_size: int,
-        repetition_penalty: float = 1.0,
-        default_max_tokens: int | None = None,
+        defaults: SamplingDefaults | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
         dialect: PairDialect | None = None,
     ) -> None:
         self._generations = generations
@@ -69,8 +80,8 @@ class Completions:
         self.model = model
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._repetition_penalty = repetition_penalty
-        self._default_max_tokens = default_max_tokens
+        self._defaults = defaults
+        self._eos_token_ids = eos_token_ids
         self._dialect = dialect or FastDeployDialect()
         self._created = now()
         self._token_bytes = TokenBytes(tokenizer)
@@ -112,52 +123,55 @@ class Completions:
 
     async def begin_chat_choices(self, body: ChatBody) -> Choices:
         """As ``begin_chat``, without the form of the response."""
-        if body.prompt_token_ids:
-            return self._begin_choices(body, body.prompt_token_ids, "prompt_token_ids")
         tokens = await self.encode_chat(body)
-        return self._begin_choices(body, tokens, "prompt_token_ids", await self._find_hints(body, tokens))
+        hints = [] if body.prompt_token_ids else await self._find_hints(body, tokens)
+        return self._begin_choices(body, [tokens], "prompt_token_ids", hints)
 
     async def begin_completion(self, body: CompletionBody) -> CompletionResponse:
         """POST /v1/completions, checked and ready to run.
 
         Raises:
-            ApiError: no prompt, several prompts, or one that does not fit.
+            ApiError: no prompt, more than one request may have, or one that does not fit.
         """
-        prompt = await self.encode_completion(body)
-        return TextResponse(self._begin_choices(body, prompt, "prompt"), body, self.model, self._token_bytes)
+        prompts = await self.encode_prompts(body)
+        return TextResponse(self._begin_choices(body, prompts, "prompt"), body, self.model, self._token_bytes)
 
-    async def encode_completion(self, body: CompletionBody) -> list[int]:
-        """The tokens of a plain prompt.
+    async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
+        """The tokens of each plain prompt.
 
         Raises:
-            ApiError: no prompt, several prompts, or one that does not fit.
+            ApiError: no prompt, more than one request may have, or one that does not fit.
         """
-        prompt: Any = body.prompt_token_ids if body.prompt is None else body.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            prompt = prompt[0]
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
-            raise ApiError(400, f"prompt: {len(prompt)} prompts in one request; send one each", param="prompt")
-        if not prompt:
-            raise ApiError(400, "prompt: it is missing or empty; give a text or a list of token ids", param="prompt")
-        if isinstance(prompt, str):
-            # Special tokens, such as Llama's first one: a chat template writes them itself.
-            return await self._encode_text(prompt, "prompt", add_special_tokens=True)
-        tokens: list[int] = prompt
-        return tokens
+        given: Any = body.prompt_token_ids or body.prompt
+        prompts = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        if len(prompts) * body.n > MAX_ANSWERS:
+            message = f"prompt: {len(prompts)} prompts with n {body.n}; one request may have {MAX_ANSWERS} answers"
+            raise ApiError(400, message, param="prompt")
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                name = f"prompt.{index}" if len(prompts) > 1 else "prompt"
+                raise ApiError(400, f"{name}: it is missing or empty; give a text or a list of token ids", param=name)
+        if not isinstance(prompts[0], str):
+            return prompts
+        # Special tokens, such as Llama's first one: a chat template writes them itself.
+        return await self._encode_texts(prompts, "prompt", add_special_tokens=body.add_special_tokens)
 
     async def tokenize_prompt(self, body: TokenizeBody) -> dict[str, Any]:
-        """POST /tokenize.
+        """POST /tokenize: the prompt's tokens, as those of a request with these fields.
 
         Raises:
-            ApiError: neither a text nor messages, both, messages that cannot be rendered, or a text too long to fit.
+            ApiError: neither a text nor messages, both, or what the request would be refused for.
         """
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: give either prompt, a text, or messages", param="prompt")
-        text, param = body.prompt or "", "prompt"
-        if body.messages:
-            text, param = self._render_chat(ChatBody(messages=body.messages), body.messages), "messages"
-        tokens = await self._encode_text(text, param, add_special_tokens=body.add_special_tokens)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_model_len}
+        others = body.model_extra or {}
+        if body.messages is not None:
+            tokens = await self.encode_chat(check_body(ChatBody, {**others, "messages": body.messages}))
+        else:
+            plain = check_body(CompletionBody, {**others, "prompt": body.prompt})
+            tokens = await self._encode_text(body.prompt or "", "prompt", add_special_tokens=plain.add_special_tokens)
+        texts = self.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_model_len, "token_strs": texts}
 
     def detokenize_tokens(self, body: DetokenizeBody) -> dict[str, Any]:
         """POST /detokenize: the text that a response of these tokens has, so without special tokens.
@@ -186,60 +200,80 @@ class Completions:
                 text = self._render_chat(body, [*before, shown], lets_assistant_speak=False)
             except ApiError:  # some templates render no conversation without a question, and a hint is only a hint
                 continue
-            hints.append(CacheHint(count_common(tokens, await self._encode_text(text, "messages")), mark.seconds))
+            shown_tokens = await self._encode_text(text, "messages", add_special_tokens=body.add_special_tokens)
+            hints.append(CacheHint(count_common(tokens, shown_tokens), mark.seconds))
         return hints
 
     def _begin_choices(
-        self, body: GenerationBody, prompt: list[int], param: str, hints: Sequence[CacheHint] = ()
+        self, body: GenerationBody, prompts: Sequence[list[int]], param: str, hints: Sequence[CacheHint] = ()
     ) -> Choices:
+        if body.completion_token_ids and len(prompts) * body.n > 1:
+            several = f"n is {body.n}" if body.n > 1 else f"there are {len(prompts)} prompts"
+            message = f"completion_token_ids: they are one answer's beginning, but {several}; give 1"
+            raise ApiError(400, message, param="completion_token_ids")
+        self._check_tokens(body.completion_token_ids or [], "completion_token_ids")
+        self._check_tokens(body.stop_token_ids or [], "stop_token_ids")
+        if body.min_tokens and len(self._eos_token_ids.union(body.stop_token_ids or ())) >= self._vocab_size:
+            message = "stop_token_ids: every token ends the answer, and none that does may come before min_tokens"
+            raise ApiError(400, message, param="stop_token_ids")
+        request_id = self._dialect.find_request_id(body) or str(uuid.uuid4())
+        begun = []
+        for index, prompt in enumerate(prompts):
+            name = f"{param}.{index}" if len(prompts) > 1 else param
+            request = self._make_request(body, request_id, prompt, name, hints)
+            begun.append((request, self._dialect.read_pair(body, request_id, index, len(prompts))))
+        return self._generations.begin_choices(begun, body.n)
+
+    def _make_request(
+        self, body: GenerationBody, request_id: str, prompt: list[int], param: str, hints: Sequence[CacheHint]
+    ) -> Request:
+        """The request for one of the prompts, as the engine gets it.
+
+        Raises:
+            ApiError: 400, the prompt does not fit, or has a token that the model does not have.
+        """
         tokens = prompt + (body.completion_token_ids or [])
         if not tokens:
             raise ApiError(400, "the prompt has no tokens")
         room = self._max_model_len - len(tokens)
         if room < 1:
-            raise self._too_long(str(len(tokens)), "messages" if isinstance(body, ChatBody) else "prompt")
-        if body.repetition_penalty not in (None, self._repetition_penalty):
-            raise ApiError(
-                400,
-                f"repetition_penalty: Input should be {self._repetition_penalty:g}, as for all answers of this "
-                f"checkpoint, but it is {body.repetition_penalty:g}",
-                param="repetition_penalty",
-            )
-        if body.n > 1 and body.completion_token_ids:
-            message = f"completion_token_ids: they are one answer's beginning, but n is {body.n}; give 1"
-            raise ApiError(400, message, param="completion_token_ids")
+            raise self._too_long(str(len(tokens)), "messages" if isinstance(body, ChatBody) else param)
         self._check_tokens(prompt, param)
-        self._check_tokens(body.completion_token_ids or [], "completion_token_ids")
-        self._check_tokens(body.stop_token_ids or [], "stop_token_ids")
-        request_id = self._dialect.find_request_id(body) or str(uuid.uuid4())
-        request = Request(
+        return Request(
             request_id=request_id,
             prompt_token_ids=tuple(tokens),
-            params=sampling_params(body, max_tokens=room, default_max_tokens=self._default_max_tokens),
+            params=sampling_params(body, max_tokens=room, defaults=self._defaults),
             cache_salt=body.cache_salt or "",
             num_begun=len(body.completion_token_ids or []),
             messages=body.messages if isinstance(body, ChatBody) else (),
             hints=(*hints, *([CacheHint(len(prompt), body.cache_control.seconds)] if body.cache_control else [])),
         )
-        return self._generations.begin_choices(request, self._dialect.read_pair(body, request_id), body.n)
 
     def _check_tokens(self, tokens: list[int], param: str) -> None:
-        wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
-        if wrong is not None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self._vocab_size)
             raise ApiError(400, f"{param}: token id {wrong} is not in [0, {self._vocab_size})", param=param)
 
     async def _encode_text(self, text: str, param: str, *, add_special_tokens: bool = False) -> list[int]:
-        at_least = -(-len(text) // self._longest_token)
-        if at_least >= self._max_model_len:
-            raise self._too_long(f"at least {at_least}", param)
-        encode = partial(self.tokenizer, text, add_special_tokens=add_special_tokens)
-        tokens: list[int] = (await asyncio.to_thread(encode) if len(text) > _LONG_TEXT else encode())["input_ids"]
+        [tokens] = await self._encode_texts([text], param, add_special_tokens=add_special_tokens)
         return tokens
 
+    async def _encode_texts(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
+        for index, text in enumerate(texts):
+            at_least = -(-len(text) // self._longest_token)
+            if at_least >= self._max_model_len:
+                raise self._too_long(f"at least {at_least}", f"{param}.{index}" if len(texts) > 1 else param)
+
+        def encode() -> list[list[int]]:
+            return [self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"] for text in texts]
+
+        return await asyncio.to_thread(encode) if sum(map(len, texts)) > _LONG_TEXT else encode()
+
     def _too_long(self, num_tokens: str, param: str) -> ApiError:
+        place = f"{param}: " if "." in param else ""  # one of several
         return ApiError(
             400,
-            f"the prompt has {num_tokens} tokens; with at least one for the answer that is more than the "
+            f"{place}the prompt has {num_tokens} tokens; with at least one for the answer that is more than the "
             f"max_model_len of {self._max_model_len}",
             param=param,
             code="context_length_exceeded",
@@ -248,8 +282,11 @@ class Completions:
     async def encode_chat(self, body: ChatBody) -> list[int]:
         """The tokens of the messages, rendered; with ``continue_final_message`` the last one is the answer's beginning.
 
-        Its tokens are then those that its text has after the others', as if it had been generated up to there.
+        Its tokens are then those that its text has after the others', as if it had been generated up to there. Of a
+        request that has ``prompt_token_ids``, it is these.
         """
+        if body.prompt_token_ids:
+            return body.prompt_token_ids
         if (
             body.continue_final_message
             and body.add_generation_prompt
@@ -257,16 +294,17 @@ class Completions:
         ):
             message = "continue_final_message: it is true, and so is add_generation_prompt; give false for one of them"
             raise ApiError(400, message, param="continue_final_message")
+        encode = partial(self._encode_text, param="messages", add_special_tokens=body.add_special_tokens)
         if not body.continue_final_message:
-            return await self._encode_text(self._render_chat(body, body.messages), "messages")
+            return await encode(self._render_chat(body, body.messages))
         *before, final = body.messages
         prompt = self._render_chat(body, before, lets_assistant_speak=True) if before else ""
         final = _plain_message(len(before), final)
         if final["role"] != "assistant" or not isinstance(final.get("content"), str) or not before:
             message = "continue_final_message: the last of several messages must be the assistant's, with a text"
             raise ApiError(400, message, param="messages")
-        tokens = await self._encode_text(prompt, "messages")
-        whole = await self._encode_text(prompt + final["content"], "messages")
+        tokens = await encode(prompt)
+        whole = await encode(prompt + final["content"])
         if whole[: len(tokens)] == tokens:
             return whole
         # The text would be another token's with the end of the prompt.
@@ -360,7 +398,7 @@ class CompletionResponse(BegunResponse):
         self._body = body
         self._token_bytes = token_bytes
         self._head = {
-            "id": f"{self.prefix}{choices.request.request_id}",
+            "id": name_answer(self.prefix, choices.request.request_id),
             "created": now(),
             "model": model,
         }
@@ -378,7 +416,9 @@ class CompletionResponse(BegunResponse):
                     raise ApiError(500, ENGINE_FAILED)
                 by_choice[index].append(piece)
         choices = [
-            self._describe_choice(index, pieces, self._token_ids(pieces, with_prompt=True), is_whole=True, first=True)
+            self._describe_choice(
+                index, pieces, self._token_ids(index, pieces, with_prompt=True), is_whole=True, first=True
+            )
             for index, pieces in enumerate(by_choice)
         ]
         whole = {**self._head, "object": self.object_whole, "choices": choices, "usage": self._choices.usage()}
@@ -398,7 +438,7 @@ class CompletionResponse(BegunResponse):
                 untold.append(piece)
                 if not (piece.text or piece.finish_reason or piece.logprobs or first):
                     continue  # the token completed no character yet
-                ids = self._token_ids(untold, with_prompt=first)
+                ids = self._token_ids(index, untold, with_prompt=first)
                 if first and ids:  # who goes on elsewhere behind these ids has no usage of this prompt otherwise
                     ids["prompt_cache"] = self._choices.usage()["prompt_tokens_details"]
                 choice = self._describe_choice(index, [piece], ids, is_whole=False, first=first)
@@ -406,6 +446,8 @@ class CompletionResponse(BegunResponse):
                 chunk: dict[str, Any] = {**self._head, "object": self.object_chunk, "choices": [choice]}
                 if options and options.continuous_usage_stats:
                     chunk["usage"] = self._choices.usage()
+                elif options and options.include_usage:
+                    chunk["usage"] = None
                 yield _encode_event(chunk)
         if options and options.include_usage:
             usage = self._choices.usage()
@@ -419,7 +461,7 @@ class CompletionResponse(BegunResponse):
         text = "".join(piece.text for piece in pieces)
         return {
             **self._place_text(text, ids, is_whole=is_whole, first=first),
-            "logprobs": self._describe_logprobs(pieces),
+            "logprobs": self._describe_logprobs(index, pieces),
             "index": index,
             "finish_reason": pieces[-1].finish_reason,
         }
@@ -428,14 +470,15 @@ class CompletionResponse(BegunResponse):
         """The members that hold a choice's text and the ids of its tokens."""
         raise NotImplementedError
 
-    def _describe_logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+    def _describe_logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any] | None:
+        """The log probabilities of these pieces of one choice, if they are wanted."""
         raise NotImplementedError
 
-    def _token_ids(self, pieces: list[Piece], *, with_prompt: bool) -> dict[str, Any]:
-        """The fields of ``return_token_ids``: the ids of the pieces, and of the prompt once."""
+    def _token_ids(self, index: int, pieces: list[Piece], *, with_prompt: bool) -> dict[str, Any]:
+        """The fields of ``return_token_ids``: the ids of one choice's pieces, and of its prompt once."""
         if not self._body.return_token_ids:
             return {}
-        prompt = {"prompt_token_ids": list(self._choices.request.prompt_token_ids)} if with_prompt else {}
+        prompt = {"prompt_token_ids": list(self._choices.prompt_of(index))} if with_prompt else {}
         completion = [piece.token_id for piece in pieces if piece.token_id is not None]
         return prompt | {"completion_token_ids": completion}
 
@@ -451,10 +494,12 @@ class ChatResponse(CompletionResponse):
     object_chunk = "chat.completion.chunk"
 
     def _place_text(self, text: str, ids: dict[str, Any], *, is_whole: bool, first: bool) -> dict[str, Any]:
+        if is_whole:  # OpenAI's schema requires a refusal, if only of null
+            return {"message": {"role": "assistant", "content": text, "refusal": None, **ids}}
         role = {"role": "assistant"} if first else {}
-        return {"message" if is_whole else "delta": {**role, "content": text, **ids}}
+        return {"delta": {**role, "content": text, **ids}}
 
-    def _describe_logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+    def _describe_logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any] | None:
         content = [
             {
                 **self._describe_token(piece.token_id, piece.logprobs.chosen),
@@ -463,7 +508,7 @@ class ChatResponse(CompletionResponse):
             for piece in pieces
             if piece.logprobs is not None and piece.token_id is not None
         ]
-        return {"content": content} if self._body.num_logprobs() is not None else None
+        return {"content": content, "refusal": None} if self._body.num_logprobs() is not None else None
 
     def _describe_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -483,7 +528,12 @@ class TextResponse(CompletionResponse):
     def _place_text(self, text: str, ids: dict[str, Any], *, is_whole: bool, first: bool) -> dict[str, Any]:
         return {"text": text, **ids}
 
-    def _describe_logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+    def __init__(self, choices: Choices, body: GenerationBody, model: str, token_bytes: TokenBytes) -> None:
+        super().__init__(choices, body, model, token_bytes)
+        self._places: dict[int, _Place] = {}
+        """Of each choice, where its next token stands."""
+
+    def _describe_logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any] | None:
         if self._body.num_logprobs() is None:
             return None
         choices: list[tuple[int, TokenLogprobs]] = [
@@ -491,13 +541,43 @@ class TextResponse(CompletionResponse):
             for piece in pieces
             if piece.token_id is not None and piece.logprobs is not None
         ]
+        # The chosen token is always among them, also where it is none of the likeliest.
+        tops = [dict([*logprobs.top, (token, logprobs.chosen)]) for token, logprobs in choices]
         return {
-            "tokens": [self._token_text(token) for token, _ in choices],
+            "tokens": [self._name_token(token) for token, _ in choices],
             "token_logprobs": [logprobs.chosen for _, logprobs in choices],
-            "top_logprobs": [
-                {self._token_text(token): value for token, value in logprobs.top} for _, logprobs in choices
-            ],
+            "top_logprobs": [{self._name_token(token): value for token, value in top.items()} for top in tops],
+            "text_offset": [self._place_token(index, token) for token, _ in choices],
         }
+
+    def _name_token(self, token_id: int) -> str:
+        """A token's text; of one that is a part of a character its bytes, as OpenAI writes them."""
+        data = self._token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _place_token(self, index: int, token_id: int) -> int:
+        """How many characters of a choice's text come before its next token, which this is."""
+        place = self._places.setdefault(index, _Place())
+        before = place.characters
+        if not self._token_bytes.is_special(token_id):
+            place.characters += len(place.decoder.decode(self._token_bytes(token_id)))
+        return before
+
+
+class _Place:
+    """A place in a text whose bytes come in pieces."""
+
+    def __init__(self) -> None:
+        self.characters = 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+
+def name_answer(prefix: str, request_id: str) -> str:
+    """The id of an answer; a request may have been named with its prefix, as FastDeploy's are."""
+    return request_id if request_id.startswith(prefix) else prefix + request_id
 
 
 def _encode_event(value: dict[str, Any]) -> bytes:

@@ -27,7 +27,9 @@ class Detokenizer:
         prompt_token_ids: the prompt; its end is context for the first piece. A character of which it has the first
             tokens only is given out with the token that completes it.
         stop: strings that end the text; neither they nor the text after them is given out.
-        begun_token_ids: tokens that came before, whose text somebody else has given out as far as it was certain.
+        begun_token_ids: tokens that came before, whose text somebody else has given out as far as it was certain. No
+            stop string has ended the text there, so none that ends there counts.
+        min_tokens: the answer goes on past stop strings that end within the text of so many tokens, as vLLM's does.
     """
 
     def __init__(
@@ -36,9 +38,12 @@ class Detokenizer:
         prompt_token_ids: Sequence[int],
         stop: Sequence[str] = (),
         begun_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if text]
+        self._tokens_before_stops = len(begun_token_ids) + min_tokens
+        self._passed_over = 0  # characters at the beginning of the held text in which no stop string may end
         self._window = list(prompt_token_ids[-_CONTEXT:])
         num_unfinished = self._count_unfinished_tokens()
         unfinished = self._window[len(self._window) - num_unfinished :]
@@ -63,7 +68,11 @@ class Detokenizer:
     def add_token(self, token_id: int) -> str:
         """The text that ``token_id`` makes certain; often the token's own, sometimes none, sometimes more."""
         self._window.append(token_id)
-        return self._release_text(self._decode_new(final=False), final=False)
+        new = self._decode_new(final=False)
+        if self._tokens_before_stops > 0:
+            self._tokens_before_stops -= 1
+            self._passed_over = len(self._held) + len(new)
+        return self._release_text(new, final=False)
 
     def flush_text(self) -> str:
         """The text that was held back, now that no token follows."""
@@ -115,13 +124,15 @@ class Detokenizer:
         if self.stopped:
             return ""
         text = self._held + new
-        met = [(at, stop) for at, stop in ((text.find(stop), stop) for stop in self._stop) if at >= 0]
+        places = ((text.find(stop, max(0, self._passed_over - len(stop) + 1)), stop) for stop in self._stop)
+        met = [(at, stop) for at, stop in places if at >= 0]
         if met:
             at, self.met_stop = min(met)
             self._held = ""
             return text[:at]
         keep = 0 if final else max((_stop_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
+        self._passed_over = max(0, self._passed_over - (len(text) - keep))
         return text[: len(text) - keep]
 
 

@@ -8,6 +8,7 @@ import logging
 import math
 import mmap
 import os
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from engine.attention.retrieval import Retrieval, SparseState, reads_host_memory
 from engine.device_copies import wait_for_device
 from engine.out_of_memory import LEAVE_ROOM, LEAVE_ROOM_BESIDE, told_if_too_large
 from engine.packed_linear import pack_linears
+from engine.request import GREATEST_PENALTY, LEAST_PENALTY, SamplingDefaults
 from engine.retrieval_config import Regime, RetrievalConfig
 from engine.sampler import Choice, sample
 from engine.scheduler import Chunk
@@ -46,24 +48,38 @@ LAYOUT = "layer,kv,head,token,dim"
 # Other instances' that blocks are read under, if it divides, or is divided by, the own one.
 _OTHER_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
-# Other settings of a generation_config.json that change transformers' greedy answers, and where they change nothing.
+# Numbers of a generation_config.json that hold for requests that do not say their own, and their least and greatest.
+_DEFAULTS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (-1, math.inf),
+    "repetition_penalty": (LEAST_PENALTY, GREATEST_PENALTY),
+}
+# Other settings there that change transformers' answers, and where they change nothing.
 _IGNORED_SETTINGS = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
     "exponential_decay_length_penalty": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
+    "frequency_penalty": 0.0,
     "guidance_scale": 1.0,
     "min_length": 0,
     "min_new_tokens": 0,
+    "min_p": 0.0,
     "no_repeat_ngram_size": 0,
     "num_beams": 1,
     "penalty_alpha": 0.0,
+    "presence_penalty": 0.0,
     "sequence_bias": None,
     "stop_strings": None,
     "suppress_tokens": None,
+    "top_h": None,
+    "typical_p": 1.0,
     "watermarking_config": None,
 }
 
@@ -142,8 +158,7 @@ class ModelRunner:
     ``allocate_kv`` must be called before ``run``.
 
     Raises:
-        ConfigError: the weights cannot be loaded, or the checkpoint's repetition_penalty or max_new_tokens is no
-            positive number.
+        ConfigError: the weights cannot be loaded, or a number in its generation_config.json cannot be used.
     """
 
     def __init__(self, folder: str, config: Any, device: str, dtype: torch.dtype, block_size: int) -> None:
@@ -182,8 +197,7 @@ class ModelRunner:
         )
         self.family = find_family(self.namespace, kv_heads, self.shape.list_axes(), block_sizes=_OTHER_BLOCK_SIZES)
         self.eos_token_ids = _eos_token_ids(config, self.model)
-        self.repetition_penalty = _repetition_penalty(folder, self.model.generation_config)
-        self.default_max_tokens = _default_max_tokens(folder, self.model.generation_config)
+        self.defaults = _read_defaults(folder, self.model.generation_config)
         _warn_of_ignored_settings(folder, self.model.generation_config)
         self.kv = torch.empty(0)
         self.retrieval: Retrieval | None = None
@@ -289,7 +303,7 @@ class ModelRunner:
         if not sequences:
             wait_for_device(self.device)
             return []
-        return sample(logits, sequences, self.eos_token_ids, self.repetition_penalty)
+        return sample(logits, sequences, self.eos_token_ids)
 
     def _sparse_state(self, chunk: Chunk) -> SparseState | None:
         """How the chunk looks blocks up, if it does; prompts, cut into any chunks, are computed exactly."""
@@ -341,15 +355,27 @@ def _eos_token_ids(config: Any, model: Any) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _repetition_penalty(folder: str, generation_config: Any) -> float:
-    penalty = getattr(generation_config, "repetition_penalty", None)
-    if penalty is None:
-        return 1.0
-    if not isinstance(penalty, int | float) or not 0 < penalty < math.inf:
-        raise ConfigError(
-            f"--model {folder!r}: repetition_penalty {penalty!r} in its generation_config.json is no positive number"
-        )
-    return float(penalty)
+def _read_defaults(folder: str, generation_config: Any) -> SamplingDefaults:
+    """What the checkpoint says of requests that do not say it themselves: what vLLM takes of it, too.
+
+    Raises:
+        ConfigError: a number there cannot be used.
+    """
+    found: dict[str, Any] = {}
+    for name, (least, greatest) in _DEFAULTS.items():
+        value = getattr(generation_config, name, None)
+        if value is None:
+            continue
+        kinds = int if name == "top_k" else int | float
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= greatest:
+            limits = f"from {least:g} to {greatest:g}" if greatest < math.inf else f"of at least {least:g}"
+            raise ConfigError(
+                f"--model {folder!r}: {name} {value!r} in its generation_config.json is no number {limits}"
+            )
+        found[name] = max(value, 0) if name == "top_k" else float(value)
+    if found:
+        log.info("Of requests that do not say it, %s says %s in its generation_config.json", folder, found)
+    return SamplingDefaults(max_tokens=_default_max_tokens(folder, generation_config), **found)
 
 
 def _default_max_tokens(folder: str, generation_config: Any) -> int | None:
@@ -369,7 +395,7 @@ def _warn_of_ignored_settings(folder: str, generation_config: Any) -> None:
     names = [name for name, value in values.items() if value not in (None, [], _IGNORED_SETTINGS[name])]
     if names:
         log.warning(
-            "Greedy answers may not be transformers': what the generation_config.json of %s says of %s is not done",
+            "Answers may not be transformers': what the generation_config.json of %s says of %s is not done",
             folder,
             ", ".join(names),
         )

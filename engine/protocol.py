@@ -15,13 +15,24 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from engine.cache_hints import CacheControl
-from engine.request import SamplingParams
+from engine.request import GREATEST_PENALTY, LEAST_PENALTY, SamplingDefaults, SamplingParams
 
 __all__ = [
+    "MAX_ANSWERS",
+    "MAX_STOPS",
     "AbortBody",
     "AbortRidBody",
     "ApiError",
@@ -44,45 +55,82 @@ __all__ = [
 
 
 MAX_CHOICES = 128  # as OpenAI
-_MAX_STOPS = 16
+MAX_ANSWERS = 1024
+"""To all prompts of one request: as many as vLLM takes prompts, and our router counts."""
+MAX_STOPS = 16  # vLLM and OpenAI take four
 # An id goes into the log and back in a header. A router takes 256, and numbers its retries behind them.
 _MAX_ID_CHARACTERS = 300
 
 Unsupported: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 """Fields, each with the values that change nothing, and what to do instead of giving another one."""
 
+_NO_FORM = "this engine holds answers to no form; ask for the form in the prompt, and check the answer"
+_OWN_LOGPROBS = "this engine tells the model's own probabilities; leave it out"
+_TEMPLATE_VARIABLE = "it is a variable of some chat templates; give it in chat_template_kwargs"
 # Fields that would change the answer in a way that this engine does not know: the values that change nothing, what the
 # engine lacks, and what to do. ``GenerationBody`` has more of them, whose types say which value may stand there.
 _UNSUPPORTED: Unsupported = {
     "allowed_token_ids": (([],), "this engine chooses among all tokens; leave it out"),
     "bad_words": (([],), "this engine forbids no words; leave it out"),
     "bad_words_token_ids": (([],), "this engine forbids no words; leave it out"),
+    "custom_logit_processor": ((), "this engine takes no processors of logits; leave it out"),
+    "custom_params": (({},), "this engine takes no processors of logits; leave it out"),
+    "extra_key": ((), "this engine keeps caches apart by cache_salt; give that"),
     **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "structured_outputs"),
-        ((), "this engine holds answers to no form; ask for the form in the prompt, and check the answer"),
+        (
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "structured_outputs"),
+            *("json_schema", "regex", "ebnf"),
+        ),
+        ((), _NO_FORM),
     ),
     "guided_json_object": ((False,), "this engine holds answers to no form; ask for JSON in the prompt, and check it"),
+    "include_logprobs_decode_token": ((True,), "this engine tells tokens as texts; give true"),
     "include_stop_str_in_output": ((False,), "this engine leaves the stop string out; give false"),
+    "length_penalty": ((1,), "this engine does not search by beams; leave it out"),
     "logits_processors": (([],), "this engine takes no processors of logits; leave it out"),
     "logits_processors_args": (({},), "this engine has no processors of logits; leave it out"),
+    "logprob_token_ids": (([],), "this engine tells the likeliest tokens; give logprobs alone"),
+    "lora_path": ((), "this engine has no adapters; leave it out"),
+    "no_stop_trim": ((False,), "this engine leaves the stop string out; give false"),
+    "prompt_embeds": (([],), "this engine takes texts and token ids; give one of them"),
     "prompt_logprobs": ((False,), "this engine tells probabilities of the answer only; leave it out"),
     "reasoning_max_tokens": ((), "this engine does not tell thinking from answering; give max_tokens"),
+    "repetition_detection": ((), "this engine does not look for repetitions; give repetition_penalty"),
+    "response_max_tokens": ((), "this engine does not tell thinking from answering; give max_tokens"),
+    "return_tokens_as_token_ids": ((False,), "this engine tells tokens as texts; give return_token_ids for their ids"),
+    "sampling_logprobs_mode": ((), _OWN_LOGPROBS),
+    "session_params": ((), "this engine keeps no sessions; send the whole prompt"),
     "skip_special_tokens": ((True,), "this engine leaves special tokens out; give true"),
+    "spaces_between_special_tokens": ((True,), "this engine leaves special tokens out; give true"),
+    "stop_regex": (([],), "this engine searches for texts; give stop"),
+    "temp_scaled_logprobs": ((False,), _OWN_LOGPROBS),
+    "thinking_token_budget": ((-1,), "this engine does not tell thinking from answering; give max_tokens"),
+    "top_p_normalized_logprobs": ((False,), _OWN_LOGPROBS),
     "truncate_prompt_tokens": ((), "this engine does not shorten prompts; send what fits"),
     "use_beam_search": ((False,), "this engine does not search by beams; give false"),
+    "vllm_xargs": (({},), "this engine has no extensions; leave it out"),
+    "watermark": (({}, {"enabled": False}), "this engine marks no answers; leave it out"),
+    "watermarking": ((False,), "this engine marks no answers; leave it out"),
 }
 _UNSUPPORTED_IN_CHAT: Unsupported = {
     "audio": ((), "this engine answers in text only; leave it out"),
     "chat_template": ((), "this engine renders messages by the checkpoint's own template; leave it out"),
     "disable_chat_template": ((False,), "this engine renders messages by the template; use /v1/completions for a text"),
     "documents": (([],), "this engine gives templates no documents; put them into the messages"),
+    "echo": ((False,), "this engine does not repeat the prompt; give false"),
     "enable_thinking": ((), "it is a variable of chat templates; give it in chat_template_kwargs"),
     "function_call": (("none", "auto"), 'this engine cannot force a call; give "auto" or "none"'),
     "functions": (([],), "this engine knows no functions; give tools, of which the chat template tells the model"),
+    "include_reasoning": ((True,), "this engine does not tell thinking from answering; give true"),
+    "input_ids": (([],), "this engine takes them as prompt_token_ids; give that"),
     "modalities": ((["text"],), 'this engine answers in text only; give ["text"]'),
+    "moderation": ((), "this engine moderates nothing; leave it out"),
     "prediction": ((), "this engine does not compare answers with a prediction; leave it out"),
-    "reasoning_effort": ((), "it is a variable of some chat templates; give it in chat_template_kwargs"),
+    "reasoning_effort": ((), _TEMPLATE_VARIABLE),
+    "task": ((), "this engine knows no tasks; put it into the messages"),
+    "thinking": (({"type": "disabled"},), _TEMPLATE_VARIABLE),
     "tool_choice": (("none", "auto"), 'this engine cannot force a call; give "auto" or "none"'),
+    "verbosity": (("medium",), "this engine does not steer how much a model says; ask for it in the messages"),
     "web_search_options": ((), "this engine searches nothing; leave it out"),
 }
 
@@ -95,6 +143,16 @@ class ApiError(Exception):
         self.status = status
         self.param = param
         self.code = code
+
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same, of an API where fields have other names: by each name here the one there."""
+        name, dot, rest = (self.param or "").partition(".")
+        if name not in names:
+            return self
+        message = str(self)
+        if message.startswith(name):
+            message = names[name] + message[len(name) :]
+        return ApiError(self.status, message, param=f"{names[name]}{dot}{rest}", code=self.code)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -193,12 +251,11 @@ class GenerationBody(Body):
     best_of: Literal[1] = 1
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = Field(default=None, ge=LEAST_PENALTY, le=GREATEST_PENALTY)
     min_p: Literal[0] = 0
     logit_bias: dict[str, Literal[0]] = {}
     response_format: ResponseFormat | None = None
     user: str | None = None
-    prompt_token_ids: list[int] | None = None
     completion_token_ids: list[int] | None = None
     """Generated before, by an instance that preempted the request: they go on the prompt (FastDeploy's contract)."""
     return_token_ids: bool = False
@@ -218,9 +275,17 @@ class GenerationBody(Body):
     @classmethod
     def _few_stops(cls, stop: str | list[str]) -> str | list[str]:
         """The text of each token is searched for each of them."""
-        if isinstance(stop, list) and len(stop) > _MAX_STOPS:
-            raise PydanticCustomError("too_long", f"Input should be at most {_MAX_STOPS} strings")
+        if isinstance(stop, list) and len(stop) > MAX_STOPS:
+            raise PydanticCustomError("too_long", f"Input should be at most {MAX_STOPS} strings")
         return stop
+
+    @field_validator("stream_options")
+    @classmethod
+    def _only_of_streams(cls, options: StreamOptions, info: ValidationInfo) -> StreamOptions:
+        """Who asks for the options of a stream expects one."""
+        if options.model_fields_set and not info.data.get("stream"):
+            raise PydanticCustomError("no_stream", "Stream options can only be defined when `stream=True`")
+        return options
 
     def num_logprobs(self) -> int | None:
         """How many alternatives to report for each token, or None for nothing."""
@@ -233,6 +298,8 @@ class ChatBody(GenerationBody):
     unsupported: ClassVar[Unsupported] = {**_UNSUPPORTED, **_UNSUPPORTED_IN_CHAT}
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+    prompt_token_ids: list[int] | None = None
+    """In place of the messages."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -241,29 +308,49 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    add_special_tokens: bool = False
+    """On top of those that the template writes."""
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _only_with_logprobs(cls, count: int, info: ValidationInfo) -> int:
+        """Who asks for the rivals of tokens expects their probabilities."""
+        if count and not info.data.get("logprobs"):
+            raise PydanticCustomError("no_logprobs", "Input should come with logprobs: true")
+        return count
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions, for one prompt."""
+    """POST /v1/completions, for one prompt or several."""
 
-    prompt: str | list[int] | list[str] | None = None
+    prompt: str | list[int] | list[str] | list[list[int]] | None = None
+    prompt_token_ids: list[int] | list[list[int]] | None = None
+    """In place of ``prompt`` (FastDeploy's contract)."""
     echo: Literal[False] = False
     suffix: Literal[""] = ""
     logprobs: int | None = Field(default=None, ge=0, le=20)
+    add_special_tokens: bool = True
+    """To prompts that are texts."""
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or messages to be rendered first (vLLM's form)."""
+    """POST /tokenize: a text, or messages to be rendered first (vLLM's form).
+
+    Its other fields are those of the completion, or of the chat, that has this prompt: what changes the prompt there
+    changes it here, and what is refused there is refused here.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
-    add_special_tokens: bool = False
+    return_token_strs: bool = False
 
 
 class DetokenizeBody(Body):
@@ -357,26 +444,31 @@ def quote_short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def sampling_params(body: GenerationBody, *, max_tokens: int, default_max_tokens: int | None = None) -> SamplingParams:
+def sampling_params(
+    body: GenerationBody, *, max_tokens: int, defaults: SamplingDefaults | None = None
+) -> SamplingParams:
     """The engine's sampling parameters.
 
     Args:
         body: the client's.
         max_tokens: the limit that the context leaves.
-        default_max_tokens: the limit where the client gives none; tokens generated before a preemption count.
+        defaults: of what the client does not say; tokens generated before a preemption count towards its limit.
     """
+    defaults = defaults or SamplingDefaults()
     wanted = body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         wanted = body.max_completion_tokens
-    if wanted is None and default_max_tokens is not None:
-        wanted = max(1, default_max_tokens - len(body.completion_token_ids or []))
+    if wanted is None and defaults.max_tokens is not None:
+        wanted = max(1, defaults.max_tokens - len(body.completion_token_ids or []))
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    penalty = body.repetition_penalty
     return SamplingParams(
         max_tokens=max_tokens if wanted is None else min(wanted, max_tokens),
         min_tokens=body.min_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(body.top_k or 0, 0),
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k if body.top_k is None else max(body.top_k, 0),
+        repetition_penalty=defaults.repetition_penalty if penalty is None else penalty,
         # Without a seed of the client's every request draws its own.
         seed=secrets.randbits(62) if body.seed is None else body.seed,
         stop=tuple(text for text in stop if text),

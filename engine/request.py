@@ -15,10 +15,38 @@ from engine.retrieval_config import Regime
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
 from kvstore_backend.cuts.siblings import join_runs
 
-__all__ = ["Request", "SamplingParams", "Saves", "Sequence", "State", "TokenLogprobs", "TokenOutput"]
+__all__ = [
+    "GREATEST_PENALTY",
+    "LEAST_PENALTY",
+    "Request",
+    "SamplingDefaults",
+    "SamplingParams",
+    "Saves",
+    "Sequence",
+    "State",
+    "TokenLogprobs",
+    "TokenOutput",
+]
+
+LEAST_PENALTY, GREATEST_PENALTY = 0.01, 100.0
+"""Of ``repetition_penalty``: beyond these, a logit might become infinite."""
 
 # Sources in ``Sequence.prompt_sources``, by their names among metrics.
 _ORIGINS = {"own cache": "own_cache", "the pool": "pool", "the prefill instance": "handed_over"}
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """How tokens are chosen for requests that do not say it; a checkpoint's generation_config.json may say it.
+
+    The names are those of ``SamplingParams``; ``max_tokens`` None is as many as the context holds.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +54,7 @@ class SamplingParams:
     """How tokens are chosen and when to stop; OpenAI's names and meanings where it has them.
 
     ``temperature`` 0 (or ``top_p`` 0, as FastDeploy's examples have it) is greedy. ``top_k`` 0 means all tokens.
+    ``repetition_penalty`` above 1 makes tokens of the prompt and the answer less likely to come again.
     ``seed`` makes the choice a function of (seed, position, logits). ``logprobs`` is how many alternatives to
     report beside the chosen token; None reports nothing.
     """
@@ -35,6 +64,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()

@@ -28,7 +28,6 @@ def sample(
     logits: torch.Tensor,
     sequences: SequenceOf[Sequence],
     eos_token_ids: frozenset[int],
-    repetition_penalty: float = 1.0,
 ) -> list[Choice]:
     """Choose one token for each sequence.
 
@@ -38,14 +37,12 @@ def sample(
     Args:
         logits: ``[sequences, vocabulary]``, changed in place.
         eos_token_ids: ids that end a text; not chosen before ``min_tokens``.
-        repetition_penalty: above 1 makes tokens of the prompt and the answer less likely to come again.
 
     Returns:
         For each sequence its choice; None where a logit is no number, or every token would end the text too early.
     """
     logits = logits.float()
-    if repetition_penalty != 1:
-        _penalize_repetition(logits, sequences, repetition_penalty)
+    _penalize_repetition(logits, sequences)
     _hold_ends_back(logits, sequences, eos_token_ids)
     best, tokens = logits.max(dim=-1)  # where one logit is NaN, that is the best
     tokens = _draw_tokens(logits, sequences, tokens)
@@ -62,15 +59,19 @@ def sample(
     ]
 
 
-def _penalize_repetition(logits: torch.Tensor, sequences: SequenceOf[Sequence], penalty: float) -> None:
+def _penalize_repetition(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
     """As transformers' ``RepetitionPenaltyLogitsProcessor`` does it, after https://arxiv.org/abs/1909.05858."""
+    penalties = [sequence.request.params.repetition_penalty for sequence in sequences]
+    places = [row for row, penalty in enumerate(penalties) if penalty != 1]
+    if not places:
+        return
     width = logits.shape[1]
     [seen] = send_numbers(
-        [[row * width + token for row, sequence in enumerate(sequences) for token in set(sequence.token_ids)]],
-        logits.device,
+        [[row * width + token for row in places for token in set(sequences[row].token_ids)]], logits.device
     )
+    [of_rows] = send_numbers([penalties], logits.device, torch.float64)
     every = logits.view(-1)
-    scores = every[seen]
+    scores, penalty = every[seen], of_rows.to(logits.dtype)[seen // width]
     every[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
 
 

@@ -27,8 +27,13 @@ class TokenBytes:
     def __init__(self, tokenizer: Any) -> None:
         self._piece = tokenizer.convert_ids_to_tokens
         self._verbatim = frozenset(tokenizer.added_tokens_decoder)
+        self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         self._is_byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token stands in no text."""
+        return token_id in self._special
 
     def __call__(self, token_id: int) -> bytes:
         """The token's bytes; none for an id that the model has and its vocabulary lacks."""

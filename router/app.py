@@ -169,21 +169,21 @@ class RouterApp:
                     return
             if len(scope["query_string"]) > MAX_QUERY_BYTES:
                 message = f"the query is longer than the {MAX_QUERY_BYTES} bytes that this path takes"
-                await error_reply(ApiError(414, message, "target_too_long"))(scope, receive, send)
+                await error_reply(ApiError(414, message, "target_too_long"), scope["path"])(scope, receive, send)
                 return
             # A model's id may be its folder, which begins with a slash of its own.
             if not is_normal_path(scope["path"].replace("/v1/models//", "/v1/models/", 1)):
                 message = f"the path {scope['path']!r} has an empty segment, '.' or '..'; paths here have none"
-                await error_reply(ApiError(404, message, "unknown_path"))(scope, receive, send)
+                await error_reply(ApiError(404, message, "unknown_path"), scope["path"])(scope, receive, send)
                 return
             route = find_route(scope["path"])
             if route is None:
-                await error_reply(_explain_unknown_path(scope["path"]))(scope, receive, send)
+                await error_reply(_explain_unknown_path(scope["path"]), scope["path"])(scope, receive, send)
                 return
             try:
                 self.auth.check_access(route.access, scope["headers"])
             except Refused as refused:
-                await refusal_reply(refused)(scope, receive, send)
+                await refusal_reply(refused, scope["path"])(scope, receive, send)
                 return
             if scope["method"] == "HEAD":  # uvicorn leaves out the body
                 scope = {**scope, "method": "GET"}

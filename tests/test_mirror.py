@@ -140,7 +140,6 @@ TESTED_IN = {
     # An instance as its own process, spoken to as clients, operators and routers do.
     "engine/serving/endpoints.py": "tests/engine/test_api_server.py",
     "engine/serving/ports.py": "tests/engine/test_api_server.py",
-    "engine/serving/server.py": "tests/engine/test_api_server.py",
     "engine/serving/surroundings.py": "tests/engine/test_api_server.py",
     "engine/pool_connector.py": "tests/engine/test_pool_faults.py",
     "engine/request.py": "tests/engine/test_scheduler.py",

@@ -10,18 +10,19 @@ from pydantic import Field
 
 from engine.apis.plain_body import PlainBody
 from engine.apis.typed_events import encode_typed_event
-from engine.completions import ENGINE_FAILED, BegunResponse, Completions
+from engine.completions import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse, Completions, name_answer
 from engine.generation import Choices, Piece
-from engine.protocol import ApiError, ChatBody, Unsupported, anthropic_error_body, check_body, quote_short
+from engine.protocol import MAX_STOPS, ApiError, ChatBody, Unsupported, anthropic_error_body, check_body, quote_short
 
-__all__ = ["Messages", "MessagesBody", "MessagesResponse"]
+__all__ = ["ConversationBody", "Messages", "MessagesBody", "MessagesResponse"]
 
 _NO_TOOLS = "this engine calls no tools in this API; leave it out, or use /v1/chat/completions"
-_ABORTED = "the request was aborted before its answer ended"
+_NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
+"""Of fields of chat, in this API."""
 
 
-class MessagesBody(PlainBody):
-    """POST /v1/messages."""
+class ConversationBody(PlainBody):
+    """POST /v1/messages/count_tokens: what the prompt is made of."""
 
     unsupported: ClassVar[Unsupported] = {
         "container": ((), "this engine has no containers; leave it out"),
@@ -37,9 +38,14 @@ class MessagesBody(PlainBody):
     ignored: ClassVar[frozenset[str]] = PlainBody.ignored | {"betas", "metadata"}
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int = Field(ge=1)
     system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] = Field(default_factory=list)
+
+
+class MessagesBody(ConversationBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] = Field(default_factory=list, max_length=MAX_STOPS)
 
 
 class Messages:
@@ -61,8 +67,16 @@ class Messages:
         choices = await self._completions.begin_chat_choices(chat_of_messages(body))
         return MessagesResponse(choices, is_stream=body.stream, model=self._completions.model)
 
+    async def count_tokens(self, body: ConversationBody) -> dict[str, Any]:
+        """POST /v1/messages/count_tokens: how many tokens the prompt of a message has.
 
-def chat_of_messages(body: MessagesBody) -> ChatBody:
+        Raises:
+            ApiError: the messages cannot be rendered, or do not fit.
+        """
+        return {"input_tokens": len(await self._completions.encode_chat(chat_of_messages(body)))}
+
+
+def chat_of_messages(body: ConversationBody) -> ChatBody:
     """The request of chat that has the same answer; a last message of the assistant's is continued.
 
     Raises:
@@ -74,12 +88,15 @@ def chat_of_messages(body: MessagesBody) -> ChatBody:
     is_continued = messages[-1]["role"] == "assistant"
     fields: dict[str, Any] = {
         "messages": messages,
-        "max_completion_tokens": body.max_tokens,
-        "stop": body.stop_sequences,
         "continue_final_message": is_continued,
         "add_generation_prompt": not is_continued,
     }
-    return check_body(ChatBody, fields | body.fields_of_chat())
+    if isinstance(body, MessagesBody):
+        fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
+    try:
+        return check_body(ChatBody, fields | body.fields_of_chat())
+    except ApiError as exc:
+        raise exc.renamed(_NAMES) from None
 
 
 def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +169,7 @@ class MessagesResponse(BegunResponse):
 
     def _describe(self, **members: Any) -> dict[str, Any]:
         return {
-            "id": f"msg_{self.request.request_id}",
+            "id": name_answer("msg_", self.request.request_id),
             "type": "message",
             "role": "assistant",
             "model": self._model,
@@ -179,7 +196,7 @@ def _check_end(last: Piece) -> None:
     if last.finish_reason == "error":
         raise ApiError(500, ENGINE_FAILED)
     if last.finish_reason == "abort":
-        raise ApiError(503, _ABORTED)
+        raise ApiError(503, REQUEST_ABORTED)
 
 
 def _describe_end(last: Piece) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from pydantic import ConfigDict
 
 from engine.protocol import ApiError, Body, RequestId
 
-__all__ = ["PlainBody"]
+__all__ = ["PASSED_ON", "PlainBody"]
 
-_PASSED_ON = frozenset(
+PASSED_ON = frozenset(
     {
         "bootstrap_host",
         "bootstrap_port",
@@ -51,7 +51,7 @@ class PlainBody(Body):
     def check_fields(cls, fields: dict[str, Any]) -> None:
         """Refuse fields that would change the answer in a way that this engine does not know, or that nobody knows."""
         super().check_fields(fields)
-        known = {*cls.model_fields, *cls.ignored, *cls.unsupported, *_PASSED_ON}
+        known = {*cls.model_fields, *cls.ignored, *cls.unsupported, *PASSED_ON}
         for name in fields:
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, 1)
@@ -60,5 +60,5 @@ class PlainBody(Body):
 
     def fields_of_chat(self) -> dict[str, Any]:
         """The fields that chat has under the same names."""
-        passed_on = {name: value for name, value in (self.model_extra or {}).items() if name in _PASSED_ON}
+        passed_on = {name: value for name, value in (self.model_extra or {}).items() if name in PASSED_ON}
         return {**passed_on, "request_id": self.request_id}

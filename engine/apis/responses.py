@@ -10,14 +10,16 @@ from typing import Any
 from engine.apis.response_store import KeptResponse, ResponseStore
 from engine.apis.responses_body import ResponsesBody, chat_of_responses, messages_of_input
 from engine.apis.typed_events import encode_typed_event
-from engine.completions import ENGINE_FAILED, BegunResponse, Completions
+from engine.completions import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse, Completions
 from engine.generation import Choices
 from engine.protocol import ApiError, now, quote_short
 
 __all__ = ["Responses", "ResponsesResponse"]
 
-_STATUS_OF_REASON = {"stop": "completed", "length": "incomplete", "error": "failed"}
-"""The status of a response by the finish reason of its answer; of others it is cancelled."""
+_STATUS_OF_REASON = {"stop": "completed", "length": "incomplete"}
+"""The status of a response by the finish reason of its answer; of others it is failed."""
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+"""Of fields of chat, in this API."""
 _LAST_EVENT = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
 
@@ -44,7 +46,10 @@ class Responses:
             before = list(self._find_previous(body.previous_response_id).messages)
         unique = uuid.uuid4().hex
         body.request_id = body.request_id or unique
-        choices = await self._completions.begin_chat_choices(chat_of_responses(body, before))
+        try:
+            choices = await self._completions.begin_chat_choices(chat_of_responses(body, before))
+        except ApiError as exc:
+            raise exc.renamed(_NAMES) from None
         messages = [*before, *messages_of_input(body.input)]
         store = self._store if body.store else None
         return ResponsesResponse(f"resp_{unique}", choices, body, messages, self._completions.model, store)
@@ -104,7 +109,7 @@ class ResponsesResponse(BegunResponse):
         """The whole response at once.
 
         Raises:
-            ApiError: 500, the engine failed.
+            ApiError: 500, the engine failed; 503, the request was aborted.
         """
         texts: list[str] = []
         reason: str | None = None
@@ -112,8 +117,8 @@ class ResponsesResponse(BegunResponse):
             async for _, piece in pieces:
                 texts.append(piece.text)
                 reason = piece.finish_reason
-        if reason == "error":
-            raise ApiError(500, ENGINE_FAILED)
+        if reason not in _STATUS_OF_REASON:
+            raise ApiError(500 if reason == "error" else 503, _explain_failure(reason))
         return self._finish("".join(texts), reason) | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
@@ -145,24 +150,25 @@ class ResponsesResponse(BegunResponse):
 
     def _finish(self, text: str, reason: str | None) -> dict[str, Any]:
         """The response's object at its end; it is kept from here on, where the client wants that."""
-        status = _STATUS_OF_REASON.get(reason or "", "cancelled")
+        status = _STATUS_OF_REASON.get(reason or "", "failed")
+        error = {"code": "server_error", "message": _explain_failure(reason)} if status == "failed" else None
         item_status = "completed" if status == "completed" else "incomplete"
         output = [self._describe_item(item_status, [_describe_part(text)])]
-        whole = self._describe(status, output=output, usage=_describe_usage(self._choices.usage()))
+        whole = self._describe(status, error=error, output=output, usage=_describe_usage(self._choices.usage()))
         if self._store is not None and status in _LAST_EVENT:
             answer = {"role": "assistant", "content": text}
             self._store.keep_response(self._id, KeptResponse(whole, [*self._messages, answer]))
         return whole
 
     def _describe(self, status: str, **members: Any) -> dict[str, Any]:
-        body, error = self._body, {"code": "server_error", "message": ENGINE_FAILED}
+        body = self._body
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
             "background": False,
-            "error": error if status == "failed" else None,
+            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -184,6 +190,10 @@ class ResponsesResponse(BegunResponse):
 
     def _describe_item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def _explain_failure(reason: str | None) -> str:
+    return ENGINE_FAILED if reason == "error" else REQUEST_ABORTED
 
 
 def _describe_part(text: str) -> dict[str, Any]:

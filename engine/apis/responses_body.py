@@ -15,6 +15,9 @@ __all__ = ["ResponsesBody", "chat_of_responses", "messages_of_input"]
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _NO_TOOLS = "this engine calls no tools in this API; leave it out, or use /v1/chat/completions"
+_FORM: dict[str, Any] = {"format": {"type": "text"}}
+_VERBOSITY: dict[str, Any] = {"verbosity": "medium"}
+_PLAIN_TEXTS: tuple[dict[str, Any], ...] = ({}, _FORM, _VERBOSITY, _FORM | _VERBOSITY)  # OpenAI's defaults
 
 
 class ResponsesBody(PlainBody):
@@ -29,7 +32,7 @@ class ResponsesBody(PlainBody):
         "moderation": ((), "this engine moderates nothing; leave it out"),
         "prompt": ((), "this engine keeps no templates of prompts; give input and instructions"),
         "reasoning": (({},), "this engine does not tell thinking from answering; leave it out"),
-        "text": (({}, {"format": {"type": "text"}}), "this engine holds answers to no form; leave it out"),
+        "text": (_PLAIN_TEXTS, "this engine holds answers to no form, and steers no length; leave it out"),
         "tool_choice": (("none", "auto"), _NO_TOOLS),
         "tools": (([],), _NO_TOOLS),
         "top_logprobs": ((0,), "this engine tells probabilities in /v1/chat/completions only; leave it out"),

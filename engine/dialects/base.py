@@ -28,8 +28,15 @@ class PairDialect(ABC):
         return body.request_id
 
     @abstractmethod
-    def read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:
+    def read_pair(
+        self, body: GenerationBody, request_id: str, prompt: int = 0, num_prompts: int = 1
+    ) -> PairInfo | None:
         """The part of a pair that the request has this instance play; None: none, it answers by itself.
+
+        Args:
+            body: the request's.
+            request_id: the request's.
+            prompt: which of its prompts it is, of ``num_prompts``.
 
         Raises:
             ApiError: 400, the engine whose dialect it is would refuse the request.

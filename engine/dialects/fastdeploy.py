@@ -17,5 +17,7 @@ class FastDeployDialect(PairDialect):
     def __init__(self) -> None:
         self.registration: dict[str, Any] = {}
 
-    def read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:
+    def read_pair(
+        self, body: GenerationBody, request_id: str, prompt: int = 0, num_prompts: int = 1
+    ) -> PairInfo | None:
         return body.disaggregate_info

@@ -37,13 +37,15 @@ class SglangDialect(PairDialect):
         return {"/server_info": {"disaggregation_mode": mode, "disaggregation_bootstrap_port": self._port}}
 
     def find_request_id(self, body: GenerationBody) -> str | None:
-        rid = _read_only(body.rid, "rid")
+        rid = body.rid[0] if isinstance(body.rid, list) and body.rid else body.rid
         return rid if isinstance(rid, str) and rid else body.request_id
 
-    def read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:
+    def read_pair(
+        self, body: GenerationBody, request_id: str, prompt: int = 0, num_prompts: int = 1
+    ) -> PairInfo | None:
         if self._role == "mixed":
             return None
-        room = _read_only(body.bootstrap_room, "bootstrap_room")
+        room = _read_member(body.bootstrap_room, "bootstrap_room", prompt, num_prompts)
         if room is None:
             message = f"Invalid request: Disaggregated request received without bootstrap room id. rid={request_id!r}"
             raise ApiError(400, message, param="bootstrap_room")
@@ -52,11 +54,11 @@ class SglangDialect(PairDialect):
             raise ApiError(400, message, param="bootstrap_room")
         if self._role == "prefill":
             return KeepPrompt(f"room {room}", MEETING_SECONDS, waits_for_decode=True)
-        host = _read_only(body.bootstrap_host, "bootstrap_host")
+        host = _read_member(body.bootstrap_host, "bootstrap_host", prompt, num_prompts)
         if not isinstance(host, str) or not host:
             message = f"bootstrap_host: it is {quote_short(host)}; give the prefill instance's address"
             raise ApiError(400, message, param="bootstrap_host")
-        port = _read_only(body.bootstrap_port, "bootstrap_port")
+        port = _read_member(body.bootstrap_port, "bootstrap_port", prompt, num_prompts)
         port = DEFAULT_PORT if port is None else port
         if type(port) is not int or not 0 < port < 65536:
             message = f"bootstrap_port: it is {quote_short(port)}; give a port"
@@ -64,10 +66,11 @@ class SglangDialect(PairDialect):
         return FetchPrompt(f"room {room}", host, port, takes_token=True, wait_seconds=MEETING_SECONDS)
 
 
-def _read_only(value: Any, name: str) -> Any:
-    """The value of a field that is a list where a request has several prompts, of which this engine takes one."""
+def _read_member(value: Any, name: str, prompt: int, num_prompts: int) -> Any:
+    """The value of a field for one of the prompts: a list of them has lists."""
     if not isinstance(value, list):
         return value
-    if len(value) != 1:
-        raise ApiError(400, f"{name}: it has {len(value)} members for one prompt; give one", param=name)
-    return value[0]
+    if len(value) != num_prompts:
+        prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts"
+        raise ApiError(400, f"{name}: it has {len(value)} members for {prompts}; give one for each", param=name)
+    return value[prompt]

@@ -42,9 +42,9 @@ class VllmDialect(PairDialect):
     def describe_server(self) -> dict[str, dict[str, Any]]:
         return {"/version": {"version": VERSION}}
 
-    def read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:
-        if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "Stream options can only be defined when `stream=True`.", param="stream_options")
+    def read_pair(
+        self, body: GenerationBody, request_id: str, prompt: int = 0, num_prompts: int = 1
+    ) -> PairInfo | None:
         limit = body.max_completion_tokens if isinstance(body, ChatBody) else None
         limit = body.max_tokens if limit is None else limit
         if limit is not None and body.min_tokens > limit:

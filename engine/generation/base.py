@@ -201,7 +201,7 @@ class Generation(ABC):
         request = self.request
         first_begun = len(request.prompt_token_ids) - request.num_begun
         prompt, begun = request.prompt_token_ids[:first_begun], request.prompt_token_ids[first_begun:]
-        return Detokenizer(self._parts.tokenizer, prompt, request.params.stop, begun)
+        return Detokenizer(self._parts.tokenizer, prompt, request.params.stop, begun, request.params.min_tokens)
 
     def _make_piece(self, output: TokenOutput, detokenizer: Detokenizer) -> Piece:
         """Turn a token into text, and end the sequence where the text meets a stop string."""

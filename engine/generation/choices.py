@@ -1,4 +1,4 @@
-"""The ``n`` choices of one request: the prompt is computed once, the answers beside each other."""
+"""The answers of one request, ``n`` to each of its prompts: each prompt is computed once, the answers side by side."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ __all__ = ["Choices", "derive_choice"]
 _Queue: TypeAlias = "asyncio.Queue[tuple[int, Piece | Exception | None]]"
 
 
-def derive_choice(request: Request, index: int) -> Request:
-    """The request of the ``index``-th choice: the first is the request itself, the others have seeds of their own."""
+def derive_choice(request: Request, index: int, number: int) -> Request:
+    """The request of the ``index``-th answer: the first is the request itself, the others have ids of their own.
+
+    Args:
+        number: which answer to its prompt it is; the first has the request's seed, the others have seeds of their own.
+    """
     if index == 0:
         return request
     params = request.params
-    seed = None if params.seed is None else params.seed + index
+    seed = None if params.seed is None else params.seed + number
     return dataclasses.replace(
         request,
         request_id=f"{request.request_id}_{index}",
@@ -31,23 +35,37 @@ def derive_choice(request: Request, index: int) -> Request:
 
 
 class Choices:
-    """One request's generations, one for each choice; at least one."""
+    """One request's generations, one for each answer; at least one.
 
-    def __init__(self, generations: Sequence[Generation]) -> None:
+    Args:
+        generations: in the order of their prompts.
+        per_prompt: how many answer each prompt; None: all of them, the only one.
+    """
+
+    def __init__(self, generations: Sequence[Generation], per_prompt: int | None = None) -> None:
         self._generations = generations
+        self._per_prompt = per_prompt or len(generations)
+        self._firsts = generations[:: self._per_prompt]
 
     @property
     def request(self) -> Request:
-        """The request as the client sent it."""
+        """The request as the client sent it, with its first prompt."""
         return self._generations[0].request
 
     def __len__(self) -> int:
         return len(self._generations)
 
+    def prompt_of(self, index: int) -> Sequence[int]:
+        """The token ids of the prompt that the ``index``-th generation answers."""
+        return self._generations[index].request.prompt_token_ids
+
     def usage(self) -> dict[str, Any]:
-        """Token counts of all choices, with the prompt once, and where the first choice had its KV from."""
-        usage = self._generations[0].usage()
-        further = sum(generation.num_output_tokens for generation in self._generations[1:])
+        """Token counts of all answers, with each prompt once, and where its first answer had its KV from."""
+        usage = self._firsts[0].usage()
+        for first in self._firsts[1:]:
+            _add_figures(usage, first.usage())
+        further = sum(each.num_output_tokens for each in self._generations)
+        further -= sum(first.num_output_tokens for first in self._firsts)
         usage["completion_tokens"] += further
         usage["total_tokens"] += further
         return usage
@@ -59,24 +77,28 @@ class Choices:
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """The pieces of all choices as they come, each with the index of its choice; closing it aborts all of them.
 
-        The others begin when the first choice has its first token: the prompt's blocks are in the prefix cache then.
+        The others of a prompt begin when its first has its first token: then the prompt's blocks are in the prefix
+        cache.
         """
-        first, *others = self._generations
-        if not others:
-            async for only in first.pieces():
+        if len(self._generations) == 1:
+            async for only in self._generations[0].pieces():
                 yield 0, only
             return
         queue: _Queue = asyncio.Queue()
-        tasks = [asyncio.create_task(_relay_pieces(0, first, queue))]
-        has_begun_others, num_running = False, len(self._generations)
+        tasks = [
+            asyncio.create_task(_relay_pieces(number * self._per_prompt, first, queue))
+            for number, first in enumerate(self._firsts)
+        ]
+        waiting = set(range(0, len(self), self._per_prompt)) if self._per_prompt > 1 else set()
+        num_running = len(self)
         try:
             while num_running:
                 index, piece = await queue.get()
                 if isinstance(piece, Exception):
                     raise piece
-                if not has_begun_others:
-                    has_begun_others = True
-                    tasks += _begin_others(others, queue, is_aborted=first.is_aborted)
+                if index in waiting:
+                    waiting.remove(index)
+                    tasks += self._begin_others(index, queue)
                 if piece is None:
                     num_running -= 1
                 else:
@@ -86,13 +108,22 @@ class Choices:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _begin_others(self, first: int, queue: _Queue) -> list[asyncio.Task[None]]:
+        """Answer a prompt again, as its first answer has begun; at once at an end where that was aborted before."""
+        others = range(first + 1, first + self._per_prompt)
+        if self._generations[first].is_aborted:
+            for index in others:
+                self._generations[index].abort()
+        return [asyncio.create_task(_relay_pieces(index, self._generations[index], queue)) for index in others]
 
-def _begin_others(others: Sequence[Generation], queue: _Queue, *, is_aborted: bool) -> list[asyncio.Task[None]]:
-    """Answer the choices after the first, which end at once where that was aborted before they could be."""
-    if is_aborted:
-        for generation in others:
-            generation.abort()
-    return [asyncio.create_task(_relay_pieces(i, generation, queue)) for i, generation in enumerate(others, 1)]
+
+def _add_figures(usage: dict[str, Any], more: dict[str, Any]) -> None:
+    """Add the figures of another usage, which may have some that this one lacks."""
+    for name, value in more.items():
+        if isinstance(value, dict):
+            _add_figures(usage.setdefault(name, {}), value)
+        else:
+            usage[name] = usage.get(name, 0) + value
 
 
 async def _relay_pieces(index: int, generation: Generation, queue: _Queue) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine.core import EngineCore
@@ -75,9 +76,14 @@ class Generations:
             return FetchingDecodeGeneration(self._parts, request, info)
         return self._answer_for_pair(self._parts, request, info)
 
-    def begin_choices(self, request: Request, info: PairInfo | None, count: int) -> Choices:
-        """As ``begin``, for ``count`` answers to one prompt."""
-        return Choices([self.begin(derive_choice(request, i), info_of_choice(info, i)) for i in range(count)])
+    def begin_choices(self, prompts: Sequence[tuple[Request, PairInfo | None]], count: int) -> Choices:
+        """As ``begin``, for ``count`` answers to each of a request's prompts, which have its id and its seed."""
+        generations = [
+            self.begin(derive_choice(request, index, number), info_of_choice(info, index))
+            for first, (request, info) in zip(itertools.count(0, count), prompts)
+            for number, index in enumerate(range(first, first + count))
+        ]
+        return Choices(generations, count)
 
     @property
     def recent(self) -> RecentRequests:

@@ -53,7 +53,7 @@ PairInfo: TypeAlias = DisaggregateInfo | KeepPrompt | FetchPrompt
 
 
 def info_of_choice(info: PairInfo | None, index: int) -> PairInfo | None:
-    """The part for the ``index``-th choice of a request, each of which is kept and fetched by itself."""
+    """The part for the ``index``-th answer of a request, whose prompt is kept and fetched by itself."""
     if index and isinstance(info, (KeepPrompt, FetchPrompt)):
         return dataclasses.replace(info, key=f"{info.key}_{index}")
     return info

@@ -11,7 +11,7 @@ import prometheus_client
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from engine.apis.messages import MessagesBody
+from engine.apis.messages import ConversationBody, MessagesBody
 from engine.apis.responses_body import ResponsesBody
 from engine.dialects import SglangDialect
 from engine.generation import list_unknown_ids
@@ -105,6 +105,11 @@ def _add_completions(app: FastAPI, instance: Instance) -> None:
     @app.post("/v1/messages")
     async def message(request: Request) -> Response:
         return await _complete(request, MessagesBody, instance.messages.begin_message, instance.tracer)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        body = parse_body(ConversationBody, await read_body(request))
+        return JSONResponse(await instance.messages.count_tokens(body))
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:

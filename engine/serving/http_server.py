@@ -117,9 +117,13 @@ async def read_body(request: Request) -> bytes:
     """The whole body of a request.
 
     Raises:
-        ApiError: 413, it is too large; 408, nothing more of it came.
+        ApiError: 413, it is too large; 408, nothing more of it came; 415, it is encoded.
         ClientDisconnect: the client left.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        message = f"the body is encoded ({encoding}); this instance takes bodies as they are"
+        raise ApiError(415, message, param="Content-Encoding")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
         raise _too_large()

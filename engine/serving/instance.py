@@ -101,8 +101,8 @@ class Instance:
             args.served_model_name,
             args.max_model_len,
             runner.vocab_size,
-            runner.repetition_penalty,
-            runner.default_max_tokens,
+            runner.defaults,
+            runner.eos_token_ids,
             self.dialect,
         )
         manifest = Manifest((pool or runner).namespace.fields, runner.facts)

@@ -17,6 +17,9 @@ __all__ = ["InstanceServer"]
 log = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3
+# An idle connection is kept for longer than by the pools of clients (Go's: 90 s), so that it is they who close it: one
+# that the server closes may get a request at that moment, which is lost.
+KEEP_ALIVE_SECONDS = 120
 # Stopping that takes longer is explained, and explained again after each further so long.
 _QUIET_SECONDS, _PROGRESS_SECONDS = 2.0, 5.0
 
@@ -33,6 +36,7 @@ class InstanceServer(uvicorn.Server):
                 http=InstanceProtocol,
                 log_config=None,
                 access_log=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=timeout,
             )
         )

@@ -153,7 +153,8 @@ async def _encode_prompt(completions: Completions, body: PromptBody) -> Prompt:
     if body.messages is not None:
         tokens = await completions.encode_chat(parse_body(ChatBody, orjson.dumps({"messages": body.messages})))
     else:
-        tokens = await completions.encode_completion(parse_body(CompletionBody, orjson.dumps({"prompt": body.prompt})))
+        plain = parse_body(CompletionBody, orjson.dumps({"prompt": body.prompt}))
+        [tokens] = await completions.encode_prompts(plain)
     return Prompt(_pack_tokens(tokens), body.cache_salt, messages=list_texts(body.messages or ()))
 
 

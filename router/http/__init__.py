@@ -16,7 +16,7 @@ request_id.py   the id that a client gives its request in a header
 usage.py        token figures, read from a response or set in it, without parsing it
 """
 
-from router.http.api_error import ApiError, Refused, to_dialect
+from router.http.api_error import ApiError, Refused, encode_error_event, to_dialect
 from router.http.body import (
     CONTROL_BYTES,
     InferenceBody,
@@ -90,6 +90,7 @@ __all__ = [
     "UpstreamError",
     "Usage",
     "echo_request_id",
+    "encode_error_event",
     "encode_member",
     "encode_request_id",
     "end_to_end",

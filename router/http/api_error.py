@@ -1,6 +1,7 @@
-"""Errors a client of the router sees, in OpenAI's shape, as JSON bytes.
+"""Errors a client of the router sees, as JSON bytes, in the shape of the API that it asked.
 
-``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``
+OpenAI's is ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``, and Anthropic's, under
+``/v1/messages``, is ``{"type": "error", "error": {"type": ..., "message": ...}}``, with our ``code`` in it.
 
 ``to_dialect`` gives those that FastDeploy's routers have, too, the shape that scripts written for one of these expect.
 """
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-__all__ = ["ApiError", "Refused", "to_dialect"]
+__all__ = ["ApiError", "Refused", "encode_error_event", "to_dialect"]
 
 # Of other statuses: those below 500 are the client's mistake.
 _TYPES = {
@@ -25,6 +26,21 @@ _TYPES = {
 }
 # By the role of the instance that failed.
 _UNREACHABLE = ("mixed_failed", "prefill_failed", "decode_failed")
+# The same in Anthropic's names.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_PATH = "/v1/messages"
+
+
+def _is_anthropic(path: str) -> bool:
+    return path.startswith(_ANTHROPIC_PATH) and path[len(_ANTHROPIC_PATH) :][:1] in ("", "/")
 
 
 class ApiError(NamedTuple):
@@ -37,8 +53,11 @@ class ApiError(NamedTuple):
     members: Mapping[str, Any] | None = None
     """The members of an answer that has another shape, in place of OpenAI's."""
 
-    def body(self) -> bytes:
-        """The JSON body of the answer."""
+    def body(self, path: str = "") -> bytes:
+        """The JSON body of the answer to a request for this path."""
+        if _is_anthropic(path):
+            kind = _ANTHROPIC_TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "api_error")
+            return orjson.dumps({"type": "error", "error": {"type": kind, "message": self.message, "code": self.code}})
         return orjson.dumps({"error": self.describe()} if self.members is None else self.members)
 
     def describe(self) -> dict[str, Any]:
@@ -46,13 +65,18 @@ class ApiError(NamedTuple):
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "internal_error")
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
-    def error_event(self) -> bytes:
+    def error_event(self, path: str = "") -> bytes:
         """The error as an event; in OpenAI's form, a stream with nothing but an error ends with it."""
-        return b"data: " + self.body() + b"\n\n"
+        return encode_error_event(self.body(path), path)
 
-    def sse(self) -> bytes:
-        """The end of an event stream that has already begun: the error as an event, then ``[DONE]``."""
-        return self.error_event() + b"data: [DONE]\n\n"
+    def sse(self, path: str = "") -> bytes:
+        """The end of an event stream that has already begun: the error as an event, then OpenAI's ``[DONE]``."""
+        return self.error_event(path) + (b"" if _is_anthropic(path) else b"data: [DONE]\n\n")
+
+
+def encode_error_event(body: bytes, path: str) -> bytes:
+    """The event that an error's body is in a stream; Anthropic's events have names."""
+    return (b"event: error\ndata: " if _is_anthropic(path) else b"data: ") + body + b"\n\n"
 
 
 class Refused(Exception):

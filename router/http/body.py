@@ -123,13 +123,13 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
         message = f"request_id is {reprlib.repr(request_id)}; it must be a string of printable characters"
         raise BadBody(message, "request_id")
     token_ids = members.get("prompt_token_ids")
-    if isinstance(token_ids, list):
+    if isinstance(token_ids, list) and not (token_ids and isinstance(token_ids[0], list)):
         prompt_tokens = len(token_ids)
     elif large is not None and large.prompt_tokens:
         prompt_tokens = large.prompt_tokens
     else:
         prompt_tokens = len(data) // _BYTES_PER_TOKEN if len(data) < _SMALL_MEDIA_BYTES else estimate_tokens(data)
-    n, prompt = members.get("n"), members.get("prompt")
+    n, prompt = members.get("n"), token_ids or members.get("prompt")  # FastDeploy takes lists of prompts as either
     choices = 1 if n is None else max(1, whole_number(n) or 1)
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         choices *= len(prompt)

@@ -18,9 +18,9 @@ def json_reply(status: int, value: Any) -> Response:
     return Response(orjson.dumps(value), status_code=status, media_type="application/json")
 
 
-def error_reply(error: ApiError) -> Response:
-    """A response that is an error."""
-    return Response(error.body(), status_code=error.status, media_type="application/json")
+def error_reply(error: ApiError, path: str = "") -> Response:
+    """A response to a request for ``path`` that is an error."""
+    return Response(error.body(path), status_code=error.status, media_type="application/json")
 
 
 def raw_reply(status: int, headers: Headers, body: bytes) -> Response:
@@ -30,8 +30,8 @@ def raw_reply(status: int, headers: Headers, body: bytes) -> Response:
     return answer
 
 
-def refusal_reply(refused: Refused) -> Response:
-    """A response to a request that is not served, with the headers that say how it would be."""
-    answer = error_reply(refused.error)
+def refusal_reply(refused: Refused, path: str = "") -> Response:
+    """A response to a request for ``path`` that is not served, with the headers that say how it would be."""
+    answer = error_reply(refused.error, path)
     answer.raw_headers += refused.headers
     return answer

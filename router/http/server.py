@@ -654,7 +654,7 @@ class RouterProtocol(HttpToolsProtocol):
             echo = echo_request_id(request.headers)
             self._data_plane.on_refused(request.method, request.path, error, echo[0][1].decode() if echo else "")
             headers = [(b"content-type", b"application/json"), *refused.headers, *echo]
-            request.send_response(error.status, headers, error.body())
+            request.send_response(error.status, headers, error.body(request.path))
 
     def _has_its_turn(self, request: Any) -> bool:
         """Whether the request that is being read does not wait for the answer to another one before it."""
@@ -686,7 +686,7 @@ class RouterProtocol(HttpToolsProtocol):
             is_known = isinstance(latest, ClientRequest) and not latest.response_complete
             start = STATUS_LINE[error.status] + (latest.added_head if is_known else b"")
             head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-            body = error.body()
+            body = error.body(latest.path if is_known else "")
             self.transport.write(head % (start, len(body)) + body)
             self.transport.close()
 

@@ -16,6 +16,7 @@ from router.http import (
     Refused,
     TokenCount,
     Usage,
+    encode_error_event,
     end_to_end,
     read_cached_figures,
     read_usage,
@@ -258,10 +259,10 @@ class ClientResponse:
         except orjson.JSONDecodeError:
             value = None
         if isinstance(value, dict) and value.get("error"):
-            event = b"data: " + orjson.dumps(value) + b"\n\n"
+            event = encode_error_event(orjson.dumps(value), self._request.path)
         else:
             message = body.decode(errors="replace")[:_QUOTED_CHARACTERS] or f"the instance answered with {status}"
-            event = ApiError(status, message, self.error_code).error_event()
+            event = ApiError(status, message, self.error_code).error_event(self._request.path)
         self._request.finish_response(event)
 
     def send_rejection(self, refused: Refused, echo: Headers) -> None:
@@ -274,7 +275,7 @@ class ClientResponse:
             self.end_with(refused.error, b"")
             return
         self.error_code = refused.error.code
-        self.send(refused.error.status, _JSON + refused.headers + echo, refused.error.body(), b"")
+        self.send(refused.error.status, _JSON + refused.headers + echo, refused.error.body(self._request.path), b"")
 
     def end_with(self, error: ApiError | None, own_head: bytes) -> None:
         """End it, however much of it the client has got; without ``error`` because nobody is there to read one."""
@@ -286,9 +287,9 @@ class ClientResponse:
             self.status = CLIENT_LEFT
             request.cut_response()
         elif not request.response_started:
-            self.send(error.status, _JSON, error.body(), own_head)
+            self.send(error.status, _JSON, error.body(request.path), own_head)
         elif self.is_event_stream:
-            request.finish_response(error.sse() if self.first_byte_at else error.error_event())
+            request.finish_response(error.sse(request.path) if self.first_byte_at else error.error_event(request.path))
         else:
             request.cut_response()  # the response stays short of its announced length
 

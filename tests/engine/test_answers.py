@@ -116,14 +116,17 @@ def test_the_reference_makes_clear_and_varied_choices(checkpoint: Checkpoint) ->
     assert len({tuple(answer.tokens) for answer in expected}) > len(expected) / 2
 
 
-def test_a_checkpoints_own_repetition_penalty_is_transformers(qwen2: Checkpoint, tmp_path: Path) -> None:
+def test_a_repetition_penalty_is_transformers_and_each_answers_own(qwen2: Checkpoint, tmp_path: Path) -> None:
     shutil.copytree(qwen2.folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.3}))
     penalized = Reference(tmp_path)
     with Engine(tmp_path) as engine:
-        answers = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
-        for prompt, answering in zip(PROMPTS, answers, strict=True):
+        penalty = engine.runner.defaults.repetition_penalty
+        answers = [engine.begin(prompt, MAX_TOKENS, repetition_penalty=penalty) for prompt in PROMPTS]
+        others = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
+        for prompt, answering, other in zip(PROMPTS, answers, others, strict=True):
             assert penalized(prompt).matches(answering.wait())
+            assert qwen2.reference(prompt).matches(other.wait())
     assert sum(penalized(prompt).tokens != qwen2.reference(prompt).tokens for prompt in PROMPTS) > len(PROMPTS) / 2
 
 

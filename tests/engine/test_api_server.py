@@ -202,6 +202,15 @@ class TestChat:
         answer = chat(instance, max_tokens=20, extra_body={"min_tokens": 20})
         assert answer.usage.completion_tokens == 20
 
+    def test_a_stop_string_ends_no_answer_before_min_tokens(self, instance: Served) -> None:
+        whole = chat(instance, max_tokens=12).choices[0].message.content
+        first, last = whole.split()[0], whole.split()[10]
+        for stop, num_tokens in ((first, 12), ([first, last], 11)):
+            answer = chat(instance, max_tokens=12, stop=stop, extra_body={"min_tokens": 8})
+            assert answer.usage.completion_tokens == num_tokens
+            chunks = chat_stream(instance, max_tokens=12, stop=stop, extra_body={"min_tokens": 8})
+            assert text_of(chunks) == answer.choices[0].message.content
+
     def test_a_request_in_fastdeploys_manner_is_greedy(self, instance: Served) -> None:
         messages = [{"role": "user", "content": "Where is the river?"}]
         body = {"messages": messages, "max_tokens": 12, "min_tokens": 5, "stream": False, "top_p": 0}

@@ -12,11 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from engine.completions import Completions
 from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
+from engine.model_runner import load_tokenizer
 from engine.protocol import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from engine.serving.endpoints import create_app
 from tests.engine.event_loop import eventually, in_event_loop
@@ -108,6 +110,60 @@ async def test_tokens_that_are_parts_of_characters_are_told_apart_by_their_bytes
     (choice,) = (await (await completions.begin_chat(body)).collect_whole())["choices"]
     told = {bytes(token["bytes"]) for token in choice["logprobs"]["content"]}
     assert len(told) == len(set(choice["message"]["completion_token_ids"])) > 20
+
+
+@pytest.mark.parametrize("num_rivals", [0, 1, 5])
+@in_event_loop
+async def test_the_chosen_token_is_always_among_the_likeliest_of_a_completion(
+    completions: Completions, num_rivals: int
+) -> None:
+    fields: dict[str, Any] = {"logprobs": num_rivals, "temperature": 9, "seed": 1, "max_tokens": 60}
+    (choice,) = (await (await completions.begin_completion(body_of(**fields))).collect_whole())["choices"]
+    told = choice["logprobs"]
+    for token, value, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        assert top[token] == value
+        assert num_rivals <= len(top) <= num_rivals + 1  # so each token has a name of its own
+    parts = [token for token in told["tokens"] if token.startswith("bytes:\\x")]
+    assert len(parts) > 5
+    assert len(set(told["tokens"])) > 20
+    events = await events_of(completions, **fields)
+    pieces = [event["choices"][0]["logprobs"] for event in events]
+    assert {name: [value for piece in pieces for value in piece[name]] for name in told} == told
+
+
+@in_event_loop
+async def test_a_tokens_offset_is_its_place_in_the_text(characters_in_parts: Path) -> None:
+    tokenizer = load_tokenizer(str(characters_in_parts))
+    with Engine(characters_in_parts) as engine:
+        fields: dict[str, Any] = {"prompt": " the river", "logprobs": 0, "max_tokens": 64, "return_token_ids": True}
+        begun = await completions_of(engine, tokenizer, 200).begin_completion(body_of(**fields))
+        (choice,) = (await begun.collect_whole())["choices"]
+    ids, offsets = choice["completion_token_ids"], choice["logprobs"]["text_offset"]
+    for number, offset in enumerate(offsets):
+        assert offset == len(tokenizer.decode(ids[:number]).rstrip("\ufffd")), number
+    assert len(set(offsets)) < len(offsets)  # there are characters of several tokens
+
+
+@in_event_loop
+async def test_what_openai_says_of_refusals_is_always_there(completions: Completions) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "prompt_token_ids": [1, 2],
+        "max_tokens": 2,
+        "logprobs": True,
+    }
+    (choice,) = (await (await completions.begin_chat(ChatBody.model_validate(body))).collect_whole())["choices"]
+    assert (choice["message"]["refusal"], choice["logprobs"]["refusal"]) == (None, None)
+    ChatCompletionMessage.model_validate(choice["message"], strict=True)
+    assert {"content", "refusal"} == choice["logprobs"].keys()
+
+
+@in_event_loop
+async def test_only_the_last_event_has_a_usage_and_the_others_say_that_they_have_none(completions: Completions) -> None:
+    *others, last = await events_of(completions, stream_options={"include_usage": True})
+    assert [event["usage"] for event in others] == [None] * 4
+    assert last["usage"]["completion_tokens"] == 4
+    assert all("usage" not in event for event in await events_of(completions))
 
 
 @in_event_loop

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engine.detokenizer import Detokenizer
@@ -29,9 +29,11 @@ def tokens_of(tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
-def pieces(tokenizer: Any, tokens: Sequence[int], *, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> list[str]:
+def pieces(
+    tokenizer: Any, tokens: Sequence[int], *, prompt: Sequence[int] = (), stop: Sequence[str] = (), min_tokens: int = 0
+) -> list[str]:
     """What each token made certain, and last what the end did."""
-    detokenizer = Detokenizer(tokenizer, prompt, stop)
+    detokenizer = Detokenizer(tokenizer, prompt, stop, min_tokens=min_tokens)
     return [*(detokenizer.add_token(token) for token in tokens), detokenizer.flush_text()]
 
 
@@ -81,8 +83,10 @@ def test_the_character_that_stands_for_broken_ones_is_whole_itself(word_tokenize
 @given(tokens=st.lists(st.one_of(st.integers(0, 255), st.integers(0, 1500)), max_size=20), cut=st.integers(0, 20))
 @settings(deadline=None)
 def test_tokens_begun_elsewhere_go_on_where_their_text_ended(word_tokenizer: Any, tokens: list[int], cut: int) -> None:
-    whole = pieces(word_tokenizer, tokens, stop=["ab", "riv"])
-    rest = Detokenizer(word_tokenizer, (), ["ab", "riv"], tokens[:cut])
+    stops = ["ab", "riv"]
+    assume(not any(stop in "".join(pieces(word_tokenizer, tokens[:cut])[:-1]) for stop in stops))
+    whole = pieces(word_tokenizer, tokens, stop=stops)
+    rest = Detokenizer(word_tokenizer, (), stops, tokens[:cut])
     assert [rest.add_token(token) for token in tokens[cut:]] == whole[cut:-1]
     assert rest.flush_text() == whole[-1]
 
@@ -170,6 +174,32 @@ def test_after_a_stop_string_nothing_more_comes(word_tokenizer: Any) -> None:
     given_out = [detokenizer.add_token(token) for token in tokens_of(word_tokenizer, " the river rock road")]
     assert [*given_out, detokenizer.flush_text()] == [" the", "", "", "", ""]
     assert detokenizer.stopped
+
+
+@given(text=FEW_LETTERS, stop=st.text("ab€ ", min_size=1, max_size=4), min_tokens=st.integers(0, 12))
+@settings(deadline=None)
+def test_a_stop_string_that_ends_within_min_tokens_ends_no_text(
+    word_tokenizer: Any, text: str, stop: str, min_tokens: int
+) -> None:
+    tokens = tokens_of(word_tokenizer, text)
+    passed_over = len("".join(pieces(word_tokenizer, tokens)[:min_tokens]))
+    at = text.find(stop, max(0, passed_over - len(stop) + 1))
+    expected = text if at < 0 else text[:at]
+    given_out = pieces(word_tokenizer, tokens, stop=[stop], min_tokens=min_tokens)
+    assert "".join(given_out) == expected
+
+
+def test_a_stop_string_that_begins_within_min_tokens_and_ends_behind_them_ends_the_text(word_tokenizer: Any) -> None:
+    tokens = tokens_of(word_tokenizer, " the river the river rock")
+    assert pieces(word_tokenizer, tokens, stop=["e riv"], min_tokens=3) == [" th", "e river", " th", "", "", ""]
+
+
+def test_a_stop_string_within_tokens_begun_elsewhere_ended_nothing_there_and_ends_nothing_here(
+    word_tokenizer: Any,
+) -> None:
+    begun, rest = (tokens_of(word_tokenizer, text) for text in (" the river", " road river rock"))
+    detokenizer = Detokenizer(word_tokenizer, (), [" river"], begun)
+    assert [detokenizer.add_token(token) for token in rest] == [" road", "", ""]
 
 
 @pytest.fixture(scope="module")

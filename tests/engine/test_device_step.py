@@ -31,8 +31,8 @@ BLOCK = 16
 pytestmark = pytest.mark.filterwarnings("ignore:.*attention.*:UserWarning")
 
 EVERYTHING: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.8, "seed": 5, "logprobs": 3},
+    {"temperature": 0.0, "repetition_penalty": 1.1},
+    {"temperature": 0.8, "seed": 5, "logprobs": 3, "repetition_penalty": 1.3},
     {"temperature": 1.2, "seed": 6, "top_p": 0.9, "top_k": 40},
     {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": frozenset({3, 4}), "logprobs": 0},
 ]
@@ -65,7 +65,6 @@ def device_watch(monkeypatch: pytest.MonkeyPatch) -> DeviceWatch:
 def build_runner(folder: Path, device: str = "cpu") -> ModelRunner:
     runner = ModelRunner(str(folder), load_model_config(str(folder)), device, torch.float32, BLOCK)
     runner.allocate_kv(40)
-    runner.repetition_penalty = 1.1
     return runner
 
 

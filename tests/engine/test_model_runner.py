@@ -12,6 +12,7 @@ import torch
 from transformers import BloomConfig, Gemma2Config, MistralConfig, Qwen2Config, StableLmConfig
 
 from engine.model_runner import ModelRunner, choose_device, choose_dtype, load_model_config
+from engine.request import SamplingDefaults
 from kvstore_backend import ConfigError
 from tests.engine.checkpoints import CHECKPOINTS, write_checkpoint
 
@@ -92,6 +93,7 @@ def test_every_end_token_that_the_checkpoint_names_ends_a_text(word_model: Path)
     ("generation_config", "names"),
     [
         ({"no_repeat_ngram_size": 3, "suppress_tokens": [1], "forced_bos_token_id": 0}, 3),
+        ({"min_p": 0.1, "presence_penalty": 1.5, "top_p": 0.9}, 2),
         ({"no_repeat_ngram_size": 0, "suppress_tokens": [], "num_beams": 1, "repetition_penalty": 1.05}, 0),
     ],
 )
@@ -108,16 +110,31 @@ def test_what_would_make_transformers_answers_others_is_named_at_the_start(
     assert sum(name in "".join(said) for name in generation_config) == names
 
 
-@pytest.mark.parametrize("penalty", [0, -1.5, "1.05"])
-def test_a_repetition_penalty_must_be_a_positive_number(tiny_checkpoint: Path, tmp_path: Path, penalty: object) -> None:
-    with pytest.raises(ConfigError, match=r"repetition_penalty .* is no positive number"):
-        runner_of(with_generation_config(tiny_checkpoint, tmp_path, {"repetition_penalty": penalty}))
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        *(("repetition_penalty", value, "is no number from 0.01 to 100") for value in (0, -1.5, "1.05", 1e9)),
+        ("temperature", -0.1, "is no number from 0 to 100"),
+        ("temperature", True, "is no number from 0 to 100"),
+        ("top_p", 1.5, "is no number from 0 to 1"),
+        ("top_k", 1.5, "is no number of at least -1"),
+        ("top_k", -2, "is no number of at least -1"),
+    ],
+)
+def test_a_default_that_is_no_number_in_its_range_is_refused(
+    tiny_checkpoint: Path, tmp_path: Path, name: str, value: object, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} .* in its generation_config.json {said}"):
+        runner_of(with_generation_config(tiny_checkpoint, tmp_path, {name: value}))
 
 
-def test_an_answers_length_has_the_checkpoints_default(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    assert runner_of(tiny_checkpoint).default_max_tokens is None
-    limited = with_generation_config(tiny_checkpoint, tmp_path, {"max_new_tokens": 48})
-    assert runner_of(limited).default_max_tokens == 48
+def test_a_checkpoint_says_how_the_tokens_of_requests_are_chosen_that_do_not_say_it(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    assert runner_of(tiny_checkpoint).defaults == SamplingDefaults()
+    qwens = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
+    stated = with_generation_config(tiny_checkpoint, tmp_path, {**qwens, "max_new_tokens": 48})
+    assert runner_of(stated).defaults == SamplingDefaults(48, 0.7, 0.8, 20, 1.05)
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5])

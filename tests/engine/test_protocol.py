@@ -21,10 +21,12 @@ from engine.protocol import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    TokenizeBody,
     error_body,
     parse_body,
     sampling_params,
 )
+from engine.request import SamplingDefaults
 from tests.engine.checkpoints import byte_fallback_tokenizer
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
@@ -81,7 +83,8 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
                 ("best_of", 3, "best_of"),
                 ("presence_penalty", 2.0, "presence_penalty"),
                 ("frequency_penalty", -0.5, "frequency_penalty"),
-                ("repetition_penalty", 1.5, "repetition_penalty"),
+                ("repetition_penalty", 0, "repetition_penalty"),
+                ("repetition_penalty", 1e9, "repetition_penalty"),
                 ("min_p", 0.5, "min_p"),
                 ("logit_bias", {"5": 100}, "logit_bias.5"),
                 ("response_format", {"type": "json_object"}, "response_format.type"),
@@ -135,6 +138,22 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
         ("chat", {"messages": MESSAGES, "top_logprobs": 21}, "top_logprobs", "equal to 20"),
         (
             "chat",
+            {"messages": MESSAGES, "top_logprobs": 3},
+            "top_logprobs",
+            "should come with logprobs: true, but it is 3",
+        ),
+        *(
+            (
+                path,
+                {"messages": MESSAGES, "prompt": "a", "stream_options": options},
+                "stream_options",
+                "only be defined",
+            )
+            for path in ("chat", "text")
+            for options in ({"include_usage": True}, {"continuous_usage_stats": False})
+        ),
+        (
+            "chat",
             {"messages": MESSAGES, "stream_options": {"include_usage": 7}},
             "stream_options.include_usage",
             "valid boolean",
@@ -166,7 +185,17 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
         ("text", {}, "prompt", "it is missing or empty"),
         ("text", {"prompt": ""}, "prompt", "it is missing or empty"),
         ("text", {"prompt": []}, "prompt", "it is missing or empty"),
-        ("text", {"prompt": ["a", "b"]}, "prompt", "2 prompts in one request"),
+        ("text", {"prompt": ["a", ""]}, "prompt.1", "prompt.1: it is missing or empty"),
+        ("text", {"prompt": [[1], []]}, "prompt.1", "prompt.1: it is missing or empty"),
+        ("text", {"prompt": [[1], [2, 1500]]}, "prompt.1", "prompt.1: token id 1500 is not in [0, 1500)"),
+        ("text", {"prompt": ["a"] * 1025}, "prompt", "1025 prompts with n 1; one request may have 1024 answers"),
+        ("text", {"prompt": ["a"] * 9, "n": 128}, "prompt", "9 prompts with n 128; one request may have 1024 answers"),
+        (
+            "text",
+            {"prompt": ["a", "b"], "completion_token_ids": [1]},
+            "completion_token_ids",
+            "there are 2 prompts; give",
+        ),
         ("text", {"prompt": [""]}, "prompt", "it is missing or empty"),
         ("text", {"prompt": {"text": "a"}}, "prompt", "valid string"),
         ("text", {"prompt": [1, -2]}, "prompt", "token id -2 is not in [0, 1500)"),
@@ -195,12 +224,15 @@ def test_a_bad_body_is_told_in_one_sentence_that_names_the_field(
         ("chat", {"messages": [{"role": "user", "content": " the" * 100}]}, "messages"),
         ("text", {"prompt": " the" * 64}, "prompt"),
         ("text", {"prompt": [1] * 64}, "prompt"),
+        ("text", {"prompt": [[1], [1] * 64]}, "prompt.1"),
+        ("text", {"prompt": ["a", " the" * 64]}, "prompt.1"),
+        ("text", {"prompt": ["a", "b" * 9999]}, "prompt.1"),
     ],
 )
 def test_a_prompt_that_does_not_fit_says_by_how_much(
     completions: Completions, path: str, body: Any, param: str
 ) -> None:
-    with pytest.raises(ApiError, match=r"the prompt has \d+ tokens; .* max_model_len of 64") as caught:
+    with pytest.raises(ApiError, match=r"the prompt has (at least )?\d+ tokens; .* max_model_len of 64") as caught:
         start(completions, path, body)
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "context_length_exceeded", param)
 
@@ -243,6 +275,65 @@ def test_the_model_hears_of_tools_that_it_may_call() -> None:
         for more in ({}, tools, {**tools, "tool_choice": "auto"}, {**tools, "tool_choice": "none"})
     ]
     assert lengths == [lengths[0], lengths[0] + 1, lengths[0] + 1, lengths[0]]
+
+
+TELLING_TEMPLATE = (
+    "{{ messages[0].content }}{{ ' river' if tools }}{{ ' riv' if enable_thinking }}"
+    "{% for message in messages[1:] %}{{ message.content }}</s>{% endfor %}{{ ' the' if add_generation_prompt }}"
+)
+TALK = [*MESSAGES, {"role": "assistant", "content": "it flows"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("chat", {"messages": TALK}),
+        ("chat", {"messages": TALK, "add_generation_prompt": False}),
+        ("chat", {"messages": TALK, "continue_final_message": True}),
+        ("chat", {"messages": TALK, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("chat", {"messages": TALK, "tools": [{"type": "function"}], "tool_choice": "none"}),
+        ("chat", {"messages": TALK, "chat_template_kwargs": {"enable_thinking": True}}),
+        ("chat", {"messages": TALK, "add_special_tokens": True}),
+        ("chat", {"messages": TALK, "prompt_token_ids": [5, 6, 7]}),
+        ("text", {"prompt": "the river"}),
+        ("text", {"prompt": "the river", "add_special_tokens": False}),
+    ],
+    ids=lambda value: str(list(value)[-1]) if isinstance(value, dict) else value,
+)
+def test_tokenizing_tells_the_prompt_of_the_request_with_the_same_fields(path: str, fields: dict[str, Any]) -> None:
+    completions = completions_of(byte_fallback_tokenizer(chat_template=TELLING_TEMPLATE))
+    expected = list(start(completions, path, fields).request.prompt_token_ids)
+    told = asyncio.run(completions.tokenize_prompt(parse_body(TokenizeBody, json.dumps(fields).encode())))
+    assert (told["tokens"], told["count"], told["token_strs"]) == (expected, len(expected), None)
+    plain = {name: fields[name] for name in ("prompt", "messages") if name in fields}
+    if plain != fields and fields.get("tool_choice") != "none":
+        assert told["tokens"] != list(start(completions, path, plain).request.prompt_token_ids)
+
+
+def test_tokenizing_tells_the_pieces_of_the_vocabulary_where_they_are_wanted() -> None:
+    completions = completions_of(byte_fallback_tokenizer())
+    told = asyncio.run(completions.tokenize_prompt(TokenizeBody(prompt="the river", return_token_strs=True)))
+    assert told["token_strs"] == ["<s>", "\u2581the", "\u2581river"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": TALK, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": TALK, "add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"prompt": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"prompt": "a", "messages": TALK}, "prompt"),
+    ],
+)
+def test_tokenizing_refuses_what_the_request_would_be_refused_for(fields: dict[str, Any], param: str) -> None:
+    completions = completions_of(byte_fallback_tokenizer(chat_template=TELLING_TEMPLATE))
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(completions.tokenize_prompt(parse_body(TokenizeBody, json.dumps(fields).encode())))
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def completions_of(tokenizer: Any) -> Completions:
+    return Completions(Generations(None, tokenizer, "mixed", 16, None), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
 
 
 def assert_at_most_one_sentence(check: Callable[[], object]) -> None:
@@ -305,13 +396,36 @@ def test_fields_that_say_what_holds_anyway_change_nothing(
     assert dataclasses.replace(request.params, seed=0) == dataclasses.replace(expected.params, seed=0)
 
 
-def test_a_repetition_penalty_may_be_the_checkpoints_only(word_tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (0.7, 0.8, 20, 1.05)),
+        ({"temperature": 0, "top_p": 1, "top_k": 0, "repetition_penalty": 1}, (0.0, 1.0, 0, 1.0)),
+        ({"temperature": 1.5, "top_k": -1}, (1.5, 0.8, 0, 1.05)),
+        ({"repetition_penalty": None, "top_k": 5}, (0.7, 0.8, 5, 1.05)),
+    ],
+)
+@pytest.mark.parametrize("path", ["chat", "text"])
+def test_the_checkpoints_numbers_hold_for_requests_that_do_not_say_their_own(
+    word_tokenizer: Any, path: str, fields: dict[str, Any], expected: tuple[float, ...]
+) -> None:
     generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
-    completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, repetition_penalty=1.05)
-    for penalty in (1.05, None):
-        start(completions, "text", {"prompt": "a", "repetition_penalty": penalty})
-    with pytest.raises(ApiError, match=r"should be 1.05, as for all answers of this checkpoint, but it is 1$"):
-        start(completions, "text", {"prompt": "a", "repetition_penalty": 1})
+    defaults = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05)
+    completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, defaults)
+    params = start(completions, path, {"messages": MESSAGES, "prompt": "a", **fields}).request.params
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == expected
+
+
+def test_min_tokens_of_an_answer_that_every_token_would_end_is_refused(word_tokenizer: Any) -> None:
+    generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
+    ends = frozenset({0, 2})
+    completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, eos_token_ids=ends)
+    fields = {"prompt": "a", "stop_token_ids": list(range(1, VOCAB_SIZE)), "min_tokens": 1}
+    with pytest.raises(ApiError, match="every token ends the answer, and none that does may come") as caught:
+        start(completions, "text", fields)
+    assert (caught.value.status, caught.value.param) == (400, "stop_token_ids")
+    for harmless in ({"min_tokens": 0}, {"stop_token_ids": list(range(2, VOCAB_SIZE))}):
+        start(completions, "text", fields | harmless)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +442,7 @@ def test_a_client_that_gives_no_limit_gets_the_checkpoints(
     word_tokenizer: Any, fields: dict[str, Any], max_tokens: int
 ) -> None:
     generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
-    completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, default_max_tokens=20)
+    completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, SamplingDefaults(20))
     request = start(completions, "text", {"prompt": "a", **fields}).request
     assert request.params.max_tokens == max_tokens
 
@@ -350,7 +464,7 @@ def test_unknown_fields_are_let_through() -> None:
         (ChatBody, {"seed": 5}, {"seed": 5}),
         (ChatBody, {"logprobs": True}, {"logprobs": 0}),
         (ChatBody, {"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
-        (ChatBody, {"top_logprobs": 3}, {"logprobs": None}),
+        (ChatBody, {"top_logprobs": 0}, {"logprobs": None}),
         (CompletionBody, {"logprobs": 2}, {"logprobs": 2}),
         (CompletionBody, {"stop_token_ids": [4, 5], "ignore_eos": True, "min_tokens": 2}, {"min_tokens": 2}),
     ],

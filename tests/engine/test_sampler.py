@@ -165,24 +165,25 @@ def test_more_logprobs_than_tokens_are_as_many_as_there_are() -> None:
     assert len(logprobs_of(sequence_of(logprobs=20)).top) == len(LOGITS)
 
 
-def test_a_penalty_lowers_the_scores_of_each_sequences_own_tokens() -> None:
+def test_a_penalty_lowers_the_scores_of_each_sequences_own_tokens_by_its_own_number() -> None:
     """As transformers does it: a positive score is divided by the penalty, a negative one is multiplied."""
     from transformers import RepetitionPenaltyLogitsProcessor
 
-    logits = torch.tensor([[2.0, 2.4, 1.7, 1.0, 0.0], [3.0, 3.2, 4.0, 4.4, 1.0]])
-    tokens = [[0, 1], [2, 3]]
-    sequences = []
-    for each in tokens:
-        sequences.append(Sequence(Request("r", tuple(each), SamplingParams(max_tokens=9, temperature=0.0)), 16))
-    expected = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor(tokens), logits.clone()).argmax(-1).tolist()
-    chosen = sample(logits.clone(), sequences, EOS, repetition_penalty=1.5)
-    assert [token_of(choice) for choice in chosen] == expected == [2, 1]
+    logits = torch.tensor([[2.0, 2.4, 1.7, 1.0, 0.0], [3.0, 3.2, 4.0, 4.4, 1.0]]).repeat_interleave(3, 0)
+    sequences, expected = [], []
+    for row, (tokens, penalty) in enumerate((tokens, each) for tokens in ([0, 1], [2, 3]) for each in (1.0, 1.5, 0.5)):
+        params = SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=penalty)
+        sequences.append(Sequence(Request("r", tuple(tokens), params), 16))
+        processor = RepetitionPenaltyLogitsProcessor(penalty)
+        expected.append(int(processor(torch.tensor([tokens]), logits[row : row + 1].clone()).argmax(-1)))
+    chosen = sample(logits.clone(), sequences, EOS)
+    assert [token_of(choice) for choice in chosen] == expected == [1, 2, 1, 3, 1, 3]
 
 
 def test_a_penalty_multiplies_negative_scores() -> None:
     logits = torch.tensor([[-2.0, -2.5, -9.0]])
-    sequence = Sequence(Request("r", (0,), SamplingParams(max_tokens=9, temperature=0.0)), 16)
-    assert token_of(sample(logits, [sequence], EOS, repetition_penalty=1.5)[0]) == 1
+    sequence = Sequence(Request("r", (0,), SamplingParams(9, temperature=0.0, repetition_penalty=1.5)), 16)
+    assert token_of(sample(logits, [sequence], EOS)[0]) == 1
 
 
 def test_the_end_is_suppressed_only_for_the_sequences_that_are_short_of_min_tokens() -> None:

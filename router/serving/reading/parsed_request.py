@@ -113,7 +113,7 @@ class ParsedRequest:
         try:
             self.body = body = parse_inference(request.body, large)
         except BadBody as exc:
-            raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
+            raise RequestEnded(_explain_bad_body(request, exc)) from None
         if len(body.request_id or "") > MAX_ID_CHARACTERS:
             message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
             raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
@@ -146,14 +146,18 @@ class ParsedRequest:
     @property
     def is_batch(self) -> bool:
         """Whether it has a list of prompts, if only of one."""
-        assert self.body is not None
-        prompt = self.body.members.get("prompt")
-        return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+        prompts = self._find_prompts()
+        return isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
 
     @property
     def num_prompts(self) -> int:
         """How many prompts it has."""
-        return len(self.body.members["prompt"]) if self.body is not None and self.is_batch else 1
+        return len(self._find_prompts()) if self.body is not None and self.is_batch else 1
+
+    def _find_prompts(self) -> Any:
+        """The prompt, or prompts; FastDeploy takes them by either name."""
+        assert self.body is not None
+        return self.body.members.get("prompt_token_ids") or self.body.members.get("prompt")
 
     def name_at_engines(self, request_id: str) -> EngineIds:
         """The ids of its sequences at FastDeploy's engines, where its answer is generated under this id."""
@@ -181,6 +185,15 @@ class ParsedRequest:
         salt = derive_salt(own or "")
         self.cache_salt = encode_member("cache_salt", salt)
         return {**members, "cache_salt": salt}
+
+
+def _explain_bad_body(request: ClientRequest, fault: BadBody) -> ApiError:
+    """Why a body could not be read: RFC 9110, 8.4 and 15.5.16, of one that is encoded."""
+    for name, value in request.headers:
+        if name == b"content-encoding" and value.lower() != b"identity":
+            message = f"the body is encoded ({value.decode('latin-1')}); this router takes bodies as they are"
+            return ApiError(415, message, "encoded_body")
+    return ApiError(400, str(fault), "invalid_body", fault.param)
 
 
 def guess_ids(request: ClientRequest) -> EngineIds:

@@ -98,6 +98,7 @@ def test_a_last_message_of_the_assistants_is_continued(client: anthropic.Anthrop
             'messages.0.content.0: a block of type "image"; only text is supported',
         ),
         ({"system": 5}, "system: Input should be"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences: List should have at most 16 items"),
         ({"messages": [{"role": "user", "content": "x" * 9999}]}, "the prompt has at least"),
     ],
 )
@@ -110,6 +111,29 @@ def test_a_request_that_cannot_be_served_is_told_why(
     assert answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert sentence in answer.json()["error"]["message"]
+
+
+def test_an_id_that_has_the_prefix_of_answers_gets_no_other_one(
+    served: SimpleNamespace, client: anthropic.Anthropic
+) -> None:
+    assert ask(client, extra_body={"request_id": "msg_a"}).id == "msg_a"
+    assert chat(served, QUESTION, request_id="chatcmpl-a")["id"] == "chatcmpl-a"
+    assert chat(served, QUESTION, request_id="msg_a")["id"] == "chatcmpl-msg_a"
+
+
+@pytest.mark.parametrize("more", [{}, {"system": "be kind"}, {"system": [{"type": "text", "text": "be brief"}]}])
+def test_the_tokens_of_a_prompt_are_counted_without_an_answer(
+    client: anthropic.Anthropic, more: dict[str, Any]
+) -> None:
+    usage = ask(client, **more).usage
+    counted = client.messages.count_tokens(model=MODEL, messages=QUESTION, **more)
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens > 0
+
+
+def test_counting_refuses_in_the_apis_shape(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r"tools: it is .* this engine calls no tools") as caught:
+        client.messages.count_tokens(model=MODEL, messages=QUESTION, tools=[{"name": "x", "input_schema": {}}])
+    assert caught.value.body["type"] == "error"  # type: ignore[index]
 
 
 def test_other_errors_have_the_apis_shape_too(served: SimpleNamespace, client: anthropic.Anthropic) -> None:

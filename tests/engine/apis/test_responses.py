@@ -138,6 +138,8 @@ def test_responses_are_kept_unless_the_client_says_no(client: openai.OpenAI) -> 
         ({"xyz": 5}, "xyz", "this engine knows no such field in this API; leave it out"),
         ({"temperature": -1}, "temperature", "should be greater than or equal to 0, but it is -1"),
         ({"input": []}, "input", "it is empty"),
+        ({"input": "x" * 9999}, "input", "the prompt has at least"),
+        ({"text": {"verbosity": "low"}}, "text", "this engine holds answers to no form, and steers no length"),
         (
             {"input": [{"type": "item_reference", "id": "x"}]},
             "input",
@@ -170,20 +172,23 @@ def test_fields_that_change_nothing_are_let_through(client: openai.OpenAI) -> No
         "truncation": "disabled",
         "metadata": {"a": "b"},
     }
-    response = respond(client, **fields, prompt_cache_key="k", text={"format": {"type": "text"}}, user="u")
+    text: Any = {"format": {"type": "text"}, "verbosity": "medium"}
+    response = respond(client, **fields, prompt_cache_key="k", text=text, user="u")
     assert response.metadata == {"a": "b"}
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_response_that_is_aborted_is_no_completed_one(
+def test_a_response_that_is_aborted_has_failed_and_says_why(
     served: SimpleNamespace, client: openai.OpenAI, is_stream: bool
 ) -> None:
     found: list[Any] = []
 
     def ask() -> None:
         extra = {"request_id": "long", "ignore_eos": True}
-        response = respond(client, max_output_tokens=450, stream=is_stream, extra_body=extra)
-        found.append(list(response)[-1].response if is_stream else response)
+        try:
+            found.extend(respond(client, max_output_tokens=450, stream=is_stream, extra_body=extra))
+        except openai.APIStatusError as exc:
+            found.append(exc)
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -191,9 +196,19 @@ def test_a_response_that_is_aborted_is_no_completed_one(
     aborted = httpx.post(f"{served.url}/v1/abort_requests", json={"req_ids": ["resp_long"]}, trust_env=False)
     assert aborted.json()["aborted"] == ["long"]
     asking.join()
-    assert found[0].status == "cancelled"
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(found[0].id)
+    last = found[-1]
+    if is_stream:
+        assert (last.type, last.response.status, last.response.error.code) == (
+            "response.failed",
+            "failed",
+            "server_error",
+        )
+        assert last.response.error.message == "the request was aborted before its answer ended"
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(last.response.id)
+    else:
+        assert last.status_code == 503
+        assert "the request was aborted before its answer ended" in str(last)
 
 
 def test_an_engine_that_fails_ends_a_stream_with_a_failed_response(

@@ -12,7 +12,7 @@ import pytest
 
 from engine.dialects import SglangDialect
 from engine.protocol import ApiError
-from tests.engine.dialects.pairs import DialectPair, dialect_pair
+from tests.engine.dialects.pairs import DialectPair, dialect_pair, prompt_of
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.pair import HOST
 
@@ -70,13 +70,27 @@ async def test_choices_and_one_member_lists_meet_too(tiny_checkpoint: Path, word
         assert tokens_of(answer) == expected
 
 
+@in_event_loop
+async def test_each_of_several_prompts_has_its_room(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+    async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
+        prompts = [prompt_of(100, first) for first in (1, 60)]
+        expected = [tokens_of(await pair.alone.complete(prompt=prompt))[0] for prompt in prompts]
+        pair.prefill.side.engine.core.clear_prefix_cache()
+        place = {name: [value] * 2 for name, value in meet_at(pair, 5).items()}
+        fields = {**place, "bootstrap_room": [5, 6], "rid": ["r_0", "r_1"], "prompt": prompts}
+        _, answer = await asyncio.gather(*(each.complete(**fields) for each in (pair.prefill, pair.decode)))
+        assert tokens_of(answer) == expected
+        assert pair.decode.side.handed_over("direct") == 2
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"bootstrap_room": None}, "Disaggregated request received without bootstrap room id"),
         ({"bootstrap_room": -1}, "bootstrap_room: it is -1; give a whole number"),
         ({"bootstrap_room": 2**63}, "bootstrap_room: it is"),
-        ({"bootstrap_room": [1, 2]}, "bootstrap_room: it has 2 members for one prompt; give one"),
+        ({"bootstrap_room": [1, 2]}, "bootstrap_room: it has 2 members for 1 prompt; give one for each"),
+        ({"prompt": [[1], [2]], "bootstrap_room": [5]}, "bootstrap_room: it has 1 members for 2 prompts; give one for"),
         ({"bootstrap_host": None}, "bootstrap_host: it is null"),
         ({"bootstrap_port": "x"}, 'bootstrap_port: it is "x"; give a port'),
     ],

@@ -107,6 +107,99 @@ async def test_tokens_generated_before_belong_to_one_choice(completions: Complet
         await answer(completions, n=2, completion_token_ids=[1])
 
 
+PROMPTS = [list(PROMPT), [3, 1, 4, 1, 5], [9] * 40]
+
+
+@pytest.mark.parametrize("params", [{}, {"n": 2, **SAMPLED}], ids=["greedy", "seeded, two to each"])
+@pytest.mark.parametrize("field", ["prompt", "prompt_token_ids"])
+@in_event_loop
+async def test_several_prompts_have_the_answers_that_each_has_alone(
+    engine: Engine, completions: Completions, field: str, params: dict[str, Any]
+) -> None:
+    alone = [await answer(completions, prompt=prompt, **params) for prompt in PROMPTS]
+    engine.core.clear_prefix_cache()
+    together = await answer(completions, **{"prompt": None, field: PROMPTS}, **params)
+    choices = together["choices"]
+    assert [choice["index"] for choice in choices] == list(range(len(choices)))
+    assert ids_of(together) == [ids for one in alone for ids in ids_of(one)]
+    told = [choice["prompt_token_ids"] for choice in choices]
+    assert told == [prompt for prompt in PROMPTS for _ in range(params.get("n", 1))]
+    assert together["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert together["usage"][name] == sum(one["usage"][name] for one in alone)
+    again = await answer(completions, prompt=PROMPTS, **params)
+    details = again["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] == details["own_cached_tokens"] == 96 + 32
+
+
+@in_event_loop
+async def test_a_stream_of_several_prompts_tells_each_answer_under_its_index(completions: Completions) -> None:
+    fields: dict[str, Any] = {"prompt": PROMPTS, "n": 2, **SAMPLED}
+    *chunks, last = await stream(completions, stream_options={"include_usage": True}, **fields)
+    whole = await answer(completions, **fields)
+    told: list[list[int]] = [[] for _ in range(6)]
+    prompts = {}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        told[choice["index"]] += choice["completion_token_ids"]
+        if "prompt_token_ids" in choice:
+            prompts[choice["index"]] = choice["prompt_token_ids"]
+    assert told == ids_of(whole)
+    assert [prompts[index] for index in range(6)] == [prompt for prompt in PROMPTS for _ in range(2)]
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 48
+    seen = [chunk["choices"][0]["index"] for chunk in chunks]
+    assert seen != sorted(seen)  # none waits for the end of another
+
+
+@in_event_loop
+async def test_a_list_of_one_prompt_is_that_prompt(completions: Completions) -> None:
+    expected = ids_of(await answer(completions))
+    assert ids_of(await answer(completions, prompt=[list(PROMPT)])) == expected
+
+
+@in_event_loop
+async def test_texts_in_a_list_are_tokenized_as_each_alone(completions: Completions, word_tokenizer: Any) -> None:
+    texts = ["a", "bc"]  # letters are tokens that this small model has
+    choices = (await answer(completions, prompt=texts))["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [word_tokenizer(text)["input_ids"] for text in texts]
+
+
+@in_event_loop
+async def test_an_abort_by_the_requests_name_ends_the_answers_to_all_prompts(
+    engine: Engine, generations: Generations
+) -> None:
+    choices = begin_endless(generations, 3)
+    reading = asyncio.create_task(reasons_of(choices))
+    await eventually(lambda: generations.num_live >= 3, "an answer to each prompt to run or wait")
+    assert generations.abort_requests(["cmpl-r_0"]) == ["r"]
+    assert await reading == ["abort"] * 9
+    await eventually(lambda: engine.blocks.num_available == engine.blocks.num_blocks, "all blocks to come back")
+
+
+@in_event_loop
+async def test_a_client_that_leaves_ends_the_answers_to_all_prompts(engine: Engine, generations: Generations) -> None:
+    async with contextlib.aclosing(begin_endless(generations, 3).pieces()) as pieces:
+        async for index, _ in pieces:
+            if index == 7:
+                break
+    assert generations.num_live == 0
+    await eventually(lambda: engine.blocks.num_available == engine.blocks.num_blocks, "all blocks to come back")
+
+
+@in_event_loop
+async def test_a_pair_hands_every_prompt_over(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        params = SamplingParams(8, temperature=2.0, seed=5)
+        requests = [Request("r", prompt, params) for prompt in (PROMPT, PROMPT[::-1])]
+        begun = [(request, pair.info) for request in requests]
+        legs = [side.generations.begin_choices(begun, 2) for side in (pair.prefill, pair.decode)]
+        _, told = await asyncio.gather(*map(tokens_of, legs))
+        alone = [pair.prefill.generations.begin_choices([(request, None)], 2) for request in requests]
+        assert told == [tokens for choices in alone for tokens in await tokens_of(choices)]
+        assert pair.decode.handed_over("direct") == 4
+        assert legs[1].usage()["prompt_tokens"] == 200
+
+
 @in_event_loop
 async def test_an_abort_by_the_requests_name_ends_all_choices(generations: Generations) -> None:
     choices = begin_endless(generations)
@@ -140,17 +233,18 @@ async def test_a_client_that_leaves_ends_all_choices(engine: Engine, generations
 async def test_a_pair_hands_every_choice_over(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         request = Request("r", PROMPT, SamplingParams(8, temperature=2.0, seed=5))
-        legs = [side.generations.begin_choices(request, pair.info, 3) for side in (pair.prefill, pair.decode)]
+        legs = [side.generations.begin_choices([(request, pair.info)], 3) for side in (pair.prefill, pair.decode)]
         _, told = await asyncio.gather(*map(tokens_of, legs))
-        alone = await tokens_of(pair.prefill.generations.begin_choices(request, None, 3))
+        alone = await tokens_of(pair.prefill.generations.begin_choices([(request, None)], 3))
         assert told == alone
         assert len(set(map(tuple, told))) == 3
         assert pair.decode.handed_over("direct") == 3
         assert legs[1].usage()["prompt_tokens"] == 100
 
 
-def begin_endless(generations: Generations) -> Choices:
-    return generations.begin_choices(Request("r", PROMPT, SamplingParams(150, temperature=0)), None, 3)
+def begin_endless(generations: Generations, num_prompts: int = 1) -> Choices:
+    requests = [Request("r", PROMPT[shift:], SamplingParams(150, temperature=0)) for shift in range(num_prompts)]
+    return generations.begin_choices([(request, None) for request in requests], 3)
 
 
 async def reasons_of(choices: Choices) -> list[str | None]:

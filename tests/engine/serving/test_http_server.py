@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -181,6 +182,18 @@ async def test_a_body_that_is_too_large_is_refused_before_or_while_it_comes(
         for answer in (await client.post(CHAT, content=b" " * 1001), await client.post(CHAT, content=pieces())):
             assert (answer.status_code, openai_error(answer)["code"]) == (413, "body_too_large")
             assert "larger than the 1000 bytes" in openai_error(answer)["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/v1/abort_requests"])
+@in_event_loop
+async def test_a_body_that_is_encoded_is_refused_as_such(app: Any, path: str) -> None:
+    async with asking(app) as client:
+        sent = gzip.compress(json.dumps(BODY).encode())
+        answer = await client.post(path, content=sent, headers={"content-encoding": "gzip"})
+        assert answer.status_code == 415
+        assert openai_error(answer)["message"] == "the body is encoded (gzip); this instance takes bodies as they are"
+        plain = await client.post(CHAT, json=BODY, headers={"content-encoding": "identity"})
+        assert plain.status_code == 200
 
 
 @in_event_loop

@@ -1,21 +1,122 @@
-"""Errors in the form of FastDeploy's routers: the members and statuses that scripts written for these look at."""
+"""The router's own errors have the shape of the API that was asked, or of the FastDeploy router of its dialect."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import anthropic
 import pytest
 
 from router.http import ApiError, to_dialect
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import StandIn, answers
+from tests.router.stand_in import Received, Responder, StandIn, answers
 from tests.support.ports import free_port
 
 MakeRouter = Callable[..., RouterUnderTest]
 MakeStandIn = Callable[..., StandIn]
 
-CHAT = "/v1/chat/completions"
+MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
+WRONG_KEY = {"authorization": "Bearer wrong"}
+QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+
+
+def check_anthropics(body: Any, kind: str) -> None:
+    assert body.keys() == {"type", "error"}
+    assert body["error"].keys() == {"type", "message", "code"}
+    assert (body["type"], body["error"]["type"]) == ("error", kind)
+    assert len(body["error"]["message"]) > 10
+
+
+@pytest.fixture
+def router(make_router: MakeRouter, tmp_path: Path) -> RouterUnderTest:
+    """Without an instance, for one client."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("alice: sk-1\n")
+    keys.chmod(0o600)
+    return make_router(api_keys_file=str(keys), max_body_bytes=5000)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "sent", "status", "kind"),
+    [
+        ("POST", MESSAGES, {"content": b"{"}, 400, "invalid_request_error"),
+        ("POST", MESSAGES, {"content": b"[]"}, 400, "invalid_request_error"),
+        ("POST", MESSAGES, {"json": {**QUESTION, "request_id": 5}}, 400, "invalid_request_error"),
+        ("GET", MESSAGES, {}, 405, "invalid_request_error"),
+        (
+            "POST",
+            MESSAGES,
+            {"json": QUESTION, "headers": {"authorization": "Bearer wrong"}},
+            401,
+            "authentication_error",
+        ),
+        ("POST", MESSAGES, {"json": {**QUESTION, "system": "x" * 9000}}, 413, "request_too_large"),
+        ("POST", MESSAGES, {"json": QUESTION}, 503, "api_error"),
+        ("POST", f"{MESSAGES}/count_tokens", {"json": QUESTION}, 503, "api_error"),
+        ("POST", f"{MESSAGES}/batches", {"json": QUESTION}, 404, "not_found_error"),
+    ],
+)
+def test_an_error_at_anthropics_paths_has_anthropics_shape(
+    router: RouterUnderTest, method: str, path: str, sent: dict[str, Any], status: int, kind: str
+) -> None:
+    headers = {"authorization": "Bearer sk-1", **sent.pop("headers", {})}
+    answer = router.client.request(method, path, headers=headers, **sent)
+    assert answer.status_code == status
+    check_anthropics(answer.json(), kind)
+
+
+def test_anthropics_client_reads_the_routers_errors(router: RouterUnderTest) -> None:
+    client = anthropic.Anthropic(base_url=router.url, auth_token="sk-1", max_retries=0)
+    with client, pytest.raises(anthropic.InternalServerError) as caught:
+        client.messages.create(model="m", **QUESTION)
+    check_anthropics(caught.value.body, "api_error")
+
+
+def test_a_stream_that_breaks_off_ends_with_anthropics_event(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    event = b'event: message_start\ndata: {"type":"message_start"}\n\n'
+
+    async def breaks(request: Received, respond: Responder) -> None:
+        await respond.start_stream("text/event-stream")
+        await respond.chunk(event)
+        respond.cut()
+
+    router = make_router(stand_in("mixed", breaks))
+    answer = router.client.post(MESSAGES, json={**QUESTION, "stream": True})
+    rest = answer.content.removeprefix(event)
+    assert rest.startswith(b"event: error\ndata: {")
+    assert rest.count(b"\n\n") == 1  # nothing follows, no [DONE]
+    check_anthropics(json.loads(rest.partition(b"data: ")[2]), "api_error")
+
+
+@pytest.mark.parametrize("path", [MESSAGES, CHAT])
+def test_a_body_that_is_encoded_is_refused_as_such(router: RouterUnderTest, path: str) -> None:
+    headers = {"authorization": "Bearer sk-1", "content-encoding": "gzip"}
+    answer = router.client.post(path, content=gzip.compress(b"{}"), headers=headers)
+    assert answer.status_code == 415
+    assert "the body is encoded (gzip); this router takes bodies as they are" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages_of_another_api", ""])
+def test_other_paths_have_openais_shape(path: str) -> None:
+    error = ApiError(400, "it is wrong", "invalid_body", "n")
+    told = {"message": "it is wrong", "type": "invalid_request_error", "param": "n", "code": "invalid_body"}
+    assert json.loads(error.body(path)) == {"error": told}
+    assert error.sse(path) == b"data: %s\n\ndata: [DONE]\n\n" % error.body(path)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 429, 431, 500, 502, 503, 504])
+def test_every_status_has_a_type_of_anthropics(status: int) -> None:
+    known = {
+        *("invalid_request_error", "authentication_error", "permission_error", "not_found_error", "request_too_large"),
+        *("rate_limit_error", "api_error", "timeout_error"),
+    }
+    told = json.loads(ApiError(status, "it is wrong", "code").body(MESSAGES))
+    assert told["error"]["type"] in known
+    assert (told["error"]["type"] in ("api_error", "timeout_error")) == (status >= 500 or status == 408)
 
 
 def test_the_go_router_without_a_pair_answers_503_with_the_requests_id(make_router: MakeRouter) -> None:

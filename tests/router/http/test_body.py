@@ -218,6 +218,14 @@ def test_an_empty_request_id_counts_as_none(data: bytes) -> None:
     assert parse_inference(data).request_id is None
 
 
+@pytest.mark.parametrize("name", [b"prompt", b"prompt_token_ids"])
+@pytest.mark.parametrize(("prompts", "count"), [(b"[[1, 2], [3]]", 2), (b"[[1, 2]]", 1), (b"[1, 2]", 1)])
+def test_choices_count_the_prompts_of_a_list(name: bytes, prompts: bytes, count: int) -> None:
+    body = parse_inference(b'{"%s": %s, "n": 3}' % (name, prompts))
+    assert body.choices == 3 * count
+    assert body.prompt_tokens > 1
+
+
 def test_prompt_tokens_are_exact_where_the_client_sent_token_ids() -> None:
     assert parse_inference(b'{"prompt_token_ids": [1, 2, 3]}').prompt_tokens == 3
 

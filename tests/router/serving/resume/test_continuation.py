@@ -75,6 +75,24 @@ def test_a_comment_among_the_events_shows_the_client_nothing_that_ids_do_not_tel
     assert merger.has_shown_more is is_more
 
 
+@pytest.mark.parametrize("engine", [EngineKind.FASTDEPLOY, EngineKind.VLLM])
+@pytest.mark.parametrize(
+    ("members", "obstacle"),
+    [
+        ({"prompt": ["a", "b"]}, "it has several answers at once"),
+        ({"prompt": [[1, 2], [3]]}, "it has several answers at once"),
+        ({"prompt_token_ids": [[1, 2], [3]]}, "it has several answers at once"),
+        ({"prompt": [[1, 2]]}, ""),
+        ({"prompt": ["a"]}, ""),
+        ({"prompt": [1, 2]}, ""),
+    ],
+)
+def test_the_answers_to_several_prompts_are_not_resumed(
+    members: dict[str, Any], obstacle: str, engine: EngineKind
+) -> None:
+    assert find_obstacle(parse_inference(orjson.dumps(members)), engine, is_chat=False) == obstacle
+
+
 IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "http://a/b.png"}}]
 
 
