@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
@@ -29,6 +31,8 @@ from kvstore_backend import BlockPool
 __all__ = ["EngineCore", "Listener", "Prefilled"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STALL_SECONDS = 60.0
 
@@ -86,6 +90,8 @@ class EngineCore:
         self._listeners: dict[Sequence, Listener] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
+        self.is_paused = False
+        """Whether no request is to begin; set and read from any thread."""
         self._turned_at = math.inf
         self._progress = PrefillProgress()
         self._connector = (
@@ -188,8 +194,13 @@ class EngineCore:
     def reserve_blocks(
         self, hashes: SequenceOf[bytes], num_tokens: int, answer: Callable[[Reservation | None], None]
     ) -> None:
-        """Ask for blocks for a prompt; ``answer`` is called on the engine's thread. From any thread."""
-        self._commands.put(lambda: answer(self.scheduler.reserve_blocks(hashes, num_tokens)))
+        """Ask for blocks for a prompt; ``answer`` is called on the engine's thread. From any thread.
+
+        A paused engine gives none.
+        """
+        self._commands.put(
+            lambda: answer(None if self.is_paused else self.scheduler.reserve_blocks(hashes, num_tokens))
+        )
 
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
         """Give a reservation back, when nobody writes to its blocks any more. From any thread.
@@ -224,6 +235,23 @@ class EngineCore:
             log.info("The prefix cache is cleared: it had %d blocks", self.scheduler.blocks.unpublish_all())
 
         self._commands.put(clear)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Call ``function`` on the engine's thread, between two steps and after all commands before it.
+
+        From any thread.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as exc:
+                future.set_exception(exc)
+                raise  # into the log
+
+        self._commands.put(run)
+        return future
 
     def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, on any thread, once other instances can read all that was saved. From any thread.

@@ -110,6 +110,7 @@ TESTED_IN = {
     "kvstore_backend/staging/stand_in.py": "tests/kvstore_backend/staging/test_order.py",
     # Both halves of the connector beside each other.
     # Attention, beside transformers' own.
+    "engine/serving/control_paths.py": "tests/engine/serving/test_control.py",
     "engine/attention/block_index.py": "tests/engine/test_block_index.py",
     "engine/attention/paged.py": "tests/engine/test_models.py",
     "engine/attention/pages.py": "tests/engine/test_pages.py",

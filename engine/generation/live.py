@@ -15,7 +15,7 @@ from engine.generation.kept_prefill import KeptPrefillGeneration
 from engine.generation.mixed import MixedGeneration
 from engine.generation.pair_info import FetchPrompt, KeepPrompt, PairInfo, info_of_choice
 from engine.generation.prefill import PrefillGeneration
-from engine.protocol import DisaggregateInfo
+from engine.protocol import ApiError, DisaggregateInfo
 from engine.request import Request
 from engine.tracing import Tracer
 from engine.why_miss.recent_requests import RecentRequests
@@ -28,6 +28,9 @@ _FOR_PAIRS: dict[str, Callable[[SharedParts, Request, DisaggregateInfo], Generat
     "decode": DecodeGeneration,
 }
 """How an instance of each role answers a request for which the router names a pair."""
+
+PAUSED = "Request is aborted since LLM Engine is paused; POST /v1/resume to this instance lets it answer again"
+"""FastDeploy's words, of which its users' scripts know the beginning."""
 
 _ID_PREFIXES = ("", "chatcmpl-", "cmpl-", "resp_", "msg_")
 """Before the id of a request in the ids of its answers."""
@@ -76,7 +79,13 @@ class Generations:
         return self._answer_for_pair(self._parts, request, info)
 
     def begin_choices(self, request: Request, info: PairInfo | None, count: int) -> Choices:
-        """As ``begin``, for ``count`` answers to one prompt."""
+        """As ``begin``, for ``count`` answers to one prompt.
+
+        Raises:
+            ApiError: 500, the engine is paused.
+        """
+        if self._parts.core.is_paused:
+            raise ApiError(500, PAUSED)
         return Choices([self.begin(derive_choice(request, i), info_of_choice(info, i)) for i in range(count)])
 
     @property
@@ -97,8 +106,8 @@ class Generations:
         )
 
     def abort_all(self) -> list[str]:
-        """Abort everything; return the request ids."""
-        return _abort_each(list(self._parts.live))
+        """Abort everything that was not aborted before; return the request ids."""
+        return _abort_each([each for each in self._parts.live if not each.is_aborted])
 
 
 def list_unknown_ids(asked: Iterable[str], aborted: Iterable[str]) -> list[str]:

@@ -26,6 +26,7 @@ from engine.protocol import (
     parse_body,
 )
 from engine.request import Request as EngineRequest
+from engine.serving.control_paths import add_control_paths
 from engine.serving.http_server import (
     CLIENT_LEFT,
     HttpMiddleware,
@@ -74,6 +75,7 @@ def create_app(instance: Instance) -> FastAPI:
     _add_completions(app, instance)
     _add_orders(app, instance)
     _add_state(app, instance)
+    add_control_paths(app, instance.control)
     count_cached = instance.core.count_cached_blocks
     add_kvcache_paths(app, instance.explainer, instance.completions, instance.pool_url, count_cached)
     return app

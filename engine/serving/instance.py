@@ -47,6 +47,7 @@ from engine.model_runner import (
 from engine.out_of_memory import LEAVE_ROOM_BESIDE, told_if_too_large
 from engine.registration import host_ip_towards, send_heartbeats
 from engine.scheduler import Scheduler
+from engine.serving.control import Control
 from engine.serving.surroundings import Surroundings
 from engine.staging import MAX_LENT_BYTES, open_direct, stage_handovers
 from engine.tracing import open_tracer
@@ -95,6 +96,8 @@ class Instance:
         self.generations = Generations(
             self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host, self.tracer
         )
+        self._changed = asyncio.Event()
+        self.control = Control(self.core, self.generations, self._changed.set)
         self.completions = Completions(
             self.generations,
             tokenizer,
@@ -154,8 +157,9 @@ class Instance:
         await self.receiver.start_listening(self._connector)
         heartbeat = None
         if self.router:
-            payload = self.registration_payload()
-            sending = send_heartbeats(self.router, payload, self._router_token, self.note_registration)
+            sending = send_heartbeats(
+                self.router, self.registration_payload, self._changed, self._router_token, self.note_registration
+            )
             heartbeat = asyncio.create_task(sending)
         if self.args.splitwise_role == "decode" and not self.router:
             log.warning("This decode instance has no --router: no router sends it requests until it is registered")
@@ -179,6 +183,8 @@ class Instance:
         """Why no router sends requests here, or should, in one sentence; ``""`` if one does."""
         if not self.core.is_alive:
             return "the engine has failed; its log says why"
+        if self.control.is_paused:
+            return "it is paused; POST /v1/resume lets it answer again"
         if self.router and time.monotonic() - self._registered_at > _FORGOTTEN_SECONDS:
             return f"it is not registered at the router {self.router}; the log says why"
         return ""
@@ -199,7 +205,7 @@ class Instance:
             "device_ids": ["0"],
             "transfer_protocol": self._transfer_protocols,
             "tp_size": args.tensor_parallel_size,
-            "is_paused": False,
+            "is_paused": self.control.is_paused,
             "version": None,
             "connected_decodes": [],
             **self.dialect.registration,

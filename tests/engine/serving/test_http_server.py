@@ -21,6 +21,7 @@ from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
 from engine.metrics import EngineMetrics
 from engine.serving import http_server
+from engine.serving.control import Control
 from engine.serving.endpoints import create_app
 from engine.serving.http_server import MAX_HEAD_BYTES, InstanceProtocol
 from tests.engine.event_loop import in_event_loop
@@ -49,6 +50,7 @@ def app(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Any]:
             explainer=None,
             pool_url=None,
             generations=generations,
+            control=Control(engine.core, generations, lambda: None),
             completions=Completions(generations, word_tokenizer, "tiny", 200, engine.runner.vocab_size),
         )
         yield create_app(instance)
