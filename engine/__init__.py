@@ -18,6 +18,7 @@ request.py           Request, as a client asks for it, and Sequence, as the engi
 scheduler.py         which sequence computes how many tokens in the next step; free of tensors
 block_manager.py     which KV block belongs to which sequence; the prefix cache; free of tensors
 model_runner.py      the checkpoint, its KV memory, and one forward pass
+weights.py           which weights a model has, and the namespace of their KV
 memory_budget.py     how many KV blocks there are, beside the memory of sparse attention
 out_of_memory.py     memory that cannot be had, told in a sentence
 device_copies.py     the numbers of a step, on their way to the device and back

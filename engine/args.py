@@ -65,6 +65,7 @@ class EngineArgs:
     engine_worker_queue_port: int
     rdma_comm_ports: str | None
     tensor_parallel_size: int
+    dynamic_load_weight: bool
     retrieval: RetrievalConfig | None
     log_dir: Path | None
     log_level: str
@@ -161,6 +162,11 @@ def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=_parse_positive, default=64, help="tokens in a KV block")
     add("--num-gpu-blocks-override", type=_parse_positive, help="KV blocks; not given: from the memory there is")
     add("--gpu-memory-utilization", type=_parse_share, default=0.9, help="share of a GPU's free memory for KV blocks")
+    add(
+        "--dynamic-load-weight",
+        action="store_true",
+        help="let orders by HTTP give the weights back and load them again (/v1/sleep, /v1/update_weights)",
+    )
     add("--tensor-parallel-size", type=_parse_positive, default=1, help="only 1")
 
 

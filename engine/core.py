@@ -253,6 +253,21 @@ class EngineCore:
         self._commands.put(run)
         return future
 
+    @property
+    def has_blocks_in_use(self) -> bool:
+        """Whether a sequence, a load, a save or a hand-over holds a block. On the engine's thread."""
+        blocks, connector = self.scheduler.blocks, self._connector
+        return blocks.num_available < blocks.num_blocks or bool(connector and connector.pending_save_blocks)
+
+    def follow_weights(self) -> None:
+        """Use no KV of other weights than the runner's now, from the own cache or the pool.
+
+        On the engine's thread, while ``has_blocks_in_use`` is false.
+        """
+        self.scheduler.blocks.unpublish_all()
+        if self._connector:
+            self._connector.follow_weights()
+
     def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, on any thread, once other instances can read all that was saved. From any thread.
 

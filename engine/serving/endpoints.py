@@ -10,6 +10,7 @@ import orjson
 import prometheus_client
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
 
 from engine.apis.messages import MessagesBody
 from engine.apis.responses_body import ResponsesBody
@@ -177,6 +178,19 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if instance.core.is_alive else 503)
+
+    @app.get("/ping")
+    @app.post("/ping")
+    async def ping() -> Response:
+        return await health()
+
+    @app.get("/load")
+    async def list_paths() -> Response:
+        routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path.startswith("/v1")]
+        listed = [
+            {"path": each.path, "methods": sorted(each.methods or ()), "tags": list(each.tags)} for each in routes
+        ]
+        return JSONResponse({"routes": listed})
 
     @app.get("/ready")
     async def ready() -> Response:

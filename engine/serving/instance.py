@@ -53,7 +53,7 @@ from engine.staging import MAX_LENT_BYTES, open_direct, stage_handovers
 from engine.tracing import open_tracer
 from engine.why_miss.explainer import MissExplainer
 from kvstore_backend import BlockPool, PoolConfig, open_pool
-from kvstore_backend.config import describe_url, named_protocol, named_rdma_devices
+from kvstore_backend.config import MooncakeSettings, describe_url, named_protocol, named_rdma_devices
 from kvstore_backend.manifest import Manifest
 
 __all__ = ["Instance"]
@@ -97,7 +97,17 @@ class Instance:
             self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host, self.tracer
         )
         self._changed = asyncio.Event()
-        self.control = Control(self.core, self.generations, self._changed.set)
+        store = around.pool.store if around.pool else None
+        pool_protocol = store.protocol if isinstance(store, MooncakeSettings) else ""
+        self.control = Control(
+            self.core,
+            runner,
+            self.generations,
+            self.receiver.kept,
+            self._note_change,
+            has_dynamic_weights=args.dynamic_load_weight,
+            frees_kv=runner.device.type != "cpu" or "rdma" not in (pool_protocol, *self._transfer_protocols),
+        )
         self.completions = Completions(
             self.generations,
             tokenizer,
@@ -108,9 +118,9 @@ class Instance:
             runner.default_max_tokens,
             self.dialect,
         )
-        manifest = Manifest((pool or runner).namespace.fields, runner.facts)
         self.pool_url = describe_url(around.pool) if around.pool else ""
-        self.explainer = MissExplainer(self.generations.recent, tokenizer, manifest, pool)
+        self._runner, self._pool = runner, pool
+        self.explainer = MissExplainer(self.generations.recent, tokenizer, self._write_manifest(), pool)
         store = None if args.splitwise_role == "prefill" else ResponseStore()
         self.responses = Responses(self.completions, store)
         self.messages = Messages(self.completions)
@@ -135,6 +145,15 @@ class Instance:
         except (TransferUnavailable, OSError) as exc:
             log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
             return None
+
+    def _write_manifest(self) -> Manifest:
+        """The namespace of this instance's blocks, in words."""
+        return Manifest((self._pool or self._runner).namespace.fields, self._runner.facts)
+
+    def _note_change(self) -> None:
+        """Tell the router, and who explains misses, what an order has changed."""
+        self.explainer.manifest = self._write_manifest()
+        self._changed.set()
 
     def _choose_dialect(self) -> PairDialect:
         port: int = self._connector.getsockname()[1]
@@ -206,7 +225,7 @@ class Instance:
             "transfer_protocol": self._transfer_protocols,
             "tp_size": args.tensor_parallel_size,
             "is_paused": self.control.is_paused,
-            "version": None,
+            "version": self.control.version,
             "connected_decodes": [],
             **self.dialect.registration,
         }
@@ -221,7 +240,14 @@ def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
     config = load_model_config(folder)
     check_length(folder, config, args.max_model_len)
     device = choose_device(args.device)
-    runner = ModelRunner(folder, config, device, choose_dtype(args.dtype, config), args.block_size)
+    runner = ModelRunner(
+        folder,
+        config,
+        device,
+        choose_dtype(args.dtype, config),
+        args.block_size,
+        has_dynamic_weights=args.dynamic_load_weight,
+    )
     num_blocks = choose_num_blocks(args, runner)
     runner.allocate_kv(num_blocks)
     runner.try_out()

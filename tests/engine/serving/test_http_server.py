@@ -50,7 +50,7 @@ def app(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Any]:
             explainer=None,
             pool_url=None,
             generations=generations,
-            control=Control(engine.core, generations, lambda: None),
+            control=Control(engine.core, engine.runner, generations, HandoverReceiver().kept, lambda: None),
             completions=Completions(generations, word_tokenizer, "tiny", 200, engine.runner.vocab_size),
         )
         yield create_app(instance)
