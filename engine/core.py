@@ -166,6 +166,9 @@ class EngineCore:
             sequence.regime = self._runner.retrieval.config.choose_regime(sequence.num_prompt_tokens)
 
         sequence.submitted_at = time.monotonic()
+        self.metrics.requests.inc()
+        self.metrics.prompt_sizes.observe(sequence.num_prompt_tokens)
+        self.metrics.limits.observe(sequence.request.params.max_tokens)
 
         def add() -> None:
             self._listeners[sequence] = listener
@@ -291,6 +294,7 @@ class EngineCore:
                 preempted = self.scheduler.num_preemptions
                 chunks = self.scheduler.schedule_step()
                 self.metrics.preemptions.inc(self.scheduler.num_preemptions - preempted)
+                self.metrics.preempted.inc(self.scheduler.num_preemptions - preempted)
                 if self._runner.retrieval:
                     self._runner.retrieval.forget_all_but(self.scheduler.running)
                 # With nothing to compute, the next work (a request, a load that ended, blocks that a save
@@ -457,6 +461,7 @@ class EngineCore:
         if not sequence.pool_cached_tokens:
             metrics.pool_unused.labels(sequence.pool_use.reason.value).inc()
         metrics.latency.observe(now - sequence.arrival)
+        self._count_completion(sequence, reason)
         started, first_token = sequence.started_at, sequence.first_token_at
         if started is not None:
             metrics.queue_time.observe(max(0.0, started - sequence.arrival - sequence.pool_load_seconds))
@@ -464,6 +469,21 @@ class EngineCore:
                 metrics.prefill_time.observe(first_token - started)
         if sequence.first_token_at is not None and sequence.num_output_tokens > 1:
             metrics.output_token.observe((now - sequence.first_token_at) / (sequence.num_output_tokens - 1))
+
+    def _count_completion(self, sequence: Sequence, reason: str) -> None:
+        """Count what FastDeploy counts of requests that had a place, and of those that ended by themselves."""
+        metrics, started, first_token = self.metrics, sequence.started_at, sequence.first_token_at
+        if started is None or first_token is None:
+            return
+        metrics.count_hits(sequence.num_prompt_tokens, sequence.own_cached_tokens, sequence.pool_cached_tokens)
+        if reason in ("stop", "length"):
+            metrics.succeeded.inc()
+            seconds = sequence.ended_at - started
+            metrics.inference_time.observe(seconds)
+            metrics.decode_time.observe(sequence.ended_at - first_token)
+            metrics.answer_sizes.observe(sequence.num_output_tokens)
+            if seconds > 0:
+                metrics.token_rates.observe(sequence.num_output_tokens / seconds)
 
     def _report_saves(self, sequence: Sequence) -> None:
         if sequence.finish_reason and not sequence.pending_saves:
@@ -477,6 +497,13 @@ class EngineCore:
         metrics.reserved_blocks.set_function(lambda: sum(len(held.blocks) for held in list(scheduler.reservations)))
         metrics.available_blocks.set_function(lambda: blocks.num_available)
         metrics.cache_usage.set_function(lambda: 1 - blocks.num_available / blocks.num_blocks)
+        metrics.batch_size.set_function(lambda: len(scheduler.running))
+        metrics.max_batch_size.set(scheduler.max_num_seqs)
+        metrics.available_batch_size.set_function(lambda: scheduler.max_num_seqs - len(scheduler.running))
+        metrics.preempted_now.set_function(lambda: sum(each.num_preemptions > 0 for each in list(scheduler.waiting)))
+        metrics.max_blocks.set(blocks.num_blocks)
+        metrics.free_blocks.set_function(lambda: blocks.num_free)
+        metrics.available_share.set_function(lambda: blocks.num_available / blocks.num_blocks)
         if connector := self._connector:
             metrics.pending_saves.set_function(lambda: connector.pending_save_blocks)
             metrics.pool_open.set_function(lambda: connector.is_open)

@@ -84,6 +84,7 @@ class Instance:
         self.metrics = EngineMetrics()
         self.tracer = open_tracer(args.trace_receiver) if args.trace_receiver else None
         pool = _open_pool(around.pool, runner, self.metrics) if around.pool else None
+        self.metrics.describe_cache(_list_cache_settings(args, around.pool, num_blocks, runner.namespace.kv_dtype))
         scheduler = _make_scheduler(args, num_blocks, has_pool=pool is not None)
         with told_if_too_large(f"blocks on their way to the pool; {LEAVE_ROOM_BESIDE}", any_failure=False):
             self.core = EngineCore(runner, scheduler, self.metrics, pool=pool, save_outputs=args.enable_output_caching)
@@ -97,8 +98,8 @@ class Instance:
             self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host, self.tracer
         )
         self._changed = asyncio.Event()
-        store = around.pool.store if around.pool else None
-        pool_protocol = store.protocol if isinstance(store, MooncakeSettings) else ""
+        pool_store = around.pool.store if around.pool else None
+        pool_protocol = pool_store.protocol if isinstance(pool_store, MooncakeSettings) else ""
         self.control = Control(
             self.core,
             runner,
@@ -257,6 +258,25 @@ def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
         if advice := args.retrieval.explain_block_size():
             log.warning("%s", advice)
     return runner, num_blocks
+
+
+def _list_cache_settings(args: EngineArgs, pool: PoolConfig | None, num_blocks: int, dtype: str) -> dict[str, object]:
+    """The settings of the KV cache, by FastDeploy's names."""
+    named = args.kvcache_storage_backend
+    if pool is not None and ":" in str(named):
+        named = describe_url(pool)  # without what is secret in it
+    return {
+        "block_size": args.block_size,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "num_gpu_blocks_override": args.num_gpu_blocks_override,
+        "total_block_num": num_blocks,
+        "cache_dtype": dtype,
+        "enable_prefix_caching": args.enable_prefix_caching,
+        "enable_output_caching": args.enable_output_caching,
+        "kvcache_storage_backend": named,
+        "cache_transfer_protocol": ",".join(args.cache_transfer_protocol),
+        "rdma_comm_ports": args.rdma_comm_ports,
+    }
 
 
 def _make_scheduler(args: EngineArgs, num_blocks: int, *, has_pool: bool) -> Scheduler:

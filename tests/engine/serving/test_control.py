@@ -361,7 +361,7 @@ class TestUpdateWeights:
 
     @in_event_loop
     async def test_the_version_is_the_folders_unless_the_order_names_one(self, trained: Running, folder: Path) -> None:
-        assert trained.control.version is None
+        assert not trained.control.version
         (folder / "version.yaml").write_text("version: RL-STEP2-20261123-abc\n")
         await trained.control.pause()
         (told,) = await trained.control.update_weights("")
