@@ -5,6 +5,7 @@ A request goes from top to bottom, and its tokens come back up:
 api_server.py        python -m engine.api_server: an instance's start, from its command line on
 serving/             the instance itself, and the HTTP server around it
 args.py              the command line and the environment, in FastDeploy's names
+fastdeploy_flags.py  FastDeploy's other flags: taken without effect, or refused
 protocol.py          OpenAI's request bodies, checked; the shapes of responses and errors
 completions.py       chat and plain completions over generations: prompts in, JSON objects and event streams out
 apis/                OpenAI's Responses and Anthropic's Messages, translated onto chat

@@ -125,7 +125,7 @@ def test_preempted_requests_are_counted_as_they_wait_and_ever(tiny_checkpoint: P
             preempt(sequence)  # type: ignore[arg-type]
             seen.append(value(engine, "num_requests_preempted"))
 
-        engine.scheduler._wait_anew = watched  # type: ignore[assignment, method-assign]
+        engine.scheduler._wait_anew = watched  # type: ignore[method-assign]
         engine.core.start()
         for one in asked:
             one.wait()

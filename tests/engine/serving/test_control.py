@@ -361,7 +361,7 @@ class TestUpdateWeights:
 
     @in_event_loop
     async def test_the_version_is_the_folders_unless_the_order_names_one(self, trained: Running, folder: Path) -> None:
-        assert not trained.control.version
+        assert await is_without_version(trained)
         (folder / "version.yaml").write_text("version: RL-STEP2-20261123-abc\n")
         await trained.control.pause()
         (told,) = await trained.control.update_weights("")
@@ -427,6 +427,10 @@ class TestUpdateWeights:
             refused = await client.post("/v1/update_weights", json=body)
         assert (refused.status_code, refused.json()["error"]) == (400, "Invalid parameter type")
         assert message in refused.json()["message"]
+
+
+async def is_without_version(running: Running) -> bool:
+    return running.control.version is None
 
 
 def drop_tensor(folder: Path) -> None:
