@@ -91,7 +91,7 @@ class EngineCore:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
         self.is_paused = False
-        """Whether no request is to begin; set and read from any thread."""
+        """Whether nothing is to begin, a hand-over to this instance neither; set and read from any thread."""
         self._turned_at = math.inf
         self._progress = PrefillProgress()
         self._connector = (

@@ -63,6 +63,8 @@ class Generations:
     ) -> None:
         self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory, host, tracer)
         self._answer_for_pair = _FOR_PAIRS[role]
+        self.is_paused = False
+        """Whether new requests are refused."""
 
     def begin(self, request: Request, info: PairInfo | None) -> Generation:
         """A new generation; nothing happens before its ``pieces`` are asked for.
@@ -82,9 +84,9 @@ class Generations:
         """As ``begin``, for ``count`` answers to one prompt.
 
         Raises:
-            ApiError: 500, the engine is paused.
+            ApiError: 500, ``is_paused``.
         """
-        if self._parts.core.is_paused:
+        if self.is_paused:
             raise ApiError(500, PAUSED)
         return Choices([self.begin(derive_choice(request, i), info_of_choice(info, i)) for i in range(count)])
 

@@ -226,6 +226,6 @@ class Control:
 
     def _set_paused(self, is_paused: bool) -> None:
         if self._core.is_paused != is_paused:
-            self._core.is_paused = is_paused
+            self._core.is_paused = self._generations.is_paused = is_paused
             log.info("Requests are %s", "refused: this instance is paused" if is_paused else "taken again")
             self._on_change()

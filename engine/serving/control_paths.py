@@ -14,39 +14,40 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from engine.serving.control import TAGS, Control, ControlFailed
+from engine.serving.control import TAGS, ControlFailed
 from engine.serving.http_server import read_body
+from engine.serving.instance import Instance
 
 __all__ = ["add_control_paths"]
 
 log = logging.getLogger(__name__)
 
 
-def add_control_paths(app: FastAPI, control: Control) -> None:
-    """Let ``app`` take orders."""
+def add_control_paths(app: FastAPI, instance: Instance) -> None:
+    """Let ``app`` take orders for ``instance``."""
 
     @app.post("/v1/pause")
     async def pause(_: Request) -> Response:
-        return await _carry_out("pause", control.pause())
+        return await _carry_out("pause", instance.control.pause())
 
     @app.post("/v1/resume")
     async def resume(_: Request) -> Response:
-        return await _carry_out("resume", control.resume())
+        return await _carry_out("resume", instance.control.resume())
 
     @app.get("/v1/is_paused")
     async def is_paused(_: Request) -> Response:
         async def describe() -> dict[str, bool]:
-            return {"is_paused": await control.find_out_if_paused()}
+            return {"is_paused": await instance.control.find_out_if_paused()}
 
         return await _carry_out("is_paused", describe())
 
     @app.post("/v1/sleep")
     async def sleep(request: Request) -> Response:
-        return await _carry_out("sleep", control.sleep(await _read_tags(request)))
+        return await _carry_out("sleep", instance.control.sleep(await _read_tags(request)))
 
     @app.post("/v1/wakeup")
     async def wake_up(request: Request) -> Response:
-        return await _carry_out("wakeup", control.wake_up(await _read_tags(request)))
+        return await _carry_out("wakeup", instance.control.wake_up(await _read_tags(request)))
 
     @app.post("/v1/update_weights")
     async def update_weights(request: Request) -> Response:
@@ -55,15 +56,23 @@ def add_control_paths(app: FastAPI, control: Control) -> None:
         _check_type(fields, "verify_checksum", bool, "a boolean")
         if fields.get("verify_checksum"):
             raise _InvalidParameter("verify_checksum must be false: a checkpoint folder has no checksums to verify")
-        return await _carry_out("update_weights", control.update_weights(fields.get("version") or ""))
+        return await _carry_out("update_weights", instance.control.update_weights(fields.get("version") or ""))
 
     @app.get("/clear_load_weight")
     async def clear_weights(_: Request) -> Response:
-        return await _carry_out("sleep", control.sleep(TAGS)) if control.has_dynamic_weights else _refuse_dynamic()
+        return (
+            await _carry_out("sleep", instance.control.sleep(TAGS))
+            if instance.control.has_dynamic_weights
+            else _refuse_dynamic()
+        )
 
     @app.get("/update_model_weight")
     async def restore_weights(_: Request) -> Response:
-        return await _carry_out("wakeup", control.wake_up(TAGS)) if control.has_dynamic_weights else _refuse_dynamic()
+        return (
+            await _carry_out("wakeup", instance.control.wake_up(TAGS))
+            if instance.control.has_dynamic_weights
+            else _refuse_dynamic()
+        )
 
     @app.exception_handler(_InvalidParameter)
     async def on_invalid_parameter(_: Request, error: _InvalidParameter) -> Response:

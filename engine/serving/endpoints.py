@@ -76,7 +76,7 @@ def create_app(instance: Instance) -> FastAPI:
     _add_completions(app, instance)
     _add_orders(app, instance)
     _add_state(app, instance)
-    add_control_paths(app, instance.control)
+    add_control_paths(app, instance)
     count_cached = instance.core.count_cached_blocks
     add_kvcache_paths(app, instance.explainer, instance.completions, instance.pool_url, count_cached)
     return app

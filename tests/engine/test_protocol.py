@@ -357,3 +357,29 @@ def test_sampling_fields_keep_openais_meaning(
 def test_requests_without_a_seed_draw_differently() -> None:
     body = parse_body(CompletionBody, b'{"prompt": "a"}')
     assert len({sampling_params(body, max_tokens=1).seed for _ in range(20)}) == 20
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": "a"}], "temperature": -1}, "invalid_value"),
+        ("chat", {"messages": 3}, "invalid_value"),
+        ("chat", {}, "missing_required_parameter"),
+        ("text", {}, "invalid_value"),
+        ("text", {"prompt": " the" * 5000}, "context_length_exceeded"),
+    ],
+)
+def test_a_refusal_has_the_code_that_fastdeploy_gives_it(
+    completions: Completions, path: str, body: Any, code: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        start(completions, path, body)
+    assert (caught.value.code, caught.value.body["error"]["code"]) == (code, code)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (408, "timeout_error"), (500, "internal_error"), (503, "internal_error")],
+)
+def test_an_error_has_the_type_that_fastdeploy_gives_it(status: int, kind: str) -> None:
+    assert ApiError(status, "told").body["error"]["type"] == kind

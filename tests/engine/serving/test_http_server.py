@@ -195,7 +195,7 @@ async def test_a_body_that_stops_coming_is_told_so(app: Any, monkeypatch: pytest
         writer.close()
     assert head.startswith(b"HTTP/1.1 408 ")
     error = json.loads(body)["error"]
-    assert (error["type"], error["code"]) == ("timeout", "request_incomplete")
+    assert (error["type"], error["code"]) == ("timeout_error", "request_incomplete")
 
 
 @pytest.mark.parametrize(
