@@ -201,10 +201,10 @@ class Control:
         self._core.clear_prefix_cache()
 
     async def _end_requests(self) -> None:
-        """Abort all requests, and wait until the engine has none."""
+        """Abort all requests, and wait until the engine has none; their clients may read on for long."""
         while True:
             self._generations.abort_all()
-            if not self._generations.num_live and not await self._ask_core(lambda: self._core.scheduler.has_sequences):
+            if not await self._ask_core(lambda: self._core.scheduler.has_sequences):
                 return
             await asyncio.sleep(_POLL_SECONDS)
 

@@ -20,6 +20,7 @@ from engine.completions import Completions
 from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
+from engine.request import Request, SamplingParams
 from engine.serving import control as control_module
 from engine.serving.control import Control, ControlFailed
 from engine.serving.endpoints import create_app
@@ -124,16 +125,24 @@ class TestPause:
             await eventually(lambda: len(running.engine.scheduler.running) == 4, "requests to run")
             await order(client, "/v1/pause")
             assert not running.engine.scheduler.has_sequences
-            assert running.generations.num_live == 0
             answers = await asyncio.gather(*asked)
         assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["abort"] * 6
 
     @in_event_loop
     async def test_an_answer_that_begins_as_the_instance_is_paused_ends_with_abort(self, running: Running) -> None:
-        begun = running.generations.begin_choices(running.engine.begin([1, 2, 3]).sequence.request, None, 1)
+        begun = running.generations.begin_choices(Request("late", (1, 2, 3), SamplingParams(5)), None, 1)
         await running.control.pause()
         assert [piece.finish_reason async for _, piece in begun.pieces()] == ["abort"]
         assert not running.engine.scheduler.has_sequences
+
+    @in_event_loop
+    async def test_a_client_that_does_not_read_its_stream_holds_no_pause_up(self, running: Running) -> None:
+        request = Request("slow", (1, 2, 3), SamplingParams(190, ignore_eos=True))
+        pieces = running.generations.begin_choices(request, None, 1).pieces()
+        await anext(pieces)
+        await running.control.pause()
+        assert running.generations.num_live == 1
+        assert [piece.finish_reason async for _, piece in pieces][-1] == "abort"
 
     @in_event_loop
     async def test_the_own_prefix_cache_is_empty_after_a_pause(self, running: Running) -> None:
