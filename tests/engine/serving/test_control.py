@@ -130,14 +130,16 @@ class TestPause:
 
     @in_event_loop
     async def test_an_answer_that_begins_as_the_instance_is_paused_ends_with_abort(self, running: Running) -> None:
-        begun = running.generations.begin_choices(Request("late", (1, 2, 3), SamplingParams(5)), None, 1)
+        begun = running.generations.begin_choices(
+            Request("late", (1, 2, 3), SamplingParams(5, temperature=0.0)), None, 1
+        )
         await running.control.pause()
         assert [piece.finish_reason async for _, piece in begun.pieces()] == ["abort"]
         assert not running.engine.scheduler.has_sequences
 
     @in_event_loop
     async def test_a_client_that_does_not_read_its_stream_holds_no_pause_up(self, running: Running) -> None:
-        request = Request("slow", (1, 2, 3), SamplingParams(190, ignore_eos=True))
+        request = Request("slow", (1, 2, 3), SamplingParams(190, temperature=0.0, ignore_eos=True))
         pieces = running.generations.begin_choices(request, None, 1).pieces()
         await anext(pieces)
         await running.control.pause()
