@@ -108,8 +108,14 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     """
     environ = os.environ if environ is None else environ
     parser = _build_parser()
-    words, remarks = _list_words(sys.argv[1:] if argv is None else argv, parser)
+    words = expand_abbreviations(sys.argv[1:] if argv is None else argv, parser._option_string_actions)
     known, unknown = parser.parse_known_args(words)
+    remarks: list[str] = []
+    if known.config is not None:
+        first, unnamed = read_config_file(known.config, parser)
+        if unnamed:
+            remarks.append(f"--config {known.config}: no flags are called {', '.join(unnamed)}")
+        known, unknown = parser.parse_known_args([*first, *words])
     if unknown:
         raise ConfigError(_explain_unknown_flag(unknown[0], parser))
     values = vars(known)
@@ -130,18 +136,6 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     args = EngineArgs(**{field.name: values[field.name] for field in fields(EngineArgs)})
     _check_combinations(args)
     return args
-
-
-def _list_words(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """The words of the command line, with those of ``--config`` before them, and what is to be said about that file."""
-    finder = _Parser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
-    named, rest = finder.parse_known_args(argv)
-    words = expand_abbreviations(rest, parser._option_string_actions)
-    if named.config is None:
-        return words, []
-    first, unknown = read_config_file(named.config, parser)
-    return [*first, *words], [f"--config {named.config}: no flags are called {', '.join(unknown)}"] if unknown else []
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -186,7 +186,7 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
 
     @app.get("/load")
     async def list_paths() -> Response:
-        routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path.startswith("/v1")]
+        routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path.split("/")[1] == "v1"]
         listed = [
             {"path": each.path, "methods": sorted(each.methods or ()), "tags": list(each.tags)} for each in routes
         ]
