@@ -5,6 +5,7 @@ A request goes from top to bottom, and its tokens come back up:
 api_server.py        python -m engine.api_server: an instance's start, from its command line on
 serving/             the instance itself, and the HTTP server around it
 args.py              the command line and the environment, in FastDeploy's names
+fastdeploy_flags.py  FastDeploy's other flags: taken without effect, or refused
 protocol.py          OpenAI's request bodies, checked; the shapes of responses and errors
 completions.py       chat and plain completions over generations: prompts in, JSON objects and event streams out
 apis/                OpenAI's Responses and Anthropic's Messages, translated onto chat
@@ -18,6 +19,7 @@ request.py           Request, as a client asks for it, and Sequence, as the engi
 scheduler.py         which sequence computes how many tokens in the next step; free of tensors
 block_manager.py     which KV block belongs to which sequence; the prefix cache; free of tensors
 model_runner.py      the checkpoint, its KV memory, and one forward pass
+weights.py           which weights a model has, and the namespace of their KV
 memory_budget.py     how many KV blocks there are, beside the memory of sparse attention
 out_of_memory.py     memory that cannot be had, told in a sentence
 device_copies.py     the numbers of a step, on their way to the device and back

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+log = logging.getLogger(__name__)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run an instance until SIGTERM or SIGINT; 2 when its arguments cannot be used, 130 at SIGINT before it serves."""
@@ -33,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for flag, port in _list_ports(args).items()
             }
             logs.set_up(args.log_dir, args.splitwise_role, args.port, args.log_level)
+            for remark in args.remarks:
+                log.info("%s", remark)
             instance = _load_instance(args, find_surroundings(args), bound["--pd-comm-port"])
             for flag, listener in bound.items():
                 start_listening(listener, flag)

@@ -6,11 +6,13 @@ import argparse
 import difflib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from engine.fastdeploy_flags import add_foreign_flags, expand_abbreviations, read_config_file
 from engine.retrieval_config import REPRESENTATIVES, RetrievalConfig
 from kvstore_backend import ConfigError
 
@@ -65,11 +67,14 @@ class EngineArgs:
     engine_worker_queue_port: int
     rdma_comm_ports: str | None
     tensor_parallel_size: int
+    dynamic_load_weight: bool
     retrieval: RetrievalConfig | None
     log_dir: Path | None
     log_level: str
     trace_receiver: str
     """Where spans are to be sent; empty: nowhere."""
+    remarks: tuple[str, ...]
+    """Sentences about the command line, for the log."""
 
 
 def set_native_defaults() -> None:
@@ -103,12 +108,24 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     """
     environ = os.environ if environ is None else environ
     parser = _build_parser()
-    known, unknown = parser.parse_known_args(argv)
+    words = expand_abbreviations(sys.argv[1:] if argv is None else argv, parser._option_string_actions)
+    known, unknown = parser.parse_known_args(words)
+    remarks: list[str] = []
+    if known.config is not None:
+        first, unnamed = read_config_file(known.config, parser)
+        if unnamed:
+            remarks.append(f"--config {known.config}: no flags are called {', '.join(unnamed)}")
+        known, unknown = parser.parse_known_args([*first, *words])
     if unknown:
         raise ConfigError(_explain_unknown_flag(unknown[0], parser))
     values = vars(known)
     if not values["model"]:  # argparse would ask for it before it names a flag that it does not know
         raise ConfigError("--model is not given; it must be a checkpoint folder in Hugging Face's format")
+    if values["without_effect"]:
+        remarks.append(f"FastDeploy's flags that have no effect here: {', '.join(values['without_effect'])}")
+    values["remarks"] = tuple(remarks)
+    if values["tokenizer"] not in ("", None, values["model"]):
+        raise ConfigError(f"--tokenizer {values['tokenizer']}: the tokenizer of --model is used; leave it out")
     values["served_model_name"] = values["served_model_name"] or values["model"]
     values["cache_transfer_protocol"] = _parse_protocols(values["cache_transfer_protocol"])
     values["log_dir"] = Path(environ["FD_LOG_DIR"]) if environ.get("FD_LOG_DIR") else None
@@ -136,6 +153,12 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--served-model-name", help="name in /v1/models and answers; the value of --model if not given")
     add("--host", default="0.0.0.0", help="address to listen on")
     add("--port", type=_parse_port, default=8000, help="port to listen on")
+    add(
+        "--config",
+        metavar="FILE",
+        help="YAML file with flags, such as max_model_len: 4096; the command line goes first",
+    )
+    add("--tokenizer", help="only the value of --model")
     add("--metrics-port", type=_parse_port, help="a second port, such as for /metrics")
     add("--log-level", choices=_LOG_LEVELS, help="what is logged; debug is what FD_DEBUG=1 asks for, too")
     _add_batch_flags(parser)
@@ -143,6 +166,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_pair_flags(parser)
     _add_router_flags(parser)
     _add_retrieval_flags(parser)
+    add_foreign_flags(parser)
     return parser
 
 
@@ -161,7 +185,12 @@ def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=_parse_positive, default=64, help="tokens in a KV block")
     add("--num-gpu-blocks-override", type=_parse_positive, help="KV blocks; not given: from the memory there is")
     add("--gpu-memory-utilization", type=_parse_share, default=0.9, help="share of a GPU's free memory for KV blocks")
-    add("--tensor-parallel-size", type=_parse_positive, default=1, help="only 1")
+    add(
+        "--dynamic-load-weight",
+        action="store_true",
+        help="let orders by HTTP give the weights back and load them again (/v1/sleep, /v1/update_weights)",
+    )
+    add("--tensor-parallel-size", "-tp", type=_parse_positive, default=1, help="only 1")
 
 
 def _add_pool_flags(parser: argparse.ArgumentParser) -> None:
@@ -174,7 +203,8 @@ def _add_pool_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--enable-output-caching",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="save generated blocks too, but for sparse attention's",
     )
 
@@ -202,7 +232,6 @@ def _add_router_flags(parser: argparse.ArgumentParser) -> None:
         f"or {_TOKEN_VARIABLE}",
     )
     add("--engine-worker-queue-port", type=_parse_port, default=0, help="told to the router; not used otherwise")
-    add("--cache-queue-port", type=_parse_port, help="accepted for FastDeploy's sake; not used")
     add("--rdma-comm-ports", help="told to the router; not used otherwise")
 
 
@@ -330,7 +359,9 @@ def _read_debug(environ: Mapping[str, str]) -> bool:
     return value == "1"
 
 
-def _parse_store(text: str) -> str:
+def _parse_store(text: str) -> str | None:
+    if text in ("", "None"):  # FastDeploy's way to say that there is none
+        return None
     if text not in _STORES and ":" not in text:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_STORES)}, and no URL")
     return text

@@ -45,6 +45,11 @@ class BlockManager:
         return len(self._unused)
 
     @property
+    def num_free(self) -> int:
+        """How many blocks are free. From any thread."""
+        return sum(self._hash_of[block] is None for block in list(self._unused))
+
+    @property
     def num_cached_blocks(self) -> int:
         """How many blocks are published."""
         return len(self._block_of)

@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
@@ -29,6 +31,8 @@ from kvstore_backend import BlockPool
 __all__ = ["EngineCore", "Listener", "Prefilled"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STALL_SECONDS = 60.0
 
@@ -86,6 +90,8 @@ class EngineCore:
         self._listeners: dict[Sequence, Listener] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
+        self.is_paused = False
+        """Whether nothing is to begin, a hand-over to this instance neither; set and read from any thread."""
         self._turned_at = math.inf
         self._progress = PrefillProgress()
         self._connector = (
@@ -160,6 +166,9 @@ class EngineCore:
             sequence.regime = self._runner.retrieval.config.choose_regime(sequence.num_prompt_tokens)
 
         sequence.submitted_at = time.monotonic()
+        self.metrics.requests.inc()
+        self.metrics.prompt_sizes.observe(sequence.num_prompt_tokens)
+        self.metrics.limits.observe(sequence.request.params.max_tokens)
 
         def add() -> None:
             self._listeners[sequence] = listener
@@ -188,8 +197,13 @@ class EngineCore:
     def reserve_blocks(
         self, hashes: SequenceOf[bytes], num_tokens: int, answer: Callable[[Reservation | None], None]
     ) -> None:
-        """Ask for blocks for a prompt; ``answer`` is called on the engine's thread. From any thread."""
-        self._commands.put(lambda: answer(self.scheduler.reserve_blocks(hashes, num_tokens)))
+        """Ask for blocks for a prompt; ``answer`` is called on the engine's thread. From any thread.
+
+        A paused engine gives none.
+        """
+        self._commands.put(
+            lambda: answer(None if self.is_paused else self.scheduler.reserve_blocks(hashes, num_tokens))
+        )
 
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
         """Give a reservation back, when nobody writes to its blocks any more. From any thread.
@@ -225,6 +239,38 @@ class EngineCore:
 
         self._commands.put(clear)
 
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Call ``function`` on the engine's thread, between two steps and after all commands before it.
+
+        From any thread.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as exc:
+                future.set_exception(exc)
+                raise  # into the log
+
+        self._commands.put(run)
+        return future
+
+    @property
+    def has_blocks_in_use(self) -> bool:
+        """Whether a sequence, a load, a save or a hand-over holds a block. On the engine's thread."""
+        blocks, connector = self.scheduler.blocks, self._connector
+        return blocks.num_available < blocks.num_blocks or bool(connector and connector.pending_save_blocks)
+
+    def follow_weights(self) -> None:
+        """Use no KV of other weights than the runner's now, from the own cache or the pool.
+
+        On the engine's thread, while ``has_blocks_in_use`` is false.
+        """
+        self.scheduler.blocks.unpublish_all()
+        if self._connector:
+            self._connector.follow_weights()
+
     def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, on any thread, once other instances can read all that was saved. From any thread.
 
@@ -248,6 +294,7 @@ class EngineCore:
                 preempted = self.scheduler.num_preemptions
                 chunks = self.scheduler.schedule_step()
                 self.metrics.preemptions.inc(self.scheduler.num_preemptions - preempted)
+                self.metrics.preempted.inc(self.scheduler.num_preemptions - preempted)
                 if self._runner.retrieval:
                     self._runner.retrieval.forget_all_but(self.scheduler.running)
                 # With nothing to compute, the next work (a request, a load that ended, blocks that a save
@@ -414,6 +461,7 @@ class EngineCore:
         if not sequence.pool_cached_tokens:
             metrics.pool_unused.labels(sequence.pool_use.reason.value).inc()
         metrics.latency.observe(now - sequence.arrival)
+        self._count_completion(sequence, reason)
         started, first_token = sequence.started_at, sequence.first_token_at
         if started is not None:
             metrics.queue_time.observe(max(0.0, started - sequence.arrival - sequence.pool_load_seconds))
@@ -421,6 +469,21 @@ class EngineCore:
                 metrics.prefill_time.observe(first_token - started)
         if sequence.first_token_at is not None and sequence.num_output_tokens > 1:
             metrics.output_token.observe((now - sequence.first_token_at) / (sequence.num_output_tokens - 1))
+
+    def _count_completion(self, sequence: Sequence, reason: str) -> None:
+        """Count what FastDeploy counts of requests that had a place, and of those that ended by themselves."""
+        metrics, started, first_token = self.metrics, sequence.started_at, sequence.first_token_at
+        if started is None or first_token is None:
+            return
+        metrics.count_hits(sequence.num_prompt_tokens, sequence.own_cached_tokens, sequence.pool_cached_tokens)
+        if reason in ("stop", "length"):
+            metrics.succeeded.inc()
+            seconds = sequence.ended_at - started
+            metrics.inference_time.observe(seconds)
+            metrics.decode_time.observe(sequence.ended_at - first_token)
+            metrics.answer_sizes.observe(sequence.num_output_tokens)
+            if seconds > 0:
+                metrics.token_rates.observe(sequence.num_output_tokens / seconds)
 
     def _report_saves(self, sequence: Sequence) -> None:
         if sequence.finish_reason and not sequence.pending_saves:
@@ -434,6 +497,13 @@ class EngineCore:
         metrics.reserved_blocks.set_function(lambda: sum(len(held.blocks) for held in list(scheduler.reservations)))
         metrics.available_blocks.set_function(lambda: blocks.num_available)
         metrics.cache_usage.set_function(lambda: 1 - blocks.num_available / blocks.num_blocks)
+        metrics.batch_size.set_function(lambda: len(scheduler.running))
+        metrics.max_batch_size.set(scheduler.max_num_seqs)
+        metrics.available_batch_size.set_function(lambda: scheduler.max_num_seqs - len(scheduler.running))
+        metrics.preempted_now.set_function(lambda: sum(each.num_preemptions > 0 for each in list(scheduler.waiting)))
+        metrics.max_blocks.set(blocks.num_blocks)
+        metrics.free_blocks.set_function(lambda: blocks.num_free)
+        metrics.available_share.set_function(lambda: blocks.num_available / blocks.num_blocks)
         if connector := self._connector:
             metrics.pending_saves.set_function(lambda: connector.pending_save_blocks)
             metrics.pool_open.set_function(lambda: connector.is_open)

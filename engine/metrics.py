@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -16,6 +16,13 @@ _REQUEST_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0),
 )
+# As FastDeploy has them, for the metrics of which a dashboard of its users knows the buckets.
+_FASTDEPLOY_SECONDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKENS = tuple(digit * 10**power for power in range(5) for digit in (1, 2, 5) if digit * 10**power <= 33792)
+_TOKENS_PER_SECOND = tuple(range(0, 201, 5))
 _OUTPUT_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 
 
@@ -28,6 +35,9 @@ class EngineMetrics:
         self._add_prompt_counts()
         self._add_pool_counts()
         self._add_request_figures()
+        self._add_blocks_and_places()
+        self._add_cache_figures()
+        self._add_request_sizes()
 
     def _add_states(self) -> None:
         """Requests, blocks and the pool as they are now."""
@@ -110,6 +120,88 @@ class EngineMetrics:
         self.prefill_time = self._add_histogram(
             "fastdeploy:request_prefill_time_seconds", "First step to first token, where this instance chose it"
         )
+
+    def _add_blocks_and_places(self) -> None:
+        """Blocks, and places in the batch, under FastDeploy's names."""
+        self.batch_size = self._add_gauge("fastdeploy:batch_size", "Requests in the running batch")
+        self.max_batch_size = self._add_gauge("fastdeploy:max_batch_size", "Requests that may run at once")
+        self.available_batch_size = self._add_gauge(
+            "fastdeploy:available_batch_size", "Requests that could be added to the running batch"
+        )
+        self.max_blocks = self._add_gauge("fastdeploy:max_gpu_block_num", "All KV blocks")
+        self.free_blocks = self._add_gauge(
+            "fastdeploy:free_gpu_block_num", "KV blocks that nobody holds and that have no contents"
+        )
+        self.available_share = self._add_gauge(
+            "fastdeploy:available_gpu_resource", "Share of KV blocks that nobody holds, 0 to 1"
+        )
+        self.preempted_now = self._add_gauge(
+            "fastdeploy:num_requests_preempted", "Requests that wait for the blocks that were taken from them"
+        )
+        self.failed_sends = self._add_counter(
+            "fastdeploy:send_cache_failed_num", "Prompts whose KV could not be written to the decode instance directly"
+        )
+
+    def _add_cache_figures(self) -> None:
+        """Tokens found in caches, under FastDeploy's names."""
+        self.cached_tokens = self._add_counter(
+            "fastdeploy:prefix_cache_token_num", "Prompt tokens found in this instance's own cache, or in the pool"
+        )
+        self._add_counter("fastdeploy:prefix_cpu_cache_token_num", "0: this engine has no second cache in CPU memory")
+        self.storage_cached_tokens = self._add_counter(
+            "fastdeploy:prefix_storage_cache_token_num", "Prompt tokens read from the pool instead of computed"
+        )
+        self.hit_request_share = self._add_gauge(
+            "fastdeploy:hit_req_rate", "Share of requests with a part of the prompt cached, since the start, 0 to 1"
+        )
+        self.hit_token_share = self._add_gauge(
+            "fastdeploy:hit_token_rate", "Share of prompt tokens that were cached, since the start, 0 to 1"
+        )
+        self.own_hit_token_share = self._add_gauge(
+            "fastdeploy:gpu_hit_token_rate", "Share of prompt tokens in this instance's own cache, since the start"
+        )
+        self._add_gauge("fastdeploy:cpu_hit_token_rate", "0: this engine has no second cache in CPU memory")
+        self._requests = self._hit_requests = self._tokens = self._own_hits = self._pool_hits = 0
+
+    def _add_request_sizes(self) -> None:
+        """Numbers, sizes and times of requests, under FastDeploy's names."""
+        self.requests = self._add_counter("fastdeploy:requests_number", "Requests that the engine got")
+        self.succeeded = self._add_counter("fastdeploy:request_success", "Requests that ended with stop or length")
+        self.preempted = self._add_counter(
+            "fastdeploy:request_preempted", "Times that a request's blocks were taken for others"
+        )
+        self.inference_time = self._add_histogram(
+            "fastdeploy:request_inference_time_seconds", "First step to last token", _FASTDEPLOY_SECONDS
+        )
+        self.decode_time = self._add_histogram(
+            "fastdeploy:request_decode_time_seconds", "First token to last token", _FASTDEPLOY_SECONDS
+        )
+        self.prompt_sizes = self._add_histogram("fastdeploy:request_prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self.answer_sizes = self._add_histogram("fastdeploy:request_generation_tokens", "Tokens of an answer", _TOKENS)
+        self.limits = self._add_histogram("fastdeploy:request_params_max_tokens", "max_tokens of a request", _TOKENS)
+        self.token_rates = self._add_histogram(
+            "fastdeploy:request_token_ratio",
+            "Tokens per second of an answer, from its first step on",
+            _TOKENS_PER_SECOND,
+        )
+
+    def describe_cache(self, settings: Mapping[str, object]) -> None:
+        """Tell the settings of the KV cache, as labels; once."""
+        info = Gauge("fastdeploy:cache_config_info", "Settings of the KV cache", list(settings), registry=self.registry)
+        info.labels(*map(str, settings.values())).set(1)
+
+    def count_hits(self, num_tokens: int, own: int, pool: int) -> None:
+        """Count a prompt of ``num_tokens``, of which so many were in the own cache and came from the pool."""
+        self.cached_tokens.inc(own + pool)
+        self.storage_cached_tokens.inc(pool)
+        self._requests += 1
+        self._hit_requests += own + pool > 0
+        self._tokens += num_tokens
+        self._own_hits += own
+        self._pool_hits += pool
+        self.hit_request_share.set(self._hit_requests / self._requests)
+        self.hit_token_share.set((self._own_hits + self._pool_hits) / self._tokens)
+        self.own_hit_token_share.set(self._own_hits / self._tokens)
 
     def _add_gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)

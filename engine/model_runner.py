@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import math
@@ -10,7 +11,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from engine.request import GREATEST_PENALTY, LEAST_PENALTY, SamplingDefaults
 from engine.retrieval_config import Regime, RetrievalConfig
 from engine.sampler import Choice, sample
 from engine.scheduler import Chunk
+from engine.weights import WeightNames, read_version
 from kvstore_backend import ConfigError, Namespace, Span, fingerprint_model
-from kvstore_backend.cuts import find_family
+from kvstore_backend.cuts import Family, find_family
 from kvstore_backend.manifest import collect_facts
+from kvstore_backend.namespace import fingerprint_config
 
 __all__ = [
     "KVShape",
@@ -154,6 +157,8 @@ class ModelRunner:
         device: ``"cpu"`` or ``"cuda"``.
         dtype: of weights and KV.
         block_size: tokens in a block.
+        has_dynamic_weights: the checkpoint's files may be written while this runs, for ``update_weights``: the weights
+            are copied into memory of their own. Else they may lie in the files' pages, which instances share.
 
     ``allocate_kv`` must be called before ``run``.
 
@@ -161,27 +166,23 @@ class ModelRunner:
         ConfigError: the weights cannot be loaded, or a number in its generation_config.json cannot be used.
     """
 
-    def __init__(self, folder: str, config: Any, device: str, dtype: torch.dtype, block_size: int) -> None:
+    def __init__(
+        self,
+        folder: str,
+        config: Any,
+        device: str,
+        dtype: torch.dtype,
+        block_size: int,
+        *,
+        has_dynamic_weights: bool = False,
+    ) -> None:
         paged.register_attention()
         self._folder = folder
         transformers_logging.disable_progress_bar()
         self.device = torch.device(device)
-        try:
-            with told_if_too_large(f"--model {folder!r} on this machine; use a smaller one", any_failure=False):
-                self.model = AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=dtype, attn_implementation=paged.ATTENTION_NAME, local_files_only=True
-                )
-        except ConfigError:
-            raise
-        except Exception as exc:  # transformers raises many kinds here
-            reason = str(exc).strip().splitlines()[0]
-            raise ConfigError(f"--model {folder!r} has no weights that transformers can load: {reason}") from exc
-        with told_if_too_large(f"--model {folder!r} on {device}; use --device cpu or a smaller one"):
-            self.model.to(self.device).eval()
-        _settle_rope(self.model)
+        self.model, self._lacking = _read_model(folder, dtype, is_copied=has_dynamic_weights)
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
-        if self.device.type == "cpu":
-            pack_linears(self.model)
+        self._place_model(self.model)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.shape = KVShape(config.num_hidden_layers, kv_heads, block_size, head_dim, dtype)
@@ -194,12 +195,18 @@ class ModelRunner:
             num_kv_heads=kv_heads,
             head_size=head_dim,
             layout=LAYOUT,
+            weights_version=read_version(folder),
         )
-        self.family = find_family(self.namespace, kv_heads, self.shape.list_axes(), block_sizes=_OTHER_BLOCK_SIZES)
+        self.version = self.namespace.weights_version
+        """Of the weights, as ``version.yaml`` or the last update says; "" where neither does."""
+        self._names = WeightNames()
+        self._configuration = fingerprint_config(folder)
+        self.family = self._find_family()
         self.eos_token_ids = _eos_token_ids(config, self.model)
         self.defaults = _read_defaults(folder, self.model.generation_config)
         _warn_of_ignored_settings(folder, self.model.generation_config)
         self.kv = torch.empty(0)
+        self._kv_memory: mmap.mmap | None = None
         self.retrieval: Retrieval | None = None
 
     def allocate_kv(self, num_blocks: int) -> None:
@@ -214,9 +221,86 @@ class ModelRunner:
         axes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         with told_if_too_large(f"{num_blocks} KV blocks; {LEAVE_ROOM_BESIDE}"):
             if self.device.type == "cpu":
-                self.kv = _zeros_on_demand(num_blocks * shape.nbytes).view(shape.dtype).view(axes)
+                self._kv_memory = _map_on_demand(num_blocks * shape.nbytes)
+                self.kv = torch.frombuffer(self._kv_memory, dtype=torch.uint8).view(shape.dtype).view(axes)
             else:
                 self.kv = torch.zeros(axes, dtype=shape.dtype, device=self.device)
+
+    def _place_model(self, model: Any) -> None:
+        """Put a model that was read on the device, ready to run."""
+        with told_if_too_large(f"--model {self._folder!r} on {self.device}; use --device cpu or a smaller one"):
+            model.to(self.device).eval()
+        _settle_rope(model)
+        if self.device.type == "cpu":
+            pack_linears(model)
+
+    def free_weights(self) -> None:
+        """Give the memory of the weights back; ``update_weights`` loads some again, before the next ``run``."""
+        if self.model is None:
+            return
+        self._names.note(self.namespace, self.model)
+        self.model = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def update_weights(self, version: str = "") -> None:
+        """Load the weights that the checkpoint's folder has now; while no ``run`` is under way.
+
+        ``namespace`` and ``family`` are of the new weights then; where they are the old ones, of the old.
+
+        Args:
+            version: of the weights; "": as ``version.yaml`` says.
+
+        Raises:
+            ConfigError: they cannot be loaded, or are another model's; the weights are as before.
+        """
+        folder, dtype = self._folder, self.shape.dtype
+        fingerprint = fingerprint_model(folder)
+        if fingerprint_config(folder) != self._configuration:
+            raise ConfigError(f"{folder}: its configuration has changed; only weights can be updated: start again")
+        version = version or read_version(folder)
+        model, lacking = _read_model(folder, dtype, is_copied=True)
+        if lacking != self._lacking:
+            names = ", ".join(sorted(lacking - self._lacking)) or "tensors that were not there before"
+            raise ConfigError(f"{folder}: its weights are not those of the model that runs: {names}")
+        if fingerprint_model(folder) != fingerprint:
+            raise ConfigError(f"{folder} has changed while its weights were loaded; update again")
+        if self.model is None or self.device.type == "cpu":
+            self._place_model(model)
+            if self.model is not None:
+                self._names.note(self.namespace, self.model)
+            self.model = model
+        else:  # without room for two sets of weights
+            self._names.note(self.namespace, self.model)
+            self.model.load_state_dict(model.state_dict())
+        wanted = replace(self.namespace, model=fingerprint, weights_version=version)
+        self.namespace, self.version = self._names.choose(wanted, self.model), version
+        self.facts = collect_facts(folder, "fastdeploy-kvstore engine", "kvstore")
+        self.family = self._find_family()
+
+    def _find_family(self) -> Family:
+        heads = self.shape.num_kv_heads
+        return find_family(self.namespace, heads, self.shape.list_axes(), block_sizes=_OTHER_BLOCK_SIZES)
+
+    def free_kv(self) -> None:
+        """Give the KV memory's pages back; its addresses stay. ``restore_kv`` comes before the next use."""
+        if self._kv_memory is not None:
+            self._kv_memory.madvise(mmap.MADV_DONTNEED)  # what is read there next is zeros
+        elif self.device.type == "cuda":
+            self.kv.untyped_storage().resize_(0)
+            torch.cuda.empty_cache()
+
+    def restore_kv(self) -> None:
+        """Have the KV memory again, with zeros in it.
+
+        Raises:
+            ConfigError: there is no memory for it.
+        """
+        if self.device.type == "cuda":
+            with told_if_too_large(f"{len(self.kv)} KV blocks; {LEAVE_ROOM_BESIDE}"):
+                self.kv.untyped_storage().resize_(self.kv.numel() * self.kv.element_size())
+                self.kv.zero_()
 
     def enable_retrieval(self, config: RetrievalConfig, max_num_seqs: int, max_model_len: int) -> None:
         """Let sequences whose regime says so decode sparsely; after ``allocate_kv``.
@@ -326,6 +410,34 @@ class ModelRunner:
         return logits
 
 
+def _read_model(folder: str, dtype: torch.dtype, *, is_copied: bool) -> tuple[Any, frozenset[str]]:
+    """A checkpoint's model in host memory, and the names of the tensors that its weights lack.
+
+    Unless it ``is_copied``, its tensors may lie in the pages of the checkpoint's files.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    try:
+        with told_if_too_large(f"--model {folder!r} on this machine; use a smaller one", any_failure=False):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=paged.ATTENTION_NAME,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except ConfigError:
+        raise
+    except Exception as exc:  # transformers raises many kinds here
+        reason = str(exc).strip().splitlines()[0]
+        raise ConfigError(f"--model {folder!r} has no weights that transformers can load: {reason}") from exc
+    if is_copied:
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
+    return model, frozenset(map(str, info["missing_keys"]))
+
+
 def _settle_rope(model: torch.nn.Module) -> None:
     """Let no layer look whether a text has outgrown the first length of its RoPE, which waits for the device.
 
@@ -336,15 +448,15 @@ def _settle_rope(model: torch.nn.Module) -> None:
             module.rope_type = "default"  # type: ignore[assignment]
 
 
-def _zeros_on_demand(nbytes: int) -> torch.Tensor:
-    """Host memory that the system commits as it is first written, in large pages where it has them.
+def _map_on_demand(nbytes: int) -> mmap.mmap:
+    """Host memory of zeros that the system commits as it is first written, in large pages where it has them.
 
     With pages of 4 KiB the first load into 16 MiB of it took 44 ms instead of 11: most of that was page faults.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory
 
 
 def _eos_token_ids(config: Any, model: Any) -> frozenset[int]:

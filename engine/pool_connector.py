@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
@@ -87,10 +88,26 @@ class PoolConnector:
             is_plain = pool.namespace.kv_dtype == runner.namespace.kv_dtype
             staged = not is_plain or runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
         memory: TransferMemory = open_staged(runner, pool) if staged else open_direct(runner, pool)
+        self._runner = runner
         self._siblings = Siblings(pool, runner.family)
         self._transfers = Transfers(pool, memory, post, start_thread=yield_to_compute)
         self._saved = SavedBlocks(scheduler.blocks, self._transfers, post, scheduler.longest_blocks)
-        self._refill = Refill(pool, self._saved, metrics.refilled_blocks.inc, start_thread=yield_to_compute)
+        self._refill = self._start_refill()
+
+    def _start_refill(self) -> Refill:
+        return Refill(self._pool, self._saved, self._metrics.refilled_blocks.inc, start_thread=yield_to_compute)
+
+    def follow_weights(self) -> None:
+        """Use the namespace of the weights that the runner has now. While no load or save is under way."""
+        new, old = self._runner.namespace, self._pool.namespace
+        if (new.model, new.weights_version) == (old.model, old.weights_version):
+            return
+        self._pool.move_to(replace(old, model=new.model, weights_version=new.weights_version))
+        self._siblings = Siblings(self._pool, self._runner.family)
+        self._kept = KeptBlocks()
+        self._saved.forget_blocks()
+        self._refill.close()
+        self._refill = self._start_refill()
 
     @property
     def is_open(self) -> bool:

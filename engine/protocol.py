@@ -142,7 +142,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.param = param
-        self.code = code
+        self.code = code or ("invalid_value" if status == 400 and param else None)  # as FastDeploy
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The same, of an API where fields have other names: by each name here the one there."""
@@ -161,9 +161,9 @@ class ApiError(Exception):
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object for an HTTP status."""
-    kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
-    kind = "timeout" if status == 408 else kind
+    """OpenAI's error object for an HTTP status, with the types that FastDeploy has."""
+    kind = "invalid_request_error" if 400 <= status < 500 else "internal_error"
+    kind = "timeout_error" if status == 408 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -408,7 +408,8 @@ def check_body(kind: type[_BodyT], value: dict[str, Any]) -> _BodyT:
         )
         name = ".".join(text if text.isprintable() else json.dumps(text) for text in map(str, param))
         given = "" if error["type"] == "missing" else f", but it is {quote_short(error['input'])}"
-        raise ApiError(400, f"{name}: {error['msg']}{given}", param=name) from None
+        code = "missing_required_parameter" if error["type"] == "missing" else None
+        raise ApiError(400, f"{name}: {error['msg']}{given}", param=name, code=code) from None
 
 
 def _find_json_fault(raw: bytes, error: orjson.JSONDecodeError) -> str:

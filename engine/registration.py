@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import socket
@@ -79,13 +80,18 @@ def read_token(path: Path) -> str:
 
 
 async def send_heartbeats(
-    router: str, instance: dict[str, Any], token: str = "", on_registered: Callable[[], None] = lambda: None
+    router: str,
+    describe: Callable[[], dict[str, Any]],
+    changed: asyncio.Event,
+    token: str = "",
+    on_registered: Callable[[], None] = lambda: None,
 ) -> None:
-    """Register ``instance`` at ``router`` again and again, until cancelled.
+    """Register an instance at ``router`` again and again, until cancelled.
 
     Args:
         router: ``router_url(...)``.
-        instance: FastDeploy's fields but ``host_ip``, which is found out anew each time.
+        describe: FastDeploy's fields as they are now, but ``host_ip``, which is found out each time.
+        changed: set when the fields have changed, so that the router is told at once.
         token: the token that the router wants of those who register, where it wants one.
         on_registered: called each time that the router has taken it.
     """
@@ -95,8 +101,9 @@ async def send_heartbeats(
     tls = ssl.create_default_context()
     async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=tls) as client:
         while True:
+            changed.clear()
             try:
-                payload = {**instance, "host_ip": await asyncio.to_thread(host_ip_towards, router)}
+                payload = {**describe(), "host_ip": await asyncio.to_thread(host_ip_towards, router)}
                 response = await client.post(f"{router}/register", json=payload, headers=headers)
                 problem = "" if response.status_code == 200 else _explain_refusal(response, has_token=bool(token))
             except (httpx.HTTPError, OSError) as exc:
@@ -109,7 +116,8 @@ async def send_heartbeats(
                 else:
                     log.info("Registered at router %s", router)
                 reported = problem
-            await asyncio.sleep(RETRY_SECONDS if problem else HEARTBEAT_SECONDS)
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+                await asyncio.wait_for(changed.wait(), RETRY_SECONDS if problem else HEARTBEAT_SECONDS)
 
 
 def _explain_refusal(response: httpx.Response, *, has_token: bool) -> str:

@@ -51,6 +51,10 @@ class SavedBlocks:
         if len(self._saved) > 2 * self._blocks.num_blocks:
             self._saved = {each: None for each in self._saved if self._blocks.has_contents(each)}
 
+    def forget_blocks(self) -> None:
+        """Hear that the pool has none of these blocks. On the engine's thread."""
+        self._saved.clear()
+
     def list_saved_blocks(self, most: int) -> SequenceOf[bytes]:
         """Hashes of up to ``most`` cached blocks that the pool had, those used last first."""
 

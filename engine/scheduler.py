@@ -109,6 +109,11 @@ class Scheduler:
         """The longest sequence that fits at all."""
         return self.blocks.num_blocks * self.block_size
 
+    @property
+    def has_sequences(self) -> bool:
+        """Whether a sequence waits, loads or runs."""
+        return bool(self.waiting or self._num_holding)
+
     def add_sequence(self, sequence: Sequence) -> None:
         """Queue a new sequence, whose prompt and ``max_tokens`` together fit in ``capacity_tokens``."""
         bisect.insort(self.waiting, sequence, key=_arrival_of)

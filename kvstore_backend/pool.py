@@ -69,6 +69,7 @@ class BlockPool:
         self._stack = as_stack(backend)
         self._keeper = keeper
         self._watch: ClearWatch | None = None
+        self._on_move: Callable[[Namespace], None] = lambda _: None
 
     def __repr__(self) -> str:
         return f"BlockPool({self._stack!r}, namespace={self.namespace.digest})"
@@ -212,6 +213,7 @@ class BlockPool:
     def move_to(self, namespace: Namespace) -> None:
         """Use another namespace from the next call on, as where the weights have changed; its manifest follows."""
         self.namespace = namespace
+        self._on_move(namespace)
         if self._keeper is not None:
             self._keeper.manifest = replace(self._keeper.manifest, fields=namespace.fields)
 
@@ -283,15 +285,20 @@ def open_pool(
     Other arguments and errors are ``open_backend``'s.
     """
     namespace = name_tenant(config, namespace)
-    if registry is not None:
-        told = {"backend": config.backend, "tenant": namespace.tenant, "namespace": namespace.digest}
-        Info("kvstore_pool", "Whose blocks the pool is asked for", registry=registry).info(told)
     keeper = None if facts is None else ManifestKeeper(Manifest(namespace.fields, dict(facts)))
     on_open = None if keeper is None else keeper.attach_store
     stack = open_backend(config, registry, background=background, on_open=on_open, is_summed=is_summed)
     if keeper is not None:
         keeper.watch_readiness(lambda: stack.is_ready)
     pool = BlockPool(stack, namespace, keeper)
+    if registry is not None:
+        info = Info("kvstore_pool", "Whose blocks the pool is asked for", registry=registry)
+
+        def tell_namespace(now: Namespace) -> None:
+            info.info({"backend": config.backend, "tenant": now.tenant, "namespace": now.digest})
+
+        tell_namespace(namespace)
+        pool._on_move = tell_namespace
     if config.fast is not None or config.async_write:
         pool.watch_clears()
     return pool

@@ -107,6 +107,7 @@ TESTED_IN = {
     "kvstore_backend/staging/stand_in.py": "tests/kvstore_backend/staging/test_order.py",
     # Both halves of the connector beside each other.
     # Attention, beside transformers' own.
+    "engine/serving/control_paths.py": "tests/engine/serving/test_control.py",
     "engine/attention/block_index.py": "tests/engine/test_block_index.py",
     "engine/attention/paged.py": "tests/engine/test_models.py",
     "engine/attention/pages.py": "tests/engine/test_pages.py",
@@ -136,7 +137,6 @@ TESTED_IN = {
     "engine/disaggregation/memory.py": "tests/engine/test_direct_handover.py",
     "engine/disaggregation/prefill.py": "tests/engine/test_direct_handover.py",
     "engine/disaggregation/wire.py": "tests/engine/test_direct_handover.py",
-    "engine/metrics.py": "tests/engine/test_api_server.py",
     # An instance as its own process, spoken to as clients, operators and routers do.
     "engine/serving/endpoints.py": "tests/engine/test_api_server.py",
     "engine/serving/ports.py": "tests/engine/test_api_server.py",

@@ -150,6 +150,11 @@ class KeptPrompts:
         if self._kept.get(kept.key) is kept:
             del self._kept[kept.key]
 
+    def drop_all(self, reason: str) -> None:
+        """Keep none any longer."""
+        for kept in list(self._kept.values()):
+            self.drop_prompt(kept, reason)
+
     def drop_later(self, kept: KeptPrompt, seconds: float) -> None:
         """Keep it for so long at most."""
 

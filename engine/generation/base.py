@@ -89,6 +89,7 @@ class Generation(ABC):
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer, piece by piece; the last has a ``finish_reason``. Closing the iterator aborts the request."""
         self._parts.live.add(self)
+        self.is_aborted = self.is_aborted or self._core.is_paused  # it was begun just before the pause
         piece: Piece | None = None
         try:
             async for piece in self._answer():

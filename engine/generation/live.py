@@ -16,7 +16,7 @@ from engine.generation.kept_prefill import KeptPrefillGeneration
 from engine.generation.mixed import MixedGeneration
 from engine.generation.pair_info import FetchPrompt, KeepPrompt, PairInfo, info_of_choice
 from engine.generation.prefill import PrefillGeneration
-from engine.protocol import DisaggregateInfo
+from engine.protocol import ApiError, DisaggregateInfo
 from engine.request import Request
 from engine.tracing import Tracer
 from engine.why_miss.recent_requests import RecentRequests
@@ -29,6 +29,9 @@ _FOR_PAIRS: dict[str, Callable[[SharedParts, Request, DisaggregateInfo], Generat
     "decode": DecodeGeneration,
 }
 """How an instance of each role answers a request for which the router names a pair."""
+
+PAUSED = "Request is aborted since LLM Engine is paused; POST /v1/resume to this instance lets it answer again"
+"""FastDeploy's words, of which its users' scripts know the beginning."""
 
 _ID_PREFIXES = ("", "chatcmpl-", "cmpl-", "resp_", "msg_")
 """Before the id of a request in the ids of its answers."""
@@ -61,6 +64,8 @@ class Generations:
     ) -> None:
         self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory, host, tracer)
         self._answer_for_pair = _FOR_PAIRS[role]
+        self.is_paused = False
+        """Whether new requests are refused."""
 
     def begin(self, request: Request, info: PairInfo | None) -> Generation:
         """A new generation; nothing happens before its ``pieces`` are asked for.
@@ -77,7 +82,13 @@ class Generations:
         return self._answer_for_pair(self._parts, request, info)
 
     def begin_choices(self, prompts: Sequence[tuple[Request, PairInfo | None]], count: int) -> Choices:
-        """As ``begin``, for ``count`` answers to each of a request's prompts, which have its id and its seed."""
+        """As ``begin``, for ``count`` answers to each of a request's prompts, which have its id and its seed.
+
+        Raises:
+            ApiError: 500, ``is_paused``.
+        """
+        if self.is_paused:
+            raise ApiError(500, PAUSED)
         generations = [
             self.begin(derive_choice(request, index, number), info_of_choice(info, index))
             for first, (request, info) in zip(itertools.count(0, count), prompts)
@@ -103,8 +114,8 @@ class Generations:
         )
 
     def abort_all(self) -> list[str]:
-        """Abort everything; return the request ids."""
-        return _abort_each(list(self._parts.live))
+        """Abort everything that was not aborted before; return the request ids."""
+        return _abort_each([each for each in self._parts.live if not each.is_aborted])
 
 
 def list_unknown_ids(asked: Iterable[str], aborted: Iterable[str]) -> list[str]:

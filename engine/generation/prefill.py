@@ -50,7 +50,9 @@ class PrefillGeneration(Generation):
         try:
             if await self._hand_over_directly(sender, first):
                 way = "directly"
-            elif sender.is_wanted:
+            elif self._parts.memory is not None:
+                self._core.metrics.failed_sends.inc()
+            if not way and sender.is_wanted:
                 await self._hand_over_through_pool(sender)
                 way = "through the pool"
         finally:

@@ -10,6 +10,7 @@ import orjson
 import prometheus_client
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
 
 from engine.apis.messages import ConversationBody, MessagesBody
 from engine.apis.responses_body import ResponsesBody
@@ -26,6 +27,7 @@ from engine.protocol import (
     parse_body,
 )
 from engine.request import Request as EngineRequest
+from engine.serving.control_paths import add_control_paths
 from engine.serving.http_server import (
     CLIENT_LEFT,
     HttpMiddleware,
@@ -74,6 +76,7 @@ def create_app(instance: Instance) -> FastAPI:
     _add_completions(app, instance)
     _add_orders(app, instance)
     _add_state(app, instance)
+    add_control_paths(app, instance)
     count_cached = instance.core.count_cached_blocks
     add_kvcache_paths(app, instance.explainer, instance.completions, instance.pool_url, count_cached)
     return app
@@ -180,6 +183,19 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if instance.core.is_alive else 503)
+
+    @app.get("/ping")
+    @app.post("/ping")
+    async def ping() -> Response:
+        return await health()
+
+    @app.get("/load")
+    async def list_paths() -> Response:
+        routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path.split("/")[1] == "v1"]
+        listed = [
+            {"path": each.path, "methods": sorted(each.methods or ()), "tags": list(each.tags)} for each in routes
+        ]
+        return JSONResponse({"routes": listed})
 
     @app.get("/ready")
     async def ready() -> Response:

@@ -47,12 +47,13 @@ from engine.model_runner import (
 from engine.out_of_memory import LEAVE_ROOM_BESIDE, told_if_too_large
 from engine.registration import host_ip_towards, send_heartbeats
 from engine.scheduler import Scheduler
+from engine.serving.control import Control
 from engine.serving.surroundings import Surroundings
 from engine.staging import MAX_LENT_BYTES, open_direct, stage_handovers
 from engine.tracing import open_tracer
 from engine.why_miss.explainer import MissExplainer
 from kvstore_backend import BlockPool, PoolConfig, open_pool
-from kvstore_backend.config import describe_url, named_protocol, named_rdma_devices
+from kvstore_backend.config import MooncakeSettings, describe_url, named_protocol, named_rdma_devices
 from kvstore_backend.manifest import Manifest
 
 __all__ = ["Instance"]
@@ -83,6 +84,7 @@ class Instance:
         self.metrics = EngineMetrics()
         self.tracer = open_tracer(args.trace_receiver) if args.trace_receiver else None
         pool = _open_pool(around.pool, runner, self.metrics) if around.pool else None
+        self.metrics.describe_cache(_list_cache_settings(args, around.pool, num_blocks, runner.namespace.kv_dtype))
         scheduler = _make_scheduler(args, num_blocks, has_pool=pool is not None)
         with told_if_too_large(f"blocks on their way to the pool; {LEAVE_ROOM_BESIDE}", any_failure=False):
             self.core = EngineCore(runner, scheduler, self.metrics, pool=pool, save_outputs=args.enable_output_caching)
@@ -95,6 +97,18 @@ class Instance:
         self.generations = Generations(
             self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host, self.tracer
         )
+        self._changed = asyncio.Event()
+        pool_store = around.pool.store if around.pool else None
+        pool_protocol = pool_store.protocol if isinstance(pool_store, MooncakeSettings) else ""
+        self.control = Control(
+            self.core,
+            runner,
+            self.generations,
+            self.receiver.kept,
+            self._note_change,
+            has_dynamic_weights=args.dynamic_load_weight,
+            frees_kv=runner.device.type != "cpu" or "rdma" not in (pool_protocol, *self._transfer_protocols),
+        )
         self.completions = Completions(
             self.generations,
             tokenizer,
@@ -105,9 +119,9 @@ class Instance:
             runner.eos_token_ids,
             self.dialect,
         )
-        manifest = Manifest((pool or runner).namespace.fields, runner.facts)
         self.pool_url = describe_url(around.pool) if around.pool else ""
-        self.explainer = MissExplainer(self.generations.recent, tokenizer, manifest, pool)
+        self._runner, self._pool = runner, pool
+        self.explainer = MissExplainer(self.generations.recent, tokenizer, self._write_manifest(), pool)
         store = None if args.splitwise_role == "prefill" else ResponseStore()
         self.responses = Responses(self.completions, store)
         self.messages = Messages(self.completions)
@@ -133,6 +147,15 @@ class Instance:
             log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
             return None
 
+    def _write_manifest(self) -> Manifest:
+        """The namespace of this instance's blocks, in words."""
+        return Manifest((self._pool or self._runner).namespace.fields, self._runner.facts)
+
+    def _note_change(self) -> None:
+        """Tell the router, and who explains misses, what an order has changed."""
+        self.explainer.manifest = self._write_manifest()
+        self._changed.set()
+
     def _choose_dialect(self) -> PairDialect:
         port: int = self._connector.getsockname()[1]
         if self.args.pd_dialect == "vllm":
@@ -154,8 +177,9 @@ class Instance:
         await self.receiver.start_listening(self._connector)
         heartbeat = None
         if self.router:
-            payload = self.registration_payload()
-            sending = send_heartbeats(self.router, payload, self._router_token, self.note_registration)
+            sending = send_heartbeats(
+                self.router, self.registration_payload, self._changed, self._router_token, self.note_registration
+            )
             heartbeat = asyncio.create_task(sending)
         if self.args.splitwise_role == "decode" and not self.router:
             log.warning("This decode instance has no --router: no router sends it requests until it is registered")
@@ -179,6 +203,8 @@ class Instance:
         """Why no router sends requests here, or should, in one sentence; ``""`` if one does."""
         if not self.core.is_alive:
             return "the engine has failed; its log says why"
+        if self.control.is_paused:
+            return "it is paused; POST /v1/resume lets it answer again"
         if self.router and time.monotonic() - self._registered_at > _FORGOTTEN_SECONDS:
             return f"it is not registered at the router {self.router}; the log says why"
         return ""
@@ -199,8 +225,8 @@ class Instance:
             "device_ids": ["0"],
             "transfer_protocol": self._transfer_protocols,
             "tp_size": args.tensor_parallel_size,
-            "is_paused": False,
-            "version": None,
+            "is_paused": self.control.is_paused,
+            "version": self.control.version,
             "connected_decodes": [],
             "cache_salt": True,  # tells it from FastDeploy's, which have none
             **self.dialect.registration,
@@ -216,7 +242,14 @@ def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
     config = load_model_config(folder)
     check_length(folder, config, args.max_model_len)
     device = choose_device(args.device)
-    runner = ModelRunner(folder, config, device, choose_dtype(args.dtype, config), args.block_size)
+    runner = ModelRunner(
+        folder,
+        config,
+        device,
+        choose_dtype(args.dtype, config),
+        args.block_size,
+        has_dynamic_weights=args.dynamic_load_weight,
+    )
     num_blocks = choose_num_blocks(args, runner)
     runner.allocate_kv(num_blocks)
     runner.try_out()
@@ -226,6 +259,25 @@ def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
         if advice := args.retrieval.explain_block_size():
             log.warning("%s", advice)
     return runner, num_blocks
+
+
+def _list_cache_settings(args: EngineArgs, pool: PoolConfig | None, num_blocks: int, dtype: str) -> dict[str, object]:
+    """The settings of the KV cache, by FastDeploy's names."""
+    named = args.kvcache_storage_backend
+    if pool is not None and ":" in str(named):
+        named = describe_url(pool)  # without what is secret in it
+    return {
+        "block_size": args.block_size,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "num_gpu_blocks_override": args.num_gpu_blocks_override,
+        "total_block_num": num_blocks,
+        "cache_dtype": dtype,
+        "enable_prefix_caching": args.enable_prefix_caching,
+        "enable_output_caching": args.enable_output_caching,
+        "kvcache_storage_backend": named,
+        "cache_transfer_protocol": ",".join(args.cache_transfer_protocol),
+        "rdma_comm_ports": args.rdma_comm_ports,
+    }
 
 
 def _make_scheduler(args: EngineArgs, num_blocks: int, *, has_pool: bool) -> Scheduler:

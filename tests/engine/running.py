@@ -88,9 +88,17 @@ class Engine:
         start: bool = True,
         retrieval: RetrievalConfig | None = None,
         kv: str = "",
+        has_dynamic_weights: bool = False,
     ) -> None:
         self.block_size = block_size
-        self.runner = ModelRunner(str(folder), load_model_config(str(folder)), TEST_DEVICE, torch.float32, block_size)
+        self.runner = ModelRunner(
+            str(folder),
+            load_model_config(str(folder)),
+            TEST_DEVICE,
+            torch.float32,
+            block_size,
+            has_dynamic_weights=has_dynamic_weights,
+        )
         self.runner.allocate_kv(num_blocks)
         if retrieval:
             self.runner.enable_retrieval(retrieval, max_num_seqs, num_blocks * block_size)

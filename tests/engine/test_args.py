@@ -97,8 +97,7 @@ def test_log_folder_and_debug_come_from_the_environment() -> None:
         ("--cache-transfer-protocol ipc,", "--cache-transfer-protocol 'ipc,'", "ipc, rdma, tcp"),
         ("--max-modle-len 5", "'--max-modle-len' is no flag", "did you mean --max-model-len?"),
         ("--kvcache-storage-backends=file", "'--kvcache-storage-backends'", "did you mean --kvcache-storage-backend?"),
-        ("--splitwise prefill", "'--splitwise' is no flag", "--splitwise-role"),
-        ("--quantization wint4", "'--quantization' is no flag", "see --help"),
+        ("--quantization wint4", "--quantization: this engine computes with the weights", "leave it out"),
         ("--log-dir x", "'--log-dir' is no flag", "did you mean --log-level?"),  # FD_LOG_DIR says it
         ("stray", "'stray' is no flag", "see --help"),
         ("--port", "--port: expected one argument", "see --help"),

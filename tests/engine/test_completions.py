@@ -85,7 +85,7 @@ async def test_an_engine_that_fails_is_a_500(completions: Completions) -> None:
     with pytest.raises(ApiError, match="the engine failed while computing this request") as caught:
         await (await completions.begin_completion(body_of())).collect_whole()
     assert caught.value.status == 500
-    assert caught.value.body["error"]["type"] == "server_error"
+    assert caught.value.body["error"]["type"] == "internal_error"
 
 
 @pytest.mark.usefixtures("broken_model")

@@ -209,9 +209,11 @@ async def test_what_does_not_arrive_whole_goes_the_pools_way_or_is_computed(
             pair.prefill.transfer.fails = True
         else:
             pair.prefill.transfer.spoils = True
+        failed_before = pair.prefill.engine.metric("fastdeploy:send_cache_failed_num_total")
         assert tokens_of(await pair.answer()) == expected
         assert pair.decode.handed_over(way) == 1
         assert pair.decode.handed_over("direct") == 0
+        assert pair.prefill.engine.metric("fastdeploy:send_cache_failed_num_total") == failed_before + 1
 
 
 @in_event_loop

@@ -483,10 +483,33 @@ def test_requests_without_a_seed_draw_differently() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": "a"}], "temperature": -1}, "invalid_value"),
+        ("chat", {"messages": 3}, "invalid_value"),
+        ("chat", {}, "missing_required_parameter"),
+        ("text", {}, "invalid_value"),
+        ("text", {"prompt": " the" * 5000}, "context_length_exceeded"),
+    ],
+)
+def test_a_refusal_has_the_code_that_fastdeploy_gives_it(
+    completions: Completions, path: str, body: Any, code: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        start(completions, path, body)
+    assert (caught.value.code, caught.value.body["error"]["code"]) == (code, code)
+
+
+@pytest.mark.parametrize(
     ("status", "kind"),
     [
-        *((399, "server_error"), (400, "invalid_request_error"), (407, "invalid_request_error"), (408, "timeout")),
-        *((409, "invalid_request_error"), (499, "invalid_request_error"), (500, "server_error")),
+        *(
+            (399, "internal_error"),
+            (400, "invalid_request_error"),
+            (407, "invalid_request_error"),
+            (408, "timeout_error"),
+        ),
+        *((409, "invalid_request_error"), (499, "invalid_request_error"), (500, "internal_error")),
     ],
 )
 def test_an_error_says_whose_fault_it_is(status: int, kind: str) -> None:

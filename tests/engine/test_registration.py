@@ -35,7 +35,7 @@ def quick_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def registering(port: int) -> Any:
-    task = asyncio.create_task(send_heartbeats(f"http://127.0.0.1:{port}", PAYLOAD))
+    task = asyncio.create_task(send_heartbeats(f"http://127.0.0.1:{port}", lambda: PAYLOAD, asyncio.Event()))
     try:
         yield
         assert not task.done()
@@ -57,7 +57,9 @@ async def test_who_asks_hears_of_each_registration_that_the_router_took(router: 
     heard: list[bool] = []
     router.refuses = True
     url = f"http://127.0.0.1:{router.port}"
-    task = asyncio.create_task(send_heartbeats(url, PAYLOAD, on_registered=lambda: heard.append(router.refuses)))
+    task = asyncio.create_task(
+        send_heartbeats(url, lambda: PAYLOAD, asyncio.Event(), on_registered=lambda: heard.append(router.refuses))
+    )
     await eventually(lambda: len(router.registered) >= 2, "two refusals")
     assert not heard
     router.refuses = False
@@ -136,7 +138,7 @@ def test_the_own_address_is_the_one_that_faces_the_router() -> None:
 
 @in_event_loop
 async def test_a_router_whose_name_nobody_knows_yet_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    task = asyncio.create_task(send_heartbeats("http://no-such-host.invalid:52700", PAYLOAD))
+    task = asyncio.create_task(send_heartbeats("http://no-such-host.invalid:52700", lambda: PAYLOAD, asyncio.Event()))
     await eventually(lambda: "trying again: gaierror" in caplog.text, "a vain try")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -160,3 +162,16 @@ def test_a_file_without_one_token_is_refused_and_not_quoted(tmp_path: Path, cont
 def test_a_token_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--router-token-file .*/token: No such file or directory"):
         read_token(tmp_path / "token")
+
+
+@in_event_loop
+async def test_a_change_is_told_at_once(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.registration.HEARTBEAT_SECONDS", 3600.0)
+    told, changed = {"is_paused": False}, asyncio.Event()
+    task = asyncio.create_task(send_heartbeats(f"http://127.0.0.1:{router.port}", lambda: dict(told), changed))
+    await eventually(lambda: len(router.registered) == 1, "the first registration")
+    told["is_paused"] = True
+    changed.set()
+    await eventually(lambda: len(router.registered) == 2, "the registration of what has changed")
+    assert [body["is_paused"] for _, body in router.registered] == [False, True]
+    task.cancel()

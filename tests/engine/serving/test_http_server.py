@@ -22,6 +22,7 @@ from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
 from engine.metrics import EngineMetrics
 from engine.serving import http_server
+from engine.serving.control import Control
 from engine.serving.endpoints import create_app
 from engine.serving.http_server import MAX_HEAD_BYTES, InstanceProtocol
 from tests.engine.event_loop import in_event_loop
@@ -50,6 +51,7 @@ def app(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Any]:
             explainer=None,
             pool_url=None,
             generations=generations,
+            control=Control(engine.core, engine.runner, generations, HandoverReceiver().kept, lambda: None),
             completions=Completions(generations, word_tokenizer, "tiny", 200, engine.runner.vocab_size),
         )
         yield create_app(instance)
@@ -206,7 +208,7 @@ async def test_a_body_that_stops_coming_is_told_so(app: Any, monkeypatch: pytest
         writer.close()
     assert head.startswith(b"HTTP/1.1 408 ")
     error = json.loads(body)["error"]
-    assert (error["type"], error["code"]) == ("timeout", "request_incomplete")
+    assert (error["type"], error["code"]) == ("timeout_error", "request_incomplete")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import socket
 from pathlib import Path
 
@@ -81,3 +83,46 @@ def test_the_router_is_told_the_protocol_that_hand_overs_have_not_the_one_that_w
     instance = instance_of(word_model, "--splitwise-role", "prefill", "--cache-transfer-protocol", "rdma")
     monkeypatch.setattr(type(instance.receiver), "port", 7000)  # it does not listen here
     assert instance.registration_payload()["transfer_protocol"] == ["tcp"]
+
+
+def test_router_and_explanations_follow_the_weights(
+    word_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(word_model, tmp_path / "model"))
+    (folder / "version.yaml").write_text("version: RL-STEP1\n")
+    instance = instance_of(folder, "--dynamic-load-weight")
+    monkeypatch.setattr(type(instance.receiver), "port", 7000)  # it does not listen here
+    assert instance.registration_payload()["version"] == "RL-STEP1"
+    assert instance.explainer.manifest.fields["weights_version"] == "RL-STEP1"
+
+    async def update() -> None:
+        instance.core.start()
+        await instance.control.pause()
+        await instance.control.update_weights("RL-STEP2")
+
+    asyncio.run(update())
+    instance.core.stop()
+    told = instance.registration_payload()
+    assert (told["version"], told["is_paused"]) == ("RL-STEP2", True)
+    assert instance.explainer.manifest.fields["weights_version"] == "RL-STEP2"
+    assert instance.find_obstacle() != ""
+
+
+def test_a_pool_tells_the_namespace_that_the_weights_have_now(word_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(word_model, tmp_path / "model"))
+    instance = instance_of(folder, "--dynamic-load-weight", "--kvcache-storage-backend", "memory")
+
+    def told() -> str:
+        (family,) = [each for each in instance.metrics.registry.collect() if each.name == "kvstore_pool"]
+        return family.samples[0].labels["namespace"]
+
+    async def update() -> str:
+        instance.core.start()
+        await instance.control.pause()
+        before = told()
+        await instance.control.update_weights("RL-STEP2")
+        return before
+
+    before = asyncio.run(update())
+    instance.core.stop()
+    assert told() != before

@@ -61,6 +61,7 @@ WITH_ADMIN_ALONE = {
 CONTROL = (
     *("/v1/pause", "/v1/resume", "/v1/is_paused", "/v1/sleep", "/v1/wakeup", "/v1/update_weights"),
     *("/update_model_weight", "/clear_load_weight", "/rearrange_experts", "/get_per_expert_tokens_stats"),
+    *("/ping", "/load"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/resume", "/sleep", "/wake_up", "/update_weights"),
     *(
         "/reset_prefix_cache",

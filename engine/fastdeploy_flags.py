@@ -1,0 +1,235 @@
+"""FastDeploy's other flags: those that change nothing here are taken, the rest is refused in a sentence.
+
+Its users' command lines then work as they are, with its abbreviations and its ``--config FILE``, and none of them is
+given something else than it asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from kvstore_backend import ConfigError
+
+__all__ = ["add_foreign_flags", "expand_abbreviations", "read_config_file"]
+
+
+class _Flag(NamedTuple):
+    """One of FastDeploy's flags that this engine does not have.
+
+    Attributes:
+        nargs: as argparse's; 0: a switch.
+        harmless: the values that change nothing; None: every one.
+        remedy: what is said of any other value.
+    """
+
+    nargs: int | str | None
+    harmless: tuple[str, ...] | None
+    remedy: str = ""
+    is_boolean: bool = False
+
+
+_SWITCH, _VALUE = _Flag(0, None), _Flag(None, None)
+_BOOLEAN = _Flag(0, None, is_boolean=True)
+
+
+def _only(*harmless: str, remedy: str) -> _Flag:
+    return _Flag(None, harmless, remedy)
+
+
+def _refuse(remedy: str, nargs: int | str | None = None) -> _Flag:
+    return _Flag(nargs, (), remedy)
+
+
+_PARALLEL = "this engine runs a model on one device"
+_FOLDER = "weights come from the folder of --model"
+
+_FLAGS: dict[str, _Flag] = {
+    # its API server
+    **dict.fromkeys(("--workers", "--max-concurrency", "--timeout", "--timeout-graceful-shutdown"), _VALUE),
+    "--controller-port": _only("-1", remedy="this engine has no controller server; leave it out"),
+    "--max-waiting-time": _only("-1", remedy="requests wait here for as long as their clients do; leave it out"),
+    "--enable-mm-output": _refuse("this engine answers in text only; leave it out", 0),
+    "--api-key": _refuse("this engine asks for no keys; give them to the router, and let only it reach the instance"),
+    # the model
+    **dict.fromkeys(("--revision", "--use-warmup", "--model-impl", "--seed", "--max-logprobs"), _VALUE),
+    **dict.fromkeys(("--enable-logprob", "--lm_head-fp32", "--moe-gate-fp32", "--enable-mm"), _SWITCH),
+    "--model-config-name": _only("config.json", remedy="the configuration is read from config.json; leave it out"),
+    "--tokenizer-base-url": _refuse("the checkpoint's own tokenizer is used; leave it out"),
+    "--task": _only("generate", remedy="this engine generates text only; leave it out"),
+    "--runner": _only("auto", "generate", remedy="this engine generates text only; leave it out"),
+    "--convert": _only("auto", "none", remedy="this engine generates text only; leave it out"),
+    "--override-pooler-config": _refuse("this engine generates text only; leave it out"),
+    **dict.fromkeys(
+        ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--max-encoder-cache", "--max-processor-cache"), _VALUE
+    ),
+    "--deploy-modality": _VALUE,
+    "--reasoning-parser": _refuse("thinking is a part of the answer here; leave it out"),
+    "--chat-template": _refuse("messages are rendered by the checkpoint's own template; leave it out"),
+    "--tool-call-parser": _refuse("a call is a part of the answer's text here; leave it out"),
+    "--tool-parser-plugin": _refuse("a call is a part of the answer's text here; leave it out"),
+    "--load-strategy": _only("normal", remedy=f"{_FOLDER}; leave it out"),
+    "--rsync-config": _refuse(f"{_FOLDER}; leave it out"),
+    "--load-choices": _only("default", "default_v1", remedy=f"{_FOLDER}; leave it out"),
+    "--quantization": _refuse("this engine computes with the weights as the checkpoint has them; leave it out"),
+    # how it computes, and what that changes of answers
+    **dict.fromkeys(("--speculative-config", "--graph-optimization-config", "--benchmark-metrics-config"), _VALUE),
+    "--plas-attention-config": _refuse("this engine has another sparse attention: --enable-retrieval"),
+    "--guided-decoding-backend": _only("off", remedy="this engine holds answers to no form; leave it out"),
+    "--guided-decoding-disable-any-whitespace": _VALUE,
+    "--enable-keep-sampling-mask": _refuse("this engine does not tell the sampling mask; leave it out", 0),
+    "--logprobs-mode": _only("raw_logprobs", remedy="this engine tells raw log probabilities; leave it out"),
+    "--enable-early-stop": _refuse("this engine does not look for repetitions; leave it out", 0),
+    "--early-stop-config": _refuse("this engine does not look for repetitions; leave it out"),
+    "--logits-processors": _refuse("this engine takes no processors of logits; leave it out", "+"),
+    "--enable-entropy": _refuse("this engine does not tell entropy; leave it out", 0),
+    # devices
+    **dict.fromkeys(
+        (
+            *("--disable-custom-all-reduce", "--enable-flashinfer-allreduce-fusion", "--use-internode-ll-two-stage"),
+            *("--disable-sequence-parallel-moe", "--enable-expert-parallel", "--enable-eplb", "--enable-chunked-moe"),
+            *("--ep-prefill-use-worst-num-tokens", "--enable-moe-scores-elementwise-fuse"),
+        ),
+        _SWITCH,
+    ),
+    **dict.fromkeys(("--eplb-config", "--chunked-moe-size"), _VALUE),
+    **dict.fromkeys(("--shutdown-comm-group-if-worker-idle", "--enable-overlap-schedule"), _BOOLEAN),
+    "--data-parallel-size": _only("1", remedy=f"{_PARALLEL}; start several instances behind a router"),
+    "--local-data-parallel-id": _only("0", remedy=f"{_PARALLEL}; start several instances behind a router"),
+    "--ips": _only("127.0.0.1", "0.0.0.0", "localhost", remedy=f"{_PARALLEL}; leave it out"),
+    "--routing-replay-config": _refuse("this engine does not record the routes of experts; leave it out"),
+    # KV cache
+    **dict.fromkeys(
+        ("--kv-cache-ratio", "--swap-space", "--prealloc-dec-block-slot-num-threshold", "--static-decode-blocks"),
+        _VALUE,
+    ),
+    "--cache-queue-port": _VALUE,
+    "--write-policy": _only("write_through", remedy="blocks are written through; leave it out"),
+    # prefill in chunks, which is how this engine always does it
+    **dict.fromkeys(("--enable-chunked-prefill", "--disable-chunked-mm-input"), _SWITCH),
+    **dict.fromkeys(
+        ("--max-num-partial-prefills", "--max-long-partial-prefills", "--long-prefill-token-threshold"), _VALUE
+    ),
+    # its schedulers
+    "--scheduler-name": _only("local", remedy="this engine has its own scheduler; a router spreads requests"),
+    **{
+        f"--scheduler-{name}": _VALUE
+        for name in (
+            *("max-size", "ttl", "host", "port", "db", "password", "topic", "min-load-score", "load-shards-num"),
+            *("sync-period", "expire-period", "release-load-expire-period", "reader-parallel", "writer-parallel"),
+            *("reader-batch-size", "writer-batch-size"),
+        )
+    },
+}
+
+_SHARED = (
+    *("--port", "--host", "--metrics-port", "--model", "--served-model-name", "--tokenizer", "--max-model-len"),
+    *("--block-size", "--dynamic-load-weight", "--engine-worker-queue-port", "--tensor-parallel-size"),
+    *("--max-num-seqs", "--num-gpu-blocks-override", "--max-num-batched-tokens", "--gpu-memory-utilization"),
+    *("--kvcache-storage-backend", "--enable-prefix-caching", "--no-enable-prefix-caching"),
+    *("--enable-output-caching", "--no-enable-output-caching", "--splitwise-role", "--cache-transfer-protocol"),
+    *("--pd-comm-port", "--rdma-comm-ports", "--router"),
+)
+"""FastDeploy's flags that this engine has, too."""
+
+_NAMES = (*_SHARED, *_FLAGS, *(f"--no-{name[2:]}" for name, flag in _FLAGS.items() if flag.is_boolean))
+
+
+class _Foreign(argparse.Action):
+    """Notes in ``without_effect`` that a flag was given, or refuses its value."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, flag: _Flag) -> None:
+        super().__init__(
+            option_strings, dest, nargs=flag.nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS, metavar="VALUE"
+        )
+        self._flag = flag
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        said = values if isinstance(values, str) else " ".join(values or ())
+        harmless = self._flag.harmless
+        if harmless is not None and said.strip() not in harmless:
+            # Where no value would do, the value says nothing; it may be a key that nobody is to see.
+            raise ConfigError(f"{f'{option_string} {said}' if harmless else option_string}: {self._flag.remedy}")
+        given = namespace.without_effect
+        namespace.without_effect = given if option_string in given else (*given, str(option_string))
+
+
+def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+    """Let ``parser`` take FastDeploy's other flags; their names come to ``without_effect``."""
+    parser.set_defaults(without_effect=())
+    for name, flag in _FLAGS.items():
+        names = [name, f"--no-{name[2:]}"] if flag.is_boolean else [name]
+        parser.add_argument(*names, action=_Foreign, flag=flag)
+
+
+def expand_abbreviations(argv: Iterable[str], known: Iterable[str]) -> list[str]:
+    """``argv`` with the whole name of each flag of FastDeploy of which it has the beginning.
+
+    Args:
+        known: all flags of this engine.
+
+    Raises:
+        ConfigError: several of FastDeploy's flags begin so.
+    """
+    known = set(known)
+    expanded = []
+    for word in argv:
+        name, *value = word.split("=", 1)
+        if name.startswith("--") and len(name) > 2 and name not in known:
+            meant = [each for each in _NAMES if each.startswith(name)]
+            if len(meant) > 1:
+                raise ConfigError(f"{name!r} is the beginning of {', '.join(meant)}; write the one that is meant")
+            word = "=".join([*meant, *value]) if meant else word
+        expanded.append(word)
+    return expanded
+
+
+def read_config_file(path: str, parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """The flags in a YAML file, as words of a command line, and the names there that are no flags.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mapping.
+    """
+    try:
+        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except OSError as exc:
+        raise ConfigError(f"--config {path}: {exc.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(exc).split())}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--config {path} must be a mapping of flags' names to values")
+    flags = {name.strip("-").replace("-", "_"): name for name in parser._option_string_actions}
+    words: list[str] = []
+    unknown: list[str] = []
+    for key, value in settings.items():
+        name = flags.get(str(key).replace("-", "_"))
+        if name is None or name == "--config":
+            unknown.append(str(key))
+        else:
+            words += _write_words(name, value, parser._option_string_actions)
+    return words, unknown
+
+
+def _write_words(name: str, value: object, actions: Mapping[str, argparse.Action]) -> list[str]:
+    """A setting of a file as words of a command line; none where it is not set."""
+    if value is None or value == "":
+        return []
+    if actions[name].nargs == 0:
+        negation = f"--no-{name[2:]}"
+        return [name] if value is True else [negation] if negation in actions else []
+    if isinstance(value, list) and actions[name].nargs == "+":
+        return [name, *map(str, value)]
+    if isinstance(value, list):
+        return [f"{name}={','.join(map(str, value))}"]
+    return [f"{name}={json.dumps(value) if isinstance(value, dict) else value}"]

@@ -1,0 +1,132 @@
+"""The HTTP paths of the orders to an instance, with FastDeploy's methods, bodies and status codes.
+
+As all paths but those for clients they are for those who reach the instance itself: a router forwards none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from engine.serving.control import TAGS, ControlFailed
+from engine.serving.http_server import read_body
+from engine.serving.instance import Instance
+
+__all__ = ["add_control_paths"]
+
+log = logging.getLogger(__name__)
+
+
+def add_control_paths(app: FastAPI, instance: Instance) -> None:
+    """Let ``app`` take orders for ``instance``."""
+
+    @app.post("/v1/pause")
+    async def pause(_: Request) -> Response:
+        return await _carry_out("pause", instance.control.pause())
+
+    @app.post("/v1/resume")
+    async def resume(_: Request) -> Response:
+        return await _carry_out("resume", instance.control.resume())
+
+    @app.get("/v1/is_paused")
+    async def is_paused(_: Request) -> Response:
+        async def describe() -> dict[str, bool]:
+            return {"is_paused": await instance.control.find_out_if_paused()}
+
+        return await _carry_out("is_paused", describe())
+
+    @app.post("/v1/sleep")
+    async def sleep(request: Request) -> Response:
+        return await _carry_out("sleep", instance.control.sleep(await _read_tags(request)))
+
+    @app.post("/v1/wakeup")
+    async def wake_up(request: Request) -> Response:
+        return await _carry_out("wakeup", instance.control.wake_up(await _read_tags(request)))
+
+    @app.post("/v1/update_weights")
+    async def update_weights(request: Request) -> Response:
+        fields = await _read_fields(request)
+        _check_type(fields, "version", str, "a string")
+        _check_type(fields, "verify_checksum", bool, "a boolean")
+        if fields.get("verify_checksum"):
+            raise _InvalidParameter("verify_checksum must be false: a checkpoint folder has no checksums to verify")
+        return await _carry_out("update_weights", instance.control.update_weights(fields.get("version") or ""))
+
+    @app.get("/clear_load_weight")
+    async def clear_weights(_: Request) -> Response:
+        return (
+            await _carry_out("sleep", instance.control.sleep(TAGS))
+            if instance.control.has_dynamic_weights
+            else _refuse_dynamic()
+        )
+
+    @app.get("/update_model_weight")
+    async def restore_weights(_: Request) -> Response:
+        return (
+            await _carry_out("wakeup", instance.control.wake_up(TAGS))
+            if instance.control.has_dynamic_weights
+            else _refuse_dynamic()
+        )
+
+    @app.exception_handler(_InvalidParameter)
+    async def on_invalid_parameter(_: Request, error: _InvalidParameter) -> Response:
+        return JSONResponse({"error": "Invalid parameter type", "message": str(error)}, 400)
+
+
+class _InvalidParameter(Exception):
+    """A parameter of an order that cannot be used, in one sentence."""
+
+
+def _refuse_dynamic() -> Response:
+    return JSONResponse({"error": "Dynamic Load Weight Disabled."}, 404)
+
+
+async def _read_fields(request: Request) -> dict[str, Any]:
+    """The members of the body, or where there is none of the query."""
+    body = await read_body(request)
+    if not body:
+        return dict(request.query_params)
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        raise _InvalidParameter(f"the body is not valid JSON: {exc}") from None
+    if not isinstance(fields, dict):
+        raise _InvalidParameter("the body must be a JSON object")
+    return fields
+
+
+async def _read_tags(request: Request) -> list[str]:
+    """Which parts are meant: a text with commas, or a list; all where nothing is said."""
+    tags = (await _read_fields(request)).get("tags")
+    if tags is None:
+        return list(TAGS)
+    named = tags.split(",") if isinstance(tags, str) else tags
+    if not isinstance(named, list) or not all(isinstance(tag, str) for tag in named):
+        raise _InvalidParameter(f"tags must be a list of {', '.join(TAGS)}, or a text with commas between them")
+    return named
+
+
+def _check_type(fields: Mapping[str, Any], name: str, kind: type, text: str) -> None:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise _InvalidParameter(f"{name} must be {text}")
+
+
+async def _carry_out(order: str, carrying_out: Awaitable[Any]) -> Response:
+    """FastDeploy's answer to an order: what came of it, or the sentence that says why it failed."""
+    order_id = f"control-{uuid.uuid4()}"
+    status, message, result = 200, "Success", None
+    try:
+        result = await carrying_out
+    except ControlFailed as exc:
+        status, message = 500, f"Failed to run control method {order}: {order_id} {exc}"
+        log.error("%s", message)
+    told = "success" if status == 200 else "error"
+    content = {"request_id": order_id, "status": told, "error_message": message, "result": result}
+    return JSONResponse(content, status)

@@ -1,0 +1,62 @@
+"""Which weights a model has: their version, digest and namespace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.packed_linear import pack_linears
+from engine.weights import WeightNames, digest_weights, read_version
+from kvstore_backend import ConfigError, Namespace
+
+NAMESPACE = Namespace("model", "float32", 16, 2, 2, 8, "layer,kv,head,token,dim")
+
+
+def model_of(value: float) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 1.0)
+    with torch.no_grad():
+        model.get_parameter("0.weight")[2, 1] = value
+    return model
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_digest_tells_weights_apart_by_a_single_number(packed: bool) -> None:
+    models = [model_of(value) for value in (1.0, 1.0, 2.0)]
+    if packed:
+        for model in models:
+            pack_linears(model)
+    first, same, other = map(digest_weights, models)
+    assert first == same != other
+
+
+def test_weights_of_dtypes_that_numpy_has_not_have_a_digest() -> None:
+    assert digest_weights(model_of(1.0).bfloat16()) != digest_weights(model_of(2.0).bfloat16())
+
+
+def test_other_weights_never_get_a_namespace_that_was_in_use() -> None:
+    names = WeightNames()
+    names.note(NAMESPACE, model_of(1.0))
+    assert names.choose(NAMESPACE, model_of(1.0)) == NAMESPACE
+    second, third = (names.choose(NAMESPACE, model_of(value)) for value in (2.0, 3.0))
+    assert len({NAMESPACE, second, third}) == 3
+    assert names.choose(NAMESPACE, model_of(2.0)) == second
+    versioned = replace(NAMESPACE, weights_version="RL-STEP4")
+    assert names.choose(versioned, model_of(4.0)) == versioned
+
+
+def test_the_version_is_what_the_trainer_wrote(tmp_path: Path) -> None:
+    assert read_version(tmp_path) == ""
+    (tmp_path / "version.yaml").write_text("version: RL-STEP1-20261123-abc\n")
+    assert read_version(tmp_path) == "RL-STEP1-20261123-abc"
+
+
+@pytest.mark.parametrize("text", ["", "step: 1", "- version", "version: [", "\0"])
+def test_a_file_that_says_no_version_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "version.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"version\.yaml says no version; write one there"):
+        read_version(tmp_path)
