@@ -84,11 +84,11 @@ class Deadlines:
 
     lookup_seconds: float = 0.5
     transfer_seconds: float = 1.0
-    keys_per_second: float = 20e3
     bytes_per_second: float = 100e6
     clear_seconds: float = 20.0
     register_seconds: float = 5.0
     register_bytes_per_second: float = 1e9
+    keys_per_second: float = 20e3
 
     def seconds_to_look_up(self, num_keys: int) -> float:
         """Seconds for a question on so many keys."""

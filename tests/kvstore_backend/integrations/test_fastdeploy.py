@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvstore_backend.backend import ConfigError
+from kvstore_backend.config import MemorySettings, PoolConfig
 from kvstore_backend.integrations.fastdeploy import FastDeployClient, activate, process_namespace
 from kvstore_backend.integrations.fastdeploy_engine import Engine
 from kvstore_backend.integrations.fastdeploy_settings import (
@@ -98,10 +99,16 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]
 
 
 @contextlib.contextmanager
-def storage(shape: Shape, master: MooncakeMaster, command: list[str], **arguments: object) -> Iterator[Storage]:
+def storage(
+    shape: Shape,
+    master: MooncakeMaster,
+    command: list[str],
+    environ: dict[str, str] | None = None,
+    **arguments: object,
+) -> Iterator[Storage]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", command)
-        start_under(engine_of("", None, **arguments), patch)
+        start_under(engine_of("", environ, **arguments), patch)
         opened = shape(master.settings())
     yield opened
     for client in filter(None, (opened.client, getattr(opened, "scheduler", None))):
@@ -557,6 +564,52 @@ def test_weights_that_may_change_need_a_version(
             ConfigError, match=r"--dynamic-load-weight lets weights change, and .*version.yaml does not tell"
         ),
         storage(OneClass, master, argv(models[0]), dynamic_load_weight=True),
+    ):
+        pass
+
+
+# Prefill to decode through storage, where a miss is an error.
+
+
+def partial(block: str, tokens: int) -> str:
+    """The key of a prompt's last block, which has so many tokens."""
+    return f"{block}:partial:{tokens}"
+
+
+def test_decode_reads_all_blocks_with_the_partial_one_as_soon_as_prefill_has_written_them(
+    activated: None, master: MooncakeMaster, models: list[Path]
+) -> None:
+    environ = {"FD_PD_TRANSFER_VIA_STORAGE": "1"}
+    with (
+        storage(OneClass, master, argv(models[0], splitwise_role="prefill"), environ) as prefill,
+        storage(OneClass, master, argv(models[0], splitwise_role="decode"), environ) as decode,
+    ):
+        writer, reader = TransferProcess(prefill, BLOCK), TransferProcess(decode, BLOCK)
+        for prompt in range(20):
+            first, last = block_hashes([[100 + prompt] * 64, [prompt] * 5])
+            blocks = [first, partial(last, 5)]
+            assert reader.match(blocks) == 0
+            assert writer.write(blocks, CONTENTS[:2]) == [0] * 4
+            assert reader.read(blocks) == [[filled(content, BLOCK)] * 2 for content in CONTENTS[:2]]
+            assert reader.match([first, partial(last, 4)]) == 1
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(None, 0), ("0", 0), ("1", 30)])
+def test_calls_are_patient_where_a_miss_is_an_error(
+    value: str | None, seconds: float, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {} if value is None else {"FD_PD_TRANSFER_VIA_STORAGE": value}
+    start_under(engine_of(models[0], environ), monkeypatch)
+    assert FastDeployClient().patience(PoolConfig(MemorySettings())) == seconds
+
+
+def test_where_a_miss_is_an_error_asynchronous_writes_are_refused(
+    activated: None, master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_ASYNC_WRITE", "1")
+    with (
+        pytest.raises(ConfigError, match=r"with FD_PD_TRANSFER_VIA_STORAGE=1 .*: leave async_write out"),
+        storage(OneClass, master, argv(models[0]), {"FD_PD_TRANSFER_VIA_STORAGE": "1"}),
     ):
         pass
 
