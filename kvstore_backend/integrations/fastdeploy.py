@@ -104,8 +104,8 @@ class FastDeployClient(PooledClient):
             return 0.0
         if config.async_write:
             raise ConfigError(
-                "with FD_PD_TRANSFER_VIA_STORAGE=1 the decode instance reads blocks as soon as prefill has written them, "
-                "and with async_write (KVSTORE_ASYNC_WRITE) they may not be there yet: leave async_write out"
+                "with FD_PD_TRANSFER_VIA_STORAGE=1 the decode instance reads blocks as soon as prefill has written "
+                "them, and with async_write (KVSTORE_ASYNC_WRITE) they may not be there yet: leave async_write out"
             )
         return _HAND_OVER_SECONDS
 

@@ -44,7 +44,7 @@ class Engine:
 
     @property
     def hands_over_by_storage(self) -> bool:
-        """Whether decode reads from the pool what prefill has written, and ends a request whose blocks are not there."""
+        """Whether decode reads prefill's blocks from the pool, and fails a request whose blocks are not there."""
         return self.environ.get("FD_PD_TRANSFER_VIA_STORAGE", "0") != "0"
 
 

@@ -101,8 +101,8 @@ class PooledClient:
         """Join the pool, as the arguments say; further settings (asynchronous writes, a fast tier) as configured.
 
         ``master_server_addr`` may also be the URL of a folder, the pool of processes on one machine
-        (``file:///dev/shm/kvpool?size=4GiB``); the other arguments then say nothing. ``engine`` is a transfer engine that
-        the native client would share; ours takes none.
+        (``file:///dev/shm/kvpool?size=4GiB``); the other arguments then say nothing. ``engine`` is a transfer engine
+        that the native client would share; ours takes none.
 
         Returns:
             0; the reason why it could not join is raised, as a code would not tell it.

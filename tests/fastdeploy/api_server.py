@@ -1,4 +1,4 @@
-"""The engine's process: reads its command line as FastDeploy does, starts the mover by the line that FastDeploy builds."""
+"""The engine's process: FastDeploy reads its command line and builds that of the mover, which it starts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Started:
     def __init__(self) -> None:
         self.command = ""
 
-    def Popen(self, command: str, **_: object) -> types.SimpleNamespace:  # noqa: N802
+    def Popen(self, command: str, **_: object) -> types.SimpleNamespace:
         self.command = command
         return types.SimpleNamespace(poll=lambda: None)
 

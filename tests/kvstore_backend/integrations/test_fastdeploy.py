@@ -18,9 +18,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvstore_backend.backend import ConfigError
+from kvstore_backend.cli import main as why_miss
 from kvstore_backend.config import MemorySettings, PoolConfig
 from kvstore_backend.integrations.fastdeploy import FastDeployClient, activate, process_namespace
-from kvstore_backend.integrations.fastdeploy_engine import Engine
+from kvstore_backend.integrations.fastdeploy_engine import Engine, parse_arguments
 from kvstore_backend.integrations.fastdeploy_settings import (
     CANNOT_CHANGE_KV,
     DECIDE_ON_KV,
@@ -354,6 +355,47 @@ def test_each_setting_of_the_engine_that_decides_on_kv_has_a_namespace_of_its_ow
         found[digest] = name
 
 
+PLAIN_LINE = "--kvcache-storage-backend mooncake"
+CHANGES = {
+    "quantization": ("--quantization wint4", {}),
+    "int8 cache": ('--quantization {"kv_cache_quant_type":"int8"}', {}),
+    "fp8 cache": ('--quantization {"kv_cache_quant_type":"float8_e4m3fn"}', {}),
+    "attention": ("", {"FD_ATTENTION_BACKEND": "FLASH_ATTN"}),
+    "other attention": ("", {"FD_ATTENTION_BACKEND": "APPEND_ATTN"}),
+    "sparse prefill": ('--plas-attention-config {"plas_encoder_top_k_left":50}', {}),
+    "draft model": ('--speculative-config {"method":"mtp","model":"/draft"}', {}),
+    "images": ('--mm-processor-kwargs {"video_max_frames":30}', {}),
+    "number of images": ('--limit-mm-per-prompt {"image":2}', {}),
+    "gate": ("--moe-gate-fp32", {}),
+    "experts' kernels": ("", {"FD_MOE_BACKEND": "triton"}),
+    "deep gemm": ("", {"FD_USE_DEEP_GEMM": "1"}),
+    "power of two scales": ("", {"FD_FP8_QUANT_WITH_POW2SCALE": "1"}),
+    "implementation": ("--model-impl paddleformers", {}),
+    "experts' balance": ("--enable-eplb", {}),
+    "weights that change": ("--dynamic-load-weight", {}),
+    "ranks": ("-tp 2", {}),
+    "block size": ("--block-size 128", {}),
+}
+"""Command lines and environments of instances that differ from one another, and from the plain one, in KV bytes."""
+
+
+@pytest.mark.parametrize("kind", ["scheduler", "worker", "transfer"])
+def test_instances_that_differ_in_one_setting_on_kv_are_apart_by_their_command_lines(
+    models: list[Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastdeploy", None)
+    found: dict[str, str] = {}
+    for name, (words, environ) in {"plain": ("", {}), **CHANGES}.items():
+        arguments, _ = parse_arguments([*PLAIN_LINE.split(), *words.split()])
+        # The transfer process is given these two by its own arguments.
+        ranks = {"mp_num": arguments.get("tensor_parallel_size", 1)}
+        shape = {"key_cache_shape": f"100,2,{arguments.get('block_size', 64)},16"}
+        command = argv(models[0], **ranks, **shape) if kind == "transfer" else commands(models[0])[kind]
+        digest = digest_of(command, Engine({**arguments, "model": str(models[0])}, environ=environ))
+        assert digest not in found, f"{name} has the namespace of {found.get(digest)}"
+        found[digest] = name
+
+
 @pytest.mark.parametrize("kind", ["transfer", "scheduler", "worker"])
 def test_settings_of_the_engine_that_cannot_change_kv_do_not_part_instances(models: list[Path], kind: str) -> None:
     command = commands(models[0])[kind]
@@ -444,6 +486,22 @@ def test_why_miss_names_the_setting_that_parts_two_instances(
     assert verdict.reason == "other_settings"
     assert "quantization ('wint4' of the first, 'wint8' of the second)" in verdict.sentence
     assert "FD_ATTENTION_BACKEND" not in verdict.sentence
+
+
+def test_why_miss_finds_the_setting_in_the_pool(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, digests = f"file://{tmp_path}/pool?size=16MiB", []
+    monkeypatch.setattr(sys, "argv", argv(models[0]))
+    for backend in ("FLASH_ATTN", "APPEND_ATTN"):
+        start_under(engine_of(models[0], {"FD_ATTENTION_BACKEND": backend}, quantization="wint4"), monkeypatch)
+        client = FastDeployClient()
+        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", url) == 0
+        assert client.put("warm-up", b"value") == 0
+        digests.append(client.namespace().digest)
+        client.close()
+    why_miss(["why-miss", url, "--between", *digests])
+    assert "FD_ATTENTION_BACKEND ('FLASH_ATTN' of" in capsys.readouterr().out
 
 
 def test_a_process_that_is_not_told_the_model_takes_the_engines(models: list[Path]) -> None:
