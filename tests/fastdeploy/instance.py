@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import sys
 import time
@@ -17,7 +16,6 @@ from tests.support.processes import Child
 __all__ = ["Instance", "start_instances", "write_model"]
 
 _SECONDS = 180.0  # to import paddle in eight processes at once on a busy machine, and for any call
-ROOT = Path(__file__).parents[2]
 
 
 def write_model(folder: Path, weights: bytes) -> Path:
@@ -72,7 +70,6 @@ class Instance:
             {
                 "FD_PLUGINS": "kvstore",
                 "FD_LOG_DIR": "log",
-                "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}",
                 "TEST_FASTDEPLOY_FORM": form,
                 VARIABLE: str(folder / "socket"),
                 **environ,
