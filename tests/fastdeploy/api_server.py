@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -148,16 +149,25 @@ def _build_worker_command(config: Any) -> str:
     return re.sub(r"-m paddle\.distributed\.launch .*?/worker_process\.py(?= )", str(_MOVER), started.command, count=1)
 
 
-def _name_blocks(config: Any, tokens: list[int], *, is_handed_over: bool) -> list[str]:
-    """The names of the blocks of 2.6; with ``is_handed_over`` of the partial one, too."""
+def _name_blocks(config: Any, tokens: list[int]) -> list[str]:
+    """The names of the whole blocks of 2.6."""
+    from fastdeploy.cache_manager.prefix_cache_manager import get_hash_str
+
+    size, names = config.cache_config.block_size, []
+    for start in range(0, len(tokens) - size + 1, size):
+        names.append(get_hash_str(tokens[start : start + size], names[-1:]))
+    return names
+
+
+def _name_handed_over(config: Any, tokens: list[int]) -> list[str]:
+    """The names of all blocks that prefill hands over by storage, the partial one with them; none: it does not."""
     from fastdeploy.cache_manager.prefix_cache_manager import PrefixCacheManager
 
     manager = object.__new__(PrefixCacheManager)
     manager.config = config
-    request = types.SimpleNamespace(multimodal_inputs=None)
-    size = config.cache_config.block_size
-    named = tokens if is_handed_over else tokens[: len(tokens) // size * size]
-    names: list[str] = manager._compute_pd_storage_keys(request, named)
+    if not hasattr(manager, "_compute_pd_storage_keys"):
+        return []
+    names: list[str] = manager._compute_pd_storage_keys(types.SimpleNamespace(multimodal_inputs=None), tokens)
     return names
 
 
@@ -202,9 +212,7 @@ def main() -> None:
         "command": lambda: command,
         "open": scheduler.open if is_v1 else lambda _: None,
         "match": scheduler.match,
-        "name": lambda tokens: (
-            _name_v1_blocks(config, tokens) if is_v1 else _name_blocks(config, tokens, is_handed_over=False)
-        ),
-        "name_handed_over": lambda tokens: _name_blocks(config, tokens, is_handed_over=True),
+        "name": functools.partial(_name_v1_blocks if is_v1 else _name_blocks, config),
+        "name_handed_over": functools.partial(_name_handed_over, config),
     }
     serve("engine", methods)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -152,7 +151,7 @@ class TestSharing:
 
 class TestMasterInTrouble:
     @pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hung"])
-    def test_nothing_is_read_or_stored_and_calls_end(
+    def test_nothing_is_read_and_calls_end(
         self, instances: dict[str, Instance], tmp_path: Path, trouble: signal.Signals
     ) -> None:
         """Each call ends, or the socket's deadline does: FastDeploy itself would wait for ever."""
@@ -165,7 +164,9 @@ class TestMasterInTrouble:
             assert reader.read(names) == held
             doomed.process.signal(trouble)
             assert reader.read(names) == []
-            assert writer.write(writer.name(new_prompt()), CONTENTS) == []
+            later = writer.name(new_prompt())
+            writer.write(later, CONTENTS)  # what it returns is FastDeploy's: before 2.6 it did not look at the codes
+            assert reader.read(later) == []
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +181,8 @@ def pair(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> I
     }
     environ = {"FD_PD_TRANSFER_VIA_STORAGE": "1"}
     with start_instances("2.6", tmp_path_factory.mktemp("pd"), lines, environ) as started:
+        if not started["prefill"].call("engine", "name_handed_over", [0]):
+            pytest.skip("this tree of FastDeploy does not hand blocks over by storage")
         yield started
 
 
@@ -196,14 +199,12 @@ class TestHandOver:
         assert pair["decode"].read(names) == held
 
     def test_decode_waits_for_a_master_that_hangs_for_a_while(self, pair: dict[str, Instance], tmp_path: Path) -> None:
-        """As long as the look-up of any other instance waits twenty times; FastDeploy would answer 502 for a miss."""
+        """Longer than any other instance would wait for it; FastDeploy would answer 502 for a miss."""
         with mooncake_master(tmp_path / "log") as slow:
             for instance in pair.values():
                 instance.open(variables(slow))
             names = pair["prefill"].name(new_prompt())
             held = pair["prefill"].write(names, CONTENTS)
             slow.process.signal(signal.SIGSTOP)
-            resume = f"sleep 5; kill -CONT {slow.process.pid}"
-            pid = os.spawnv(os.P_NOWAIT, shutil.which("sh") or "/bin/sh", ["sh", "-c", resume])
+            threading.Timer(5, slow.process.signal, [signal.SIGCONT]).start()
             assert pair["decode"].read(names) == held
-            os.waitpid(pid, 0)
