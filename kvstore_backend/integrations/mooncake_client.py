@@ -40,7 +40,6 @@ _SIZE_SUFFIX = "\0size"
 # gives away memory of a client that crashed. Either is over after some 10 s.
 _WARM_UP_SECONDS = 15.0
 _PAUSE_SECONDS = 0.25
-_FOLDER = "file:"
 
 
 class PooledClient:
@@ -100,9 +99,7 @@ class PooledClient:
     ) -> int:
         """Join the pool, as the arguments say; further settings (asynchronous writes, a fast tier) as configured.
 
-        ``master_server_addr`` may also be the URL of a folder, the pool of processes on one machine
-        (``file:///dev/shm/kvpool?size=4GiB``); the other arguments then say nothing. ``engine`` is a transfer engine
-        that the native client would share; ours takes none.
+        ``engine`` is a transfer engine that the native client would share; ours takes none.
 
         Returns:
             0; the reason why it could not join is raised, as a code would not tell it.
@@ -112,19 +109,22 @@ class PooledClient:
             PoolUnavailable: nobody answers there.
         """
         namespace = self.namespace()
-        config = _configure(
-            master_server_addr,
-            local_hostname=local_hostname,
-            metadata_server=metadata_server,
-            global_segment_size=global_segment_size,
-            local_buffer_size=local_buffer_size,
-            # What an engine read from the environment or its file we read there ourselves: by one rule for all.
-            protocol=None if names_protocol() else protocol,
-            rdma_devices=rdma_devices,
-            enable_ssd_offload=enable_ssd_offload,
-            ssd_offload_path=ssd_offload_path,
-            tenant_id=tenant_id or None,
-        )
+        config = load_config(
+            "mooncake",
+            explicit={
+                "local_hostname": local_hostname,
+                "metadata_server": metadata_server,
+                "global_segment_size": global_segment_size,
+                "local_buffer_size": local_buffer_size,
+                # What an engine read from the environment or its file we read there ourselves: by one rule for all.
+                "protocol": None if names_protocol() else protocol,
+                "rdma_devices": rdma_devices,
+                "master_server_addr": master_server_addr,
+                "enable_ssd_offload": enable_ssd_offload,
+                "ssd_offload_path": ssd_offload_path,
+                "tenant_id": tenant_id or None,
+            },
+        ).require_plain("this client for other engines")
         self._patience = seconds = self.patience(config)
         deadlines = Deadlines(lookup_seconds=seconds, transfer_seconds=seconds) if seconds else None
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
@@ -305,15 +305,6 @@ class PooledClient:
         finally:
             for span in spans:
                 pool.unregister(*span)
-
-
-def _configure(master_server_addr: str, **settings: object) -> PoolConfig:
-    """The pool of Mooncake's master at this address; or of the folder whose URL it is, which has no such settings."""
-    if master_server_addr.startswith(_FOLDER):
-        config = load_config(master_server_addr)
-    else:
-        config = load_config("mooncake", explicit={**settings, "master_server_addr": master_server_addr})
-    return config.require_plain("this client for other engines")
 
 
 def _put_visibly(pool: BlockPool) -> Callable[[Sequence[bytes], Sequence[Value]], list[Status]]:

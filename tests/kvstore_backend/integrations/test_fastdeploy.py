@@ -19,7 +19,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.cli import main as why_miss
-from kvstore_backend.config import MemorySettings, PoolConfig
+from kvstore_backend.config import MemorySettings, PoolConfig, describe_url
 from kvstore_backend.integrations.fastdeploy import FastDeployClient, activate, process_namespace
 from kvstore_backend.integrations.fastdeploy_engine import Engine, parse_arguments
 from kvstore_backend.integrations.fastdeploy_settings import (
@@ -100,16 +100,10 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]
 
 
 @contextlib.contextmanager
-def storage(
-    shape: Shape,
-    master: MooncakeMaster,
-    command: list[str],
-    environ: dict[str, str] | None = None,
-    **arguments: object,
-) -> Iterator[Storage]:
+def storage(shape: Shape, master: MooncakeMaster, command: list[str], **arguments: object) -> Iterator[Storage]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", command)
-        start_under(engine_of("", environ, **arguments), patch)
+        start_under(engine_of("", None, **arguments), patch)
         opened = shape(master.settings())
     yield opened
     for client in filter(None, (opened.client, getattr(opened, "scheduler", None))):
@@ -489,19 +483,15 @@ def test_why_miss_names_the_setting_that_parts_two_instances(
 
 
 def test_why_miss_finds_the_setting_in_the_pool(
-    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    activated: None, master: MooncakeMaster, models: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url, digests = f"file://{tmp_path}/pool?size=16MiB", []
-    monkeypatch.setattr(sys, "argv", argv(models[0]))
-    for backend in ("FLASH_ATTN", "APPEND_ATTN"):
-        start_under(engine_of(models[0], {"FD_ATTENTION_BACKEND": backend}, quantization="wint4"), monkeypatch)
-        client = FastDeployClient()
-        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", url) == 0
-        assert client.put("warm-up", b"value") == 0
-        digests.append(client.namespace().digest)
-        client.close()
-    why_miss(["why-miss", url, "--between", *digests])
-    assert "FD_ATTENTION_BACKEND ('FLASH_ATTN' of" in capsys.readouterr().out
+    with (
+        storage(OneClass, master, argv(models[0]), quantization="wint4") as one,
+        storage(OneClass, master, argv(models[0]), quantization="wint8") as other,
+    ):
+        digests = [each.client._pool.namespace.digest for each in (one, other)]
+        why_miss(["why-miss", describe_url(master.config()), "--between", *digests])
+    assert "quantization ('wint4' of" in capsys.readouterr().out
 
 
 def test_a_process_that_is_not_told_the_model_takes_the_engines(models: list[Path]) -> None:
@@ -634,13 +624,18 @@ def partial(block: str, tokens: int) -> str:
     return f"{block}:partial:{tokens}"
 
 
+@pytest.fixture
+def by_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "hands_over_by_storage", True)
+
+
+@pytest.mark.usefixtures("activated", "by_storage")
 def test_decode_reads_all_blocks_with_the_partial_one_as_soon_as_prefill_has_written_them(
-    activated: None, master: MooncakeMaster, models: list[Path]
+    master: MooncakeMaster, models: list[Path]
 ) -> None:
-    environ = {"FD_PD_TRANSFER_VIA_STORAGE": "1"}
     with (
-        storage(OneClass, master, argv(models[0], splitwise_role="prefill"), environ) as prefill,
-        storage(OneClass, master, argv(models[0], splitwise_role="decode"), environ) as decode,
+        storage(OneClass, master, argv(models[0], splitwise_role="prefill")) as prefill,
+        storage(OneClass, master, argv(models[0], splitwise_role="decode")) as decode,
     ):
         writer, reader = TransferProcess(prefill, BLOCK), TransferProcess(decode, BLOCK)
         for prompt in range(20):
@@ -661,13 +656,14 @@ def test_calls_are_patient_where_a_miss_is_an_error(
     assert FastDeployClient().patience(PoolConfig(MemorySettings())) == seconds
 
 
+@pytest.mark.usefixtures("activated", "by_storage")
 def test_where_a_miss_is_an_error_asynchronous_writes_are_refused(
-    activated: None, master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
+    master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_ASYNC_WRITE", "1")
     with (
         pytest.raises(ConfigError, match=r"with FD_PD_TRANSFER_VIA_STORAGE=1 .*: leave async_write out"),
-        storage(OneClass, master, argv(models[0]), {"FD_PD_TRANSFER_VIA_STORAGE": "1"}),
+        storage(OneClass, master, argv(models[0])),
     ):
         pass
 

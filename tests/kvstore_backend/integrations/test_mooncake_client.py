@@ -212,17 +212,6 @@ class TestPatience:
         assert opened == [Deadlines(lookup_seconds=30, transfer_seconds=30), None]
 
 
-def test_the_url_of_a_folder_in_the_place_of_a_masters_address_is_the_pool(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/pool?size=16MiB"
-    clients = [InNamespace(), InNamespace()]
-    for client in clients:
-        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 1 << 30, 16 << 20, "rdma", "mlx5_0", url) == 0
-    assert clients[0].put("note", b"anything") == 0
-    assert clients[1].get("note") == b"anything"
-    for client in clients:
-        client.close()
-
-
 class NamedClient(PooledClient):
     """A client that knows whose blocks it holds."""
 
