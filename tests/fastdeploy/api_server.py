@@ -153,7 +153,8 @@ def _name_blocks(config: Any, tokens: list[int]) -> list[str]:
     """The names of the whole blocks of 2.6."""
     from fastdeploy.cache_manager.prefix_cache_manager import get_hash_str
 
-    size, names = config.cache_config.block_size, []
+    size = config.cache_config.block_size
+    names: list[str] = []
     for start in range(0, len(tokens) - size + 1, size):
         names.append(get_hash_str(tokens[start : start + size], names[-1:]))
     return names
