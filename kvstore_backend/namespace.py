@@ -41,8 +41,15 @@ _SAMPLE_BYTES = 64
 # Keys of a checkpoint's config.json that tell its origin and change nothing of its results.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version")
 # What else in a folder changes results: how images become inputs, how weights are quantized,
-# what an adapter does with its weights, the model's code.
-_MORE_SETTINGS = ("*processor_config.json", "*quant*config.json", "adapter_config.json", "params.json", "*.py")
+# what an adapter does with its weights, the model's code, FastDeploy's scales of a quantized cache.
+_MORE_SETTINGS = (
+    "*processor_config.json",
+    "*quant*config.json",
+    "adapter_config.json",
+    "params.json",
+    "kv_cache_scale*.json",
+    "*.py",
+)
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pdparams", "*.pt", "*.pth", "*.gguf")
 # The safetensors format's own limit.
 _MAX_HEADER_BYTES = 100_000_000

@@ -26,7 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
-from kvstore_backend.config import engine_variables, fastdeploy_plugins, find_checkpoint, named_model
+from kvstore_backend.config import (
+    PoolConfig,
+    engine_variables,
+    fastdeploy_plugins,
+    find_checkpoint,
+    named_model,
+)
 from kvstore_backend.integrations.fastdeploy_engine import Engine, Weights, find_engine, find_version
 from kvstore_backend.integrations.fastdeploy_settings import (
     CANNOT_CHANGE_KV,
@@ -51,6 +57,8 @@ _PLUGIN = "kvstore"
 _DEFAULTS = {"tensor_parallel_size": 1, "block_size": 64}
 # Of the methods of speculation the only one that adds layers to a block.
 _DRAFTING = "mtp"
+# As long as FastDeploy 2.6 gives its own storage tasks.
+_HAND_OVER_SECONDS = 30.0
 # How FastDeploy 2.6 begins its keys, before the step of the weights.
 _VERSIONED = "prefix"
 
@@ -90,6 +98,16 @@ class FastDeployClient(PooledClient):
         checkpoint = fingerprint_model(model)
         known = collect_facts(model, f"FastDeploy {find_version()}", "FastDeploy", checkpoint=checkpoint)
         return {**known, **list_facts(_read_engine(engine), read_settings(engine.defaults))}
+
+    def patience(self, config: PoolConfig) -> float:
+        if not find_engine().hands_over_by_storage:
+            return 0.0
+        if config.async_write:
+            raise ConfigError(
+                "with FD_PD_TRANSFER_VIA_STORAGE=1 the decode instance reads blocks as soon as prefill has written "
+                "them, and with async_write (KVSTORE_ASYNC_WRITE) they may not be there yet: leave async_write out"
+            )
+        return _HAND_OVER_SECONDS
 
     def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
         """The pool, in the namespace of the weights that the model has now.

@@ -42,6 +42,11 @@ class Engine:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def hands_over_by_storage(self) -> bool:
+        """Whether decode reads prefill's blocks from the pool, and fails a request whose blocks are not there."""
+        return self.environ.get("FD_PD_TRANSFER_VIA_STORAGE", "0") != "0"
+
 
 def find_engine(proc: Path = _PROC, pid: str = "self") -> Engine:
     """The engine that this process is, or that started it.

@@ -16,14 +16,16 @@ import hashlib
 import logging
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from kvstore_backend.backend import Span, Status, Value
-from kvstore_backend.config import load_config, names_protocol
+from kvstore_backend.config import PoolConfig, load_config, names_protocol
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool, open_pool
+from kvstore_backend.wrappers.guarded import Deadlines
 
 __all__ = ["PooledClient"]
 
@@ -49,6 +51,7 @@ class PooledClient:
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
         self._warm_up_until = 0.0
+        self._patience = 0.0  # seconds for which what failed is tried again
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'not set up' if self._pool is None else repr(self._pool)})"
@@ -64,6 +67,17 @@ class PooledClient:
     def facts(self) -> dict[str, str]:
         """Facts for the namespace's manifest; asked once, by ``setup``."""
         return {}
+
+    def patience(self, config: PoolConfig) -> float:
+        """Seconds that each call may take where the engine cannot go on without its blocks; asked once, by ``setup``.
+
+        For so long a call waits for an answer, and tries again what failed; a put is done when others can read it.
+        0: what fails is a miss, at once.
+
+        Raises:
+            ConfigError: the engine cannot use such a pool, in one sentence.
+        """
+        return 0.0
 
     def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
         """The pool for a call on these keys; None: the call fails."""
@@ -113,8 +127,11 @@ class PooledClient:
                 "tenant_id": tenant_id or None,
             },
         ).require_plain("this client for other engines")
+        self._patience = seconds = self.patience(config)
+        deadlines = Deadlines(lookup_seconds=seconds, transfer_seconds=seconds) if seconds else None
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
-        self._pool = open_pool(config, namespace, CollectorRegistry(), background=False, facts=self.facts())
+        registry, facts = CollectorRegistry(), self.facts()
+        self._pool = open_pool(config, namespace, registry, background=False, facts=facts, deadlines=deadlines)
         self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS
         logger.info("Joined the pool of %s as %s", master_server_addr, namespace)
         return _DONE
@@ -146,7 +163,7 @@ class PooledClient:
         pool = self._find_pool(keys)
         if pool is None:
             return [0] * len(keys)
-        return [int(status is Status.OK) for status in pool.exists(_hash_keys(keys))]
+        return [int(status is Status.OK) for status in self._insist(pool.exists, _hash_keys(keys))]
 
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: object = None
@@ -246,17 +263,29 @@ class PooledClient:
         pool = self._find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
-        return [_CODES[status] for status in pool.put_blocks(_hash_keys(keys), values)]
+        put = _put_visibly(pool) if self._patience else pool.put_blocks
+        return [_CODES[status] for status in self._insist(put, _hash_keys(keys), values)]
 
     def _get_values(self, keys: Sequence[str], targets: Sequence[Value]) -> list[int]:
         pool = self._find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
-        statuses = pool.get_blocks(_hash_keys(keys), targets)
+        statuses = self._insist(pool.get_blocks, _hash_keys(keys), targets)
         return [
             sum(nbytes for _, nbytes in target) if status else _CODES[status]
             for status, target in zip(statuses, targets, strict=True)
         ]
+
+    def _insist(self, ask: Callable[..., list[Status]], *columns: Sequence[Any]) -> list[Status]:
+        """The statuses of ``ask``, which takes ``columns``; while there is patience, again for those that failed."""
+        until = time.monotonic() + self._patience
+        statuses = ask(*columns)
+        while time.monotonic() < until and Status.FAILED in statuses:
+            time.sleep(_PAUSE_SECONDS)
+            failed = [i for i, status in enumerate(statuses) if status is Status.FAILED]
+            for i, status in zip(failed, ask(*([column[i] for i in failed] for column in columns)), strict=True):
+                statuses[i] = status
+        return statuses
 
     def _read_bytes(self, key: str, nbytes: int) -> bytes:
         buffer = ctypes.create_string_buffer(nbytes)
@@ -278,6 +307,19 @@ class PooledClient:
         finally:
             for span in spans:
                 pool.unregister(*span)
+
+
+def _put_visibly(pool: BlockPool) -> Callable[[Sequence[bytes], Sequence[Value]], list[Status]]:
+    """Puts that fail where nobody can read the block yet: also where another instance is still writing it."""
+
+    def put(hashes: Sequence[bytes], values: Sequence[Value]) -> list[Status]:
+        stored = pool.put_blocks(hashes, values)
+        return [
+            status if status is not Status.OK or seen is Status.OK else Status.FAILED
+            for status, seen in zip(stored, pool.exists(hashes), strict=True)
+        ]
+
+    return put
 
 
 def _hash_keys(keys: Sequence[str]) -> list[bytes]:

@@ -74,10 +74,13 @@ _LEAVE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long a caller waits: ``lookup_seconds`` for exists, remove and stats; for put and get
-    ``transfer_seconds`` and beyond it the time the bytes take at ``bytes_per_second``; for clear, which goes through
-    all keys (a folder of 200,000 takes 3 s), ``clear_seconds``; for memory to be registered, whose pages RDMA has to
-    find one by one, ``register_seconds`` and the time at ``register_bytes_per_second``."""
+    """How long a caller waits: ``lookup_seconds`` for exists, remove and stats, ``transfer_seconds`` for put and get,
+    and beyond it the time that their keys take at ``keys_per_second`` and their bytes at ``bytes_per_second``; for
+    clear, which goes through all keys (a folder of 200,000 takes 3 s), ``clear_seconds``; for memory to be registered,
+    whose pages RDMA has to find one by one, ``register_seconds`` and the time at ``register_bytes_per_second``.
+
+    A Mooncake master on a machine at a load of 7 per core answered for 80,000 keys in 1.2 s, which is 67,000 a second.
+    """
 
     lookup_seconds: float = 0.5
     transfer_seconds: float = 1.0
@@ -85,11 +88,16 @@ class Deadlines:
     clear_seconds: float = 20.0
     register_seconds: float = 5.0
     register_bytes_per_second: float = 1e9
+    keys_per_second: float = 20e3
+
+    def seconds_to_look_up(self, num_keys: int) -> float:
+        """Seconds for a question on so many keys."""
+        return self.lookup_seconds + num_keys / self.keys_per_second
 
     def seconds_for(self, values: Sequence[Value]) -> float:
         """Seconds for moving ``values``."""
         nbytes = sum([nbytes for value in values for _, nbytes in value])
-        return self.transfer_seconds + nbytes / self.bytes_per_second
+        return self.transfer_seconds + len(values) / self.keys_per_second + nbytes / self.bytes_per_second
 
     def seconds_to_register(self, nbytes: int) -> float:
         """Seconds for registering so much memory, or for the opposite."""
@@ -213,11 +221,11 @@ class GuardedBackend(Stack):
         return self._watch_failures(self._ask_statuses(keys, seconds, "get", lambda store: store._get(keys, targets)))
 
     def _exists(self, keys: Sequence[str]) -> list[Status]:
-        seconds = self.deadlines.lookup_seconds
+        seconds = self.deadlines.seconds_to_look_up(len(keys))
         return self._watch_failures(self._ask_statuses(keys, seconds, "exists", lambda store: store._exists(keys)))
 
     def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
-        seconds = self.deadlines.lookup_seconds
+        seconds = self.deadlines.seconds_to_look_up(len(keys))
         return self._ask_statuses(keys, seconds, "remove", lambda store: store._remove(keys, force=force))
 
     def _clear(self, prefix: str) -> Status:

@@ -217,7 +217,14 @@ def test_whatever_a_safetensors_file_holds_it_is_a_model_or_a_config_error(
     "name",
     [
         *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
-        *("hf_quant_config.json", "quantize_config.json", "quant_config.json", "params.json", "modeling_own.py"),
+        *(
+            "hf_quant_config.json",
+            "quantize_config.json",
+            "quant_config.json",
+            "params.json",
+            "kv_cache_scale.json",
+            "modeling_own.py",
+        ),
     ],
 )
 def test_models_whose_other_settings_or_code_differ_are_told_apart(tmp_path: Path, name: str) -> None:

@@ -18,8 +18,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvstore_backend.backend import ConfigError
+from kvstore_backend.cli import main as why_miss
+from kvstore_backend.config import MemorySettings, PoolConfig, describe_url
 from kvstore_backend.integrations.fastdeploy import FastDeployClient, activate, process_namespace
-from kvstore_backend.integrations.fastdeploy_engine import Engine
+from kvstore_backend.integrations.fastdeploy_engine import Engine, parse_arguments
 from kvstore_backend.integrations.fastdeploy_settings import (
     CANNOT_CHANGE_KV,
     DECIDE_ON_KV,
@@ -366,6 +368,47 @@ def test_each_setting_of_the_engine_that_decides_on_kv_has_a_namespace_of_its_ow
         found[digest] = name
 
 
+PLAIN_LINE = "--kvcache-storage-backend mooncake"
+CHANGES = {
+    "quantization": ("--quantization wint4", {}),
+    "int8 cache": ('--quantization {"kv_cache_quant_type":"int8"}', {}),
+    "fp8 cache": ('--quantization {"kv_cache_quant_type":"float8_e4m3fn"}', {}),
+    "attention": ("", {"FD_ATTENTION_BACKEND": "FLASH_ATTN"}),
+    "other attention": ("", {"FD_ATTENTION_BACKEND": "APPEND_ATTN"}),
+    "sparse prefill": ('--plas-attention-config {"plas_encoder_top_k_left":50}', {}),
+    "draft model": ('--speculative-config {"method":"mtp","model":"/draft"}', {}),
+    "images": ('--mm-processor-kwargs {"video_max_frames":30}', {}),
+    "number of images": ('--limit-mm-per-prompt {"image":2}', {}),
+    "gate": ("--moe-gate-fp32", {}),
+    "experts' kernels": ("", {"FD_MOE_BACKEND": "triton"}),
+    "deep gemm": ("", {"FD_USE_DEEP_GEMM": "1"}),
+    "power of two scales": ("", {"FD_FP8_QUANT_WITH_POW2SCALE": "1"}),
+    "implementation": ("--model-impl paddleformers", {}),
+    "experts' balance": ("--enable-eplb", {}),
+    "weights that change": ("--dynamic-load-weight", {}),
+    "ranks": ("-tp 2", {}),
+    "block size": ("--block-size 128", {}),
+}
+"""Command lines and environments of instances that differ from one another, and from the plain one, in KV bytes."""
+
+
+@pytest.mark.parametrize("kind", ["scheduler", "worker", "transfer"])
+def test_instances_that_differ_in_one_setting_on_kv_are_apart_by_their_command_lines(
+    models: list[Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastdeploy", None)
+    found: dict[str, str] = {}
+    for name, (words, environ) in {"plain": ("", {}), **CHANGES}.items():
+        arguments, _ = parse_arguments([*PLAIN_LINE.split(), *words.split()])
+        # The transfer process is given these two by its own arguments.
+        ranks = {"mp_num": arguments.get("tensor_parallel_size", 1)}
+        shape = {"key_cache_shape": f"100,2,{arguments.get('block_size', 64)},16"}
+        command = argv(models[0], **ranks, **shape) if kind == "transfer" else commands(models[0])[kind]
+        digest = digest_of(command, Engine({**arguments, "model": str(models[0])}, environ=environ))
+        assert digest not in found, f"{name} has the namespace of {found.get(digest)}"
+        found[digest] = name
+
+
 @pytest.mark.parametrize("kind", ["transfer", "scheduler", "worker"])
 def test_settings_of_the_engine_that_cannot_change_kv_do_not_part_instances(models: list[Path], kind: str) -> None:
     command = commands(models[0])[kind]
@@ -456,6 +499,18 @@ def test_why_miss_names_the_setting_that_parts_two_instances(
     assert verdict.reason == "other_settings"
     assert "quantization ('wint4' of the first, 'wint8' of the second)" in verdict.sentence
     assert "FD_ATTENTION_BACKEND" not in verdict.sentence
+
+
+def test_why_miss_finds_the_setting_in_the_pool(
+    activated: None, master: MooncakeMaster, models: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        storage(OneClass, master, argv(models[0]), quantization="wint4") as one,
+        storage(OneClass, master, argv(models[0]), quantization="wint8") as other,
+    ):
+        digests = [each.client._pool.namespace.digest for each in (one, other)]
+        why_miss(["why-miss", describe_url(master.config()), "--between", *digests])
+    assert "quantization ('wint4' of" in capsys.readouterr().out
 
 
 def test_a_process_that_is_not_told_the_model_takes_the_engines(models: list[Path]) -> None:
@@ -576,6 +631,58 @@ def test_weights_that_may_change_need_a_version(
             ConfigError, match=r"--dynamic-load-weight lets weights change, and .*version.yaml does not tell"
         ),
         storage(OneClass, master, argv(models[0]), dynamic_load_weight=True),
+    ):
+        pass
+
+
+# Prefill to decode through storage, where a miss is an error.
+
+
+def partial(block: str, tokens: int) -> str:
+    """The key of a prompt's last block, which has so many tokens."""
+    return f"{block}:partial:{tokens}"
+
+
+@pytest.fixture
+def by_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "hands_over_by_storage", True)
+
+
+@pytest.mark.usefixtures("activated", "by_storage")
+def test_decode_reads_all_blocks_with_the_partial_one_as_soon_as_prefill_has_written_them(
+    master: MooncakeMaster, models: list[Path]
+) -> None:
+    with (
+        storage(OneClass, master, argv(models[0], splitwise_role="prefill")) as prefill,
+        storage(OneClass, master, argv(models[0], splitwise_role="decode")) as decode,
+    ):
+        writer, reader = TransferProcess(prefill, BLOCK), TransferProcess(decode, BLOCK)
+        for prompt in range(20):
+            first, last = block_hashes([[100 + prompt] * 64, [prompt] * 5])
+            blocks = [first, partial(last, 5)]
+            assert reader.match(blocks) == 0
+            assert writer.write(blocks, CONTENTS[:2]) == [0] * 4
+            assert reader.read(blocks) == [[filled(content, BLOCK)] * 2 for content in CONTENTS[:2]]
+            assert reader.match([first, partial(last, 4)]) == 1
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(None, 0), ("0", 0), ("1", 30)])
+def test_calls_are_patient_where_a_miss_is_an_error(
+    value: str | None, seconds: float, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {} if value is None else {"FD_PD_TRANSFER_VIA_STORAGE": value}
+    start_under(engine_of(models[0], environ), monkeypatch)
+    assert FastDeployClient().patience(PoolConfig(MemorySettings())) == seconds
+
+
+@pytest.mark.usefixtures("activated", "by_storage")
+def test_where_a_miss_is_an_error_asynchronous_writes_are_refused(
+    master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_ASYNC_WRITE", "1")
+    with (
+        pytest.raises(ConfigError, match=r"with FD_PD_TRANSFER_VIA_STORAGE=1 .*: leave async_write out"),
+        storage(OneClass, master, argv(models[0])),
     ):
         pass
 

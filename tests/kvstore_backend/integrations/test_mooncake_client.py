@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
-from kvstore_backend.backend import ConfigError
-from kvstore_backend.config import list_rdma_devices
+from kvstore_backend.backend import ConfigError, Status
+from kvstore_backend.config import PoolConfig, list_rdma_devices
 from kvstore_backend.integrations import mooncake_client
 from kvstore_backend.integrations.mooncake_client import PooledClient
 from kvstore_backend.namespace import Namespace
@@ -143,6 +143,73 @@ def test_a_warm_up_that_cannot_succeed_ends(one: Client, monkeypatch: pytest.Mon
     monkeypatch.setattr(mooncake_client, "_WARM_UP_SECONDS", 0.5)
     assert one.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1") == 0
     assert one.client.put("larger than the store", bytes(2 << 20)) == GIVEN_UP
+
+
+class PatientClient(InNamespace):
+    """A client of an engine that cannot go on without its blocks."""
+
+    def patience(self, config: PoolConfig) -> float:
+        return 30.0
+
+
+@pytest.fixture
+def patient(one: Client) -> Iterator[Client]:
+    client = PatientClient()
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1") == 0
+    with contextlib.closing(client):
+        yield Client(client, one.store, one.guarded)
+
+
+class TestPatience:
+    def test_what_fails_is_tried_again(self, patient: Client) -> None:
+        source, target = Memory(b"block"), Memory(5)
+        faults = patient.store.faults
+        faults[:] = [Fault.FAILED] * 2
+        assert patient.client.put_from("a", source.address, 5) == 0
+        faults[:] = [Fault.FAILED] * 2
+        assert patient.client.is_exist("a") == 1
+        faults[:] = [Fault.FAILED] * 2
+        assert patient.client.get_into("a", target.address, 5) == 5
+        assert target.content == b"block"
+
+    def test_only_what_failed_is_tried_again(self, patient: Client) -> None:
+        asked: list[list[str]] = []
+
+        def ask(keys: list[str]) -> list[Status]:
+            asked.append(keys)
+            return [Status.FAILED if key == "b" and len(asked) == 1 else Status.OK for key in keys]
+
+        assert patient.client._insist(ask, ["a", "b"]) == [Status.OK] * 2
+        assert asked == [["a", "b"], ["b"]]
+
+    def test_what_is_not_there_is_not_waited_for(self, patient: Client) -> None:
+        patient.store.calls.clear()
+        assert patient.client.is_exist("a") == 0
+        assert patient.store.calls == ["exists"]
+
+    def test_a_put_is_done_when_others_can_read_the_block(self, patient: Client) -> None:
+        """Mooncake says that a block is stored while another instance is still writing it."""
+        source = Memory(b"block")
+        patient.store.calls.clear()
+        patient.store.faults[:] = [Fault.NOTHING, Fault.FALSE_ABSENT]
+        assert patient.client.put_from("a", source.address, 5) == 0
+        assert patient.store.calls == ["put", "exists"] * 2
+
+    def test_it_ends(self, patient: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(patient.client, "_patience", 0.5)
+        assert patient.client.put_from("larger than the store", Memory(2 << 20).address, 2 << 20) == GIVEN_UP
+
+    def test_calls_have_as_long_for_an_answer(self, one: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        opened: list[Deadlines | None] = []
+
+        def open_pool(config: PoolConfig, namespace: Namespace, *_: object, **more: Any) -> BlockPool:
+            opened.append(more["deadlines"])
+            return BlockPool(one.guarded, namespace)
+
+        monkeypatch.setattr(mooncake_client, "open_pool", open_pool)
+        for client in (PatientClient(), InNamespace()):
+            assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1") == 0
+        assert opened == [Deadlines(lookup_seconds=30, transfer_seconds=30), None]
 
 
 class NamedClient(PooledClient):

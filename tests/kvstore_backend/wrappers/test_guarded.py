@@ -169,9 +169,30 @@ class TestLateCalls:
         guard.close()
 
     def test_transfers_have_time_for_their_bytes(self) -> None:
-        deadlines = Deadlines(transfer_seconds=1, bytes_per_second=1000)
+        deadlines = Deadlines(transfer_seconds=1, bytes_per_second=1000, keys_per_second=4)
         one, other = Memory(3000), Memory(500)
-        assert deadlines.seconds_for([one.spans(1000, 2000), other.value]) == 1 + 3.5
+        assert deadlines.seconds_for([one.spans(1000, 2000), other.value]) == 1 + 2 / 4 + 3.5
+
+    def test_a_look_up_of_many_keys_has_time_for_them(self) -> None:
+        """Over one store that hangs, a question on one key is given up while one on 1000 keys goes on waiting."""
+        deadlines = Deadlines(lookup_seconds=0.05, keys_per_second=10)
+        store, answers = FaultInjector(MemoryStore(1), [Fault.HANGS, Fault.HANGS]), []
+        patient, hasty = (GuardedBackend(lambda: store, deadlines) for _ in range(2))
+        assert patient.wait_ready(30)
+        assert hasty.wait_ready(30)
+        asker = threading.Thread(target=lambda: answers.append(patient.exists([str(i) for i in range(1000)])))
+        asker.start()
+        assert store.hanging.acquire(timeout=30)
+        assert hasty.exists(["a"]) == [FAILED]
+        store.go_on()
+        asker.join()
+        assert answers == [[OK] * 1000]
+        for guard in (patient, hasty):
+            guard.close()
+
+    def test_80000_keys_in_one_call_have_three_times_what_a_busy_machine_takes(self) -> None:
+        """FastDeploy's cache manager v1 names each layer of each block: 80 layers, 500 blocks, keys and values."""
+        assert Deadlines().seconds_to_look_up(80_000) >= 3 * 1.2
 
 
 class TestSlowStores:
