@@ -130,9 +130,8 @@ class TestPause:
 
     @in_event_loop
     async def test_an_answer_that_begins_as_the_instance_is_paused_ends_with_abort(self, running: Running) -> None:
-        begun = running.generations.begin_choices(
-            Request("late", (1, 2, 3), SamplingParams(5, temperature=0.0)), None, 1
-        )
+        late = Request("late", (1, 2, 3), SamplingParams(5, temperature=0.0))
+        begun = running.generations.begin_choices([(late, None)], 1)
         await running.control.pause()
         assert [piece.finish_reason async for _, piece in begun.pieces()] == ["abort"]
         assert not running.engine.scheduler.has_sequences
