@@ -453,6 +453,7 @@ class TestStarting:
             said = self.sentence(capsys, "--model", str(word_model), flag, str(port))
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}" in said
 
+    @pytest.mark.timing  # how long the kernel keeps the connection's port
     def test_a_port_that_a_closed_connection_has_is_waited_for(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word_model: Path
     ) -> None:
