@@ -201,7 +201,7 @@ class ModelRunner:
         """Of the weights, as ``version.yaml`` or the last update says; "" where neither does."""
         self._names = WeightNames()
         self._configuration = fingerprint_config(folder)
-        self.family = self._find_family()
+        self.family = self._find_family(self.namespace)
         self.eos_token_ids = _eos_token_ids(config, self.model)
         self.defaults = _read_defaults(folder, self.model.generation_config)
         _warn_of_ignored_settings(folder, self.model.generation_config)
@@ -266,22 +266,24 @@ class ModelRunner:
             raise ConfigError(f"{folder}: its weights are not those of the model that runs: {names}")
         if fingerprint_model(folder) != fingerprint:
             raise ConfigError(f"{folder} has changed while its weights were loaded; update again")
+        # All that can fail comes before the new weights are used: they never run under the old ones' namespace.
+        if self.model is not None:
+            self._names.note(self.namespace, self.model)
+        namespace = self._names.choose(replace(self.namespace, model=fingerprint, weights_version=version), model)
+        facts = collect_facts(folder, "fastdeploy-kvstore engine", "kvstore")
+        family = self._find_family(namespace)
         if self.model is None or self.device.type == "cpu":
             self._place_model(model)
-            if self.model is not None:
-                self._names.note(self.namespace, self.model)
             self.model = model
         else:  # without room for two sets of weights
-            self._names.note(self.namespace, self.model)
-            self.model.load_state_dict(model.state_dict())
-        wanted = replace(self.namespace, model=fingerprint, weights_version=version)
-        self.namespace, self.version = self._names.choose(wanted, self.model), version
-        self.facts = collect_facts(folder, "fastdeploy-kvstore engine", "kvstore")
-        self.family = self._find_family()
+            running, self.model = self.model, None  # weights of which only a part is new do not run
+            running.load_state_dict(model.state_dict())
+            self.model = running
+        self.namespace, self.version, self.facts, self.family = namespace, version, facts, family
 
-    def _find_family(self) -> Family:
+    def _find_family(self, namespace: Namespace) -> Family:
         heads = self.shape.num_kv_heads
-        return find_family(self.namespace, heads, self.shape.list_axes(), block_sizes=_OTHER_BLOCK_SIZES)
+        return find_family(namespace, heads, self.shape.list_axes(), block_sizes=_OTHER_BLOCK_SIZES)
 
     def free_kv(self) -> None:
         """Give the KV memory's pages back; its addresses stay. ``restore_kv`` comes before the next use."""
