@@ -295,9 +295,10 @@ def _check_values(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--lease is {arguments.lease!r}; it must be a whole number of ms, s, m or h, such as 10s")
     if arguments.oplog and not _find_coordinator(arguments).startswith("etcd://"):
         raise ConfigError("--oplog needs --etcd, where it is written; a master alone keeps --snapshot-dir")
-    if arguments.snapshot_dir and arguments.etcd:
+    if arguments.snapshot_dir and _find_coordinator(arguments):
         raise ConfigError(
-            "--snapshot-dir is of no use with --etcd: Mooncake's next leader does not read it; see --oplog"
+            "--snapshot-dir is of no use with --etcd or --ha_backend_connstring: "
+            "Mooncake's next leader does not read it; see --oplog"
         )
     if arguments.snapshot_interval < 1:
         raise ConfigError(f"--snapshot-interval is {arguments.snapshot_interval}; it must be a second or more")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ _PROTECTING = frozenset(
         *("api-keys-file", "admin-token-file", "register-token-file", "cache-salt-per-key"),
         *("ssl-certfile", "ssl-keyfile"),
     }
+)
+# Nor must any name with one of these words.
+_PROTECTING_WORDS = frozenset(
+    {"apikey", "apikeys", "auth", "cert", "certfile", "key", "keyfile", "keys", "salt", "ssl", "tls", "token", "tokens"}
 )
 
 
@@ -181,7 +186,7 @@ def _read_yaml_settings(path: Path) -> dict[str, Any]:
         elif key in fields:
             values[fields[key].name] = _convert_value(value, fields[key], f"{path}: {key}")
         else:
-            unknown.append(key)
+            unknown.append(_check_single(path, key, value))
     return values | {"without_effect": (*without_effect, *_warn_of_unknown(path, unknown, known))}
 
 
@@ -217,7 +222,7 @@ def _read_flat_settings(path: Path) -> dict[str, Any]:
     for key, value in (document or {}).items():
         name = str(key).replace("-", "_")
         if name not in fields:
-            unknown.append(str(key))
+            unknown.append(_check_single(path, str(key), value))
         elif value not in (None, ""):
             values[name] = _convert_value(value, fields[name], f"{path}: {key}")
     return values | {"without_effect": _warn_of_unknown(path, unknown, [name.replace("_", "-") for name in fields])}
@@ -230,6 +235,16 @@ def _read_document(path: Path, flag: str) -> Any:
         raise SettingsError(f"{flag} {path}: {exc}") from exc
 
 
+def _check_single(path: Path, name: str, value: Any) -> str:
+    """``name``, which nobody knows, if it has one value: in a group of settings, one may protect the router."""
+    if isinstance(value, dict):
+        raise SettingsError(
+            f"{path}: {name} is a group of settings, and the router has none of this name there; --config takes a flat "
+            "file, --config-path one with the groups server, log, manager and scheduler"
+        )
+    return name
+
+
 def _warn_of_unknown(path: Path, unknown: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
     """One sentence that names all settings of a file that nobody knows; none where there are none.
 
@@ -237,9 +252,15 @@ def _warn_of_unknown(path: Path, unknown: Sequence[str], known: Collection[str])
         SettingsError: one was most likely meant to protect the router.
     """
     for name in unknown:
-        near = find_nearest(name.replace("_", "-"), known)
-        if near.rpartition(".")[2] in _PROTECTING:
+        lowered = name.lower().replace("_", "-")
+        near = find_nearest(lowered, known)
+        last = near.rpartition(".")[2]
+        if last in _PROTECTING or last.endswith("-per-key"):
             raise SettingsError(f"{path}: {name} is not a setting of the router; did you mean {near}?")
+        if _PROTECTING_WORDS & set(re.split("[.-]", lowered)):
+            raise SettingsError(
+                f"{path}: {name} is not a setting of the router; these are: {', '.join(sorted(_PROTECTING))}"
+            )
     if not unknown:
         return ()
     listed = list_unknown(unknown, known)

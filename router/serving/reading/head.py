@@ -10,12 +10,15 @@ from router.http import HOP_BY_HOP, ClientRequest, Headers, PreparedHead, end_to
 from router.policies import find_session
 from router.serving.reading.api import GENERATING
 
-__all__ = ["RequestHead", "read_head"]
+__all__ = ["MAX_CLIENT_ID", "RequestHead", "read_head"]
 
 # By x-data-parallel-rank a client could choose an engine's process past the router's policy.
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-data-parallel-rank"}
 # The router reads the responses to completions; and each attempt at one has an id of its own, which is in its body.
 _NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-request-id"}
+
+MAX_CLIENT_ID = 128
+"""So many characters of an id by which a client looks for its request are kept; thousands of records are."""
 
 
 class RequestHead:
@@ -40,13 +43,13 @@ class RequestHead:
         """Of the W3C trace context it came with."""
         self.session = find_session(request.headers)
         """The session that it names."""
-        self.client_ids: dict[str, str] = {"session_id": self.session} if self.session else {}
+        self.client_ids: dict[str, str] = {"session_id": self.session[:MAX_CLIENT_ID]} if self.session else {}
         """The ids by which its client looks for it in logs, by their names there; not to be changed."""
         for name, value in request.headers:
             if name == b"traceparent":
                 self.trace_id = value[3:35].decode("latin-1")
             elif name == b"x_bd_logid" and value:  # of FastDeploy's Go router
-                self.client_ids["x_bd_logid"] = value.decode("latin-1")
+                self.client_ids["x_bd_logid"] = value[:MAX_CLIENT_ID].decode("latin-1")
         is_completion = request.path in GENERATING
         dropped = _NOT_FORWARDED_WITH_COMPLETIONS if is_completion else _NOT_FORWARDED
         passed = [each for each in end_to_end(request.headers, dropped) if not each[0].startswith(b"x-router-")]

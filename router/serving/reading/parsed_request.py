@@ -23,7 +23,7 @@ from router.http import (
 )
 from router.policies import RequestFeatures, request_features
 from router.serving.reading.api import GENERATING, Api, EngineIds
-from router.serving.reading.head import RequestHead
+from router.serving.reading.head import MAX_CLIENT_ID, RequestHead
 from router.serving.response import RequestEnded
 
 __all__ = ["ParsedRequest", "guess_ids"]
@@ -217,7 +217,7 @@ def _list_ids(members: Mapping[str, Any], key: str) -> dict[str, str]:
     """
     session = key if key != members.get("user") else ""
     ids = {"req_id": members.get("req_id"), "session_id": session}
-    return {name: value for name, value in ids.items() if isinstance(value, str) and value}
+    return {name: value[:MAX_CLIENT_ID] for name, value in ids.items() if isinstance(value, str) and value}
 
 
 def _make_request_id() -> str:

@@ -312,6 +312,7 @@ def test_the_masters_operation_log_goes_to_etcd(flag: str) -> None:
     [
         ("--oplog", "--oplog needs --etcd, where it is written; a master alone keeps --snapshot-dir"),
         ("--snapshot-dir /tmp/x --etcd h1:2379", "--snapshot-dir is of no use with --etcd"),
+        ("--snapshot-dir /tmp/x --ha_backend_connstring h1:2379", "--snapshot-dir is of no use with --etcd"),
         ("--snapshot-dir /tmp/x --snapshot-interval 0", "--snapshot-interval is 0; it must be a second or more"),
     ],
 )

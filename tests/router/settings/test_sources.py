@@ -468,3 +468,20 @@ def test_fastdeploys_switch_for_debugging_sets_the_level(value: str, level: str)
 def test_a_level_that_is_given_wins_over_fastdeploys_switch(tmp_path: Path) -> None:
     assert load_settings([], {"FD_DEBUG": "1", "KVROUTER__LOG_LEVEL": "error"}).log_level == "error"
     assert load_settings(["--log-level", "warn"], {"FD_DEBUG": "1"}).log_level == "warn"
+
+
+@pytest.mark.parametrize(
+    "name", ["register-token", "TOKEN", "API_KEYS_FILE", "apikey", "tls-cert", "auth-file", "server"]
+)
+def test_a_flat_file_with_a_name_that_may_protect_the_router_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text(f"{name}: {{api-keys-file: /k}}\n" if name == "server" else f"{name}: /k\n")
+    with pytest.raises(SettingsError, match=name):
+        load_settings(["--config", str(file)], {})
+
+
+def test_a_group_within_a_group_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("server: {auth: {api-keys-file: /k}}\n")
+    with pytest.raises(SettingsError, match=r"server\.auth is a group of settings"):
+        load_settings(["--config-path", str(file)], {})
