@@ -266,17 +266,20 @@ class ModelRunner:
             raise ConfigError(f"{folder}: its weights are not those of the model that runs: {names}")
         if fingerprint_model(folder) != fingerprint:
             raise ConfigError(f"{folder} has changed while its weights were loaded; update again")
-        if self.model is None or self.device.type == "cpu":
+        is_new = self.model is None or self.device.type == "cpu"
+        if is_new:
             self._place_model(model)
-            if self.model is not None:
-                self._names.note(self.namespace, self.model)
+        if self.model is not None:
+            self._names.note(self.namespace, self.model)
+        # What may fail comes before the exchange: new weights under the old namespace would read KV of the old ones.
+        wanted = replace(self.namespace, model=fingerprint, weights_version=version)
+        namespace = self._names.choose(wanted, model)
+        facts = collect_facts(folder, "fastdeploy-kvstore engine", "kvstore")
+        if is_new:
             self.model = model
         else:  # without room for two sets of weights
-            self._names.note(self.namespace, self.model)
             self.model.load_state_dict(model.state_dict())
-        wanted = replace(self.namespace, model=fingerprint, weights_version=version)
-        self.namespace, self.version = self._names.choose(wanted, self.model), version
-        self.facts = collect_facts(folder, "fastdeploy-kvstore engine", "kvstore")
+        self.namespace, self.version, self.facts = namespace, version, facts
         self.family = self._find_family()
 
     def _find_family(self) -> Family:
