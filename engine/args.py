@@ -128,6 +128,11 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
         raise ConfigError(f"--tokenizer {values['tokenizer']}: the tokenizer of --model is used; leave it out")
     values["served_model_name"] = values["served_model_name"] or values["model"]
     values["cache_transfer_protocol"] = _parse_protocols(values["cache_transfer_protocol"])
+    if any(environ.get("FD_API_KEY", "").split(",")):
+        raise ConfigError(
+            "FD_API_KEY: this engine asks for no keys; give them to the router, let only it reach the instance, and "
+            "unset this"
+        )
     values["log_dir"] = Path(environ["FD_LOG_DIR"]) if environ.get("FD_LOG_DIR") else None
     values["log_level"] = values["log_level"] or ("debug" if _read_debug(environ) else "info")
     values["router_token_file"] = _find_token_file(values, environ)

@@ -42,12 +42,13 @@ def sample(
         For each sequence its choice; None where a logit is no number, or every token would end the text too early.
     """
     logits = logits.float()
+    asked = [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
+    log_probabilities = _find_log_probabilities(logits, asked) if asked else logits
     _penalize_repetition(logits, sequences)
     _hold_ends_back(logits, sequences, eos_token_ids)
     best, tokens = logits.max(dim=-1)  # where one logit is NaN, that is the best
     tokens = _draw_tokens(logits, sequences, tokens)
-    asked = [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
-    told = _find_logprobs(logits, sequences, tokens, asked) if asked else []
+    told = _find_logprobs(log_probabilities, sequences, tokens, asked) if asked else []
     numbers = iter(fetch_numbers(torch.cat([tokens.double(), best.isfinite().double(), *told])))
     chosen, are_numbers = ([int(next(numbers)) for _ in sequences] for _ in range(2))
     logprobs = dict(
@@ -141,13 +142,18 @@ def _count_logprobs(sequences: SequenceOf[Sequence], vocab_size: int) -> int:
     return min(max(sequence.request.params.logprobs or 0 for sequence in sequences), vocab_size)
 
 
+def _find_log_probabilities(logits: torch.Tensor, asked: list[int]) -> torch.Tensor:
+    """The model's own log probabilities of the rows ``asked`` for, as they are before penalties and ``min_tokens``."""
+    [rows] = send_numbers([asked], logits.device)
+    return torch.log_softmax(logits[rows], dim=-1)
+
+
 def _find_logprobs(
-    logits: torch.Tensor, sequences: SequenceOf[Sequence], tokens: torch.Tensor, asked: list[int]
+    log_probabilities: torch.Tensor, sequences: SequenceOf[Sequence], tokens: torch.Tensor, asked: list[int]
 ) -> list[torch.Tensor]:
     """Of the rows ``asked`` for: log probabilities of the chosen tokens, and the likeliest tokens with theirs."""
-    [rows] = send_numbers([asked], logits.device)
-    log_probabilities = torch.log_softmax(logits[rows], dim=-1)
-    count = _count_logprobs([sequences[row] for row in asked], logits.shape[1])
+    [rows] = send_numbers([asked], tokens.device)
+    count = _count_logprobs([sequences[row] for row in asked], log_probabilities.shape[1])
     values, ids = torch.topk(log_probabilities, count)
     chosen = log_probabilities.gather(1, tokens[rows][:, None])
     return [chosen.flatten().double(), ids.flatten().double(), values.flatten().double()]

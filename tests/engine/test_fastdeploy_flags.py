@@ -272,6 +272,13 @@ def test_a_key_is_not_repeated() -> None:
     assert "hidden" not in str(caught.value)
 
 
+def test_keys_in_the_environment_are_refused_as_the_flag_is_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="FD_API_KEY: this engine asks for no keys") as caught:
+        parse_args(["--model", "m"], {"FD_API_KEY": "hidden,other"})
+    assert "hidden" not in str(caught.value)
+    parse_args(["--model", "m"], {"FD_API_KEY": ""})  # FastDeploy has no key then
+
+
 def test_the_recorded_list_has_every_flag_that_is_known_of_fastdeploy() -> None:
     recorded = {line.split()[0] for table in (TAKEN, WITHOUT_EFFECT, REFUSED) for line in rows(table)}
     assert recorded - {"-tp"} == set(fastdeploy_flags._NAMES)

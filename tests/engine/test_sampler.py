@@ -161,6 +161,12 @@ def test_the_chosen_token_has_a_logprob_even_if_it_is_not_among_the_likeliest() 
     assert logprobs.chosen == pytest.approx(math.log(PROBABILITIES[4]), abs=1e-5)
 
 
+def test_logprobs_are_the_models_own_before_penalties_and_min_tokens() -> None:
+    logprobs = logprobs_of(sequence_of(temperature=0.0, logprobs=5, repetition_penalty=2.0, min_tokens=3))
+    expected = {token: math.log(probability) for token, probability in enumerate(PROBABILITIES)}
+    assert dict(logprobs.top) == pytest.approx(expected, abs=1e-6)
+
+
 def test_more_logprobs_than_tokens_are_as_many_as_there_are() -> None:
     assert len(logprobs_of(sequence_of(logprobs=20)).top) == len(LOGITS)
 

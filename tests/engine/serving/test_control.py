@@ -420,6 +420,26 @@ class TestUpdateWeights:
         after = Asked(trained, PROMPT)
         assert (after.tokens, after.pool > 0) == (before.tokens, True)
 
+    @in_event_loop
+    async def test_an_update_that_fails_at_its_end_leaves_the_old_weights_in_place(
+        self, trained: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = Asked(trained, PROMPT)
+        train(folder)
+
+        def fail_to_collect(*_: object) -> None:
+            raise OSError("the folder has gone")
+
+        monkeypatch.setattr(model_runner, "collect_facts", fail_to_collect)
+        await trained.control.pause()
+        with pytest.raises(OSError, match="the folder has gone"):
+            await trained.control.update_weights("new")
+        await trained.control.resume()
+        after = Asked(trained, PROMPT)
+        assert after.tokens == before.tokens
+        assert after.pool > 0, "the pool's blocks are of the weights that run"
+        assert trained.control.version is None
+
     @pytest.mark.parametrize(
         ("body", "message"),
         [
