@@ -57,8 +57,11 @@ _PLUGIN = "kvstore"
 _DEFAULTS = {"tensor_parallel_size": 1, "block_size": 64}
 # Of the methods of speculation the only one that adds layers to a block.
 _DRAFTING = "mtp"
-# As long as FastDeploy 2.6 gives its own storage tasks.
-_HAND_OVER_SECONDS = 30.0
+# Of an outage. Its tasks are a look-up and a copy, one task after another. For one that writes, prefill waits 60 s and
+# then gives the request's blocks to others, from which the task would copy nevertheless (``wait_write_storage_task``).
+# For one that reads, decode waits without limit, and takes no request meanwhile, for which prefill waits 30 s
+# (``FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS``).
+_HAND_OVER_SECONDS = 10.0
 # How FastDeploy 2.6 begins its keys, before the step of the weights.
 _VERSIONED = "prefix"
 

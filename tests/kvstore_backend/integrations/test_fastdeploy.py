@@ -666,7 +666,7 @@ def test_decode_reads_all_blocks_with_the_partial_one_as_soon_as_prefill_has_wri
             assert reader.match([first, partial(last, 4)]) == 1
 
 
-@pytest.mark.parametrize(("value", "seconds"), [(None, 0), ("0", 0), ("1", 30)])
+@pytest.mark.parametrize(("value", "seconds"), [(None, 0), ("0", 0), ("1", 10)])
 def test_calls_are_patient_where_a_miss_is_an_error(
     value: str | None, seconds: float, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
