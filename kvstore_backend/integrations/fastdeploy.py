@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,15 @@ class FastDeployClient(PooledClient):
     def __init__(self) -> None:
         super().__init__()
         self._weights: Weights | None = None
+        self._read_namespace: Callable[[], Namespace] | None = None  # anew, where weights may change
 
     def namespace(self) -> Namespace:
         engine = find_engine()
-        namespace = process_namespace(sys.argv, engine)
         may_change = bool(engine.arguments.get("dynamic_load_weight"))
         self._weights = Weights(_find_model(sys.argv, engine), may_change=may_change)
         weights = self._weights.read()
+        namespace = process_namespace(sys.argv, engine)
+        self._read_namespace = partial(process_namespace, [*sys.argv], engine) if may_change else None
         return namespace if weights is None else replace(namespace, weights_version=weights.text)
 
     def facts(self) -> dict[str, str]:
@@ -124,8 +127,15 @@ class FastDeployClient(PooledClient):
         if any(key.startswith(_VERSIONED) and not key.startswith(f"{_VERSIONED}{weights.step}_") for key in keys[:1]):
             return None
         if pool.namespace.weights_version != weights.text:
+            model = pool.namespace.model
+            if self._read_namespace is not None:
+                try:
+                    model = self._read_namespace().model
+                except ConfigError as exc:
+                    logger.warning("The model's new weights cannot be read yet: %s", exc)
+                    return None
             logger.info("The model has other weights now: %s", weights.text)
-            pool.move_to(replace(pool.namespace, weights_version=weights.text))
+            pool.move_to(replace(pool.namespace, model=model, weights_version=weights.text))
         return pool
 
 
