@@ -29,7 +29,7 @@ from engine.request import GREATEST_PENALTY, LEAST_PENALTY, SamplingDefaults
 from engine.retrieval_config import Regime, RetrievalConfig
 from engine.sampler import Choice, sample
 from engine.scheduler import Chunk
-from engine.weights import WeightNames, read_version
+from engine.weights import name_weights, read_version
 from kvstore_backend import ConfigError, Namespace, Span, fingerprint_model
 from kvstore_backend.cuts import Family, find_family
 from kvstore_backend.manifest import collect_facts
@@ -158,7 +158,8 @@ class ModelRunner:
         dtype: of weights and KV.
         block_size: tokens in a block.
         has_dynamic_weights: the checkpoint's files may be written while this runs, for ``update_weights``: the weights
-            are copied into memory of their own. Else they may lie in the files' pages, which instances share.
+            are copied into memory of their own, and their digest is in the namespace. Else they may lie in the files'
+            pages, which instances share.
 
     ``allocate_kv`` must be called before ``run``.
 
@@ -181,6 +182,9 @@ class ModelRunner:
         transformers_logging.disable_progress_bar()
         self.device = torch.device(device)
         self.model, self._lacking = _read_model(folder, dtype, is_copied=has_dynamic_weights)
+        self.version = read_version(folder)
+        """Of the weights, as ``version.yaml`` or the last update says; "" where neither does."""
+        named = name_weights(self.version, self.model) if has_dynamic_weights else self.version
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self._place_model(self.model)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -195,11 +199,8 @@ class ModelRunner:
             num_kv_heads=kv_heads,
             head_size=head_dim,
             layout=LAYOUT,
-            weights_version=read_version(folder),
+            weights_version=named,
         )
-        self.version = self.namespace.weights_version
-        """Of the weights, as ``version.yaml`` or the last update says; "" where neither does."""
-        self._names = WeightNames()
         self._configuration = fingerprint_config(folder)
         self.family = self._find_family(self.namespace)
         self.eos_token_ids = _eos_token_ids(config, self.model)
@@ -236,9 +237,6 @@ class ModelRunner:
 
     def free_weights(self) -> None:
         """Give the memory of the weights back; ``update_weights`` loads some again, before the next ``run``."""
-        if self.model is None:
-            return
-        self._names.note(self.namespace, self.model)
         self.model = None
         gc.collect()
         if self.device.type == "cuda":
@@ -267,9 +265,7 @@ class ModelRunner:
         if fingerprint_model(folder) != fingerprint:
             raise ConfigError(f"{folder} has changed while its weights were loaded; update again")
         # All that can fail comes before the new weights are used: they never run under the old ones' namespace.
-        if self.model is not None:
-            self._names.note(self.namespace, self.model)
-        namespace = self._names.choose(replace(self.namespace, model=fingerprint, weights_version=version), model)
+        namespace = replace(self.namespace, model=fingerprint, weights_version=name_weights(version, model))
         facts = collect_facts(folder, "fastdeploy-kvstore engine", "kvstore")
         family = self._find_family(namespace)
         if self.model is None or self.device.type == "cpu":

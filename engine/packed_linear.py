@@ -30,11 +30,6 @@ class PackedLinear(torch.nn.Module):
         # A plain attribute: an opaque tensor cannot be a parameter.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
-    def unpack(self) -> torch.Tensor:
-        """The weight in its usual order."""
-        weight: torch.Tensor = self._weight.to_dense()
-        return weight
-
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` -> ``[..., out_features]``."""
         rows = inputs.numel() // self.in_features

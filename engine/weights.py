@@ -1,19 +1,16 @@
-"""Which weights a model has: their version, their digest, and the namespace of the KV that they compute."""
+"""Which weights a model has: their version, their digest, and what a namespace says of them."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 
-from engine.packed_linear import PackedLinear
-from kvstore_backend import ConfigError, Namespace
+from kvstore_backend import ConfigError
 
-__all__ = ["WeightNames", "digest_weights", "read_version"]
+__all__ = ["digest_weights", "name_weights", "read_version"]
 
 
 def read_version(folder: str | Path) -> str:
@@ -34,38 +31,18 @@ def read_version(folder: str | Path) -> str:
 
 
 def digest_weights(model: torch.nn.Module) -> str:
-    """A digest of all weights as they lie in memory."""
-    digest = hashlib.sha256()
-    tensors: dict[str, Any] = dict(model.state_dict())
-    for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            tensors[f"{name}.weight"] = module.unpack()
+    """A digest of all weights of a model that was read and not yet packed."""
+    digest, tensors = hashlib.sha256(), model.state_dict()
     for name in sorted(tensors):
         digest.update(name.encode())
         digest.update(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
-class WeightNames:
-    """The namespaces that one process has had: no two sets of weights of it have the same.
+def name_weights(version: str, model: torch.nn.Module) -> str:
+    """What tells a model's weights from all others in a namespace, where they may change: their version and digest.
 
-    A namespace tells weights apart by samples of every tensor and by their version. Weights that an update leaves
-    equal in both, and that differ nevertheless, get their digest as well.
+    A namespace has samples of every tensor besides. These can be equal where weights differ, and nobody has to name a
+    version: weights of before and after would share KV, also in processes that are started later.
     """
-
-    def __init__(self) -> None:
-        self._digests: dict[Namespace, str] = {}
-
-    def note(self, namespace: Namespace, model: torch.nn.Module) -> None:
-        """The weights that ``model`` has now have this namespace."""
-        if namespace not in self._digests:
-            self._digests[namespace] = digest_weights(model)
-
-    def choose(self, namespace: Namespace, model: torch.nn.Module) -> Namespace:
-        """``namespace``, or where other weights had it, one of the same with the digest of these."""
-        digest = digest_weights(model)
-        if self._digests.setdefault(namespace, digest) == digest:
-            return namespace
-        named = replace(namespace, weights_version=f"{namespace.weights_version}+{digest[:32]}")
-        self._digests[named] = digest
-        return named
+    return f"{version}+{digest_weights(model)[:32]}"

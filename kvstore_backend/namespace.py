@@ -28,6 +28,7 @@ __all__ = [
     "fingerprint_model",
     "key_prefix",
     "parse_key",
+    "stat_weights",
 ]
 
 FORMAT_VERSION = 2
@@ -180,7 +181,7 @@ def _read_identity(folder: Path) -> Iterator[bytes]:
         yield path.read_bytes()
     for index in sorted(folder.glob("*.index.json")):
         yield index.read_bytes()
-    weights = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+    weights = _list_weights(folder)
     if not weights:
         raise ConfigError(f"model folder {str(folder)!r} has no weights ({', '.join(_WEIGHTS)})")
     for path in weights:
@@ -188,6 +189,20 @@ def _read_identity(folder: Path) -> Iterator[bytes]:
         yield f"{path.name}:{size}".encode()
         with path.open("rb") as file:
             yield from _sample_safetensors(file, size) if path.suffix == ".safetensors" else _sample_file(file, size)
+
+
+def stat_weights(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """By the names of a checkpoint's weights files what differs once one was written: time, size and inode.
+
+    Raises:
+        OSError: a file has gone meanwhile.
+    """
+    stats = {path.name: path.stat() for path in _list_weights(Path(folder))}
+    return {name: (stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in stats.items()}
+
+
+def _list_weights(folder: Path) -> list[Path]:
+    return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
 
 
 def _read_configuration(folder: Path) -> bytes:

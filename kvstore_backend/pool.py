@@ -25,7 +25,7 @@ from kvstore_backend.stores.file import FileStore
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.stores.mooncake import MooncakeStore
 from kvstore_backend.wrappers.checked import CheckedBackend
-from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.guarded import GuardedBackend
 from kvstore_backend.wrappers.metered import MeteredBackend, StateCollector
 from kvstore_backend.wrappers.tiered import TieredBackend
 from kvstore_backend.wrappers.wrapper import Stack, as_stack
@@ -275,7 +275,6 @@ def open_pool(
     background: bool = True,
     facts: Mapping[str, str] | None = None,
     is_summed: bool = True,
-    deadlines: Deadlines | None = None,
 ) -> BlockPool:
     """Open the configured store for one namespace, in its wrappers.
 
@@ -288,9 +287,7 @@ def open_pool(
     namespace = name_tenant(config, namespace)
     keeper = None if facts is None else ManifestKeeper(Manifest(namespace.fields, dict(facts)))
     on_open = None if keeper is None else keeper.attach_store
-    stack = open_backend(
-        config, registry, background=background, on_open=on_open, is_summed=is_summed, deadlines=deadlines
-    )
+    stack = open_backend(config, registry, background=background, on_open=on_open, is_summed=is_summed)
     if keeper is not None:
         keeper.watch_readiness(lambda: stack.is_ready)
     pool = BlockPool(stack, namespace, keeper)
@@ -320,7 +317,6 @@ def open_backend(
     background: bool = True,
     on_open: Callable[[StorageBackend], None] | None = None,
     is_summed: bool = True,
-    deadlines: Deadlines | None = None,
 ) -> Stack:
     """Open the configured store: guarded, checked, and in the other wrappers that the configuration asks for.
 
@@ -332,7 +328,6 @@ def open_backend(
         on_open: called with the bare store each time that it has been opened.
         is_summed: whether blocks have checksums; without where this process cannot read the memory that values will lie
             in, as a GPU's.
-        deadlines: how long callers wait for the shared store; None: as ``Deadlines`` has it.
 
     Raises:
         PoolUnavailable: the library or a part of it is missing, which waiting would not change; with ``background``
@@ -358,10 +353,7 @@ def open_backend(
         if config.fast is not None:
             fast = _guard_store(CheckedBackend(open_store(PoolConfig(config.fast)), rejected))
             undo.callback(fast.close)
-        if background:
-            guarded = GuardedBackend(open_with_checks, deadlines)
-        else:
-            guarded = _guard_store(open_with_checks(), deadlines)
+        guarded = GuardedBackend(open_with_checks) if background else _guard_store(open_with_checks())
         undo.callback(guarded.close)
         whole: Stack = guarded
         write_behind = None
@@ -398,10 +390,10 @@ def default_backend() -> str:
     return "mooncake" if mooncake.is_installed() else "file"
 
 
-def _guard_store(opened: StorageBackend, deadlines: Deadlines | None = None) -> GuardedBackend:
+def _guard_store(opened: StorageBackend) -> GuardedBackend:
     with contextlib.ExitStack() as undo:
         undo.callback(opened.close)
-        guarded = GuardedBackend(lambda: opened, deadlines)
+        guarded = GuardedBackend(lambda: opened)
         undo.pop_all()
     guarded.wait_ready(None)
     return guarded

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,11 @@ _PLUGIN = "kvstore"
 _DEFAULTS = {"tensor_parallel_size": 1, "block_size": 64}
 # Of the methods of speculation the only one that adds layers to a block.
 _DRAFTING = "mtp"
-# As long as FastDeploy 2.6 gives its own storage tasks.
-_HAND_OVER_SECONDS = 30.0
+# Of an outage. Its tasks are a look-up and a copy, one task after another. For one that writes, prefill waits 60 s and
+# then gives the request's blocks to others, from which the task would copy nevertheless (``wait_write_storage_task``).
+# For one that reads, decode waits without limit, and takes no request meanwhile, for which prefill waits 30 s
+# (``FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS``).
+_HAND_OVER_SECONDS = 10.0
 # How FastDeploy 2.6 begins its keys, before the step of the weights.
 _VERSIONED = "prefix"
 
@@ -83,13 +87,15 @@ class FastDeployClient(PooledClient):
     def __init__(self) -> None:
         super().__init__()
         self._weights: Weights | None = None
+        self._read_namespace: Callable[[], Namespace] | None = None  # anew, where weights may change
 
     def namespace(self) -> Namespace:
         engine = find_engine()
-        namespace = process_namespace(sys.argv, engine)
         may_change = bool(engine.arguments.get("dynamic_load_weight"))
         self._weights = Weights(_find_model(sys.argv, engine), may_change=may_change)
         weights = self._weights.read()
+        namespace = process_namespace(sys.argv, engine)
+        self._read_namespace = partial(process_namespace, [*sys.argv], engine) if may_change else None
         return namespace if weights is None else replace(namespace, weights_version=weights.text)
 
     def facts(self) -> dict[str, str]:
@@ -121,8 +127,15 @@ class FastDeployClient(PooledClient):
         if any(key.startswith(_VERSIONED) and not key.startswith(f"{_VERSIONED}{weights.step}_") for key in keys[:1]):
             return None
         if pool.namespace.weights_version != weights.text:
+            model = pool.namespace.model
+            if self._read_namespace is not None:
+                try:
+                    model = self._read_namespace().model
+                except ConfigError as exc:
+                    logger.warning("The model's new weights cannot be read yet: %s", exc)
+                    return None
             logger.info("The model has other weights now: %s", weights.text)
-            pool.move_to(replace(pool.namespace, weights_version=weights.text))
+            pool.move_to(replace(pool.namespace, model=model, weights_version=weights.text))
         return pool
 
 

@@ -8,6 +8,7 @@ a person started, FastDeploy's API server, which is the process itself or one ab
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,11 @@ import yaml
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.integrations.fastdeploy_settings import CANNOT_CHANGE_KV, DECIDE_ON_KV, TOLD_OTHERWISE
+from kvstore_backend.namespace import stat_weights
 
 __all__ = ["Engine", "Weights", "WeightsVersion", "find_engine", "find_version", "parse_arguments"]
+
+logger = logging.getLogger(__name__)
 
 _SERVER = re.compile(r"(?:.*/)?fastdeploy[./]entrypoints[./](?:.*[./])?(?:api_server|run_batch)(?:\.py)?")
 _ARGUMENTS = sorted({*CANNOT_CHANGE_KV, *DECIDE_ON_KV, *TOLD_OTHERWISE})
@@ -162,17 +166,22 @@ class Weights:
 
     Args:
         folder: the model's.
-        may_change: whether weights can be updated while the instance runs; then there must be that file.
+        may_change: whether weights can be updated while the instance runs; then there must be that file, and it must
+            change whenever the files of weights do.
 
     Raises:
         ConfigError: it is missing or says no version, where weights may change.
     """
 
     def __init__(self, folder: str | Path, *, may_change: bool) -> None:
-        self._file = Path(folder) / "version.yaml"
         self._may_change = may_change
+        self._folder = Path(folder)
+        self._file = self._folder / "version.yaml"
         self._seen: tuple[int, ...] | None = ()
         self._version: WeightsVersion | None = None
+        self._named: WeightsVersion | None = None  # the last version that was told
+        self._files: dict[str, tuple[int, ...]] | None = None  # of the weights, when it was read
+        self._is_told = False  # that they have changed since
         if self.read() is None:
             raise ConfigError(
                 f"--dynamic-load-weight lets weights change, and {self._file} does not tell which they are, so that KV "
@@ -180,15 +189,37 @@ class Weights:
             )
 
     def read(self) -> WeightsVersion | None:
-        """The version that the folder names now; None: it cannot be told, so no block can be used."""
+        """The version that the folder names now; None: it cannot be told, so no block can be used.
+
+        So it is where files of weights were written and the version is that of before: nobody says whether the model
+        has loaded them.
+        """
         try:
             stat = self._file.stat()
             seen: tuple[int, ...] | None = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         except OSError:
             seen = None
+        files = self._stat_files() if self._may_change else None
         if seen != self._seen:
             self._version, self._seen = self._parse(), seen
-        return self._version
+            if self._version not in (None, self._named):
+                self._named, self._files, self._is_told = self._version, files, False
+        if self._version is None or files == self._files:
+            return self._version
+        if not self._is_told:
+            logger.warning(
+                "The weights in %s have changed, and %s has not: the pool is not used until it names others",
+                self._folder,
+                self._file.name,
+            )
+        self._is_told = True
+        return None
+
+    def _stat_files(self) -> dict[str, tuple[int, ...]] | None:
+        try:
+            return stat_weights(self._folder)
+        except OSError:
+            return None
 
     def _parse(self) -> WeightsVersion | None:
         try:

@@ -17,7 +17,6 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -25,7 +24,7 @@ from kvstore_backend.backend import Span, Status, Value
 from kvstore_backend.config import PoolConfig, load_config, names_protocol
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool, open_pool
-from kvstore_backend.wrappers.guarded import Deadlines
+from kvstore_backend.wrappers.guarded import Deadlines, answered_by
 
 __all__ = ["PooledClient"]
 
@@ -40,6 +39,8 @@ _SIZE_SUFFIX = "\0size"
 # gives away memory of a client that crashed. Either is over after some 10 s.
 _WARM_UP_SECONDS = 15.0
 _PAUSE_SECONDS = 0.25
+# The time that bytes take, without that for an answer.
+_MOVING = Deadlines(transfer_seconds=0.0)
 
 
 class PooledClient:
@@ -52,6 +53,7 @@ class PooledClient:
         self._pool: BlockPool | None = None
         self._warm_up_until = 0.0
         self._patience = 0.0  # seconds for which what failed is tried again
+        self._failing_since: float | None = None  # since when the pool has not answered; None: it did last
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'not set up' if self._pool is None else repr(self._pool)})"
@@ -69,9 +71,11 @@ class PooledClient:
         return {}
 
     def patience(self, config: PoolConfig) -> float:
-        """Seconds that each call may take where the engine cannot go on without its blocks; asked once, by ``setup``.
+        """Seconds without the pool that calls may wait for it, where the engine cannot go on without its blocks.
 
-        For so long a call waits for an answer, and tries again what failed; a put is done when others can read it.
+        For so long a call waits for an answer, and tries again what failed; a transfer has the time that its bytes take
+        besides, up to twice as long. They count from the first call that failed: once they are over, calls are as those
+        of other engines, until one is answered. A put is done when others can read it. Asked once, by ``setup``.
         0: what fails is a miss, at once.
 
         Raises:
@@ -127,11 +131,10 @@ class PooledClient:
                 "tenant_id": tenant_id or None,
             },
         ).require_plain("this client for other engines")
-        self._patience = seconds = self.patience(config)
-        deadlines = Deadlines(lookup_seconds=seconds, transfer_seconds=seconds) if seconds else None
+        self._patience = self.patience(config)
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
         registry, facts = CollectorRegistry(), self.facts()
-        self._pool = open_pool(config, namespace, registry, background=False, facts=facts, deadlines=deadlines)
+        self._pool = open_pool(config, namespace, registry, background=False, facts=facts)
         self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS
         logger.info("Joined the pool of %s as %s", master_server_addr, namespace)
         return _DONE
@@ -276,16 +279,32 @@ class PooledClient:
             for status, target in zip(statuses, targets, strict=True)
         ]
 
-    def _insist(self, ask: Callable[..., list[Status]], *columns: Sequence[Any]) -> list[Status]:
-        """The statuses of ``ask``, which takes ``columns``; while there is patience, again for those that failed."""
-        until = time.monotonic() + self._patience
-        statuses = ask(*columns)
-        while time.monotonic() < until and Status.FAILED in statuses:
-            time.sleep(_PAUSE_SECONDS)
-            failed = [i for i, status in enumerate(statuses) if status is Status.FAILED]
-            for i, status in zip(failed, ask(*([column[i] for i in failed] for column in columns)), strict=True):
+    def _insist(
+        self, ask: Callable[..., list[Status]], hashes: Sequence[bytes], *values: Sequence[Value]
+    ) -> list[Status]:
+        """The answers to ``ask``, which takes hashes and ``values``; while patience lasts, again for what failed."""
+        if not self._patience or not hashes:
+            return ask(hashes, *values)
+        columns, left = (hashes, *values), list(range(len(hashes)))
+        statuses = [Status.FAILED] * len(hashes)
+        begun, since = time.monotonic(), self._failing_since
+        until = (begun if since is None else since) + self._patience
+        for_bytes = min(sum(map(_MOVING.seconds_for, values)), 2 * self._patience)
+        while True:
+            is_over = time.monotonic() >= until
+            with contextlib.nullcontext() if is_over else answered_by(until + for_bytes):
+                answers = ask(*([column[i] for i in left] for column in columns))
+            for i, status in zip(left, answers, strict=True):
                 statuses[i] = status
-        return statuses
+            left = [i for i in left if statuses[i] is Status.FAILED]
+            if not left:
+                self._failing_since = None
+                return statuses
+            if self._failing_since is None:
+                self._failing_since = begun
+            if time.monotonic() + _PAUSE_SECONDS >= until:
+                return statuses
+            time.sleep(_PAUSE_SECONDS)
 
     def _read_bytes(self, key: str, nbytes: int) -> bytes:
         buffer = ctypes.create_string_buffer(nbytes)

@@ -41,13 +41,14 @@ def find_missing_backend(settings: MooncakeSettings) -> tuple[str, str] | None:
     if missing := find_missing_coordinator(settings.ha_backend, f"master_server_addr is {settings.master_server_addr}"):
         return missing
     scheme = settings.metadata_server.partition("://")[0]
-    if scheme in _METADATA_FLAGS and not _has(_ASK_METADATA, scheme, _NO_METADATA):
-        return (
-            f"metadata_server is {settings.metadata_server}, and this build of Mooncake has no client for "
-            f"{_NAMES[scheme]} there",
-            f"say P2PHANDSHAKE in every client, or build Mooncake with {_METADATA_FLAGS[scheme]}",
-        )
-    return None
+    if scheme not in _METADATA_FLAGS:
+        return None
+    missing = (
+        f"metadata_server is {settings.metadata_server}, and this build of Mooncake has no client for "
+        f"{_NAMES[scheme]} there",
+        f"say P2PHANDSHAKE in every client, or build Mooncake with {_METADATA_FLAGS[scheme]}",
+    )
+    return _ask(_ASK_METADATA, scheme, _NO_METADATA, missing)
 
 
 def find_missing_coordinator(backend: str, named: str) -> tuple[str, str] | None:
@@ -59,18 +60,35 @@ def find_missing_coordinator(backend: str, named: str) -> tuple[str, str] | None
         backend: ``etcd``, ``redis`` or ``k8s``.
         named: for the sentence, where somebody has named it.
     """
-    if backend not in ("redis", "k8s") or _has(_ASK_COORDINATOR, backend, _NO_COORDINATOR):
+    if backend not in ("redis", "k8s"):
         return None
-    return (
+    missing = (
         f"{named}, and this build of Mooncake has no {_NAMES[backend]} backend (UNAVAILABLE_IN_CURRENT_MODE), as the "
         "wheels of PyPI have none",
         f"elect the masters through etcd (etcd://host:port), or build Mooncake with {_FLAGS[backend]}",
     )
+    return _ask(_ASK_COORDINATOR, backend, _NO_COORDINATOR, missing)
+
+
+def _ask(program: str, scheme: str, complaint: str, missing: tuple[str, str]) -> tuple[str, str] | None:
+    """``missing``, unless Mooncake takes an address of this scheme; or that it cannot be asked."""
+    try:
+        return None if _has(program, scheme, complaint) else missing
+    except OSError as exc:
+        return (
+            f"whether this build of Mooncake has a client for {_NAMES[scheme]} cannot be found out: no process can be "
+            f"started ({exc})",
+            f"see that {sys.executable} can be run, and that there are memory and process numbers for it",
+        )
 
 
 @cache
 def _has(program: str, scheme: str, complaint: str) -> bool:
-    """Whether Mooncake takes an address of this scheme."""
+    """Whether Mooncake takes an address of this scheme.
+
+    Raises:
+        OSError: no process can be started.
+    """
     try:
         asked = subprocess.run(
             [sys.executable, "-c", _QUICKLY + program, f"{scheme}://"],

@@ -19,6 +19,9 @@ A store that answers slowly, as everything does on a busy machine, is not one th
 part of a deadline, or answer after one, waits longer for it during the next minute, up to ``_MAX_STRETCH`` times as
 long. So a store that hangs costs the deadline where it was quick before, and that many deadlines at most.
 
+Who must be done by a certain moment, and would rather wait until then than be ``FAILED`` sooner, asks inside
+``answered_by``.
+
 While the breaker is not closed a call costs a few microseconds. A keeper thread opens the store or probes it, so the
 pool heals without waiting for traffic.
 
@@ -32,11 +35,12 @@ breaker is open for good.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +55,7 @@ from kvstore_backend.backend import (
 from kvstore_backend.threads import after_fork
 from kvstore_backend.wrappers.wrapper import Stack
 
-__all__ = ["Deadlines", "GuardedBackend"]
+__all__ = ["Deadlines", "GuardedBackend", "answered_by"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +106,28 @@ class Deadlines:
     def seconds_to_register(self, nbytes: int) -> float:
         """Seconds for registering so much memory, or for the opposite."""
         return self.register_seconds + nbytes / self.register_bytes_per_second
+
+
+class _Moment(threading.local):
+    """By when the calls of a thread have to be answered; None: by their deadlines."""
+
+    moment: float | None = None
+
+
+_wanted_by = _Moment()
+
+
+@contextlib.contextmanager
+def answered_by(moment: float) -> Iterator[None]:
+    """Have this thread's calls inside wait for an answer until ``moment`` of ``time.monotonic``, and not longer.
+
+    It takes the place of their deadlines: nothing stretches it, and a starved process gets no second wait.
+    """
+    before, _wanted_by.moment = _wanted_by.moment, moment
+    try:
+        yield
+    finally:
+        _wanted_by.moment = before
 
 
 class _Pace:
@@ -322,11 +348,15 @@ class GuardedBackend(Stack):
         Where this process was starved of CPU time during the wait, the store gets its deadline once more: the store's
         threads, and a master on the same machine, were starved as well.
         """
-        seconds = call.seconds * self._pace.stretch(call.asked_at)
+        moment = _wanted_by.moment
+        if moment is None:
+            seconds = call.seconds * self._pace.stretch(call.asked_at)
+        else:
+            seconds = max(0.0, moment - call.asked_at)
         if call.ended.acquire(timeout=seconds):
             return True
-        overslept = time.monotonic() - call.asked_at - seconds
-        if overslept > _STARVED_SHARE * seconds and call.ended.acquire(timeout=seconds):
+        is_starved = time.monotonic() - call.asked_at - seconds > _STARVED_SHARE * seconds
+        if moment is None and is_starved and call.ended.acquire(timeout=seconds):
             return True
         with self._changed:
             if call.ended.acquire(blocking=False):

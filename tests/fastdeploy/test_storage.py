@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +21,8 @@ if find_spec("fastdeploy") is None:
 
 CONTENTS = ["first", "second", "third", "fourth"]
 _numbers = itertools.count()
+# Both instances wait 10 s for an outage; Mooncake's client takes some seconds of its own.
+_PATIENT_SECONDS = 60.0
 
 
 def has_form(form: str) -> bool:
@@ -208,3 +212,33 @@ class TestHandOver:
             slow.process.signal(signal.SIGSTOP)
             threading.Timer(5, slow.process.signal, [signal.SIGCONT]).start()
             assert pair["decode"].read(names) == held
+
+    def test_with_the_master_killed_in_the_middle_hand_overs_end_in_time_and_without_wrong_bytes(
+        self, pair: dict[str, Instance], tmp_path: Path
+    ) -> None:
+        """The outage is waited for once, not by each look-up and copy of both instances."""
+        prefill, decode = pair["prefill"], pair["decode"]
+        contents = [CONTENTS, CONTENTS[::-1]]
+
+        def hand_over(turn: int) -> tuple[list[str], list[str]]:
+            names = prefill.name(new_prompt())
+            return prefill.write(names, contents[turn % 2]), decode.read(names)
+
+        with mooncake_master(tmp_path / "log") as doomed, ThreadPoolExecutor(1) as thread:
+            for instance in pair.values():
+                instance.open(variables(doomed))
+            whole = [hand_over(turn) for turn in range(2)]
+            assert [len(stored) for stored, _ in whole] == [4, 4]
+            assert all(stored == read for stored, read in whole)
+            interrupted = thread.submit(hand_over, 2)
+            doomed.kill()
+            turns = [interrupted, *(thread.submit(hand_over, turn) for turn in range(3, 8))]
+            until = time.monotonic() + _PATIENT_SECONDS
+            try:
+                told = [each.result(max(0.0, until - time.monotonic())) for each in turns]
+            finally:
+                for each in turns:
+                    each.cancel()
+        for turn, (_, read) in enumerate(told, 2):
+            assert read == whole[turn % 2][0][: len(read)]
+        assert told[-1] == ([], [])

@@ -360,6 +360,17 @@ class TestUpdateWeights:
         new = Asked(trained, PROMPT)
         assert (new.tokens, new.own, new.pool) == (answer_of(folder, PROMPT), 0, 0)
 
+    def test_an_instance_that_is_started_later_shares_nothing_of_weights_that_only_their_bytes_tell_apart(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(model_runner, "fingerprint_model", lambda _: "samples that are equal")
+        namespaces = []
+        for _ in range(2):
+            with Engine(folder, has_dynamic_weights=True) as started:
+                namespaces.append(started.runner.namespace)
+            train(folder)
+        assert namespaces[0] != namespaces[1]
+
     @in_event_loop
     async def test_an_update_to_the_same_weights_keeps_the_pools_blocks(self, trained: Running) -> None:
         before = Asked(trained, PROMPT)
@@ -376,8 +387,8 @@ class TestUpdateWeights:
         await trained.control.pause()
         (told,) = await trained.control.update_weights("")
         assert told["version"] == trained.control.version == "RL-STEP2-20261123-abc"
-        assert trained.engine.runner.namespace.weights_version == "RL-STEP2-20261123-abc"
-        with Engine(folder) as started:
+        assert trained.engine.runner.namespace.weights_version.startswith("RL-STEP2-20261123-abc+")
+        with Engine(folder, has_dynamic_weights=True) as started:
             assert started.runner.namespace == trained.engine.runner.namespace
 
     @in_event_loop

@@ -623,6 +623,33 @@ def test_while_keys_name_other_weights_than_the_folder_nothing_is_read_or_stored
         assert {code < 0 for code in process.write(HASHES, CONTENTS)} == {True}
 
 
+def test_an_instance_that_is_started_after_an_update_shares_the_blocks_of_one_that_was_updated(
+    activated: None, master: MooncakeMaster, changing: Path
+) -> None:
+    with storage(OneClass, master, argv(changing), dynamic_load_weight=True) as updated:
+        (changing / "model.pdparams").write_bytes(b"trained" * 600)
+        process = UnversionedProcess(updated, BLOCK)
+        assert process.match(HASHES) == 0
+        assert {code < 0 for code in process.write(HASHES, CONTENTS)} == {True}, "of which weights is not known"
+        (changing / "version.yaml").write_text("version: RL-STEP2-18-b")
+        assert process.write(HASHES, CONTENTS) == [0] * 8
+        with storage(OneClass, master, argv(changing), dynamic_load_weight=True) as started_later:
+            assert UnversionedProcess(started_later, BLOCK).match(HASHES) == 4
+
+
+def test_while_new_weights_are_only_half_written_nothing_is_read_or_stored(
+    activated: None, master: MooncakeMaster, changing: Path
+) -> None:
+    with storage(OneClass, master, argv(changing), dynamic_load_weight=True) as opened:
+        process = UnversionedProcess(opened, BLOCK)
+        (changing / "version.yaml").write_text("version: RL-STEP2-18-b")
+        (changing / "model.safetensors").write_bytes(b"half")
+        assert {code < 0 for code in process.write(HASHES, CONTENTS)} == {True}
+        (changing / "model.safetensors").unlink()
+        (changing / "version.yaml").write_text("version: RL-STEP2-18-c")
+        assert process.write(HASHES, CONTENTS) == [0] * 8
+
+
 def test_weights_that_may_change_need_a_version(
     activated: None, master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -666,7 +693,7 @@ def test_decode_reads_all_blocks_with_the_partial_one_as_soon_as_prefill_has_wri
             assert reader.match([first, partial(last, 4)]) == 1
 
 
-@pytest.mark.parametrize(("value", "seconds"), [(None, 0), ("0", 0), ("1", 30)])
+@pytest.mark.parametrize(("value", "seconds"), [(None, 0), ("0", 0), ("1", 10)])
 def test_calls_are_patient_where_a_miss_is_an_error(
     value: str | None, seconds: float, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -269,3 +269,25 @@ class TestWeights:
         assert weights.read() is None
         file.write_text("version: RL-STEP1-17-a")
         assert weights.read() is not None
+
+    def test_weights_that_changed_under_one_version_cannot_be_told(self, tmp_path: Path) -> None:
+        file, other = tmp_path / "version.yaml", tmp_path / "notes.txt"
+        file.write_text("version: RL-STEP1-17-a")
+        (tmp_path / "model.safetensors").write_bytes(b"old")
+        weights = Weights(tmp_path, may_change=True)
+        other.write_text("no weights")
+        assert weights.read() is not None
+        (tmp_path / "model.safetensors").write_bytes(b"of the next step")
+        assert weights.read() is None
+        file.unlink()
+        assert weights.read() is None
+        file.write_text("version: RL-STEP1-17-a")
+        assert weights.read() is None, "it was written again, and says the same"
+        file.write_text("version: RL-STEP2-18-b")
+        assert weights.read() is not None
+
+    def test_weights_that_the_instance_does_not_load_again_may_change(self, tmp_path: Path) -> None:
+        (tmp_path / "model.safetensors").write_bytes(b"old")
+        weights = Weights(tmp_path, may_change=False)
+        (tmp_path / "model.safetensors").write_bytes(b"of another model")
+        assert weights.read() == WeightsVersion("", "")

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
-from kvstore_backend.backend import ConfigError, Status
+from kvstore_backend.backend import ConfigError, Span, Status
 from kvstore_backend.config import PoolConfig, list_rdma_devices
 from kvstore_backend.integrations import mooncake_client
 from kvstore_backend.integrations.mooncake_client import PooledClient
@@ -173,14 +173,14 @@ class TestPatience:
         assert target.content == b"block"
 
     def test_only_what_failed_is_tried_again(self, patient: Client) -> None:
-        asked: list[list[str]] = []
+        asked: list[list[bytes]] = []
 
-        def ask(keys: list[str]) -> list[Status]:
-            asked.append(keys)
-            return [Status.FAILED if key == "b" and len(asked) == 1 else Status.OK for key in keys]
+        def ask(hashes: list[bytes]) -> list[Status]:
+            asked.append(hashes)
+            return [Status.FAILED if each == b"b" and len(asked) == 1 else Status.OK for each in hashes]
 
-        assert patient.client._insist(ask, ["a", "b"]) == [Status.OK] * 2
-        assert asked == [["a", "b"], ["b"]]
+        assert patient.client._insist(ask, [b"a", b"b"]) == [Status.OK] * 2
+        assert asked == [[b"a", b"b"], [b"b"]]
 
     def test_what_is_not_there_is_not_waited_for(self, patient: Client) -> None:
         patient.store.calls.clear()
@@ -199,17 +199,65 @@ class TestPatience:
         monkeypatch.setattr(patient.client, "_patience", 0.5)
         assert patient.client.put_from("larger than the store", Memory(2 << 20).address, 2 << 20) == GIVEN_UP
 
-    def test_calls_have_as_long_for_an_answer(self, one: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-        opened: list[Deadlines | None] = []
+    def test_a_call_waits_for_an_answer_beyond_its_deadline(self, patient: Client) -> None:
+        """Else it would be given up, and the one after it would say that the block is not there."""
+        patient.store.faults[:] = [Fault.HANGS]
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(patient.client.is_exist, "a")
+            assert patient.store.hanging.acquire(timeout=10)
+            assert not wait([asked], timeout=1).done
+            patient.store.go_on()
+            assert asked.result(10) == 1
+        assert patient.guarded.late_calls == 0
 
-        def open_pool(config: PoolConfig, namespace: Namespace, *_: object, **more: Any) -> BlockPool:
-            opened.append(more["deadlines"])
-            return BlockPool(one.guarded, namespace)
+    def test_no_try_lasts_longer_than_patience(self, patient: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(patient.client, "_patience", 0.5)
+        monkeypatch.setattr(patient.guarded, "deadlines", Deadlines(3600, 3600))
+        patient.store.faults[:] = [Fault.HANGS]
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(patient.client.is_exist, "a")
+            given_up = not wait([asked], timeout=20).not_done
+            patient.store.go_on()
+        assert given_up
 
-        monkeypatch.setattr(mooncake_client, "open_pool", open_pool)
-        for client in (PatientClient(), InNamespace()):
-            assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1") == 0
-        assert opened == [Deadlines(lookup_seconds=30, transfer_seconds=30), None]
+    def test_an_outage_is_waited_for_once(self, patient: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(patient.client, "_patience", 0.5)
+        monkeypatch.setattr(mooncake_client, "_PAUSE_SECONDS", 0.01)
+        tries: list[list[bytes]] = []
+
+        def fail(hashes: list[bytes]) -> list[Status]:
+            tries.append(hashes)
+            return [Status.FAILED]
+
+        def count_tries() -> int:
+            tries.clear()
+            assert patient.client._insist(fail, [b"a"]) == [Status.FAILED]
+            return len(tries)
+
+        assert count_tries() > 1
+        assert [count_tries(), count_tries()] == [1, 1]
+        assert patient.client._insist(lambda hashes: [Status.ABSENT], [b"a"]) == [Status.ABSENT]
+        assert count_tries() > 1, "that was the next outage"
+
+    def test_a_transfer_has_the_time_of_its_bytes_besides(
+        self, patient: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        moments: list[float] = []
+
+        def note(moment: float) -> contextlib.AbstractContextManager[None]:
+            moments.append(moment)
+            return contextlib.nullcontext()
+
+        def answer(*_: object) -> list[Status]:
+            return [Status.OK]
+
+        monkeypatch.setattr(mooncake_client, "answered_by", note)
+        patient.client._insist(answer, [b"a"])
+        for nbytes in (10**9, 10**12):
+            patient.client._insist(answer, [b"a"], [[Span(0, nbytes)]])
+        lookup, large, too_large = moments
+        assert large - lookup == pytest.approx(10, abs=5)
+        assert too_large - lookup == pytest.approx(60, abs=5), "no longer than twice its patience of 30 s"
 
 
 class NamedClient(PooledClient):

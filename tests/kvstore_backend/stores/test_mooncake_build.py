@@ -64,3 +64,15 @@ def test_an_answer_that_takes_too_long_lacks_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(mooncake_build, "_SECONDS", 0.2)
     assert find_missing_coordinator("k8s", "it is said so") is None
+
+
+@pytest.mark.usefixtures("nobody_asked")
+def test_where_mooncake_cannot_be_asked_that_is_said() -> None:
+    for settings in (
+        MooncakeSettings("redis://h:1", "P2PHANDSHAKE", protocol="tcp"),
+        MooncakeSettings("127.0.0.1:1", "redis://h:1", protocol="tcp"),
+    ):
+        missing = find_missing_backend(settings)
+        assert missing is not None
+        assert missing[0].startswith("whether this build of Mooncake has a client for Redis cannot be found out: no ")
+        assert missing[1].startswith("see that /nowhere/python can be run")

@@ -12,7 +12,7 @@ import pytest
 from kvstore_backend.backend import PoolUnavailable, Status, StorageBackend, StoreStats, Value
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers import guarded as module
-from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend, answered_by
 from tests.faults.injector import Fault, FaultInjector
 from tests.support.forking import in_forked_child
 from tests.support.memory import Memory
@@ -71,6 +71,33 @@ class TestLateCalls:
         assert guard.exists(["a"]) == [OK]  # what the injector answers when it goes on
         assert guard.is_ready
         assert guard.late_calls == 0
+
+    def test_a_call_that_must_be_answered_by_a_moment_is_given_up_then_however_starved_or_slow_all_was(
+        self, guard: GuardedBackend, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        guard._pace.note_answer(5.0, time.monotonic())
+        store.faults = [Fault.HANGS]
+        real = time.monotonic
+
+        def late_once_a_call_hangs() -> float:
+            return real() + 5.0 * bool(store.calls)
+
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=late_once_a_call_hangs))
+        monkeypatch.setattr(guard, "deadlines", Deadlines(3600, 3600))
+        go_on = threading.Timer(20, store.go_on)
+        go_on.start()
+        with answered_by(real() + 0.2):
+            assert guard.exists(["a"]) == [FAILED]
+        go_on.cancel()
+        assert guard.late_calls == 1
+
+    def test_only_the_calls_that_must_be_answered_by_a_moment_wait_for_it(
+        self, guard: GuardedBackend, store: FaultInjector
+    ) -> None:
+        with answered_by(time.monotonic() + 3600):
+            pass
+        store.faults = [Fault.HANGS]
+        assert guard.exists(["a"]) == [FAILED]
 
     def test_no_call_is_made_while_a_late_one_runs(self, guard: GuardedBackend, store: FaultInjector) -> None:
         store.faults = [Fault.HANGS]
