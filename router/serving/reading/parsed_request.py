@@ -218,7 +218,12 @@ def _list_ids(members: Mapping[str, Any], key: str) -> dict[str, str]:
     """
     session = key if key != members.get("user") else ""
     ids = {"req_id": members.get("req_id"), "session_id": session}
-    return {name: value[:MAX_CLIENT_ID] for name, value in ids.items() if isinstance(value, str) and value}
+    return {
+        # JSON may write halves of a character, which no log or span can have.
+        name: value[:MAX_CLIENT_ID].encode(errors="replace").decode()
+        for name, value in ids.items()
+        if isinstance(value, str) and value
+    }
 
 
 def _make_request_id() -> str:

@@ -121,6 +121,18 @@ def test_128_characters_of_a_clients_ids_are_kept_and_written(
     assert ids.items() <= router.client.get("/admin/explain/r").json().items()
 
 
+def test_halves_of_characters_in_a_clients_ids_do_not_hide_its_request(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
+) -> None:
+    path = tmp_path / "access.log"
+    router = make_router(stand_in(), access_log=str(path))
+    router.client.post(CHAT, content=b'{"messages": [], "request_id": "r", "req_id": "a\\ud800", "session_id": "\\udfff"}')
+    wait_until(lambda: len(lines_of(path)) == 1, "the line")
+    ids = {"req_id": "a?", "session_id": "?"}
+    assert ids.items() <= lines_of(path)[0].items()
+    assert ids.items() <= router.client.get("/admin/explain/r").json().items()
+
+
 def test_a_request_that_cannot_be_read_is_found_by_its_header(make_router: MakeRouter, tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     make_router(access_log=str(path)).client.post(CHAT, content=b"x", headers={"X_BD_LOGID": "log-1"})
