@@ -126,11 +126,11 @@ class Control:
         async with self._take_turn():
             await self._pause()
             await self._wait_for_blocks()
+            self._sleeping.update(tags)  # also where giving back fails halfway: then they are loaded again
             if "weight" in tags:
-                await asyncio.to_thread(self._runner.free_weights)
+                await self._run(self._runner.free_weights)
             if "kv_cache" in tags and self._frees_kv:
-                await asyncio.to_thread(self._runner.free_kv)
-            self._sleeping.update(tags)
+                await self._run(self._runner.free_kv)
             log.info("This instance sleeps, without %s", ", ".join(sorted(self._sleeping)))
         return [None]
 

@@ -310,6 +310,23 @@ class TestSleep:
         trained.engine.blocks.release_blocks(held)
         await trained.control.sleep(["kv_cache"])
 
+    @in_event_loop
+    async def test_who_could_give_back_a_part_only_is_not_resumed_without_it(
+        self, trained: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = Asked(trained, PROMPT)
+
+        def fail_to_free() -> None:
+            raise OSError("madvise failed")
+
+        async with trained.asking() as client:
+            with monkeypatch.context() as broken:
+                broken.setattr(trained.engine.runner, "free_kv", fail_to_free)
+                assert (await fail(client, "/v1/sleep")).endswith("madvise failed")
+            assert "POST /v1/wakeup first" in await fail(client, "/v1/resume")
+            await order(client, "/v1/wakeup")
+        assert Asked(trained, PROMPT).tokens == before.tokens
+
     @pytest.mark.parametrize("path", ["/v1/sleep", "/v1/wakeup"])
     @in_event_loop
     async def test_a_part_that_cannot_sleep_is_refused_in_fastdeploys_words(self, trained: Running, path: str) -> None:
