@@ -219,7 +219,8 @@ class Completions:
         request_id = self._dialect.find_request_id(body) or str(uuid.uuid4())
         names = [f"{param}.{index}" for index in range(len(prompts))] if len(prompts) > 1 else [param]
         requests = [
-            self._make_request(body, request_id, prompt, name, hints) for prompt, name in zip(prompts, names, strict=True)
+            self._make_request(body, request_id, prompt, name, hints)
+            for prompt, name in zip(prompts, names, strict=True)
         ]
         pairs = self._dialect.read_pairs(body, request_id, len(prompts))
         return self._generations.begin_choices(list(zip(requests, pairs, strict=True)), body.n)

@@ -283,7 +283,9 @@ class ModelRunner:
                 running.load_state_dict(model.state_dict())
             except Exception as exc:  # each device fails in its own way
                 reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-                raise ConfigError(f"{folder}: its weights are in part on {self.device}, and then failed: {reason}") from exc
+                raise ConfigError(
+                    f"{folder}: its weights are in part on {self.device}, and then failed: {reason}"
+                ) from exc
             self.model = running
         self.namespace, self.version, self.facts, self.family = namespace, version, facts, family
 

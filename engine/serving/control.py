@@ -264,7 +264,7 @@ class Control:
     def _set_broken(self, is_broken: bool) -> None:
         if self.is_broken != is_broken:
             self._generations.is_broken = is_broken
-            log.log(logging.ERROR if is_broken else logging.INFO, "%s", BROKEN if is_broken else "The weights are whole")
+            log.warning("%s", BROKEN if is_broken else "The weights are whole again")
 
     def _set_paused(self, is_paused: bool) -> None:
         if self._core.is_paused != is_paused:

@@ -96,7 +96,9 @@ def read_url(url: str) -> ParsedConfig:
     if backend == "mooncake":
         is_lease = parts.scheme == "k8s"
         if not parts.netloc or (parts.path.strip("/") and not is_lease):
-            raise ConfigError(f"{shown!r} must name the master as {parts.scheme}://host:port, and nothing after it but ?")
+            raise ConfigError(
+                f"{shown!r} must name the master as {parts.scheme}://host:port, and nothing after it but ?"
+            )
         address = parts.netloc + (parts.path if is_lease else "")
         own = {"master_server_addr": f"{parts.scheme}://{address}" if parts.scheme in _HA_SCHEMES else address}
     elif backend == "file":

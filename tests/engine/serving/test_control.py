@@ -529,7 +529,12 @@ class TestUpdateWeights:
         self, trained: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun, end = threading.Event(), threading.Event()
-        monkeypatch.setattr(trained.engine.runner, "free_weights", lambda: begun.set() or end.wait(30))
+
+        def free_slowly() -> None:
+            begun.set()
+            end.wait(30)
+
+        monkeypatch.setattr(trained.engine.runner, "free_weights", free_slowly)
         monkeypatch.setattr(control_module, "_ORDER_SECONDS", 0.2)
         async with trained.asking() as client:
             sleeping = asyncio.create_task(order(client, "/v1/sleep"))

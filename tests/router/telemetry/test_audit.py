@@ -126,7 +126,9 @@ def test_halves_of_characters_in_a_clients_ids_do_not_hide_its_request(
 ) -> None:
     path = tmp_path / "access.log"
     router = make_router(stand_in(), access_log=str(path))
-    router.client.post(CHAT, content=b'{"messages": [], "request_id": "r", "req_id": "a\\ud800", "session_id": "\\udfff"}')
+    router.client.post(
+        CHAT, content=b'{"messages": [], "request_id": "r", "req_id": "a\\ud800", "session_id": "\\udfff"}'
+    )
     wait_until(lambda: len(lines_of(path)) == 1, "the line")
     ids = {"req_id": "a?", "session_id": "?"}
     assert ids.items() <= lines_of(path)[0].items()
