@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.fastdeploy_flags import add_foreign_flags, expand_abbreviations, read_config_file
+from engine.fastdeploy_flags import IN_FLOAT32, add_foreign_flags, expand_abbreviations, read_config_file
 from engine.retrieval_config import REPRESENTATIVES, RetrievalConfig
 from kvstore_backend import ConfigError
 
@@ -121,6 +121,11 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     values = vars(known)
     if not values["model"]:  # argparse would ask for it before it names a flag that it does not know
         raise ConfigError("--model is not given; it must be a checkpoint folder in Hugging Face's format")
+    for name in IN_FLOAT32:
+        if name in values["without_effect"] and values["dtype"] != "float32":
+            raise ConfigError(
+                f"{name}: this engine computes all of a model in one dtype; give --dtype float32, or leave it out"
+            )
     if values["without_effect"]:
         remarks.append(f"FastDeploy's flags that have no effect here: {', '.join(values['without_effect'])}")
     values["remarks"] = tuple(remarks)

@@ -217,12 +217,13 @@ class Completions:
             message = "stop_token_ids: every token ends the answer, and none that does may come before min_tokens"
             raise ApiError(400, message, param="stop_token_ids")
         request_id = self._dialect.find_request_id(body) or str(uuid.uuid4())
-        begun = []
-        for index, prompt in enumerate(prompts):
-            name = f"{param}.{index}" if len(prompts) > 1 else param
-            request = self._make_request(body, request_id, prompt, name, hints)
-            begun.append((request, self._dialect.read_pair(body, request_id, index, len(prompts))))
-        return self._generations.begin_choices(begun, body.n)
+        names = [f"{param}.{index}" for index in range(len(prompts))] if len(prompts) > 1 else [param]
+        requests = [
+            self._make_request(body, request_id, prompt, name, hints)
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
+        pairs = self._dialect.read_pairs(body, request_id, len(prompts))
+        return self._generations.begin_choices(list(zip(requests, pairs, strict=True)), body.n)
 
     def _make_request(
         self, body: GenerationBody, request_id: str, prompt: list[int], param: str, hints: Sequence[CacheHint]

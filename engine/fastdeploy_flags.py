@@ -16,7 +16,7 @@ import yaml
 
 from kvstore_backend import ConfigError
 
-__all__ = ["add_foreign_flags", "expand_abbreviations", "read_config_file"]
+__all__ = ["IN_FLOAT32", "add_foreign_flags", "expand_abbreviations", "read_config_file"]
 
 
 class _Flag(NamedTuple):
@@ -127,6 +127,27 @@ _FLAGS: dict[str, _Flag] = {
     },
 }
 
+_LIMITS = "an answer ends where its request, or the checkpoint's generation_config.json, says; leave it out"
+_ANSWERS = "answers are given as they are generated; leave it out"
+
+_NEWER_FLAGS: dict[str, _Flag] = {
+    **dict.fromkeys(("--enable-mega-moe", "--skip-port-check"), _SWITCH),
+    **dict.fromkeys(("--model-loader-extra-config", "--write-through-threshold"), _VALUE),
+    "--kvcache-storage-config": _refuse("the pool is the one that --kvcache-storage-backend names; leave it out"),
+    "--max-completion-tokens": _refuse(_LIMITS),
+    "--min-completion-tokens": _refuse(_LIMITS),
+    "--reasoning-max-tokens": _refuse(_LIMITS),
+    "--response-max-tokens": _refuse(_LIMITS),
+    "--input-max-tokens": _refuse("a prompt may have as many tokens as --max-model-len has room for; leave it out"),
+    "--output-fallback": _refuse(_ANSWERS),
+    "--output-fallback-plugin": _refuse(_ANSWERS),
+    "--output-fallback-config": _refuse(_ANSWERS),
+}
+"""Those that came after 2.6. They have no abbreviations: 2.6's would mean several flags then."""
+
+IN_FLOAT32 = ("--lm_head-fp32", "--moe-gate-fp32")
+"""Of those that are taken: they change nothing only where all of the model is computed in float32."""
+
 _SHARED = (
     *("--port", "--host", "--metrics-port", "--model", "--served-model-name", "--tokenizer", "--max-model-len"),
     *("--block-size", "--dynamic-load-weight", "--engine-worker-queue-port", "--tensor-parallel-size"),
@@ -138,6 +159,7 @@ _SHARED = (
 """FastDeploy's flags that this engine has, too."""
 
 _NAMES = (*_SHARED, *_FLAGS, *(f"--no-{name[2:]}" for name, flag in _FLAGS.items() if flag.is_boolean))
+"""All flags of 2.6, whose beginnings are enough."""
 
 
 class _Foreign(argparse.Action):
@@ -168,7 +190,7 @@ class _Foreign(argparse.Action):
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     """Let ``parser`` take FastDeploy's other flags; their names come to ``without_effect``."""
     parser.set_defaults(without_effect=())
-    for name, flag in _FLAGS.items():
+    for name, flag in {**_FLAGS, **_NEWER_FLAGS}.items():
         names = [name, f"--no-{name[2:]}"] if flag.is_boolean else [name]
         parser.add_argument(*names, action=_Foreign, flag=flag)
 
@@ -199,7 +221,7 @@ def read_config_file(path: str, parser: argparse.ArgumentParser) -> tuple[list[s
     """The flags in a YAML file, as words of a command line, and the names there that are no flags.
 
     Raises:
-        ConfigError: it cannot be read, or is no mapping.
+        ConfigError: it cannot be read, is no mapping, or has a switch that is neither true nor false.
     """
     try:
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
@@ -217,17 +239,20 @@ def read_config_file(path: str, parser: argparse.ArgumentParser) -> tuple[list[s
         if name is None or name == "--config":
             unknown.append(str(key))
         else:
-            words += _write_words(name, value, parser._option_string_actions)
+            words += _write_words(name, value, parser._option_string_actions, f"--config {path}: {key}")
     return words, unknown
 
 
-def _write_words(name: str, value: object, actions: Mapping[str, argparse.Action]) -> list[str]:
+def _write_words(name: str, value: object, actions: Mapping[str, argparse.Action], where: str) -> list[str]:
     """A setting of a file as words of a command line; none where it is not set."""
     if value is None or value == "":
         return []
     if actions[name].nargs == 0:
         negation = f"--no-{name[2:]}"
-        return [name] if value is True else [negation] if negation in actions else []
+        text = str(value).lower()
+        if text not in ("true", "false", "1", "0"):
+            raise ConfigError(f"{where} is {value!r}; it must be true or false")
+        return [name] if text in ("true", "1") else [negation] if negation in actions else []
     if isinstance(value, list) and actions[name].nargs == "+":
         return [name, *map(str, value)]
     if isinstance(value, list):

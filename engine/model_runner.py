@@ -235,6 +235,11 @@ class ModelRunner:
         if self.device.type == "cpu":
             pack_linears(model)
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether it can ``run``."""
+        return self.model is not None
+
     def free_weights(self) -> None:
         """Give the memory of the weights back; ``update_weights`` loads some again, before the next ``run``."""
         self.model = None
@@ -251,7 +256,8 @@ class ModelRunner:
             version: of the weights; "": as ``version.yaml`` says.
 
         Raises:
-            ConfigError: they cannot be loaded, or are another model's; the weights are as before.
+            ConfigError: they cannot be loaded, or are another model's; the weights are as before, where ``has_weights``
+                still.
         """
         folder, dtype = self._folder, self.shape.dtype
         fingerprint = fingerprint_model(folder)
@@ -273,7 +279,13 @@ class ModelRunner:
             self.model = model
         else:  # without room for two sets of weights
             running, self.model = self.model, None  # weights of which only a part is new do not run
-            running.load_state_dict(model.state_dict())
+            try:
+                running.load_state_dict(model.state_dict())
+            except Exception as exc:  # each device fails in its own way
+                reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+                raise ConfigError(
+                    f"{folder}: its weights are in part on {self.device}, and then failed: {reason}"
+                ) from exc
             self.model = running
         self.namespace, self.version, self.facts, self.family = namespace, version, facts, family
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from engine.generation import PairInfo
@@ -28,15 +29,8 @@ class PairDialect(ABC):
         return body.request_id
 
     @abstractmethod
-    def read_pair(
-        self, body: GenerationBody, request_id: str, prompt: int = 0, num_prompts: int = 1
-    ) -> PairInfo | None:
-        """The part of a pair that the request has this instance play; None: none, it answers by itself.
-
-        Args:
-            body: the request's.
-            request_id: the request's.
-            prompt: which of its prompts it is, of ``num_prompts``.
+    def read_pairs(self, body: GenerationBody, request_id: str, num_prompts: int) -> Sequence[PairInfo | None]:
+        """The part of a pair that each of a request's prompts has this instance play; None: it answers by itself.
 
         Raises:
             ApiError: 400, the engine whose dialect it is would refuse the request.

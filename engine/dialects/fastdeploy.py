@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from engine.dialects.base import PairDialect
@@ -17,7 +18,5 @@ class FastDeployDialect(PairDialect):
     def __init__(self) -> None:
         self.registration: dict[str, Any] = {}
 
-    def read_pair(
-        self, body: GenerationBody, request_id: str, prompt: int = 0, num_prompts: int = 1
-    ) -> PairInfo | None:
-        return body.disaggregate_info
+    def read_pairs(self, body: GenerationBody, request_id: str, num_prompts: int) -> Sequence[PairInfo | None]:
+        return [body.disaggregate_info] * num_prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from engine.dialects.base import PairDialect
@@ -40,11 +41,12 @@ class SglangDialect(PairDialect):
         rid = body.rid[0] if isinstance(body.rid, list) and body.rid else body.rid
         return rid if isinstance(rid, str) and rid else body.request_id
 
-    def read_pair(
-        self, body: GenerationBody, request_id: str, prompt: int = 0, num_prompts: int = 1
-    ) -> PairInfo | None:
+    def read_pairs(self, body: GenerationBody, request_id: str, num_prompts: int) -> Sequence[PairInfo | None]:
         if self._role == "mixed":
-            return None
+            return [None] * num_prompts
+        return [self._read_pair(body, request_id, prompt, num_prompts) for prompt in range(num_prompts)]
+
+    def _read_pair(self, body: GenerationBody, request_id: str, prompt: int, num_prompts: int) -> PairInfo:
         room = _read_member(body.bootstrap_room, "bootstrap_room", prompt, num_prompts)
         if room is None:
             message = f"Invalid request: Disaggregated request received without bootstrap room id. rid={request_id!r}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from engine.dialects.base import PairDialect
@@ -42,9 +43,12 @@ class VllmDialect(PairDialect):
     def describe_server(self) -> dict[str, dict[str, Any]]:
         return {"/version": {"version": VERSION}}
 
-    def read_pair(
-        self, body: GenerationBody, request_id: str, prompt: int = 0, num_prompts: int = 1
-    ) -> PairInfo | None:
+    def read_pairs(self, body: GenerationBody, request_id: str, num_prompts: int) -> Sequence[PairInfo | None]:
+        # One part for all: the answer names the first prompt alone, after which the others are found by their numbers.
+        # (vLLM's decode would read the first prompt's blocks for each of them.)
+        return [self._read_pair(body, request_id)] * num_prompts
+
+    def _read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:
         limit = body.max_completion_tokens if isinstance(body, ChatBody) else None
         limit = body.max_tokens if limit is None else limit
         if limit is not None and body.min_tokens > limit:

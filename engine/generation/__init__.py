@@ -17,10 +17,11 @@ live.py             all requests that are being answered: begun for the role, fo
 from engine.disaggregation import KeptPrompt
 from engine.generation.base import Generation, Piece
 from engine.generation.choices import Choices
-from engine.generation.live import Generations, list_unknown_ids
+from engine.generation.live import BROKEN, Generations, list_unknown_ids
 from engine.generation.pair_info import FetchPrompt, KeepPrompt, PairInfo
 
 __all__ = [
+    "BROKEN",
     "Choices",
     "FetchPrompt",
     "Generation",

@@ -21,7 +21,7 @@ from engine.request import Request
 from engine.tracing import Tracer
 from engine.why_miss.recent_requests import RecentRequests
 
-__all__ = ["Generations"]
+__all__ = ["BROKEN", "Generations", "list_unknown_ids"]
 
 _FOR_PAIRS: dict[str, Callable[[SharedParts, Request, DisaggregateInfo], Generation]] = {
     "mixed": MixedGeneration,
@@ -32,6 +32,9 @@ _FOR_PAIRS: dict[str, Callable[[SharedParts, Request, DisaggregateInfo], Generat
 
 PAUSED = "Request is aborted since LLM Engine is paused; POST /v1/resume to this instance lets it answer again"
 """FastDeploy's words, of which its users' scripts know the beginning."""
+
+BROKEN = "an update of this instance's weights has failed halfway; POST /v1/wakeup to it loads them again"
+"""What everybody is told of an instance that answers nothing."""
 
 _ID_PREFIXES = ("", "chatcmpl-", "cmpl-", "resp_", "msg_")
 """Before the id of a request in the ids of its answers."""
@@ -66,6 +69,8 @@ class Generations:
         self._answer_for_pair = _FOR_PAIRS[role]
         self.is_paused = False
         """Whether new requests are refused."""
+        self.is_broken = False
+        """Whether they are because there are no whole weights, or KV of others."""
 
     def begin(self, request: Request, info: PairInfo | None) -> Generation:
         """A new generation; nothing happens before its ``pieces`` are asked for.
@@ -85,8 +90,10 @@ class Generations:
         """As ``begin``, for ``count`` answers to each of a request's prompts, which have its id and its seed.
 
         Raises:
-            ApiError: 500, ``is_paused``.
+            ApiError: 503, ``is_broken``; 500, ``is_paused``.
         """
+        if self.is_broken:
+            raise ApiError(503, BROKEN)
         if self.is_paused:
             raise ApiError(500, PAUSED)
         generations = [

@@ -2,20 +2,22 @@
 
 A paused instance has no request: those that ran were aborted, and new ones are refused. Its own prefix cache is empty,
 as FastDeploy's is. An instance that sleeps is paused, and has given memory back. Weights are updated from the folder of
-the checkpoint, while the instance is paused; KV of the old ones is not read any more.
+the checkpoint, while the instance is paused; KV of the old ones is not read any more. An update that fails halfway
+leaves an instance that is broken: it refuses every request until the weights are loaded again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 from engine.core import EngineCore
 from engine.disaggregation import KeptPrompts
-from engine.generation import Generations
+from engine.generation import BROKEN, Generations
 from engine.model_runner import ModelRunner
 from kvstore_backend import ConfigError
 
@@ -23,7 +25,9 @@ __all__ = ["TAGS", "Control", "ControlFailed"]
 
 log = logging.getLogger(__name__)
 
-# As long as FastDeploy waits for the end of an order.
+_T = TypeVar("_T")
+
+# As long as FastDeploy waits for the end of an order. Weights may be read for longer: that cannot be broken off.
 _ORDER_SECONDS = 600.0
 # So long blocks may still be on their way when the requests have ended; as FastDeploy waits for its transfer processes.
 _BLOCKS_SECONDS = 60.0
@@ -77,6 +81,11 @@ class Control:
         return self._core.is_paused
 
     @property
+    def is_broken(self) -> bool:
+        """Whether it has no weights, or KV of others, since an update failed halfway; ``wake_up`` mends that."""
+        return self._generations.is_broken
+
+    @property
     def version(self) -> str | None:
         """The version of the weights; None: nobody has named one."""
         return self._runner.version or None
@@ -87,7 +96,7 @@ class Control:
         Raises:
             ControlFailed: some did not end in time; new ones are refused nevertheless.
         """
-        async with self._turn:
+        async with self._take_turn():
             await self._pause()
 
     async def resume(self) -> None:
@@ -96,7 +105,7 @@ class Control:
         Raises:
             ControlFailed: the instance sleeps.
         """
-        async with self._turn:
+        async with self._take_turn():
             if self._sleeping:
                 names = ", ".join(sorted(self._sleeping))
                 raise ControlFailed(f"this instance sleeps, without {names}; POST /v1/wakeup first")
@@ -104,7 +113,7 @@ class Control:
 
     async def find_out_if_paused(self) -> bool:
         """Whether it is paused, once the orders before this question are carried out."""
-        async with self._turn:
+        async with self._take_turn():
             return self.is_paused
 
     async def sleep(self, tags: Sequence[str]) -> list[None]:
@@ -114,14 +123,14 @@ class Control:
             ControlFailed: ``pause`` does, a part cannot sleep, or blocks are still in use.
         """
         self._check_tags(tags)
-        async with self._turn:
+        async with self._take_turn():
             await self._pause()
             await self._wait_for_blocks()
+            self._sleeping.update(tags)  # also where giving back fails halfway: then they are loaded again
             if "weight" in tags:
-                await asyncio.to_thread(self._runner.free_weights)
+                await self._run(self._runner.free_weights)
             if "kv_cache" in tags and self._frees_kv:
-                await asyncio.to_thread(self._runner.free_kv)
-            self._sleeping.update(tags)
+                await self._run(self._runner.free_kv)
             log.info("This instance sleeps, without %s", ", ".join(sorted(self._sleeping)))
         return [None]
 
@@ -134,7 +143,7 @@ class Control:
             ControlFailed: a part cannot be loaded; it sleeps on.
         """
         self._check_tags(tags)
-        async with self._turn:
+        async with self._take_turn():
             if "kv_cache" in tags and "kv_cache" in self._sleeping:
                 await self._run(self._runner.restore_kv)
                 self._sleeping.remove("kv_cache")
@@ -155,10 +164,11 @@ class Control:
             FastDeploy's account of it, by its one worker.
 
         Raises:
-            ControlFailed: the instance is not paused, or the weights cannot be loaded; then it has the old ones.
+            ControlFailed: the instance is not paused, or the weights cannot be loaded; then it has the old ones, or
+                ``is_broken`` and sleeps without weights.
         """
         self._check_tags(("weight",))
-        async with self._turn:
+        async with self._take_turn():
             if not self.is_paused:
                 raise ControlFailed("Pause LLM Engine first before calling updating weights")
             if "weight" in self._sleeping:
@@ -177,9 +187,17 @@ class Control:
 
     async def _load_weights(self, version: str) -> float:
         """Load the weights of now, for which the core then has no KV; the seconds that it took."""
-        start = time.monotonic()
-        await self._run(lambda: self._runner.update_weights(version))
-        await asyncio.wrap_future(self._core.call(self._core.follow_weights))
+        start, before = time.monotonic(), self._runner.namespace
+        try:
+            await self._run(lambda: self._runner.update_weights(version))
+            await self._ask_core(self._core.follow_weights)
+        except BaseException:
+            is_asleep = "weight" in self._sleeping
+            if self._runner.namespace != before or not (is_asleep or self._runner.has_weights):
+                self._sleeping.add("weight")
+                self._set_broken(True)
+            raise
+        self._set_broken(False)
         seconds = time.monotonic() - start
         log.info("Weights of version %s are loaded (%.1f s)", self.version or "(not named)", seconds)
         self._on_change()
@@ -188,7 +206,7 @@ class Control:
     async def _run(self, call: Callable[[], None]) -> None:
         try:
             await asyncio.to_thread(call)
-        except ConfigError as exc:
+        except (ConfigError, OSError) as exc:
             raise ControlFailed(str(exc)) from exc
 
     async def _pause(self) -> None:
@@ -219,10 +237,34 @@ class Control:
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _ask_core(self, question: Callable[[], bool]) -> bool:
+    async def _ask_core(self, question: Callable[[], _T]) -> _T:
         if not self._core.is_alive:
             raise ControlFailed("this instance's engine has ended; its log says why")
-        return await asyncio.wrap_future(self._core.call(question))
+        answering = asyncio.wrap_future(self._core.call(question))
+        await asyncio.wait([answering], timeout=_ORDER_SECONDS)  # which cancels nothing: it is still called
+        if not answering.done():
+            raise ControlFailed(f"the engine has not come to it within {_ORDER_SECONDS:g} s: a step of it takes longer")
+        try:
+            return answering.result()
+        except Exception as exc:
+            raise ControlFailed(f"the engine has failed at it: {exc}") from exc
+
+    @contextlib.asynccontextmanager
+    async def _take_turn(self) -> AsyncIterator[None]:
+        """Wait until the orders before this one are carried out."""
+        try:
+            await asyncio.wait_for(self._turn.acquire(), _ORDER_SECONDS)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise ControlFailed(f"the order before this one has not ended within {_ORDER_SECONDS:g} s") from None
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _set_broken(self, is_broken: bool) -> None:
+        if self.is_broken != is_broken:
+            self._generations.is_broken = is_broken
+            log.warning("%s", BROKEN if is_broken else "The weights are whole again")
 
     def _set_paused(self, is_paused: bool) -> None:
         if self._core.is_paused != is_paused:

@@ -182,7 +182,7 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        return Response(status_code=200 if instance.core.is_alive else 503)
+        return Response(status_code=200 if instance.core.is_alive and not instance.generations.is_broken else 503)
 
     @app.get("/ping")
     @app.post("/ping")

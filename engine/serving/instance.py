@@ -32,7 +32,7 @@ from engine.disaggregation import (
     choose_protocol,
     list_protocols,
 )
-from engine.generation import Generations
+from engine.generation import BROKEN, Generations
 from engine.kv_codec import quantised_namespace
 from engine.memory_budget import choose_num_blocks
 from engine.metrics import EngineMetrics
@@ -203,6 +203,8 @@ class Instance:
         """Why no router sends requests here, or should, in one sentence; ``""`` if one does."""
         if not self.core.is_alive:
             return "the engine has failed; its log says why"
+        if self.control.is_broken:
+            return BROKEN
         if self.control.is_paused:
             return "it is paused; POST /v1/resume lets it answer again"
         if self.router and time.monotonic() - self._registered_at > _FORGOTTEN_SECONDS:

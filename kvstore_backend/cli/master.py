@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli.native_flags import list_native_flags, parse_native_flags
-from kvstore_backend.config import parse_master_address, parse_switch, set_snapshot_folder
+from kvstore_backend.config import hide_password, parse_master_address, parse_switch, set_snapshot_folder
 from kvstore_backend.stores.mooncake import INSTALL
 from kvstore_backend.stores.mooncake_build import find_missing_coordinator
 
@@ -266,13 +266,15 @@ def _find_coordinator(arguments: argparse.Namespace) -> str:
     backend, where = arguments.ha_backend_type, arguments.ha_backend_connstring
     if not where and backend != "etcd":
         raise ConfigError(f"--ha_backend_type {backend} needs --ha_backend_connstring, which says where that is")
-    named = f"--ha_backend_connstring is {where!r}" if where else f"--etcd is {arguments.etcd!r}"
+    if where and arguments.etcd:
+        raise ConfigError("--etcd and --ha_backend_connstring both say who elects the leader; give one of them")
+    flag = "--ha_backend_connstring" if where else "--etcd"
     if not (where := where or arguments.etcd):
         return ""
     try:
         return parse_master_address(f"{backend}://{where.removeprefix(f'{backend}://')}")
     except ValueError as exc:
-        raise ConfigError(f"{named}; {exc}") from None
+        raise ConfigError(f"{flag} is {hide_password(where)!r}; {exc}") from None
 
 
 def _name_coordinator(coordinator: str) -> dict[str, str]:

@@ -49,7 +49,13 @@ from kvstore_backend.config.sources import (
     names_protocol,
     read_config,
 )
-from kvstore_backend.config.values import parse_master_address, parse_size, parse_switch, parse_tenant
+from kvstore_backend.config.values import (
+    hide_password,
+    parse_master_address,
+    parse_size,
+    parse_switch,
+    parse_tenant,
+)
 
 __all__ = [
     "DEFAULT_TENANT",
@@ -67,6 +73,7 @@ __all__ = [
     "fastdeploy_plugins",
     "find_checkpoint",
     "has_active_port",
+    "hide_password",
     "is_hub_name",
     "is_named_port_bound",
     "library_folders",

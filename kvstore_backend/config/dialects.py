@@ -24,6 +24,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config.hints import did_you_mean
+from kvstore_backend.config.values import hide_password
 
 __all__ = ["FOREIGN_KEYS", "NATIVE_NAMES", "ParsedConfig", "is_url", "parse_mindie_pool", "read_file", "read_url"]
 
@@ -77,36 +78,39 @@ def read_url(url: str) -> ParsedConfig:
     Raises:
         ConfigError: the scheme is not known, or the URL lacks a part that its scheme needs.
     """
-    where = f" in {url}"
+    shown = hide_password(url)
+    where = f" in {shown}"
     try:
         parts = urlsplit(url)
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
         values = _refuse_duplicates(query)
     except ValueError as exc:
-        raise ConfigError(f"{url!r} is not a URL of a pool: {exc}") from None
+        raise ConfigError(f"{shown!r} is not a URL of a pool: {exc}") from None
     if parts.fragment:
-        raise ConfigError(f"{url!r} has a part behind #, which says nothing of a pool; in a path, write %23 for #")
+        raise ConfigError(f"{shown!r} has a part behind #, which says nothing of a pool; in a path, write %23 for #")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None:
-        raise ConfigError(f"{url!r} has the scheme {parts.scheme!r}{did_you_mean(parts.scheme, _SCHEMES)}")
+        raise ConfigError(f"{shown!r} has the scheme {parts.scheme!r}{did_you_mean(parts.scheme, _SCHEMES)}")
     query_settings = _translate_names(values, where, binary_sizes=False)
-    place = f"{url!r}: its address"
+    place = f"{shown!r}: its address"
     if backend == "mooncake":
         is_lease = parts.scheme == "k8s"
         if not parts.netloc or (parts.path.strip("/") and not is_lease):
-            raise ConfigError(f"{url!r} must name the master as {parts.scheme}://host:port, and nothing after it but ?")
+            raise ConfigError(
+                f"{shown!r} must name the master as {parts.scheme}://host:port, and nothing after it but ?"
+            )
         address = parts.netloc + (parts.path if is_lease else "")
         own = {"master_server_addr": f"{parts.scheme}://{address}" if parts.scheme in _HA_SCHEMES else address}
     elif backend == "file":
         if parts.netloc or not parts.path.startswith("/"):
-            raise ConfigError(f"{url!r} must name a whole path after three slashes, such as file:///dev/shm/kvpool")
+            raise ConfigError(f"{shown!r} must name a whole path after three slashes, such as file:///dev/shm/kvpool")
         own = {"path": unquote(parts.path)}
     else:
         if parts.netloc or parts.path:
-            raise ConfigError(f"{url!r} must be memory:, or memory:?size=1GiB")
+            raise ConfigError(f"{shown!r} must be memory:, or memory:?size=1GiB")
         own = {}
     if twice := sorted(own.keys() & query_settings.values.keys()):
-        raise ConfigError(f"{url!r} says {twice[0]} twice")
+        raise ConfigError(f"{shown!r} says {twice[0]} twice")
     places = {**dict.fromkeys(own, place), **query_settings.places}
     return ParsedConfig(backend, {**own, **query_settings.values}, places, where)
 

@@ -30,7 +30,7 @@ from kvstore_backend.config.settings import (
     PoolConfig,
     StoreSettings,
 )
-from kvstore_backend.config.values import MissingDeviceError
+from kvstore_backend.config.values import MissingDeviceError, hide_password
 
 __all__ = [
     "describe_override",
@@ -337,7 +337,7 @@ def _parse_value(setting: Field[Any], source: _Source) -> Any:
         # The variable is another remedy only where it would be heard.
         is_overridable = isinstance(exc, MissingDeviceError) and source.is_file
         remedy = ", or set MOONCAKE_PROTOCOL=tcp, which comes before the file" if is_overridable else ""
-        raise ConfigError(f"{source.place(setting.name)} is {value!r}; {exc}{remedy}") from None
+        raise ConfigError(f"{source.place(setting.name)} is {hide_password(value)!r}; {exc}{remedy}") from None
 
 
 def _parse_store_url(value: object) -> MemorySettings | FileSettings:

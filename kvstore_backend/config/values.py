@@ -133,11 +133,16 @@ def _parse_servers(scheme: str, rest: str) -> str:
         raise ValueError(f"after {scheme}:// it must be host:port{several}{password}") from None
 
 
+def hide_password(value: object) -> object:
+    """``value`` as a sentence may show it: without what stands before the ``@`` of its addresses."""
+    return re.sub("(^|://)[^/@]*@", r"\1...@", value) if isinstance(value, str) else value
+
+
 def _parse_address(value: object) -> str:
     host, colon, port = value.strip().rpartition(":") if isinstance(value, str) else ("", "", "")
     bracketed = host.startswith("[") and host.endswith("]")
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536) or (
-        not bracketed and re.search(r"[:/\s]", host)
+        not bracketed and re.search(r"[:/@\s]", host)
     ):
         raise ValueError("it must be host:port, such as 127.0.0.1:15001")
     return f"{host}:{port}"

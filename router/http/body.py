@@ -74,7 +74,7 @@ class InferenceBody(NamedTuple):
     prompt_tokens: int
     """An estimate; exact where the client sent token ids."""
     choices: int
-    """How many sequences the engine makes of it."""
+    """How many sequences the engine makes of it, at most."""
     large: LargeBody | None = None
     """Of a large one, what was left out for the parser."""
 
@@ -129,10 +129,12 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
         prompt_tokens = large.prompt_tokens
     else:
         prompt_tokens = len(data) // _BYTES_PER_TOKEN if len(data) < _SMALL_MEDIA_BYTES else estimate_tokens(data)
-    n, prompt = members.get("n"), token_ids or members.get("prompt")  # FastDeploy takes lists of prompts as either
+    n, prompts = members.get("n"), 1
     choices = 1 if n is None else max(1, whole_number(n) or 1)
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        choices *= len(prompt)
+    for prompt in (token_ids, members.get("prompt")):  # of both, FastDeploy takes the ids, and others take the prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompts = max(prompts, len(prompt))
+    choices *= prompts
     return InferenceBody(data, members, request_id or None, prompt_tokens, min(choices, _MOST_CHOICES), large)
 
 

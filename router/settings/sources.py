@@ -62,7 +62,10 @@ _PROTECTING = frozenset(
 )
 # Nor must any name with one of these words.
 _PROTECTING_WORDS = frozenset(
-    {"apikey", "apikeys", "auth", "cert", "certfile", "key", "keyfile", "keys", "salt", "ssl", "tls", "token", "tokens"}
+    {
+        *("apikey", "apikeys", "auth", "authentication", "authorization", "cert", "certfile", "credentials", "key"),
+        *("keyfile", "keys", "password", "salt", "secret", "secrets", "ssl", "tls", "token", "tokens"),
+    }
 )
 
 
@@ -223,6 +226,8 @@ def _read_flat_settings(path: Path) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name not in fields:
             unknown.append(_check_single(path, str(key), value))
+        elif name in values:
+            raise SettingsError(f"{path}: {key} is given a second time")
         elif value not in (None, ""):
             values[name] = _convert_value(value, fields[name], f"{path}: {key}")
     return values | {"without_effect": _warn_of_unknown(path, unknown, [name.replace("_", "-") for name in fields])}
@@ -252,7 +257,7 @@ def _warn_of_unknown(path: Path, unknown: Sequence[str], known: Collection[str])
         SettingsError: one was most likely meant to protect the router.
     """
     for name in unknown:
-        lowered = name.lower().replace("_", "-")
+        lowered = re.sub("(?<=[a-z])(?=[A-Z])", "-", name).lower().replace("_", "-")
         near = find_nearest(lowered, known)
         last = near.rpartition(".")[2]
         if last in _PROTECTING or last.endswith("-per-key"):

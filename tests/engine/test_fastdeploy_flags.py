@@ -12,7 +12,8 @@ from engine.args import EngineArgs, parse_args
 from kvstore_backend import ConfigError
 
 # Every option that ``make_arg_parser(FlexibleArgumentParser())`` of FastDeploy 2.6 has, with a value that its users
-# give, and what becomes of it here. The recorded list: add a row where FastDeploy adds a flag.
+# give, and those that develop has added, and what becomes of it here. The recorded list: add a row where FastDeploy
+# adds a flag.
 TAKEN = """
 --port 8188
 --host 127.0.0.1
@@ -69,8 +70,8 @@ WITHOUT_EFFECT = """
 --max-logprobs 20
 --logprobs-mode raw_logprobs
 --seed 0
---lm_head-fp32
---moe-gate-fp32
+--lm_head-fp32 --dtype float32
+--moe-gate-fp32 --dtype float32
 --model-impl auto
 --disable-custom-all-reduce
 --enable-flashinfer-allreduce-fusion
@@ -120,6 +121,10 @@ WITHOUT_EFFECT = """
 --no-enable-overlap-schedule
 --enable-moe-scores-elementwise-fuse
 --deploy-modality mixed
+--enable-mega-moe
+--skip-port-check
+--model-loader-extra-config '{}'
+--write-through-threshold 2
 """
 REFUSED = """
 --tensor-parallel-size 2
@@ -158,6 +163,17 @@ REFUSED = """
 --kvcache-storage-backend attention_store
 --write-policy write_back
 --scheduler-name global
+--lm_head-fp32
+--moe-gate-fp32 --dtype bfloat16
+--kvcache-storage-config '{}'
+--max-completion-tokens 100
+--min-completion-tokens 1
+--reasoning-max-tokens 100
+--response-max-tokens 100
+--input-max-tokens 100
+--output-fallback markdown-bold-colon
+--output-fallback-plugin plugin.py
+--output-fallback-config '{}'
 """
 
 
@@ -209,6 +225,11 @@ def test_the_beginning_of_a_flag_of_fastdeploy_is_enough_as_it_is_there(line: st
     assert parse(line) == parse(meant)
 
 
+def test_a_beginning_means_what_it_meant_before_newer_flags_came() -> None:
+    assert parse("--kvcache memory").kvcache_storage_backend == "memory"
+    assert parse("--write write_through").remarks == parse("--write-policy write_through").remarks
+
+
 def test_a_beginning_of_several_flags_is_refused_with_their_names() -> None:
     with pytest.raises(ConfigError, match="'--max-num-' is the beginning of --max-num-seqs, --max-num-batched-tokens"):
         parse("--max-num- 8")
@@ -247,6 +268,17 @@ class TestConfigFile:
         told = "--workers, --enable-chunked-prefill, --graph-optimization-config"
         assert args.remarks[1] == f"FastDeploy's flags that have no effect here: {told}"
 
+    @pytest.mark.parametrize(("said", "is_on"), [("'true'", True), ("'False'", False), ("1", True), ("0", False)])
+    def test_a_switch_may_be_text_or_a_number(self, tmp_path: Path, said: str, *, is_on: bool) -> None:
+        text = f"model: m\nenable_prefix_caching: {said}\ndynamic_load_weight: {said}\n"
+        args = self.parse_file(tmp_path, text)
+        assert (args.enable_prefix_caching, args.dynamic_load_weight) == (is_on, is_on)
+
+    @pytest.mark.parametrize("said", ["'maybe'", "2", "[true]", "{a: true}"])
+    def test_a_switch_that_is_neither_on_nor_off_is_refused(self, tmp_path: Path, said: str) -> None:
+        with pytest.raises(ConfigError, match=r"config\.yaml: dynamic_load_weight is .*; it must be true or false"):
+            self.parse_file(tmp_path, f"model: m\ndynamic_load_weight: {said}\n")
+
     def test_what_is_refused_on_the_command_line_is_refused_in_the_file(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--quantization: this engine computes"):
             self.parse_file(tmp_path, "model: m\nquantization: wint8\n")
@@ -281,4 +313,4 @@ def test_keys_in_the_environment_are_refused_as_the_flag_is_and_not_repeated() -
 
 def test_the_recorded_list_has_every_flag_that_is_known_of_fastdeploy() -> None:
     recorded = {line.split()[0] for table in (TAKEN, WITHOUT_EFFECT, REFUSED) for line in rows(table)}
-    assert recorded - {"-tp"} == set(fastdeploy_flags._NAMES)
+    assert recorded - {"-tp"} == {*fastdeploy_flags._NAMES, *fastdeploy_flags._NEWER_FLAGS}

@@ -166,5 +166,7 @@ def _encode_params(params: dict[str, Any]) -> dict[str, bytes]:
 def _require_one_sequence(parsed: ParsedRequest) -> None:
     """Prefill tells of the first sequence alone; decode, given that for several, ends (vLLM 0.32)."""
     assert parsed.body is not None
-    if parsed.body.choices > 1 or parsed.num_prompts > 1:
+    embedded = parsed.body.members.get("prompt_embeds")  # prompts beside those of ``prompt``
+    embeds_several = isinstance(embedded, list) or (embedded and parsed.body.members.get("prompt"))
+    if parsed.samples > 1 or parsed.num_prompts > 1 or embeds_several:
         raise NotAsPair("several answers to one request", decode_serves_alone=True)

@@ -20,6 +20,7 @@ from router.http import (
     find_request_id,
     parse_inference,
     rename_model,
+    whole_number,
 )
 from router.policies import RequestFeatures, request_features
 from router.serving.reading.api import GENERATING, Api, EngineIds
@@ -141,23 +142,23 @@ class ParsedRequest:
     def samples(self) -> int:
         """How many answers it asks for to each prompt."""
         assert self.body is not None
-        return self.body.choices // self.num_prompts
+        return whole_number(self.body.members.get("n")) or 1
 
     @property
     def is_batch(self) -> bool:
-        """Whether it has a list of prompts, if only of one."""
+        """Whether it has a list of prompts, if only of one, for engines other than FastDeploy."""
         prompts = self._find_prompts()
         return isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts it has."""
+        """How many prompts it has, for engines other than FastDeploy."""
         return len(self._find_prompts()) if self.body is not None and self.is_batch else 1
 
     def _find_prompts(self) -> Any:
-        """The prompt, or prompts; FastDeploy takes them by either name."""
+        """The prompt, or prompts; of both names, engines other than FastDeploy know this one alone."""
         assert self.body is not None
-        return self.body.members.get("prompt_token_ids") or self.body.members.get("prompt")
+        return self.body.members.get("prompt") or self.body.members.get("prompt_token_ids")
 
     def name_at_engines(self, request_id: str) -> EngineIds:
         """The ids of its sequences at FastDeploy's engines, where its answer is generated under this id."""
@@ -217,7 +218,12 @@ def _list_ids(members: Mapping[str, Any], key: str) -> dict[str, str]:
     """
     session = key if key != members.get("user") else ""
     ids = {"req_id": members.get("req_id"), "session_id": session}
-    return {name: value[:MAX_CLIENT_ID] for name, value in ids.items() if isinstance(value, str) and value}
+    return {
+        # JSON may write halves of a character, which no log or span can have.
+        name: value[:MAX_CLIENT_ID].encode(errors="replace").decode()
+        for name, value in ids.items()
+        if isinstance(value, str) and value
+    }
 
 
 def _make_request_id() -> str:

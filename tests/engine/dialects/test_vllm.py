@@ -153,6 +153,18 @@ async def test_fields_are_refused_as_vllm_does(
             await pair.prefill.complete(**{"max_tokens": 1, "kv_transfer_params": REMOTE_DECODE, **fields})
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@in_event_loop
+async def test_several_prompts_are_handed_over_each(tiny_checkpoint: Path, word_tokenizer: Any, n: int) -> None:
+    async with vllm_pair(tiny_checkpoint, word_tokenizer) as pair:
+        prompts = [prompt_of(100), prompt_of(40, first=2), prompt_of(70, first=3)]
+        fields: dict[str, Any] = {"prompt": prompts, "n": n, "temperature": 2.0, "seed": 3}
+        expected = tokens_of(await pair.alone.complete(**fields))
+        params = await prefill(pair.prefill, **fields)
+        assert tokens_of(await pair.decode.complete(**fields, kv_transfer_params=params)) == expected
+        assert pair.decode.side.handed_over("direct") == 3 * n
+
+
 @in_event_loop
 async def test_further_choices_go_on_from_prompts_of_their_own(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
     async with vllm_pair(tiny_checkpoint, word_tokenizer) as pair:

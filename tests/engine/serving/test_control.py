@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -309,6 +310,23 @@ class TestSleep:
         trained.engine.blocks.release_blocks(held)
         await trained.control.sleep(["kv_cache"])
 
+    @in_event_loop
+    async def test_who_could_give_back_a_part_only_is_not_resumed_without_it(
+        self, trained: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = Asked(trained, PROMPT)
+
+        def fail_to_free() -> None:
+            raise OSError("madvise failed")
+
+        async with trained.asking() as client:
+            with monkeypatch.context() as broken:
+                broken.setattr(trained.engine.runner, "free_kv", fail_to_free)
+                assert (await fail(client, "/v1/sleep")).endswith("madvise failed")
+            assert "POST /v1/wakeup first" in await fail(client, "/v1/resume")
+            await order(client, "/v1/wakeup")
+        assert Asked(trained, PROMPT).tokens == before.tokens
+
     @pytest.mark.parametrize("path", ["/v1/sleep", "/v1/wakeup"])
     @in_event_loop
     async def test_a_part_that_cannot_sleep_is_refused_in_fastdeploys_words(self, trained: Running, path: str) -> None:
@@ -443,13 +461,88 @@ class TestUpdateWeights:
 
         monkeypatch.setattr(model_runner, "collect_facts", fail_to_collect)
         await trained.control.pause()
-        with pytest.raises(OSError, match="the folder has gone"):
-            await trained.control.update_weights("new")
+        async with trained.asking() as client:
+            assert (await fail(client, "/v1/update_weights", json={"version": "new"})).endswith("the folder has gone")
+            assert (await client.get("/health")).status_code == 200
         await trained.control.resume()
         after = Asked(trained, PROMPT)
         assert after.tokens == before.tokens
         assert after.pool > 0, "the pool's blocks are of the weights that run"
         assert trained.control.version is None
+
+    @in_event_loop
+    async def test_weights_that_fail_halfway_let_nothing_be_answered_until_they_are_loaded_again(
+        self, trained: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runner = trained.engine.runner
+
+        def fail_halfway(_: object) -> None:
+            raise RuntimeError("an illegal memory access was encountered\nCompile with ...")
+
+        train(folder)
+        async with trained.asking() as client:
+            await order(client, "/v1/pause")
+            with monkeypatch.context() as on_cuda:  # where the weights are copied over those that run
+                on_cuda.setattr(runner, "device", SimpleNamespace(type="cuda"))
+                on_cuda.setattr(runner.model, "load_state_dict", fail_halfway)
+                message = await fail(client, "/v1/update_weights")
+            assert message.endswith("and then failed: an illegal memory access was encountered")
+            assert "POST /v1/wakeup" in await fail(client, "/v1/resume")
+            for stream in (False, True):
+                refused = await client.post("/v1/completions", json={**LONG, "stream": stream})
+                assert refused.status_code == 503
+                assert refused.json()["error"]["message"].endswith("POST /v1/wakeup to it loads them again")
+            assert (await client.get("/health")).status_code == 503
+            await order(client, "/v1/wakeup")
+            assert (await client.get("/health")).status_code == 200
+        assert Asked(trained, PROMPT).tokens == answer_of(folder, PROMPT)
+
+    @pytest.mark.parametrize("does_hang", [False, True])
+    @in_event_loop
+    async def test_new_weights_answer_nothing_while_kv_of_the_old_ones_is_in_use(
+        self, trained: Running, folder: Path, monkeypatch: pytest.MonkeyPatch, *, does_hang: bool
+    ) -> None:
+        Asked(trained, PROMPT)
+        train(folder)
+        core, end = trained.engine.core, threading.Event()
+
+        def follow_badly() -> None:
+            end.wait(30 if does_hang else 0)
+            raise RuntimeError("no pool")
+
+        async with trained.asking() as client:
+            await order(client, "/v1/pause")
+            with monkeypatch.context() as broken:
+                broken.setattr(core, "follow_weights", follow_badly)
+                broken.setattr(control_module, "_ORDER_SECONDS", 0.5)
+                message = await fail(client, "/v1/update_weights")
+            assert message.endswith("within 0.5 s: a step of it takes longer" if does_hang else "at it: no pool")
+            assert (await client.get("/health")).status_code == 503
+            assert (await client.post("/v1/completions", json=LONG)).status_code == 503
+            end.set()
+            await order(client, "/v1/wakeup")
+        new = Asked(trained, PROMPT)
+        assert (new.tokens, new.own, new.pool) == (answer_of(folder, PROMPT), 0, 0)
+
+    @in_event_loop
+    async def test_an_order_waits_for_another_one_for_a_bounded_time(
+        self, trained: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, end = threading.Event(), threading.Event()
+
+        def free_slowly() -> None:
+            begun.set()
+            end.wait(30)
+
+        monkeypatch.setattr(trained.engine.runner, "free_weights", free_slowly)
+        monkeypatch.setattr(control_module, "_ORDER_SECONDS", 0.2)
+        async with trained.asking() as client:
+            sleeping = asyncio.create_task(order(client, "/v1/sleep"))
+            await eventually(begun.is_set, "the first order to begin")
+            for path in ("/v1/pause", "/v1/resume"):
+                assert (await fail(client, path)).endswith("the order before this one has not ended within 0.2 s")
+            end.set()
+            await sleeping
 
     @pytest.mark.parametrize(
         ("body", "message"),

@@ -437,6 +437,11 @@ def test_a_master_of_several_is_started_in_mooncakes_words(flags: str, started: 
             "--ha_backend_connstring is 'h'; after redis:// it must be host:port",
         ),
         ("--etcd h1", "--etcd is 'h1'; after etcd:// it must be host:port"),
+        ("--etcd h1:1 --ha_backend_connstring h1:1", "--etcd and --ha_backend_connstring both say who elects"),
+        (
+            "--ha_backend_type redis --ha_backend_connstring redis://secret@h:1",
+            "--ha_backend_connstring is 'redis://...@h:1'; after redis:// it must be host:port; a password goes into",
+        ),
         ("--ha_backend_type redis --ha_backend_connstring h:1 --oplog", "--oplog needs --etcd"),
         (
             "--ha_backend_type redis --ha_backend_connstring h:1",

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvstore_backend import ConfigError
 from kvstore_backend.config import FileSettings, load_config, parse_size, values
 from kvstore_backend.config.values import parse_master_address, parse_metadata_server
 
@@ -59,6 +60,9 @@ def test_masters_may_be_elected_in_kubernetes() -> None:
         (parse_master_address, "etcd://https://h:1", "after etcd:// it must be host:port"),
         (parse_master_address, "redis://h:1;i:1", "after redis:// it must be host:port"),
         (parse_master_address, "redis://:secret@h:1", "a password goes into MC_REDIS_PASSWORD"),
+        (parse_master_address, "redis://secret@h:1", "a password goes into MC_REDIS_PASSWORD"),
+        (parse_metadata_server, "redis://secret@h:1", "a password goes into MC_REDIS_PASSWORD"),
+        (parse_master_address, "user@h:1", "it must be host:port"),
         (parse_master_address, "k8s://a/b/c", "after k8s:// it must be namespace/lease"),
         (parse_metadata_server, "etcd://h1", "after etcd:// it must be host:port"),
         (parse_metadata_server, "k8s://default/lease", "it must be P2PHANDSHAKE, or a URL"),
@@ -70,6 +74,22 @@ def test_another_way_to_several_masters_gets_one_sentence(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         parse(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "environ"),
+    [
+        ("redis://hidden@h:1?protocol=tcp", {}),
+        ("redis://:hidden@h:1?protocl=tcp", {}),
+        ("mooncake://u:hidden@h:1", {}),
+        ("mooncake", {"MOONCAKE_MASTER_SERVER_ADDR": "redis://hidden@h:1"}),
+        ("mooncake://h:1?metadata_server=redis://hidden@h:1", {}),
+    ],
+)
+def test_a_password_in_an_address_is_not_repeated(url: str, environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(url, environ=environ)
+    assert "hidden" not in str(caught.value)
 
 
 def test_file_defaults_to_a_folder_of_this_users_own_in_shared_memory(

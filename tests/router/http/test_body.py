@@ -226,6 +226,13 @@ def test_choices_count_the_prompts_of_a_list(name: bytes, prompts: bytes, count:
     assert body.prompt_tokens > 1
 
 
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": ["a", "b"], "prompt_token_ids": [1]}', b'{"prompt": "a", "prompt_token_ids": [[1], [2]]}']
+)
+def test_choices_are_as_many_as_any_engine_makes_of_two_names_for_prompts(body: bytes) -> None:
+    assert parse_inference(body).choices == 2
+
+
 def test_prompt_tokens_are_exact_where_the_client_sent_token_ids() -> None:
     assert parse_inference(b'{"prompt_token_ids": [1, 2, 3]}').prompt_tokens == 3
 

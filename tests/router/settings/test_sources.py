@@ -471,12 +471,23 @@ def test_a_level_that_is_given_wins_over_fastdeploys_switch(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["register-token", "TOKEN", "API_KEYS_FILE", "apikey", "tls-cert", "auth-file", "server"]
+    "name",
+    [
+        *("register-token", "TOKEN", "API_KEYS_FILE", "apikey", "tls-cert", "auth-file", "server"),
+        *("authentication", "requireAuth", "admin-password", "clientSecret"),
+    ],
 )
 def test_a_flat_file_with_a_name_that_may_protect_the_router_is_refused(tmp_path: Path, name: str) -> None:
     file = tmp_path / "router.yaml"
     file.write_text(f"{name}: {{api-keys-file: /k}}\n" if name == "server" else f"{name}: /k\n")
     with pytest.raises(SettingsError, match=name):
+        load_settings(["--config", str(file)], {})
+
+
+def test_a_setting_of_a_flat_file_is_given_once_however_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("admin_token_file: /k\nadmin-token-file: /z\n")
+    with pytest.raises(SettingsError, match="admin-token-file is given a second time"):
         load_settings(["--config", str(file)], {})
 
 

@@ -99,6 +99,42 @@ def test_the_ids_by_which_fastdeploys_users_look_for_a_request_are_in_its_line(
     assert ids.items() <= router.client.get("/admin/explain/r").json().items()
 
 
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        ({"req_id": "i" * 5000, "session_id": "i" * 5000}, {"X_BD_LOGID": "i" * 5000}),
+        ({"req_id": "i" * 5000, "extra_body": {"session_id": "i" * 5000}}, {"X_BD_LOGID": "i" * 5000}),
+        ({"req_id": "i" * 129}, {"X-Session-Id": "i" * 129, "X_BD_LOGID": "i" * 129}),
+    ],
+)
+def test_128_characters_of_a_clients_ids_are_kept_and_written(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, body: dict[str, Any], headers: dict[str, str]
+) -> None:
+    path = tmp_path / "access.log"
+    router, kept = make_router(stand_in(), access_log=str(path)), list[RequestRecord]()
+    router.app.audit.subscribe_to_batches(kept.extend)
+    router.client.post(CHAT, json={"messages": [], "request_id": "r", **body}, headers=headers)
+    wait_until(lambda: bool(kept) and len(lines_of(path)) == 1, "the line")
+    ids = dict.fromkeys(("session_id", "req_id", "x_bd_logid"), "i" * 128)
+    assert kept[0].client_ids == ids
+    assert ids.items() <= lines_of(path)[0].items()
+    assert ids.items() <= router.client.get("/admin/explain/r").json().items()
+
+
+def test_halves_of_characters_in_a_clients_ids_do_not_hide_its_request(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
+) -> None:
+    path = tmp_path / "access.log"
+    router = make_router(stand_in(), access_log=str(path))
+    router.client.post(
+        CHAT, content=b'{"messages": [], "request_id": "r", "req_id": "a\\ud800", "session_id": "\\udfff"}'
+    )
+    wait_until(lambda: len(lines_of(path)) == 1, "the line")
+    ids = {"req_id": "a?", "session_id": "?"}
+    assert ids.items() <= lines_of(path)[0].items()
+    assert ids.items() <= router.client.get("/admin/explain/r").json().items()
+
+
 def test_a_request_that_cannot_be_read_is_found_by_its_header(make_router: MakeRouter, tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     make_router(access_log=str(path)).client.post(CHAT, content=b"x", headers={"X_BD_LOGID": "log-1"})

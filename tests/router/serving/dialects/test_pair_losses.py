@@ -76,6 +76,7 @@ def test_several_prompts_and_several_answers(start_pairs: StartPairs, dialect: s
     answered = fleet.ask("/v1/completions", 1, prompt=prompts).json()
     texts = [answer_text("/v1/completions", make_body("/v1/completions", 1, prompt=prompt)) for prompt in prompts]
     assert [choice["text"] for choice in answered["choices"]] == texts
+    assert bool(fleet.of("prefill")[0].received) == (dialect not in ("nixl", "mooncake"))  # there, decode serves alone
     several = fleet.ask("/v1/completions", 2, n=2, temperature=1)
     if dialect == "sglang":  # all answers would share one room, and neither of a pair's instances serves alone
         assert (several.status_code, several.json()["error"]["code"]) == (400, "not_as_pair")

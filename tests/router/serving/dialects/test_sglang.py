@@ -35,6 +35,16 @@ def test_a_batch_has_a_room_a_prompt(start_pairs: StartPairs, prompts: list[obje
     assert (fleet.strict.violations, fleet.strict.rooms_used) == ([], len(prompts))
 
 
+@pytest.mark.parametrize("prompt", ["a b", ["a b", "c d e"]])
+def test_token_ids_that_sglang_does_not_know_make_no_rooms(start_pairs: StartPairs, prompt: object) -> None:
+    fleet = start_pairs("sglang")
+    fleet.check(COMPLETIONS, 1, prompt=prompt, prompt_token_ids=[[1], [2], [3]])
+    assert isinstance(fleet.strict, StrictSglang)
+    assert (fleet.strict.violations, fleet.strict.rooms_used) == ([], len(prompt) if isinstance(prompt, list) else 1)
+    answered = fleet.ask(COMPLETIONS, 1, prompt=["a b", "c d e"], prompt_token_ids=[1], n=2)
+    assert (answered.status_code, answered.json()["error"]["code"]) == (400, "not_as_pair")
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_several_answers_to_a_prompt_are_refused_in_a_sentence(start_pairs: StartPairs, path: str) -> None:
     fleet = start_pairs("sglang")

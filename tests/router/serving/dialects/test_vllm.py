@@ -56,7 +56,10 @@ def test_decode_alone_serves_several_sequences(start_pairs: StartPairs, connecto
     fleet.check(CHAT, 1, n=2)
     fleet.check(COMPLETIONS, 2, prompt=["a b", "c d"])
     fleet.check(COMPLETIONS, 3, prompt=[[1, 2], [3]])
-    assert figures(fleet) == ([], 0, 3)
+    fleet.check(COMPLETIONS, 4, prompt=["a b", "c d"], prompt_token_ids=[1])  # which vLLM does not know
+    fleet.check(COMPLETIONS, 5, prompt="a b", prompt_embeds="AAAA")  # two prompts, too
+    fleet.check(COMPLETIONS, 6, prompt="a b", prompt_embeds=["AAAA", "BBBB"])
+    assert figures(fleet) == ([], 0, 6)
     assert not fleet.of("prefill")[0].received
 
 
