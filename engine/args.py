@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import os
 import sys
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 
 from engine.fastdeploy_flags import IN_FLOAT32, add_foreign_flags, expand_abbreviations, read_config_file
 from engine.retrieval_config import REPRESENTATIVES, RetrievalConfig
+from kvcommon.hints import did_you_mean
 from kvstore_backend import ConfigError
 
 __all__ = ["EngineArgs", "parse_args", "set_native_defaults"]
@@ -331,9 +331,8 @@ def _check_combinations(args: EngineArgs) -> None:
 
 def _explain_unknown_flag(argument: str, parser: argparse.ArgumentParser) -> str:
     name = argument.partition("=")[0]
-    nearest = difflib.get_close_matches(name, parser._option_string_actions, 1)
-    hint = f"did you mean {nearest[0]}?" if nearest else "see --help"
-    return f"{name!r} is no flag of this program; {hint}"
+    hint = did_you_mean(name, parser._option_string_actions) or "; see --help"
+    return f"{name!r} is no flag of this program{hint}"
 
 
 def _parse_protocols(text: str) -> tuple[str, ...]:

@@ -5,26 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
-import socket
 import ssl
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from kvcommon.addresses import find_own_address, parse_address
 from kvstore_backend import ConfigError
 
-__all__ = ["host_ip_towards", "read_token", "router_url", "send_heartbeats"]
+__all__ = ["router_url", "send_heartbeats"]
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
 # Until the first registration has worked, and after one has failed.
 RETRY_SECONDS = 1.0
-
-_ADDRESS = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII)
+_NO_ADDRESS = "--router %r is not host:port, such as 127.0.0.1:52700"
 
 
 def router_url(text: str) -> str:
@@ -33,50 +30,16 @@ def router_url(text: str) -> str:
     Raises:
         ConfigError: it is something else, or has a path, which the router has not.
     """
-    refusal = ConfigError(f"--router {text!r} is not host:port, such as 127.0.0.1:52700")
-    found = _ADDRESS.fullmatch(text)
-    if found is None or not 0 < int(found["port"]) < 65536:
-        raise refusal
-    host = "127.0.0.1" if found["host"] == "0.0.0.0" else found["host"]
-    url = f"{found['scheme'] or 'http'}://{host}:{found['port']}"
+    try:
+        address = parse_address(text)
+    except ValueError:
+        raise ConfigError(_NO_ADDRESS % text) from None
+    url = address._replace(host="127.0.0.1").url if address.host == "0.0.0.0" else address.url
     try:
         httpx.URL(url).host.encode("idna")  # as it is looked up: labels of 1 to 63 characters
     except (httpx.InvalidURL, UnicodeError):
-        raise refusal from None
+        raise ConfigError(_NO_ADDRESS % text) from None
     return url
-
-
-def host_ip_towards(url: str) -> str:
-    """This machine's address as the host of ``url`` sees it.
-
-    Raises:
-        OSError: nobody knows that host, or there is no way to it.
-    """
-    target = httpx.URL(url)
-    family, kind, _, _, address = socket.getaddrinfo(target.host, target.port or 80, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        # Connecting a datagram socket sends nothing; it only picks the route.
-        probe.connect(address)
-        own: str = probe.getsockname()[0]
-        return own
-
-
-def read_token(path: Path) -> str:
-    """The token in a file of its own, beside which only comments may stand; no message repeats it.
-
-    Raises:
-        ConfigError: the file cannot be read, or has anything else in it.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as exc:
-        raise ConfigError(f"--router-token-file {path}: {exc.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--router-token-file {path} is not text in UTF-8") from None
-    words = [word for line in lines if not line.lstrip().startswith("#") for word in line.split()]
-    if len(words) != 1:
-        raise ConfigError(f"--router-token-file {path} must have the token as its only line, with no space in it")
-    return words[0]
 
 
 async def send_heartbeats(
@@ -103,7 +66,7 @@ async def send_heartbeats(
         while True:
             changed.clear()
             try:
-                payload = {**describe(), "host_ip": await asyncio.to_thread(host_ip_towards, router)}
+                payload = {**describe(), "host_ip": await asyncio.to_thread(find_own_address, router)}
                 response = await client.post(f"{router}/register", json=payload, headers=headers)
                 problem = "" if response.status_code == 200 else _explain_refusal(response, has_token=bool(token))
             except (httpx.HTTPError, OSError) as exc:

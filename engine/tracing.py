@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from engine.pool_use import Reason
 from engine.request import Sequence
+from kvcommon.spans import LoggingExporter, close_spans, measure_epoch
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import SpanContext
 
@@ -28,8 +26,6 @@ __all__ = ["Phase", "RequestTrace", "Tracer", "list_phases", "open_tracer"]
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "kvengine"
-# The last spans get so long to be taken when the instance stops.
-CLOSING_SECONDS = 1.0
 # A wait that is shorter is not worth a span.
 _MIN_WAIT_SECONDS = 0.001
 _GOOD_ENDS = ("stop", "length")
@@ -191,7 +187,7 @@ class Tracer:
         # The one way to the sampler that the standard variables name.
         self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
         self._propagator = TraceContextTextMapPropagator()
-        self._exporter = _TellingExporter(OTLPSpanExporter(), receiver)
+        self._exporter = LoggingExporter(OTLPSpanExporter(), receiver, log)
         self._processor = BatchSpanProcessor(cast("SpanExporter", self._exporter))
         # Of the request that a task of the event loop answers.
         self._arrival: ContextVar[_Arrival | None] = ContextVar("arrival", default=None)
@@ -208,7 +204,7 @@ class Tracer:
         result = self._sampler.should_sample(told, trace_id, "request", self._api.SpanKind.SERVER)
         is_sampled = result.decision.name == "RECORD_AND_SAMPLE"
         at = time.monotonic()
-        arrival = _Arrival(trace_id, parent if parent.is_valid else None, at, _measure_epoch())
+        arrival = _Arrival(trace_id, parent if parent.is_valid else None, at, measure_epoch(time.monotonic))
         self._arrival.set(arrival if is_sampled else None)
 
     def begin_request(self) -> RequestTrace | None:
@@ -243,63 +239,4 @@ class Tracer:
 
     def close(self) -> None:
         """Give the receiver a moment to take the last spans."""
-        closing = threading.Thread(target=self._processor.shutdown, name="tracing-close", daemon=True)
-        closing.start()
-        closing.join(CLOSING_SECONDS)
-        if closing.is_alive():
-            self._exporter.give_up()
-
-
-def _measure_epoch() -> float:
-    """The moment when ``time.monotonic`` was 0, in seconds since 1970.
-
-    The best of some readings, as a thread may be held up between one clock and the other.
-    """
-    readings = [(time.monotonic(), time.time(), time.monotonic()) for _ in range(3)]
-    before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
-    return now - (before + after) / 2
-
-
-# As in router/telemetry/tracing.py: the two packages may not import each other, nor do they share a third.
-class _TellingExporter:
-    """The SDK's exporter, which says once that the receiver takes no spans, and once that it does again."""
-
-    def __init__(self, exporter: Any, receiver: str) -> None:
-        self._exporter = exporter
-        self._receiver = receiver
-        self._lost = 0
-        self._is_over = False
-        # These say the same for each batch, with all that the libraries below them say.
-        for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-    def export(self, spans: SequenceOf[ReadableSpan]) -> Any:
-        """Send spans; on the SDK's thread."""
-        result = self._exporter.export(spans)
-        if not result.value:
-            if self._lost:
-                log.info("%s takes spans again; %d were lost", self._receiver, self._lost)
-            self._lost = 0
-        elif not self._is_over:
-            if not self._lost:
-                text = "%s does not take the spans sent to it by OTLP over HTTP (usually port 4318); they are dropped"
-                log.warning(text, self._receiver)
-            self._lost += len(spans)
-        return result
-
-    def give_up(self) -> None:
-        """The instance stops, and the receiver has not taken the last spans in its time."""
-        if not self._lost:
-            text = "%s did not take the last spans within %g s; they are lost"
-            log.warning(text, self._receiver, CLOSING_SECONDS)
-        self.shutdown()
-
-    def shutdown(self) -> None:
-        """End, and give up spans that wait to be sent again."""
-        if not self._is_over:
-            self._is_over = True
-            self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing is held here."""
-        return True
+        close_spans(self._processor, self._exporter)

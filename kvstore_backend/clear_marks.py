@@ -16,17 +16,15 @@ import re
 import secrets
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore_backend.backend import Span, Status
-from kvstore_backend.namespace import BLOCK_PREFIX
+from kvstore_backend.namespace import BLOCK_PREFIX, Namespace
 from kvstore_backend.wrappers.checked import seal_bytes
-
-if TYPE_CHECKING:
-    from kvstore_backend.pool import BlockPool  # which imports this module
+from kvstore_backend.wrappers.wrapper import Stack
 
 __all__ = ["ALL", "MARK_PREFIX", "ClearMarks", "ClearWatch", "make_mark", "mark_key"]
 
@@ -55,6 +53,26 @@ def make_mark(key: str) -> NDArray[np.uint8]:
     return seal_bytes(key, secrets.token_hex(_ID_BYTES // 2).encode())
 
 
+class Pool(Protocol):
+    """The part of ``BlockPool`` that is used here."""
+
+    namespace: Namespace
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether calls are answered now."""
+
+    @property
+    def stack(self) -> Stack:
+        """The stack of backends."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Announce memory that is read into."""
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Take back a ``register``."""
+
+
 class ClearMarks:
     """The marks of some namespaces, as an instance knows them.
 
@@ -63,7 +81,7 @@ class ClearMarks:
         digests: of the namespaces that the instance saves blocks of.
     """
 
-    def __init__(self, pool: BlockPool, digests: Sequence[str]) -> None:
+    def __init__(self, pool: Pool, digests: Sequence[str]) -> None:
         self._pool = pool
         self._keys = [mark_key(each) for each in (*digests, ALL)]
         self._memory: NDArray[np.uint8] = np.zeros(len(self._keys) * _ID_BYTES, dtype=np.uint8)
@@ -102,7 +120,7 @@ class ClearWatch:
         pool: of one namespace, which may change; the copies of all namespaces are dropped.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._period = _PERIOD_SECONDS
         self._closed = threading.Event()

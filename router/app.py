@@ -115,7 +115,7 @@ class RouterApp:
         self.link = link
         self.registry = Registry(settings.splitwise)
         if settings.cache_salt_per_key and link.is_first:
-            self.registry.subscribe_to_arrivals(_warn_of_shared_cache)
+            self.registry.events.arrivals.subscribe(_warn_of_shared_cache)
         self.load_sync = LoadSync(link, self.registry)
         self.selector = Selector(settings, self.registry)
         self.prefix_sync = PrefixSync(link, self.selector.policies)
@@ -151,7 +151,7 @@ class RouterApp:
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
         self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(self._gather_services())
-        self.registry.subscribe_to_failures(self.proxy.on_instance_failure)
+        self.registry.events.failures.subscribe(self.proxy.on_instance_failure)
         self._answer_other_processes()
         self.control = _control_plane(self)
 

@@ -15,9 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import re
 import signal
-import socket
 import ssl
 import sys
 from collections.abc import Sequence
@@ -26,6 +24,7 @@ from typing import Any
 
 import httpx
 
+from kvcommon.addresses import find_own_address, parse_address
 from router.settings import (
     CERTIFICATE_REMEDY,
     FlagParser,
@@ -51,7 +50,6 @@ KV_CONNECTORS = ("nixl", "mooncake", "kvstore")
 # Of our own engine's models; FastDeploy's do without the second word.
 OUR_OWNER = "fastdeploy-kvstore"
 _TIMEOUT_SECONDS = 4.0
-_ADDRESS = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII)
 
 
 class UntoldError(Exception):
@@ -106,7 +104,7 @@ class Sidecar:
     async def _send_heartbeat(self, client: httpx.AsyncClient) -> str:
         """One heartbeat; the problem in one sentence, or nothing."""
         try:
-            payload = {"host_ip": await asyncio.to_thread(_find_own_address, self._router), **self._payload}
+            payload = {"host_ip": await asyncio.to_thread(find_own_address, self._router), **self._payload}
         except OSError as exc:
             return f"there is no way to the router {self._router}: {exc}"
         scheme, _, host = payload["host_ip"].rpartition("://")
@@ -293,26 +291,16 @@ async def _fetch_object(client: httpx.AsyncClient, url: str) -> tuple[int, dict[
 
 
 def _parse_router_url(text: str) -> str:
-    found = _ADDRESS.fullmatch(text)
-    if found is None or not 0 < int(found["port"]) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not host:port, such as 127.0.0.1:9000")
-    return f"{found['scheme'] or 'http'}://{found['host']}:{found['port']}"
+    try:
+        return parse_address(text).url
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
 
 
 def _parse_role(text: str) -> str:
     if text.lower() not in ROLES:
         raise argparse.ArgumentTypeError(f"{text!r} is no kind of instance; it must be one of {', '.join(ROLES)}")
     return text.lower()
-
-
-def _find_own_address(router: str) -> str:
-    """This machine's address as the router sees it."""
-    target = httpx.URL(router)
-    family, kind, _, _, address = socket.getaddrinfo(target.host, target.port or 80, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # of a datagram socket: sends nothing, only picks the route
-        own: str = probe.getsockname()[0]
-        return own
 
 
 def _describe_error(exc: httpx.HTTPError) -> str:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(
     path.relative_to(ROOT)
-    for package in ("router", "kvstore_backend", "engine")
+    for package in ("kvcommon", "router", "kvstore_backend", "engine")
     for path in (ROOT / package).rglob("*.py")
     if path.name != "__init__.py"
 )

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("engine", "kvstore_backend", "router")
+PACKAGES = ("engine", "kvcommon", "kvstore_backend", "router")
 
 
 @pytest.fixture(scope="module")

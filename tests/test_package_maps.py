@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = sorted(
-    init.parent for package in ("router", "kvstore_backend", "engine") for init in (ROOT / package).rglob("__init__.py")
-)
+TOPS = ("kvcommon", "router", "kvstore_backend", "engine")
+PACKAGES = sorted(init.parent for top in TOPS for init in (ROOT / top).rglob("__init__.py"))
 LINE = re.compile(r"^(\w+(?:\.py|/)) +\S", re.MULTILINE)
 
 
@@ -37,5 +36,9 @@ def test_a_packages_docstring_lists_each_of_its_parts_once(package: Path) -> Non
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
-    folders = {path.parent for top in ("router", "kvstore_backend", "engine") for path in (ROOT / top).rglob("*.py")}
+    folders = {
+        path.parent
+        for top in ("kvcommon", "router", "kvstore_backend", "engine")
+        for path in (ROOT / top).rglob("*.py")
+    }
     assert folders == set(PACKAGES)

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(path for package in ("router", "kvstore_backend", "engine") for path in (ROOT / package).rglob("*.py"))
+PACKAGES = ("kvcommon", "router", "kvstore_backend", "engine")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 # Who may read it, how often, and why.
 READERS = {
     "engine/protocol.py": (1, "the member created of answers"),
-    "engine/tracing.py": (1, "when a span began, for its receiver"),
+    "kvcommon/spans.py": (1, "when a span began, for its receiver"),
     "engine/why_miss/recent_requests.py": (1, "when a request was, as text"),
     "kvstore_backend/cli/operator/archive.py": (1, "when an archive was written, as text"),
     "kvstore_backend/manifest_keeper.py": (1, "when a manifest was written, as text"),
@@ -30,7 +31,6 @@ READERS = {
     "router/fleet/snapshot.py": (1, "the age of a file of another start of the machine, where no other clock lasts"),
     "router/serving/proxy.py": (1, "when a request came, for logs"),
     "router/serving/story.py": (1, "when a request came, for logs"),
-    "router/telemetry/tracing.py": (1, "when a span began, for its receiver"),
 }
 WALL_CLOCKS = {
     ("time", "time"),

@@ -17,6 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.protocol import ApiError, anthropic_error_body
+from kvcommon import request_ids
+from kvcommon.request_ids import encode_request_id
 
 __all__ = [
     "CLIENT_LEFT",
@@ -35,11 +37,9 @@ CLIENT_LEFT = 499
 MAX_HEAD_BYTES = 64 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _LONGEST_URL = 0xFFFF  # of httptools, which takes a longer one for no HTTP
-MAX_ID_CHARACTERS = 256
 # Of a body that has begun, something more must come within so long.
 READ_SECONDS = 60.0
 
-_REQUEST_ID = b"x-request-id"
 _ANTHROPIC_PATH = "/v1/messages"
 
 
@@ -153,25 +153,10 @@ def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     Raises:
         ApiError: 400, it cannot be an id.
     """
-    for name, value in headers:
-        if name == _REQUEST_ID:
-            try:
-                text = value.decode()
-            except UnicodeDecodeError:
-                text = "\0"
-            if not text.isprintable():
-                message = f"X-Request-Id is {value!r}; it must be a text of printable characters"
-                raise ApiError(400, message, param="X-Request-Id")
-            if len(text) > MAX_ID_CHARACTERS:
-                message = f"X-Request-Id is longer than the {MAX_ID_CHARACTERS} characters this instance takes"
-                raise ApiError(400, message, param="X-Request-Id")
-            return text
-    return ""
-
-
-def encode_request_id(request_id: str) -> tuple[bytes, bytes]:
-    """The header ``X-Request-Id`` of a response."""
-    return _REQUEST_ID, request_id.encode()
+    try:
+        return request_ids.find_request_id(headers, "this instance")
+    except ValueError as exc:
+        raise ApiError(400, str(exc), param="X-Request-Id") from None
 
 
 def _echo_request_id(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bytes] | None:

@@ -45,13 +45,14 @@ from engine.model_runner import (
     load_tokenizer,
 )
 from engine.out_of_memory import LEAVE_ROOM_BESIDE, told_if_too_large
-from engine.registration import host_ip_towards, send_heartbeats
+from engine.registration import send_heartbeats
 from engine.scheduler import Scheduler
 from engine.serving.control import Control
 from engine.serving.surroundings import Surroundings
 from engine.staging import MAX_LENT_BYTES, open_direct, stage_handovers
 from engine.tracing import open_tracer
 from engine.why_miss.explainer import MissExplainer
+from kvcommon.addresses import find_own_address
 from kvstore_backend import BlockPool, PoolConfig, open_pool
 from kvstore_backend.config import MooncakeSettings, describe_url, named_protocol, named_rdma_devices
 from kvstore_backend.manifest import Manifest
@@ -168,7 +169,7 @@ class Instance:
         """This machine's address as the other side of a hand-over reaches it."""
         if self.args.host not in ("0.0.0.0", "::"):
             return self.args.host
-        return host_ip_towards(self.router) if self.router else "127.0.0.1"
+        return find_own_address(self.router) if self.router else "127.0.0.1"
 
     @contextlib.asynccontextmanager
     async def run_lifespan(self, _: FastAPI) -> AsyncIterator[None]:

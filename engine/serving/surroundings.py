@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.args import EngineArgs
-from engine.registration import read_token, router_url
+from engine.registration import router_url
+from kvcommon.secret_files import read_token
 from kvstore_backend import ConfigError, PoolConfig, load_config
 from kvstore_backend.config import find_checkpoint
 
@@ -32,10 +33,17 @@ def find_surroundings(args: EngineArgs) -> Surroundings:
     """
     return Surroundings(
         router_url(args.router) if args.router else None,
-        read_token(args.router_token_file) if args.router_token_file else "",
+        _read_router_token(args.router_token_file) if args.router_token_file else "",
         load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None,
         find_folder(args.model),
     )
+
+
+def _read_router_token(path: Path) -> str:
+    try:
+        return read_token(path)
+    except ValueError as exc:
+        raise ConfigError(f"--router-token-file {exc}") from None
 
 
 def find_folder(model: str) -> str:

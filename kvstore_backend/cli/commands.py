@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.metadata
 import os
 import signal
 import sys
@@ -14,15 +13,16 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
+from kvcommon.hints import suggest_name
+from kvcommon.versions import find_version
 from kvstore_backend.backend import KVStoreError
 from kvstore_backend.cli import bench, doctor, master, stats
 from kvstore_backend.cli.checks import find_wheels
 from kvstore_backend.cli.operator import OPERATOR_COMMANDS, Command
-from kvstore_backend.config import did_you_mean, wants_native_log
+from kvstore_backend.config import wants_native_log
 
 __all__ = ["main"]
 
-_DISTRIBUTION = "fastdeploy-kvstore"
 _COMMANDS = {
     "doctor": Command.of_module(doctor),
     "bench": Command.of_module(bench),
@@ -69,14 +69,14 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         command.add_arguments(added[name])
         added[name].set_defaults(run=command.run, command=name)
     if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:
-        parser.error(f"there is no command {argv[0]!r}{did_you_mean(argv[0], _COMMANDS)}")
+        parser.error(f"there is no command {argv[0]!r}{suggest_name(argv[0], _COMMANDS)}")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown and "native" in arguments:
         arguments.native = unknown
     elif unknown:
         flags = [flag for flag in added[arguments.command]._option_string_actions if flag.startswith("--")]
         word = unknown[0].partition("=")[0]
-        hint = did_you_mean(word, flags) if word.startswith("-") else "; one CONFIG is enough"
+        hint = suggest_name(word, flags) if word.startswith("-") else "; one CONFIG is enough"
         added[arguments.command].error(f"{word!r} is not known{hint}")
     return arguments
 
@@ -92,12 +92,8 @@ class _PrintCompletion(argparse.Action):
 
 def _describe_version() -> str:
     """Our version, and those of the distributions of Mooncake that are installed."""
-    try:
-        own = importlib.metadata.version(_DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        own = "(not installed: run from its folder)"
     wheels = ", ".join(f"{wheel} {version}" for wheel, version in find_wheels().items())
-    return f"kvstore {own}; {wheels or 'no Mooncake'}"
+    return f"kvstore {find_version()}; {wheels or 'no Mooncake'}"
 
 
 @contextlib.contextmanager

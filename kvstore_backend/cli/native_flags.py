@@ -6,8 +6,8 @@ import re
 import subprocess
 from collections.abc import Collection, Sequence
 
+from kvcommon.hints import suggest_name
 from kvstore_backend.backend import ConfigError, PoolUnavailable
-from kvstore_backend.config import did_you_mean
 
 __all__ = ["list_native_flags", "parse_native_flags"]
 
@@ -67,6 +67,6 @@ def _take_value(name: str, rest: list[str]) -> str:
 
 def _refuse_flag(name: str, native: dict[str, bool], own: Collection[str]) -> ConfigError:
     """The refusal of a flag that neither we nor the program have."""
-    near = did_you_mean(f"--{name}", [*own, *(f"--{each}" for each in native)])
+    near = suggest_name(f"--{name}", [*own, *(f"--{each}" for each in native)])
     hint = near if "did you mean" in near else ": kvstore master --help and mooncake_master --help list them"
     return ConfigError(f"--{name} is no flag of kvstore master, nor of mooncake_master{hint}")

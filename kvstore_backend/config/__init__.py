@@ -8,7 +8,6 @@ sources.py       load_config, read_config: explicit values, URL, JSON file, envi
 environment.py   variables that are no pool's setting: other engines', and those that Mooncake's library reads
 checkpoints.py   a model's name at a hub -> the folder of its download
 rdma.py          the RDMA devices of this machine
-hints.py         "did you mean ...?"
 """
 
 from kvstore_backend.config.checkpoints import find_checkpoint, is_hub_name
@@ -31,7 +30,6 @@ from kvstore_backend.config.environment import (
     set_snapshot_folder,
     wants_native_log,
 )
-from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.rdma import has_active_port, list_rdma_devices
 from kvstore_backend.config.settings import (
     DEFAULT_TENANT,
@@ -68,7 +66,6 @@ __all__ = [
     "describe_override",
     "describe_unknown",
     "describe_url",
-    "did_you_mean",
     "engine_variables",
     "fastdeploy_plugins",
     "find_checkpoint",

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from kvcommon.hints import suggest_name
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.values import hide_password
 
 __all__ = ["FOREIGN_KEYS", "NATIVE_NAMES", "ParsedConfig", "is_url", "parse_mindie_pool", "read_file", "read_url"]
@@ -90,7 +90,7 @@ def read_url(url: str) -> ParsedConfig:
         raise ConfigError(f"{shown!r} has a part behind #, which says nothing of a pool; in a path, write %23 for #")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None:
-        raise ConfigError(f"{shown!r} has the scheme {parts.scheme!r}{did_you_mean(parts.scheme, _SCHEMES)}")
+        raise ConfigError(f"{shown!r} has the scheme {parts.scheme!r}{suggest_name(parts.scheme, _SCHEMES)}")
     query_settings = _translate_names(values, where, binary_sizes=False)
     place = f"{shown!r}: its address"
     if backend == "mooncake":
@@ -154,7 +154,7 @@ def parse_mindie_pool(pool: object, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} is {pool!r}; it must be an object with the keys {', '.join(_MINDIE_KEYS)}")
     for name in members:
         if name not in _MINDIE_KEYS:
-            raise ConfigError(f'unknown key "{name}" in {where}{did_you_mean(name, _MINDIE_KEYS)}')
+            raise ConfigError(f'unknown key "{name}" in {where}{suggest_name(name, _MINDIE_KEYS)}')
     if not isinstance(members.get("configPath", ""), str):
         raise ConfigError(f'{where} says "configPath": {members["configPath"]!r}; it must be the path of a file')
     return members

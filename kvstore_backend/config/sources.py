@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
+from kvcommon.hints import suggest_name
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config.dialects import NATIVE_NAMES, ParsedConfig, is_url, read_file, read_url
 from kvstore_backend.config.environment import named_protocol
-from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.settings import (
     DEFAULT_TENANT,
     STORE_SETTINGS,
@@ -82,7 +82,7 @@ def load_config(
     parsed_url = read_url(backend) if is_url(backend) else None
     kind = STORE_SETTINGS.get(parsed_url.backend if parsed_url else backend)
     if kind is None:
-        raise ConfigError(f"storage backend {backend!r} is not known{did_you_mean(backend, STORE_SETTINGS)}")
+        raise ConfigError(f"storage backend {backend!r} is not known{suggest_name(backend, STORE_SETTINGS)}")
     environ = os.environ if environ is None else environ
     names = [*_field_names(kind), *_OPTIONS]
     file = _file_source(kind, names, config_path, environ, is_named=parsed_url is None)
@@ -306,7 +306,7 @@ def _check_names(names: Sequence[str], values: Mapping[str, object], where: str)
     for name in values:
         if name not in names:
             near = _nearest_name(name, names)
-            raise ConfigError(f'unknown key "{name}"{where}{did_you_mean(name, [near] if near else names)}')
+            raise ConfigError(f'unknown key "{name}"{where}{suggest_name(name, [near] if near else names)}')
 
 
 def _describe_unknown(names: Sequence[str], parsed: ParsedConfig) -> str:

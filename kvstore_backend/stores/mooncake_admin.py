@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from kvcommon.mooncake import Segment, parse_plain_metrics, read_segment
 from kvstore_backend.config import MooncakeSettings
 
 __all__ = ["MasterAdmin", "Segment", "TenantAccount", "find_admin", "find_clients_gone", "list_clusters_in_etcd"]
@@ -25,28 +26,6 @@ _MAX_PROBES = 32
 _MAX_KEYS = 100
 _NOBODY_LISTENS = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.EHOSTDOWN)
 _VIEW_PREFIX = "mooncake-store/"
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Memory that a client gives to the pool.
-
-    Attributes:
-        name: the client's host and port, by which others know it.
-        client: the master's id of the client, which may give several.
-        endpoint: with ``P2PHANDSHAKE``, where the client listens.
-        is_handshaking: whether the client joined with ``P2PHANDSHAKE``, not with a metadata server. Mooncake does
-            not say so; it shows in the endpoint, which then is not the segment's name (seen with 0.3.13).
-        used: bytes.
-        capacity: bytes.
-    """
-
-    name: str
-    client: str
-    endpoint: str
-    is_handshaking: bool
-    used: int
-    capacity: int
 
 
 @dataclass(frozen=True)
@@ -85,25 +64,13 @@ class MasterAdmin:
 
     def fetch_metrics(self) -> dict[str, float]:
         """All metrics without labels."""
-        # Not by Prometheus' own parser: some of Mooncake's counters lack the ending that it demands of them.
-        lines = (line.split(" ") for line in self._fetch_page("/metrics").text.splitlines() if not line.startswith("#"))
-        return {line[0]: float(line[1]) for line in lines if len(line) == 2 and "{" not in line[0]}
+        return parse_plain_metrics(self._fetch_page("/metrics").text)
 
     def list_segments(self) -> list[Segment]:
         """The memory of the pool, client by client."""
         page = self._fetch_page("/get_segments_detail").json()
         try:
-            return [
-                Segment(
-                    each["segment_name"],
-                    each.get("client_id", each["segment_name"]),
-                    each["te_endpoint"],
-                    each["te_endpoint"] != each["segment_name"],
-                    int(each["allocator_used_bytes"]),
-                    int(each["allocator_capacity_bytes"]),
-                )
-                for each in page["segments"]
-            ]
+            return [read_segment(each) for each in page["segments"]]
         except (KeyError, TypeError) as exc:
             raise ValueError(f"{self.address}/get_segments_detail lacks {exc}") from exc
 

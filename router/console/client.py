@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import re
-import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +13,8 @@ from urllib.parse import quote
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvcommon import addresses
+from kvcommon.addresses import parse_address
 from router.settings import CERTIFICATE_REMEDY, FlagParser, is_certificate_refused, read_authorities, read_token
 
 __all__ = [
@@ -40,7 +40,6 @@ TIMEOUT_SECONDS = 5.0
 MISS_SECONDS = 25.0
 # A stream's next piece; a long prompt is computed before the first.
 STREAM_SECONDS = 300.0
-_ADDRESS = re.compile(r"(?:https?://)?(?:[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII)
 
 
 class RouterError(Exception):
@@ -264,10 +263,10 @@ def parse_interval(text: str) -> float:
 
 
 def _parse_url(text: str) -> str:
-    found = _ADDRESS.fullmatch(text)
-    if found is None or not 0 < int(found["port"]) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not host:port, such as 127.0.0.1:9000")
-    return text.rstrip("/") if "://" in text else f"http://{text.rstrip('/')}"
+    try:
+        return parse_address(text).url
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
 
 
 def find_own_address(router: str) -> str:
@@ -276,12 +275,8 @@ def find_own_address(router: str) -> str:
     Raises:
         RouterAway: there is no way to the router.
     """
-    target = httpx.URL(router)
     try:
-        family, kind, _, _, address = socket.getaddrinfo(target.host, target.port or 80, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of a datagram socket: sends nothing, only picks the route
-            own: str = probe.getsockname()[0]
+        own = addresses.find_own_address(router)
     except OSError as exc:
         raise RouterAway(f"there is no way to the router {router}: {exc.strerror or exc}") from None
     return f"[{own}]" if ":" in own else own

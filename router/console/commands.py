@@ -12,7 +12,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from router.settings import make_parser, suggest_name
+from kvcommon.hints import suggest_name
+from router.settings import make_parser
 
 __all__ = ["COMMANDS", "main"]
 

@@ -107,7 +107,7 @@ async def clear_prefix_caches(registry: Registry, upstream: ConnectionPool) -> d
     outcomes = await gather_spread(_clear_prefix_cache(instance, upstream) for instance in instances)
     for instance, outcome in zip(instances, outcomes, strict=True):
         if outcome == "success":
-            registry.announce_lost_cache(instance)
+            registry.events.lost_caches.emit(instance.key)
         _log.info("clearing the prefix cache of %s: %s", instance.key, outcome)
     return {instance.key: outcome for instance, outcome in zip(instances, outcomes, strict=True)}
 

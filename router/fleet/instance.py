@@ -30,14 +30,14 @@ import math
 from typing import TYPE_CHECKING
 
 from router.fleet.breaker import Breaker
+from router.fleet.events import Signal
 from router.fleet.registration import Registration, Role
 
 if TYPE_CHECKING:
-    from router.fleet.registry import Registry
     from router.http import Address
     from router.policies import InstanceLoad
 
-__all__ = ["STATES", "Instance"]
+__all__ = ["STATES", "FleetEvents", "Instance"]
 
 _log = logging.getLogger("router.fleet.instance")
 
@@ -53,13 +53,40 @@ _HEALTH, _MODELS, _DRAIN, _PAUSE, _WEIGHT = "health", "models", "drain", "pause"
 MAX_MODELS_LOGGED = 10
 
 
+class FleetEvents:
+    """What happens to the instances of one registry, for those who subscribe."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        """Grows whenever other instances may be chosen, or be paired, than before."""
+        self.arrivals = Signal[[Instance]]()
+        """An instance was added, or another kind of instance has replaced it."""
+        self.failures = Signal[[Instance]]()
+        """The probes of an instance keep failing; at each failed probe."""
+        self.logged = Signal[[Instance]]()
+        """This process has logged a change of an instance."""
+        self.lost_caches = Signal[[str]]()
+        """The instance of this key has restarted or is gone, and so lost its cache."""
+        self.new_models = Signal[[Instance]]()
+        """An instance serves other models than before."""
+        self.new_orders = Signal[[]]()
+        """The operator's orders about an instance have changed."""
+        self.troubles = Signal[[Instance]]()
+        """An instance is not healthy any more."""
+
+    def bump_generation(self) -> None:
+        """Void the choices that were prepared."""
+        self.generation += 1
+
+
 class Instance:
     """One registered instance: its registration, its health, and its load."""
 
     def __init__(
         self,
         registration: Registration,
-        registry: Registry,
+        load: InstanceLoad,
+        events: FleetEvents,
         now: float,
         *,
         proven: bool,
@@ -80,7 +107,7 @@ class Instance:
         self.role: Role = registration.role
         self.head_line = _make_head_line(registration)
         """The headers by which a client is told that this instance has served its request."""
-        self.load: InstanceLoad = registry.make_load(registration.key)
+        self.load = load
         self.breaker = Breaker()
         self.healthy = proven
         self.trouble = "" if proven else "it has not answered a probe yet"
@@ -97,7 +124,7 @@ class Instance:
         """The part of its share of requests that the operator lets it have."""
         self.permanent, self.has_heartbeat = permanent, has_heartbeat
         self.last_registered = self.last_healthy = now
-        self._registry = registry
+        self._events = events
         self._proven = proven
         self._warm_at = now
         self._failed_probes = self._passed_probes = 0
@@ -148,7 +175,8 @@ class Instance:
                 told = ", ".join(sorted(models)[:MAX_MODELS_LOGGED]) or "any model, for all it tells"
                 self.log_change(_MODELS, logging.INFO, f"serves {told}", is_told=is_told)
             self.models = models
-            self._registry.on_models_change(self)
+            self._events.bump_generation()
+            self._events.new_models.emit(self)
 
     def is_silent(self, now: float, expiry: float) -> bool:
         """Whether it is gone: a permanent one never is.
@@ -174,7 +202,7 @@ class Instance:
             *(self.role.value, self.key, change, f": {why}" if why else ""),
         )
         if not is_said:
-            self._registry.announce_said(self)
+            self._events.logged.emit(self)
 
     def note_health_elsewhere(self, now: float) -> None:
         """Another process finds it healthy, so it is not gone, though it may be out of reach from here."""
@@ -199,9 +227,9 @@ class Instance:
         elif proven:
             self._note_answer()
         if registration != known:
-            self._registry.bump_generation()
+            self._events.bump_generation()
         if registration.takes_cache_salt != known.takes_cache_salt:
-            self._registry.announce_arrival(self)
+            self._events.arrivals.emit(self)
 
     def set_draining(self, draining: bool, *, until_restart: bool = False, is_told: bool = False) -> None:
         """Take no new requests, or take them again; the requests it runs are not touched.
@@ -218,9 +246,9 @@ class Instance:
             change = "drains" if draining else "takes requests again"
             self.log_change(_DRAIN, logging.INFO, change, is_told=is_told)
             self.draining = draining
-            self._registry.bump_generation()
+            self._events.bump_generation()
         if has_changed:
-            self._registry.announce_orders()
+            self._events.new_orders.emit()
 
     def set_pause(self, paused: bool, *, is_told: bool = False) -> None:
         """Take no new requests for the time being, or take them again; the requests it runs are not touched."""
@@ -228,34 +256,34 @@ class Instance:
             change = "is paused" if paused else "is paused no more"
             self.log_change(_PAUSE, logging.INFO, change, is_told=is_told)
             self.paused = paused
-            self._registry.bump_generation()
-            self._registry.announce_orders()
+            self._events.bump_generation()
+            self._events.new_orders.emit()
 
     def set_share(self, share: float, *, is_told: bool = False) -> None:
         """Take this part of its share of requests; with 0, only those that no other instance can take."""
         if self.share != share:
             self.log_change(_WEIGHT, logging.INFO, f"has weight {share:g}", is_told=is_told)
             self.share = share
-            self._registry.bump_generation()
-            self._registry.announce_orders()
+            self._events.bump_generation()
+            self._events.new_orders.emit()
 
     def record_success(self, now: float) -> None:
         """Note a request to it that got the first good byte of its answer."""
         if self.breaker.failures and self.breaker.record_success():
             _log.info("%s instance %s answers requests again", self.role.value, self.key)
             self._warm_at = now + SLOW_START_SECONDS
-            self._registry.bump_generation()
+            self._events.bump_generation()
 
     def record_failure(self, now: float, reason: str) -> None:
         """Note a request to it that failed: no answer, a broken one, or a 5xx; not 429 or 4xx."""
         if self.breaker.record_failure(now):
             _log.warning("%s instance %s keeps failing requests: %s", self.role.value, self.key, reason)
-            self._registry.bump_generation()
+            self._events.bump_generation()
 
     def begin_half_open_trial(self, now: float) -> None:
         """Send it one request although its breaker is not closed, and no other one for the time being."""
         self.breaker.begin_half_open_trial(now)
-        self._registry.bump_generation()
+        self._events.bump_generation()
 
     def mark_healthy(self, now: float) -> None:
         """Let it be chosen (again)."""
@@ -270,11 +298,11 @@ class Instance:
             self.log_change(_HEALTH, logging.INFO, "is healthy again")
             if may_be_another:
                 self._warm_at = now + SLOW_START_SECONDS
-                self._registry.announce_lost_cache(self)
+                self._events.lost_caches.emit(self.key)
         else:
             self.log_change(_HEALTH, logging.INFO, "answered its first probe")
             self._proven = True
-        self._registry.bump_generation()
+        self._events.bump_generation()
 
     def mark_unhealthy(self, trouble: str, *, is_out_of_reach: bool = False) -> None:
         """Choose it no more until probes, or a registration, show that it works. The requests it runs go on.
@@ -288,8 +316,8 @@ class Instance:
         if self.healthy:
             self.log_change(_HEALTH, logging.WARNING, "is unhealthy", trouble)
             self.healthy = False
-            self._registry.bump_generation()
-            self._registry.announce_trouble(self)
+            self._events.bump_generation()
+            self._events.troubles.emit(self)
 
     def record_passed_probe(self, now: float, threshold: int) -> None:
         """Note a good probe; ``threshold`` of them in a row make it healthy, the first one if it never was."""
@@ -315,7 +343,7 @@ class Instance:
         if self._failed_probes >= threshold:
             self.mark_unhealthy(trouble, is_out_of_reach=is_out_of_reach)
             if not may_finish:
-                self._registry.announce_failure(self)
+                self._events.failures.emit(self)
 
     def _note_answer(self) -> None:
         """It has answered a probe."""
@@ -328,7 +356,7 @@ class Instance:
         """Another process has its address."""
         if self.drains_until_restart:
             self.set_draining(False)
-        self._registry.announce_lost_cache(self)
+        self._events.lost_caches.emit(self.key)
 
 
 def _make_head_line(registration: Registration) -> bytes:

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcommon.hints import list_unknown
 from router.fleet.registration import Registration, RegistrationError
 from router.fleet.registry import Registry
-from router.settings import SettingsError, YamlFileError, list_unknown, read_yaml
+from router.settings import SettingsError, YamlFileError, read_yaml
 
 __all__ = ["add_listed_instances", "read_register_file"]
 

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 
-from router.fleet.instance import Instance
+from router.fleet.instance import FleetEvents, Instance
 from router.fleet.registration import Registration, Role, RoleRefused
 from router.policies import InstanceLoad
 
@@ -29,8 +29,9 @@ class Registry:
 
     def __init__(self, splitwise: bool) -> None:
         self.splitwise = splitwise
-        self.generation = 0
-        """Grows whenever other instances may be chosen, or be paired, than before."""
+        self.events = events = FleetEvents()
+        """What happens to the instances."""
+        events.new_models.subscribe(self._on_new_models)
         self.gone_models: set[str] = set()
         """The names of models that nobody serves any more, because the instances that did are gone."""
         self.models_wanted_at = -math.inf
@@ -38,12 +39,6 @@ class Registry:
         self.make_load: Callable[[str], InstanceLoad] = InstanceLoad
         """Makes the load of each instance that is added."""
         self._instances: dict[str, Instance] = {}
-        self._arrival_callbacks: list[Callable[[Instance], None]] = []
-        self._lost_cache_callbacks: list[Callable[[str], None]] = []
-        self._failure_callbacks: list[Callable[[Instance], None]] = []
-        self._trouble_callbacks: list[Callable[[Instance], None]] = []
-        self._said_callbacks: list[Callable[[Instance], None]] = []
-        self._orders_callbacks: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         return f"<Registry {list(self._instances.values())}>"
@@ -77,7 +72,7 @@ class Registry:
         if instance is None:
             _log.info("%s instance %s registered", registration.role.value, registration.key)
             _log.debug("it says of itself: %s", dict(registration.fields))
-            return self._add_instance(Instance(registration, self, now, proven=True))
+            return self._add_instance(self._make_instance(registration, now, proven=True))
         _log.debug("%s instance %s registered again: %s", registration.role.value, registration.key, instance)
         instance.renew_registration(registration, now)
         return instance
@@ -99,7 +94,9 @@ class Registry:
             has_heartbeat: it has registered more than once, elsewhere or earlier.
             proven: who tells has it for healthy; otherwise it is unhealthy until it is probed.
         """
-        instance = Instance(registration, self, now, proven=proven, permanent=permanent, has_heartbeat=has_heartbeat)
+        instance = self._make_instance(
+            registration, now, proven=proven, permanent=permanent, has_heartbeat=has_heartbeat
+        )
         return self._add_instance(instance)
 
     def forget_silent(self, now: float, expiry: float) -> list[Instance]:
@@ -119,78 +116,21 @@ class Registry:
     def remove(self, instance: Instance) -> None:
         """Forget ``instance``, which gets no more requests; those it runs go on."""
         del self._instances[instance.key]
-        self.bump_generation()
-        self.announce_lost_cache(instance)
+        self.events.bump_generation()
+        self.events.lost_caches.emit(instance.key)
         if len(self.gone_models) < MAX_GONE_MODELS:
             self.gone_models.update(instance.models or ())
         for each in self._instances.values():
             self.gone_models.difference_update(each.models or ())
 
-    def on_models_change(self, instance: Instance) -> None:
-        """An instance serves other models than before."""
+    def _on_new_models(self, instance: Instance) -> None:
         self.gone_models.difference_update(instance.models or ())
-        self.bump_generation()
 
-    def bump_generation(self) -> None:
-        """Void the choices that were prepared: other instances may be chosen, or be paired, than before."""
-        self.generation += 1
-
-    def subscribe_to_arrivals(self, callback: Callable[[Instance], None]) -> None:
-        """Call ``callback`` with each instance that is added, and with one that another kind of instance replaces."""
-        self._arrival_callbacks.append(callback)
-
-    def announce_arrival(self, instance: Instance) -> None:
-        """Tell the subscribers that ``instance`` is new, or of another kind than before."""
-        for callback in self._arrival_callbacks:
-            callback(instance)
-
-    def subscribe_to_lost_caches(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` with the key of each instance that has restarted or is gone, and so lost its cache."""
-        self._lost_cache_callbacks.append(callback)
-
-    def announce_lost_cache(self, instance: Instance) -> None:
-        """Tell the subscribers that ``instance`` has restarted or is gone."""
-        for callback in self._lost_cache_callbacks:
-            callback(instance.key)
-
-    def subscribe_to_failures(self, callback: Callable[[Instance], None]) -> None:
-        """Call ``callback`` with each instance whose probes keep failing, at each failed probe."""
-        self._failure_callbacks.append(callback)
-
-    def announce_failure(self, instance: Instance) -> None:
-        """Tell the subscribers that ``instance`` does not answer probes."""
-        for callback in self._failure_callbacks:
-            callback(instance)
-
-    def subscribe_to_troubles(self, callback: Callable[[Instance], None]) -> None:
-        """Call ``callback`` with each instance that turns out not to be healthy any more."""
-        self._trouble_callbacks.append(callback)
-
-    def announce_trouble(self, instance: Instance) -> None:
-        """Tell the subscribers that ``instance`` is not healthy any more."""
-        for callback in self._trouble_callbacks:
-            callback(instance)
-
-    def subscribe_to_said(self, callback: Callable[[Instance], None]) -> None:
-        """Call ``callback`` with each instance of whose health this process has logged a change."""
-        self._said_callbacks.append(callback)
-
-    def announce_said(self, instance: Instance) -> None:
-        """Tell the subscribers that a change of ``instance`` was logged."""
-        for callback in self._said_callbacks:
-            callback(instance)
-
-    def subscribe_to_orders(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` whenever the operator's orders about an instance have changed."""
-        self._orders_callbacks.append(callback)
-
-    def announce_orders(self) -> None:
-        """Tell the subscribers that the operator's orders about an instance have changed."""
-        for callback in self._orders_callbacks:
-            callback()
+    def _make_instance(self, registration: Registration, now: float, **state: bool) -> Instance:
+        return Instance(registration, self.make_load(registration.key), self.events, now, **state)
 
     def _add_instance(self, instance: Instance) -> Instance:
         self._instances[instance.key] = instance
-        self.bump_generation()
-        self.announce_arrival(instance)
+        self.events.bump_generation()
+        self.events.arrivals.emit(instance)
         return instance

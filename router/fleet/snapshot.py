@@ -109,7 +109,7 @@ class Snapshot:
         self._boot_clock = boot_clock
         self._versions = versions
         self._has_new_orders = asyncio.Event()
-        registry.subscribe_to_orders(self._has_new_orders.set)
+        registry.events.new_orders.subscribe(self._has_new_orders.set)
         # One that is cancelled in ``keep_writing`` goes on in its thread while ``save`` begins.
         self._one_at_a_time = threading.Lock()
 

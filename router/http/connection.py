@@ -6,16 +6,12 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import httptools
 
 from router.http.errors import BadResponse, ConnectionLost, UpstreamError
 from router.http.message import Address, Headers
-
-if TYPE_CHECKING:
-    from router.http.exchange import Exchange
-    from router.http.pool import ConnectionPool
 
 __all__ = ["Connection"]
 
@@ -30,6 +26,36 @@ MAX_HEADERS = 1000
 _TELLS_LENGTH = frozenset({b"content-length", b"transfer-encoding"})
 
 
+class Receiver(Protocol):
+    """The exchange that a connection carries."""
+
+    bodiless: bool
+    fresh: bool
+    status: int
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Take the head of the response."""
+
+    def on_data(self, data: bytes, is_whole: bool) -> bool:
+        """Take a piece of the body; True if the connection must stop reading."""
+
+    def on_lost(self, error: UpstreamError) -> None:
+        """The connection ended before the response was complete."""
+
+
+class Owner(Protocol):
+    """The pool that a connection belongs to."""
+
+    def add_open(self, connection: Connection) -> None:
+        """Count a connection that was made."""
+
+    def discard_open(self, connection: Connection) -> None:
+        """Forget a connection that is closed."""
+
+    def give_back(self, connection: Connection) -> None:
+        """Take a connection whose response is complete."""
+
+
 class Connection(asyncio.Protocol):
     """One connection to an instance, and the exchange that it carries.
 
@@ -37,13 +63,13 @@ class Connection(asyncio.Protocol):
     all that one read of the socket brought.
     """
 
-    def __init__(self, pool: ConnectionPool, address: Address) -> None:
+    def __init__(self, pool: Owner, address: Address) -> None:
         self.address = address
         self._pool = pool
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._is_made = False
         self._parser: Any = None
-        self._exchange: Exchange | None = None
+        self._exchange: Receiver | None = None
         self.is_open = True
         """Whether a request may be sent on it, once it was made; its exchange may still get a response where not."""
         self._is_paused = False
@@ -57,7 +83,7 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._is_whole = False
 
-    def send_request(self, exchange: Exchange, request: Sequence[bytes]) -> None:
+    def send_request(self, exchange: Receiver, request: Sequence[bytes]) -> None:
         """Begin ``exchange``, which from now on is told of all bytes that come, by writing the parts of its request.
 
         The connection is open.

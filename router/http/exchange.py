@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from router.http.connection import Connection
 from router.http.errors import ConnectionLost, StaleConnection, UpstreamError
 from router.http.message import Address, Headers
-
-if TYPE_CHECKING:
-    from router.http.connection import Connection
-    from router.http.pool import ConnectionPool
 
 __all__ = ["HIGH_WATER", "Exchange", "ExchangeRecord"]
 
@@ -25,6 +22,16 @@ HIGH_WATER = 256 * 1024
 # Of a response that is consumed, so much is kept of its beginning and of its end: enough for an error and for usage
 # figures, which may come after the ids of a long prompt.
 KEPT_BYTES = 64 * 1024
+
+
+class Connector(Protocol):
+    """The pool that gives an exchange its connection."""
+
+    def take_idle(self, address: Address) -> Connection | None:
+        """An open connection without an exchange, if there is one."""
+
+    async def connect(self, address: Address) -> Connection:
+        """A new connection; raises ``UpstreamError`` where none can be made."""
 
 
 class ExchangeRecord:
@@ -79,7 +86,7 @@ class Exchange:
     )
 
     def __init__(
-        self, pool: ConnectionPool, address: Address, request: Sequence[bytes], bodiless: bool, fresh: bool
+        self, pool: Connector, address: Address, request: Sequence[bytes], bodiless: bool, fresh: bool
     ) -> None:
         self.address = address
         self.bodiless = bodiless

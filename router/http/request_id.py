@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from kvcommon import request_ids
+from kvcommon.request_ids import MAX_ID_CHARACTERS, encode_request_id
 from router.http.large_body import BadBody
 from router.http.message import Headers
 
 __all__ = ["MAX_ID_CHARACTERS", "echo_request_id", "encode_request_id", "find_request_id"]
-
-# Longer ids are not taken: they are kept in memory, and sent back in a header.
-MAX_ID_CHARACTERS = 256
 
 
 def find_request_id(headers: Headers) -> str:
@@ -17,19 +16,10 @@ def find_request_id(headers: Headers) -> str:
     Raises:
         BadBody: it cannot be an id.
     """
-    for name, value in headers:
-        if name == b"x-request-id":
-            try:
-                text = value.decode()
-            except UnicodeDecodeError:
-                text = "\0"
-            if not text.isprintable():
-                raise BadBody(f"X-Request-Id is {value!r}; it must be a text of printable characters", "X-Request-Id")
-            if len(text) > MAX_ID_CHARACTERS:
-                message = f"X-Request-Id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
-                raise BadBody(message, "X-Request-Id")
-            return text
-    return ""
+    try:
+        return request_ids.find_request_id(headers, "this router")
+    except ValueError as exc:
+        raise BadBody(str(exc), "X-Request-Id") from None
 
 
 def echo_request_id(headers: Headers) -> Headers:
@@ -39,8 +29,3 @@ def echo_request_id(headers: Headers) -> Headers:
     except BadBody:
         return []
     return [encode_request_id(sent)] if sent else []
-
-
-def encode_request_id(request_id: str) -> tuple[bytes, bytes]:
-    """The header ``X-Request-Id`` of a response."""
-    return b"x-request-id", request_id.encode()

@@ -9,12 +9,11 @@ import logging
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
-from typing import Any
 
 import uvloop
 
+from kvcommon.ports import bind_patiently
 from router.access import Admission, Auth
 from router.app import RouterApp
 from router.launch.logs import open_log
@@ -26,9 +25,6 @@ from router.sharing import Supervisor, start_nursery
 __all__ = ["fd_router", "main"]
 
 _log = logging.getLogger("router.launch")
-
-# Linux takes clients' ends from 32768 to 60999; one keeps its port for 60 s after it was closed.
-CLOSED_CONNECTION_SECONDS = 70.0
 
 
 def fd_router(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +114,9 @@ def _open_listener(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        _bind_patiently(listener, family, address)
+        bind_patiently(
+            listener, address, lambda: _log.warning("waiting for port %d: a closed connection still has it", address[1])
+        )
         listener.listen(2048)
     except OSError as exc:
         listener.close()
@@ -126,27 +124,6 @@ def _open_listener(host: str, port: int) -> socket.socket:
             raise SettingsError(f"port {port} of {host} is already in use; choose another with --port") from exc
         raise SettingsError(f"cannot listen at {host}:{port}: {exc.strerror}") from exc
     return listener
-
-
-def _bind_patiently(listener: socket.socket, family: socket.AddressFamily, address: Any) -> None:
-    """Bind, if need be after waiting for the end of a connection that has the port for its client's end."""
-    give_up_at, told = time.monotonic() + CLOSED_CONNECTION_SECONDS, False
-    while True:
-        try:
-            return listener.bind(address)
-        except OSError as exc:
-            if exc.errno != errno.EADDRINUSE or _is_served(family, address) or time.monotonic() >= give_up_at:
-                raise
-        if not told:
-            _log.warning("waiting for port %d: a closed connection still has it", address[1])
-            told = True
-        time.sleep(0.2)
-
-
-def _is_served(family: socket.AddressFamily, address: Any) -> bool:
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex(address) == 0
 
 
 def _format_startup_line(settings: RouterSettings) -> str:

@@ -2,6 +2,7 @@
 
 proxy.py        the data plane: takes requests, knows those that live
 request.py      one request: its client, its answer, its end
+services.py     the parts of the router that serve a request
 reading/        the request as the router serves it: parsed, named, with the head that instances get
 attempts.py     the attempts at it, one after another
 retry.py        the instances it may still try, and the pause before the next attempt
@@ -19,8 +20,8 @@ aborts.py       requests that nobody waits for, stopped at their engines
 from router.serving.aborts import ABORT_PATH, Aborter, AbortScope, list_unknown_ids, read_asked_ids
 from router.serving.dialects import Pairs
 from router.serving.proxy import Proxy
-from router.serving.request import Services
 from router.serving.selection import Selector, explain_unknown_model
+from router.serving.services import Services
 
 __all__ = [
     "ABORT_PATH",

@@ -23,9 +23,9 @@ from router.fleet import Instance
 from router.http import Exchange, Headers, NoRoom, Response, StaleConnection, TimedOut, UpstreamError
 from router.serving.aborts import Aborter
 from router.serving.reading.api import EngineIds
-from router.serving.retry import Reached, Trouble
+from router.serving.retry import LegFailed, Reached, Trouble
 
-__all__ = ["REDIRECTIONS", "Attempt", "Leg", "LegFailed", "StreamStalled"]
+__all__ = ["REDIRECTIONS", "Attempt", "Leg", "StreamStalled"]
 
 _log = logging.getLogger("router.serving.attempt")
 
@@ -65,31 +65,6 @@ _EVENT_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
 
 class StreamStalled(TimedOut):
     """A stream that had begun brought nothing for too long."""
-
-
-class LegFailed(Exception):
-    """A leg failed before the first byte of the response: with the instance's own ``response``, or without any."""
-
-    def __init__(
-        self,
-        instance: Instance,
-        message: str,
-        response: Response | None = None,
-        *,
-        reached: Reached = Reached.HEAD,
-        trouble: Trouble,
-        is_stale: bool = False,
-    ) -> None:
-        """
-        Args:
-            is_stale: an idle connection ended as the request was sent on it: most likely it had been closed before.
-        """
-        super().__init__(message)
-        self.instance = instance
-        self.response = response
-        self.reached = reached
-        self.trouble = trouble
-        self.is_stale = is_stale
 
 
 class Leg:

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 from router.http import ApiError, TimedOut, UpstreamError
 from router.serving.asking import LegMaker, ask_for_usage, ask_instances, list_members
-from router.serving.attempt import Attempt, LegFailed, StreamStalled
+from router.serving.attempt import Attempt, StreamStalled
 from router.serving.dialects import NotReady
 from router.serving.response import HELD_BYTES, MERGED_BYTES, RequestEnded
 from router.serving.resume import ResponseMerger, Resuming, StreamMerger, find_obstacle, make_merger
-from router.serving.retry import Reached, Retries, Sent, Trouble, classify
+from router.serving.retry import LegFailed, Reached, Retries, Sent, Trouble, classify
 from router.serving.selection import NoInstance
 
 if TYPE_CHECKING:
     from router.http import ClientRequest
     from router.serving.reading.parsed_request import ParsedRequest
-    from router.serving.request import Services
     from router.serving.response import ClientResponse
     from router.serving.selection import Selection
+    from router.serving.services import Services
     from router.serving.story import Story
 
 __all__ = ["ABORTED", "Attempts"]

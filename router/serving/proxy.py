@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from router.access import FORWARDED, find_route
 from router.http import ApiError, ClientRequest, Headers, Refused
 from router.serving.aborts import AbortScope
-from router.serving.request import Services, ServingRequest
+from router.serving.request import ServingRequest
 from router.serving.response import RequestEnded
+from router.serving.services import Services
 from router.telemetry import RequestRecord
 
 if TYPE_CHECKING:

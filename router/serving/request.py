@@ -7,17 +7,15 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import NamedTuple
 
-from router.access import Auth, Limits, find_route
-from router.fleet import HealthMonitor, KeptResponses, Role
+from router.access import find_route
+from router.fleet import Role
 from router.http import (
     NOT_PASSED_BACK,
     UNCHECKED_BYTES,
     ApiError,
     BadBody,
     ClientRequest,
-    ConnectionPool,
     LargeBody,
     NoRoom,
     Refused,
@@ -28,44 +26,24 @@ from router.http import (
     estimate_tokens,
     to_dialect,
 )
-from router.serving.aborts import Aborter, AbortScope
-from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
+from router.serving.aborts import AbortScope
+from router.serving.attempt import REDIRECTIONS, Attempt
 from router.serving.attempts import ABORTED, Attempts
-from router.serving.dialects import NotReady, Pairs
+from router.serving.dialects import NotReady
 from router.serving.keep_alive import KeepAlive
 from router.serving.reading.api import GENERATING, EngineIds
 from router.serving.reading.head import RequestHead, read_head
 from router.serving.reading.large import is_large, look_through
 from router.serving.reading.parsed_request import ParsedRequest, guess_ids
 from router.serving.response import ClientResponse, RequestEnded
-from router.serving.selection import NoInstance, Selector
+from router.serving.retry import LegFailed
+from router.serving.selection import NoInstance
+from router.serving.services import Services
 from router.serving.story import Story
-from router.settings import RouterSettings
-from router.telemetry import Audit, RouterMetrics, Tracer
 
-__all__ = ["Services", "ServingRequest"]
+__all__ = ["ServingRequest"]
 
 _log = logging.getLogger("router.serving.request")
-
-
-class Services(NamedTuple):
-    """The parts of the router that serve a request: one of each, shared by all requests."""
-
-    settings: RouterSettings
-    auth: Auth
-    admission: Limits
-    selector: Selector
-    pairs: Pairs
-    kept_responses: KeptResponses
-    upstream: ConnectionPool
-    health: HealthMonitor
-    aborter: Aborter
-    metrics: RouterMetrics
-    audit: Audit
-    tracer: Tracer | None
-    """Where requests are traced."""
-    is_debugging: bool
-    """Whether the log shows each request's way; looked up once, at start."""
 
 
 class ServingRequest:

@@ -17,17 +17,25 @@ import random
 import time
 from asyncio import sleep
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from router.http import TimedOut, UpstreamError
+from router.fleet import Instance
+from router.http import Response, TimedOut, UpstreamError
 from router.policies import RequestFeatures
 from router.serving.reading.api import GENERATING
 from router.serving.selection import NoInstance, Selection, Selector
 
-if TYPE_CHECKING:
-    from router.serving.attempt import LegFailed
-
-__all__ = ["MAX_ATTEMPTS", "MAX_DEATHS", "RULES", "Reached", "Retries", "Sent", "Trouble", "classify", "find_limit"]
+__all__ = [
+    "MAX_ATTEMPTS",
+    "MAX_DEATHS",
+    "RULES",
+    "LegFailed",
+    "Reached",
+    "Retries",
+    "Sent",
+    "Trouble",
+    "classify",
+    "find_limit",
+]
 
 MAX_ATTEMPTS = 6
 MAX_DEATHS = 2
@@ -90,6 +98,31 @@ class Trouble(enum.Enum):
     """The instance refused it for a reason of the request's: another status that is no success."""
     STALL = "stall"
     """A stream brings nothing more, and its instance lives."""
+
+
+class LegFailed(Exception):
+    """A leg failed before the first byte of the response: with the instance's own ``response``, or without any."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        message: str,
+        response: Response | None = None,
+        *,
+        reached: Reached = Reached.HEAD,
+        trouble: Trouble,
+        is_stale: bool = False,
+    ) -> None:
+        """
+        Args:
+            is_stale: an idle connection ended as the request was sent on it: most likely it had been closed before.
+        """
+        super().__init__(message)
+        self.instance = instance
+        self.response = response
+        self.reached = reached
+        self.trouble = trouble
+        self.is_stale = is_stale
 
 
 _ANY_SENT, _ANY_REACH, _ANY_TROUBLE = frozenset(Sent), frozenset(Reached), frozenset(Trouble)

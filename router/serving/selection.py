@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from kvcommon.hints import did_you_mean
 from router.fleet import (
     UNLISTED,
     EngineKind,
@@ -32,7 +33,7 @@ from router.fleet import (
 )
 from router.http import ApiError, Usage
 from router.policies import POLICIES, Decision, InstanceLoad, Outcome, Policy, RequestFeatures
-from router.settings import RouterSettings, did_you_mean
+from router.settings import RouterSettings
 
 __all__ = ["NoInstance", "Selection", "Selector", "explain_unknown_model"]
 
@@ -94,7 +95,7 @@ class Selector:
         }
         """The policy of each role that the router's mode takes."""
         for policy in self.policies.values():
-            registry.subscribe_to_lost_caches(policy.forget_instance)
+            registry.events.lost_caches.subscribe(policy.forget_instance)
         self._choice = _Choice((), (), registry.splitwise)
         self._models: ServedModels | None = None
         """The fleet's models, if they are told apart; then each has a choice, made when it is first asked for."""
@@ -114,7 +115,7 @@ class Selector:
             NoInstance: none of a role is left, no two fit each other, or nobody serves the request's model.
         """
         now = self._clock()
-        if self._generation != self._registry.generation or now >= self._good_until:
+        if self._generation != self._registry.events.generation or now >= self._good_until:
             self._prepare_choice(now)
         model, choice, policies = "", self._choice, self.policies
         if self._models is not None:
@@ -140,7 +141,7 @@ class Selector:
             NoInstance: none is left.
         """
         now = self._clock()
-        if self._generation != self._registry.generation or now >= self._good_until:
+        if self._generation != self._registry.events.generation or now >= self._good_until:
             self._prepare_choice(now)
         model = "" if self._models is None else self._find_model(self._models, features.model, now)
         role = Role.DECODE if self._registry.splitwise else Role.MIXED  # prefill may answer with one token
@@ -172,7 +173,7 @@ class Selector:
     def find_obstacle(self) -> str:
         """Why no request can be served at present, in one sentence; ``""`` if some can."""
         now = self._clock()
-        if self._generation != self._registry.generation or now >= self._good_until:
+        if self._generation != self._registry.events.generation or now >= self._good_until:
             self._prepare_choice(now)
         return self._explain_none((), "").message if self._choice.empty else ""
 
@@ -235,7 +236,7 @@ class Selector:
         policies[role].observe_outcome(features, decision, outcome)
 
     def _prepare_choice(self, now: float) -> None:
-        if self._generation != self._registry.generation:
+        if self._generation != self._registry.events.generation:
             models = ServedModels(self._registry, self._registry.gone_models)
             self._models = models if models.are_told_apart else None
             for gone in self._siblings.keys() - models.names - {UNLISTED}:
@@ -243,7 +244,7 @@ class Selector:
         for prepared in (self._choices, self._lone_choices, self._obstacles):
             prepared.clear()
         self._choice = choice = self._gather_choice(now, ())
-        self._generation = self._registry.generation
+        self._generation = self._registry.events.generation
         available = self._list_available(())
         retries = [i.breaker.retry_at for i in available if not i.breaker.admits(now)]
         is_passing = choice.empty or any(i.weight(now) < 1.0 for i in available)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from router.serving.attempt import Attempt
     from router.serving.dialects import Pair
     from router.serving.reading.parsed_request import ParsedRequest
-    from router.serving.request import Services
     from router.serving.response import ClientResponse
     from router.serving.selection import Selection
+    from router.serving.services import Services
     from router.telemetry import Tracer
 
 __all__ = ["Story"]

@@ -8,11 +8,9 @@ secret_file.py       read_token, read_keys: files with the admin token and with 
 tls_files.py         load_certificate, read_authorities: files with certificates and keys
 tracing.py           find_trace_receiver: where OpenTelemetry's variables say that spans go
 served_certificate.py  ServedCertificate: the certificate of the port, loaded again when its files change
-hints.py             suggest_name, list_unknown: the nearest known names for mistyped ones
 """
 
 from router.settings.flags import FlagParser, parse_port
-from router.settings.hints import did_you_mean, list_unknown, suggest_name
 from router.settings.router_settings import ROUTER_GONE_SECONDS, RouterSettings, SettingsError
 from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token, stamp_file
 from router.settings.served_certificate import ServedCertificate
@@ -31,10 +29,8 @@ __all__ = [
     "ServedCertificate",
     "SettingsError",
     "YamlFileError",
-    "did_you_mean",
     "find_trace_receiver",
     "is_certificate_refused",
-    "list_unknown",
     "load_certificate",
     "load_settings",
     "make_parser",
@@ -45,5 +41,4 @@ __all__ = [
     "read_token",
     "read_yaml",
     "stamp_file",
-    "suggest_name",
 ]

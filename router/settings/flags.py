@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from router.settings.hints import suggest_name
+from kvcommon.hints import suggest_name
+from kvcommon.versions import find_version
 from router.settings.router_settings import SettingsError
 
 __all__ = ["FlagParser", "parse_port"]
@@ -20,7 +20,7 @@ class FlagParser(argparse.ArgumentParser):
         """Args: those of ``argparse.ArgumentParser``, by name."""
         super().__init__(allow_abbrev=False, **kwargs)
         self.add_argument(
-            "-V", "--version", action="version", version=_describe_version(), help="print the version and end"
+            "-V", "--version", action="version", version=f"kvrouter {find_version()}", help="print the version and end"
         )
 
     def error(self, message: str) -> NoReturn:
@@ -47,11 +47,3 @@ def parse_port(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port, a number from 1 to 65535")
     return int(text)
-
-
-def _describe_version() -> str:
-    try:
-        own = importlib.metadata.version("fastdeploy-kvstore")
-    except importlib.metadata.PackageNotFoundError:
-        own = "(not installed: run from its folder)"
-    return f"kvrouter {own}"

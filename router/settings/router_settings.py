@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvcommon.hints import did_you_mean
 from router.policies import DEFAULT_MAX_ENTRIES, POLICIES, PolicyOptions
-from router.settings.hints import did_you_mean
 
 __all__ = ["ROUTER_GONE_SECONDS", "SETTINGS", "RouterSettings", "SettingsError"]
 

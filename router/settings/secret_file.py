@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import yaml
 
+from kvcommon import secret_files
 from router.settings.router_settings import SettingsError
 
 __all__ = ["PRIORITIES", "ApiKey", "parse_priority", "read_keys", "read_token", "stamp_file"]
@@ -126,12 +127,12 @@ def read_token(path: Path, setting: str) -> str:
     """The token in a file of its own.
 
     Raises:
-        SettingsError: the file cannot be read, or has anything beside one word; it names ``setting``.
+        SettingsError: the file cannot be read, or has anything except one word; it names ``setting``.
     """
-    lines = _read_lines(path, setting)
-    if len(lines) != 1 or len(lines[0].split()) != 1:
-        raise SettingsError(f"{setting} {path} must have the token as its only line, with no space in it")
-    return lines[0].strip()
+    try:
+        return secret_files.read_token(path)
+    except ValueError as exc:
+        raise SettingsError(f"{setting} {exc}") from exc
 
 
 def stamp_file(path: Path) -> tuple[int, int] | None:
@@ -146,12 +147,9 @@ def stamp_file(path: Path) -> tuple[int, int] | None:
 def _read_lines(path: Path, setting: str) -> list[str]:
     """The lines of the file that are neither empty nor a comment, at least one."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as exc:
-        raise SettingsError(f"{setting} {path}: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise SettingsError(f"{setting} {path} is not text in UTF-8") from exc
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+        lines = secret_files.read_lines(path)
+    except ValueError as exc:
+        raise SettingsError(f"{setting} {exc}") from exc
     if not lines:
         raise SettingsError(f"{setting} {path} is empty")
     return lines

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcommon.hints import find_nearest, list_unknown, suggest_name
 from router.settings.flags import FlagParser
-from router.settings.hints import find_nearest, list_unknown, suggest_name
 from router.settings.router_settings import SETTINGS, RouterSettings, SettingsError
 from router.settings.yaml_file import YamlFileError, read_yaml
 

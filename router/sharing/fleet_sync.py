@@ -65,10 +65,10 @@ class FleetSync:
         link.subscribe_to_topic("suspect", self._on_suspect)
         link.subscribe_to_topic("lost_cache", self._on_lost_cache)
         link.answer_topic("heard", lambda _: True)
-        registry.subscribe_to_troubles(self._on_trouble)
-        registry.subscribe_to_said(lambda instance: link.publish_event("said", [instance.key, instance.said]))
+        registry.events.troubles.subscribe(self._on_trouble)
+        registry.events.logged.subscribe(lambda instance: link.publish_event("said", [instance.key, instance.said]))
         link.subscribe_to_topic("said", self._on_said)
-        registry.subscribe_to_lost_caches(self._tell_changed_orders)
+        registry.events.lost_caches.subscribe(self._tell_changed_orders)
 
     async def announce_instance(self, instance: Instance) -> None:
         """Tell the others of an instance that has registered, and wait until this router's processes know."""
@@ -256,7 +256,7 @@ class FleetSync:
 
     def _on_lost_cache(self, _: str, key: str) -> None:
         if (instance := self._registry.get(key)) is not None:
-            self._registry.announce_lost_cache(instance)
+            self._registry.events.lost_caches.emit(instance.key)
 
 
 def _orders_of(instance: Instance) -> _Orders:

@@ -8,7 +8,7 @@ import reprlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from router.sharing.gate import Gate
 from router.sharing.kept_figures import KeptFigures
@@ -16,15 +16,30 @@ from router.sharing.link import ANSWER_SECONDS
 from router.sharing.records import STALE_SECONDS, merge_records, read_versions
 from router.sharing.wire import Wire
 
-if TYPE_CHECKING:
-    from router.sharing.shared_state import SharedState
-
-__all__ = ["Hub"]
+__all__ = ["Hub", "Uplink"]
 
 _log = logging.getLogger("router.sharing.hub")
 
 # The number of a question that a router asks, which workers do not count from.
 _FOR_ROUTER = 0
+
+
+class Uplink(Protocol):
+    """The way to the other routers."""
+
+    name: str
+
+    def list_routers(self) -> list[str]:
+        """The names of the other routers."""
+
+    def send_to_routers(self, *message: Any) -> None:
+        """Send a message to all of them."""
+
+    def send_prefixes(self, router: str, answers: list[dict[str, Any]]) -> None:
+        """Send a router the prefixes that it has asked for."""
+
+    async def fetch_prefixes(self) -> dict[str, Any]:
+        """The prefixes that the other routers know."""
 
 
 class Hub:
@@ -38,7 +53,7 @@ class Hub:
             on_count: called with a worker's name and its figures.
             clock: seconds of a monotonic clock, by which records that nobody renews are dropped.
         """
-        self.uplink: SharedState | None = None
+        self.uplink: Uplink | None = None
         """The way to the other routers, where there are any."""
         self.gate: Gate | None = None
         """Lets requests in, where there are limits."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from router.fleet import AwakeClock
 from router.sharing.gate import Gate
 from router.sharing.hand_over import send_connection
-from router.sharing.hub import Hub
+from router.sharing.hub import Hub, Uplink
 from router.sharing.shared_state import SharedState
 from router.sharing.silence import Silence
 from router.sharing.wire import Wire, open_wire
@@ -162,9 +162,9 @@ class Supervisor:
         on_ready()
         asyncio.get_running_loop().add_reader(self._listener, self._accept_connections)
 
-    async def _share_prefixes(self, shared_state: SharedState) -> None:
+    async def _share_prefixes(self, uplink: Uplink) -> None:
         """Let the workers know the prefixes that the other routers know."""
-        if prefixes := await shared_state.fetch_prefixes():
+        if prefixes := await uplink.fetch_prefixes():
             await self._hub.share_prefixes(prefixes)
 
     async def _start_worker(self, place: int, *, is_late: bool) -> None:

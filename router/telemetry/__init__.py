@@ -1,5 +1,6 @@
 """Telemetry: the requests as operators see them.
 
+records.py   RequestRecord: what is known of one request at its end
 audit.py     Audit: one record a request, its line in the access log, and its explanation
 metrics.py   RouterMetrics: figures for Prometheus
 tracing.py   Tracer: spans for OpenTelemetry
@@ -8,11 +9,12 @@ why_miss.py  why a request was a miss, asked of the instances on demand
 need.py      InstancesNeeded: how many instances the traffic needs, for autoscalers
 """
 
-from router.telemetry.audit import MAX_RECORDS, AttemptRecord, Audit, LegRecord, RequestRecord
+from router.telemetry.audit import MAX_RECORDS, Audit
 from router.telemetry.merge import add_counts
 from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
 from router.telemetry.need import InstancesNeeded
-from router.telemetry.tracing import RequestTrace, Tracer, open_tracer
+from router.telemetry.records import AttemptRecord, LegRecord, RequestRecord, RequestTrace
+from router.telemetry.tracing import Tracer, open_tracer
 from router.telemetry.why_miss import explain_miss
 
 __all__ = [

@@ -32,8 +32,9 @@ from router.telemetry.merge import dump_families, merge_families
 if TYPE_CHECKING:
     from router.access import Limits
     from router.fleet import Discovery, Registry
-    from router.telemetry.audit import Audit, RequestRecord
+    from router.telemetry.audit import Audit
     from router.telemetry.need import InstancesNeeded
+    from router.telemetry.records import RequestRecord
 
 __all__ = ["CONTENT_TYPE", "RouterMetrics"]
 

@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from kvcommon.spans import LoggingExporter, close_spans, measure_epoch
+from router.telemetry.records import AttemptRecord, LegRecord, RequestRecord, RequestTrace
+
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import SpanContext
 
     from router.http import ClientRequest
     from router.policies import Decision
-    from router.telemetry.audit import AttemptRecord, LegRecord, RequestRecord
 
-__all__ = ["RequestTrace", "Tracer", "open_tracer"]
+__all__ = ["Tracer", "open_tracer"]
 
 _log = logging.getLogger("router.telemetry.tracing")
 
@@ -33,8 +33,6 @@ _log = logging.getLogger("router.telemetry.tracing")
 RECORDS_AT_ONCE = 8
 # Prefill's leg may end after its request, but no later than this (see serving/attempt.py).
 LATE_LEG_SECONDS = 6.0
-# The last spans get so long to be taken when the router stops.
-CLOSING_SECONDS = 1.0
 
 SERVICE_NAME = "kvrouter"
 # By their names in the access log; a session has a name among OpenTelemetry's conventions.
@@ -57,41 +55,6 @@ def open_tracer(receiver: str) -> Tracer | None:
             *(receiver, exc.name),
         )
         return None
-
-
-class RequestTrace:
-    """One request in its trace: the ids that others are told, and facts beside its record. Attributes are read."""
-
-    __slots__ = ("attributes", "context", "is_sampled", "model", "parent")
-
-    def __init__(self, context: SpanContext, parent: SpanContext | None, attributes: Mapping[str, Any]) -> None:
-        """
-        Args:
-            context: of the request's own span.
-            parent: the client's.
-            attributes: those that the sampler adds.
-        """
-        self.context = context
-        self.parent = parent
-        self.attributes = attributes
-        self.is_sampled = context.trace_flags.sampled
-        """Whether spans are made of it."""
-        self.model: object = ""
-
-    @property
-    def trace_id(self) -> str:
-        """The trace's id as headers and logs have it."""
-        return f"{self.context.trace_id:032x}"
-
-    @staticmethod
-    def make_span_id() -> int:
-        """A new span's id, which is not 0."""
-        return random.getrandbits(64) or 1
-
-    def make_head_line(self, span_id: int) -> bytes:
-        """The header by which an instance hears of its leg's span."""
-        context = self.context
-        return b"traceparent: 00-%032x-%016x-%02x\r\n" % (context.trace_id, span_id, context.trace_flags)
 
 
 class Tracer:
@@ -121,7 +84,7 @@ class Tracer:
         # The one way to the sampler that the standard variables name.
         self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
         self._propagator = TraceContextTextMapPropagator()
-        self._exporter = _TellingExporter(OTLPSpanExporter(), receiver)
+        self._exporter = LoggingExporter(OTLPSpanExporter(), receiver, _log)
         self._processor = BatchSpanProcessor(cast("SpanExporter", self._exporter))
         self._pending: deque[RequestRecord] = deque()  # whose spans are made in the loop's next turns
         self._late: list[RequestRecord] = []  # whose prefill has not ended
@@ -160,11 +123,7 @@ class Tracer:
         """Make the spans that are left, and give the receiver a moment to take them."""
         for record in (*self._pending, *self._late):
             self._make_spans(record)
-        closing = threading.Thread(target=self._processor.shutdown, name="tracing-close", daemon=True)
-        closing.start()
-        closing.join(CLOSING_SECONDS)
-        if closing.is_alive():
-            self._exporter.give_up()
+        close_spans(self._processor, self._exporter)
 
     def _make_some(self) -> None:
         for _ in range(min(RECORDS_AT_ONCE, len(self._pending))):
@@ -184,7 +143,7 @@ class Tracer:
     def _make_spans(self, record: RequestRecord) -> None:
         trace = record.trace
         assert trace is not None
-        self._epoch = _measure_epoch()
+        self._epoch = measure_epoch(time.perf_counter)
         end = record.started + record.total_ms / 1e3
         events = [("first byte", record.started + record.first_byte_ms / 1e3)] if record.first_byte_ms else []
         self._add_span(
@@ -263,16 +222,6 @@ class Tracer:
         self._processor.on_end(span)
 
 
-def _measure_epoch() -> float:
-    """The moment when ``time.perf_counter`` was 0, in seconds since 1970.
-
-    The best of some readings, as a process may be held up between one clock and the other.
-    """
-    readings = [(time.perf_counter(), time.time(), time.perf_counter()) for _ in range(3)]
-    before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
-    return now - (before + after) / 2
-
-
 def _find_context_headers(request: ClientRequest) -> dict[str, list[str]]:
     sent: dict[str, list[str]] = {}
     for name, value in request.headers:
@@ -347,48 +296,3 @@ def _find_leg_trouble(attempt: AttemptRecord, leg: LegRecord) -> str:
     if exchange.is_complete or attempt.ended == "answered":
         return ""
     return attempt.ended if instance in attempt.ended else f"given up: {attempt.ended}"
-
-
-# As in engine/tracing.py: the two packages may not import each other, nor do they share a third.
-class _TellingExporter:
-    """The SDK's exporter, which says once that the receiver takes no spans, and once that it does again."""
-
-    def __init__(self, exporter: Any, receiver: str) -> None:
-        self._exporter = exporter
-        self._receiver = receiver
-        self._lost = 0
-        self._is_over = False
-        # These say the same for each batch, with all that the libraries below them say.
-        for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-    def export(self, spans: Sequence[ReadableSpan]) -> Any:
-        """Send spans; on the SDK's thread."""
-        result = self._exporter.export(spans)
-        if not result.value:
-            if self._lost:
-                _log.info("%s takes spans again; %d were lost", self._receiver, self._lost)
-            self._lost = 0
-        elif not self._is_over:
-            if not self._lost:
-                text = "%s does not take the spans sent to it by OTLP over HTTP (usually port 4318); they are dropped"
-                _log.warning(text, self._receiver)
-            self._lost += len(spans)
-        return result
-
-    def give_up(self) -> None:
-        """The router stops, and the receiver has not taken the last spans in its time."""
-        if not self._lost:
-            text = "%s did not take the last spans within %g s; they are lost"
-            _log.warning(text, self._receiver, CLOSING_SECONDS)
-        self.shutdown()
-
-    def shutdown(self) -> None:
-        """End, and give up spans that wait to be sent again."""
-        if not self._is_over:
-            self._is_over = True
-            self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing is held here."""
-        return True

@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.registration import host_ip_towards, read_token, router_url, send_heartbeats
+from engine.registration import router_url, send_heartbeats
 from kvstore_backend import ConfigError
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.router import Router
@@ -132,10 +131,6 @@ def test_what_would_be_ignored_in_a_url_is_refused(text: str) -> None:
         router_url(text)
 
 
-def test_the_own_address_is_the_one_that_faces_the_router() -> None:
-    assert host_ip_towards("http://127.0.0.1:52700") == "127.0.0.1"
-
-
 @in_event_loop
 async def test_a_router_whose_name_nobody_knows_yet_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     task = asyncio.create_task(send_heartbeats("http://no-such-host.invalid:52700", lambda: PAYLOAD, asyncio.Event()))
@@ -143,25 +138,6 @@ async def test_a_router_whose_name_nobody_knows_yet_is_tried_again(caplog: pytes
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-def test_a_token_stands_alone_in_its_file_but_for_comments(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("# of the router\n\n  sécret  \n")
-    assert read_token(tmp_path / "token") == "sécret"
-
-
-@pytest.mark.parametrize("content", [b"", b"# only this\n", b"two words\n", b"two\nlines\n", b"\xff"])
-def test_a_file_without_one_token_is_refused_and_not_quoted(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "token").write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        read_token(tmp_path / "token")
-    said = str(caught.value).removeprefix(f"--router-token-file {tmp_path}/token ")
-    assert said in ("must have the token as its only line, with no space in it", "is not text in UTF-8")
-
-
-def test_a_token_file_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--router-token-file .*/token: No such file or directory"):
-        read_token(tmp_path / "token")
 
 
 @in_event_loop

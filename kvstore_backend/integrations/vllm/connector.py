@@ -40,9 +40,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from kvcommon.hints import suggest_name
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config import MemorySettings, MooncakeSettings, PoolConfig, read_config
-from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.cuts import Family, find_family
 from kvstore_backend.cuts.family import HEAD
 from kvstore_backend.integrations.vllm.clock import DeviceClock, HostClock
@@ -331,7 +331,7 @@ def _read_pool_config(extra: dict[str, Any]) -> PoolConfig:
     """The pool that ``kv_connector_extra_config`` or the environment names."""
     for name in extra:
         if name not in _OPTIONS:
-            raise ConfigError(f'unknown key "{name}" in kv_connector_extra_config{did_you_mean(name, _OPTIONS)}')
+            raise ConfigError(f'unknown key "{name}" in kv_connector_extra_config{suggest_name(name, _OPTIONS)}')
     config = read_config(extra.get("pool"))
     if config is None:
         raise ConfigError("the configuration says that there is no pool; leave --kv-transfer-config out")

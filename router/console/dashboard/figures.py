@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvcommon.mooncake import Segment, read_segment
 from router.console.client import Sample
 
 __all__ = [
@@ -20,8 +21,6 @@ __all__ = [
     "Listed",
     "MasterFigures",
     "RouterFigures",
-    "Segment",
-    "parse_plain_figures",
     "read_instance_figures",
     "read_listed",
     "read_loads",
@@ -123,14 +122,6 @@ class InstanceFigures(NamedTuple):
     """Counters: bytes put into the pool and read from it, by ``put`` and ``get``."""
     rejected: float
     """Counter: blocks whose bytes did not verify."""
-
-
-class Segment(NamedTuple):
-    """Memory that one client gives to the pool."""
-
-    name: str
-    used: float
-    capacity: float
 
 
 class MasterFigures(NamedTuple):
@@ -269,23 +260,10 @@ def read_segments(page: Mapping[str, Any]) -> list[Segment]:
     found = []
     for each in page.get("segments", ()):
         try:
-            used, capacity = float(each["allocator_used_bytes"]), float(each["allocator_capacity_bytes"])
-            found.append(Segment(str(each["segment_name"]), used, capacity))
+            found.append(read_segment(each))
         except (KeyError, TypeError, ValueError):
             continue
     return found
-
-
-def parse_plain_figures(text: str) -> dict[str, float]:
-    """The figures without labels of a page in Prometheus's text format.
-
-    Not by Prometheus's own parser: some of Mooncake's counters lack the ending that it demands of them.
-
-    Raises:
-        ValueError: it is no such page.
-    """
-    lines = (line.split(" ") for line in text.splitlines() if line and not line.startswith("#"))
-    return {line[0]: float(line[1]) for line in lines if len(line) == 2 and "{" not in line[0]}
 
 
 def _read_origins(samples: Samples, *, takes_over: bool) -> dict[str, float] | None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 
+from kvcommon.mooncake import parse_plain_metrics
 from router.console.client import parse_samples
 from router.console.dashboard.figures import (
     InstanceFigures,
     Listed,
     MasterFigures,
-    parse_plain_figures,
     read_instance_figures,
     read_master_figures,
     read_segments,
@@ -65,7 +65,7 @@ class Scraper:
         if "role" not in health:
             raise ScrapeError(f"what answers at {address} is no mooncake_master: its /health does not tell its role")
         try:
-            figures = parse_plain_figures((await self._fetch(f"http://{address}/metrics")).text)
+            figures = parse_plain_metrics((await self._fetch(f"http://{address}/metrics")).text)
         except ValueError as exc:
             raise ScrapeError(f"http://{address}/metrics is no page of figures: {exc}") from None
         try:

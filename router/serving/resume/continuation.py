@@ -9,18 +9,42 @@ the last one. The merger compares the prompt that the instance then tells with t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from router.fleet import EngineKind
 from router.http import whole_number
-
-if TYPE_CHECKING:
-    from router.serving.resume.stream import StreamMerger
 
 __all__ = ["CannotContinue", "continue_stream", "count_remaining", "needs_prompt", "resume_by_ids"]
 
 # Of vLLM's completions that do not say how long they may be.
 _COMPLETION_TOKENS = 16
+
+
+class Merger(Protocol):
+    """What the client's stream has shown so far (``StreamMerger``)."""
+
+    @property
+    def members(self) -> Mapping[str, Any]:
+        """Of the client's request."""
+
+    @property
+    def num_reasoning(self) -> int:
+        """The number of ``shown_ids`` that are reasoning."""
+
+    @property
+    def prompt_ids(self) -> list[int] | None:
+        """The prompt's tokens, where the instance reported them."""
+
+    @property
+    def shown_ids(self) -> Sequence[int]:
+        """The tokens that the client has."""
+
+    @property
+    def text(self) -> str:
+        """Their text."""
+
+    def expect_prompt(self, ids: Sequence[int] | None) -> None:
+        """Compare the prompt that the next instance reports with this one."""
 
 
 class CannotContinue(Exception):
@@ -32,7 +56,7 @@ def needs_prompt(engine: EngineKind) -> bool:
     return engine is not EngineKind.FASTDEPLOY
 
 
-def continue_stream(merger: StreamMerger, engine: EngineKind, is_chat: bool) -> dict[str, Any]:
+def continue_stream(merger: Merger, engine: EngineKind, is_chat: bool) -> dict[str, Any]:
     """The members to set in the request to an instance of ``engine``; none where it begins again.
 
     Raises:
@@ -88,7 +112,7 @@ def count_remaining(members: Mapping[str, Any], generated: int) -> int | None:
     return None if limit is None else max(0, limit - generated)
 
 
-def _count_reasoning(merger: StreamMerger) -> dict[str, int]:
+def _count_reasoning(merger: Merger) -> dict[str, int]:
     """FastDeploy's limits of reasoning, and of the answer behind it, less what was generated.
 
     FastDeploy counts a request's tokens from its first one on, and sees by the end of the prompt whether it reasons.

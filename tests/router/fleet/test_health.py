@@ -245,7 +245,7 @@ class Watched:
         self.upstream = Upstream()
         self.registry = Registry(splitwise=False)
         self.lost: list[str] = []
-        self.registry.subscribe_to_lost_caches(self.lost.append)
+        self.registry.events.lost_caches.subscribe(self.lost.append)
         self.instances = [
             self.registry.register(registration(role="mixed", port=number + 1, models=["m"]), time.monotonic())
             for number in range(count)

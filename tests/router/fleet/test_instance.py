@@ -24,17 +24,17 @@ def test_each_order_of_an_operator_changes_what_may_be_chosen_and_is_told_once()
     instance = registry.register(registration(), now=0.0)
     told: list[tuple[str, bool, float]] = []
     generations = []
-    registry.subscribe_to_orders(lambda: told.append((instance.state, instance.is_available, instance.share)))
+    registry.events.new_orders.subscribe(lambda: told.append((instance.state, instance.is_available, instance.share)))
     orders: list[Callable[[], None]] = [
         *(partial(instance.set_pause, True), partial(instance.set_pause, False)),
         *(partial(instance.set_draining, True), partial(instance.set_draining, False)),
         partial(instance.set_share, 0.5),
     ]
     for order in orders:
-        before = registry.generation
+        before = registry.events.generation
         order()
         order()  # changes nothing more
-        generations.append(registry.generation - before)
+        generations.append(registry.events.generation - before)
     assert told == [
         *(("paused", False, 1.0), ("healthy", True, 1.0)),
         *(("draining", False, 1.0), ("healthy", True, 1.0)),
@@ -93,15 +93,15 @@ def test_an_instance_that_answers_again_gets_few_requests_at_first_and_one_that_
     registry = Registry(splitwise=True)
     instance = registry.register(registration(), now=0.0)
     caplog.clear()
-    before = registry.generation
+    before = registry.events.generation
     instance.record_success(50.0)
     instance.record_failure(50.0, "it answered with 500")  # one failure opens no breaker
     instance.record_success(50.0)
-    assert (instance.weight(50.0), registry.generation, caplog.text) == (1.0, before, "")
+    assert (instance.weight(50.0), registry.events.generation, caplog.text) == (1.0, before, "")
     for _ in range(FAILURES):
         instance.record_failure(60.0, "it answered with 500")
     instance.record_success(70.0)
-    assert registry.generation == before + 2
+    assert registry.events.generation == before + 2
     assert "answers requests again" in caplog.text
     assert instance.weight(70.0) == FIRST_WEIGHT
     assert instance.weight(70.0 + SLOW_START_SECONDS / 2) == 0.5
@@ -130,7 +130,7 @@ def test_a_drain_holds_over_a_restart_unless_it_was_ordered_otherwise() -> None:
 def test_a_process_with_another_start_id_has_an_empty_cache() -> None:
     registry = Registry(splitwise=True)
     lost: list[str] = []
-    registry.subscribe_to_lost_caches(lost.append)
+    registry.events.lost_caches.subscribe(lost.append)
     for start_id in ("a", "a", "b"):
         registry.register(registration(start_id=start_id), now=0.0)
     assert lost == ["10.0.0.1:52500"]

@@ -85,17 +85,17 @@ def test_a_permanent_instance_is_never_forgotten() -> None:
 def test_a_heartbeat_that_says_nothing_new_changes_nothing() -> None:
     registry = Registry(splitwise=True)
     registry.register(registration(), now=0.0)
-    before = registry.generation
+    before = registry.events.generation
     registry.register(registration(), now=5.0)
-    assert registry.generation == before
+    assert registry.events.generation == before
 
 
 def test_subscribers_are_told_of_lost_caches_and_of_failures() -> None:
     registry = Registry(splitwise=True)
     lost: list[str] = []
     failed: list[Instance] = []
-    registry.subscribe_to_lost_caches(lost.append)
-    registry.subscribe_to_failures(failed.append)
+    registry.events.lost_caches.subscribe(lost.append)
+    registry.events.failures.subscribe(failed.append)
     instance = registry.register(registration(), now=0.0)
     instance.record_failed_probe("it ends", threshold=1, may_finish=True)
     assert (lost, failed) == ([], [])
@@ -108,7 +108,7 @@ def test_subscribers_are_told_of_lost_caches_and_of_failures() -> None:
 def test_subscribers_are_told_once_that_an_instance_has_trouble() -> None:
     registry = Registry(splitwise=True)
     troubled: list[Instance] = []
-    registry.subscribe_to_troubles(troubled.append)
+    registry.events.troubles.subscribe(troubled.append)
     instance = registry.register(registration(), now=0.0)
     for _ in range(2):
         instance.mark_unhealthy("it refused a connection")
@@ -130,7 +130,7 @@ def test_a_change_is_said_once_by_whoever_says_it_first(caplog: pytest.LogCaptur
     caplog.set_level("INFO")
     registry = Registry(splitwise=True)
     said: list[Instance] = []
-    registry.subscribe_to_said(said.append)
+    registry.events.logged.subscribe(said.append)
     instance = registry.register(registration(), now=0.0)
     instance.log_change("health", 30, "is unhealthy", "why")
     instance.log_change("health", 30, "is unhealthy", "why else")
@@ -147,8 +147,8 @@ def test_a_change_is_said_once_by_whoever_says_it_first(caplog: pytest.LogCaptur
 
 def test_with_an_instance_that_is_added_or_removed_others_may_be_chosen() -> None:
     registry = Registry(splitwise=True)
-    before = registry.generation
+    before = registry.events.generation
     instance = registry.register(registration(), now=0.0)
-    added = registry.generation
+    added = registry.events.generation
     registry.remove(instance)
-    assert before < added < registry.generation
+    assert before < added < registry.events.generation

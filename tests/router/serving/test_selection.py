@@ -295,9 +295,9 @@ def test_where_every_circuit_is_broken_the_choice_is_not_prepared_for_each_reque
     for key in ("a:1", "b:1"):
         break_circuit(fleet.add("mixed", key), fleet.now)
     fleet.chosen(1)
-    generation = fleet.registry.generation
+    generation = fleet.registry.events.generation
     fleet.chosen()
-    assert fleet.registry.generation == generation
+    assert fleet.registry.events.generation == generation
 
 
 def test_of_many_instances_that_cannot_take_a_request_some_are_named() -> None:
@@ -370,7 +370,7 @@ class TestForgettingCaches:
         fleet = Fleet(splitwise=False)
         fleet.add("mixed", "a:1", version="v")
         self.forgotten: list[str] = []
-        fleet.registry.subscribe_to_lost_caches(self.forgotten.append)
+        fleet.registry.events.lost_caches.subscribe(self.forgotten.append)
         return fleet
 
     def test_not_at_a_heartbeat(self, fleet: Fleet) -> None:

@@ -167,7 +167,7 @@ def test_one_that_is_unhealthy_here_stays_so_until_it_answers_here(
 def test_an_emptied_cache_is_empty_for_both(workers: list[RouterUnderTest], monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = workers
     lost: list[str] = []
-    second.app.registry.subscribe_to_lost_caches(lost.append)
+    second.app.registry.events.lost_caches.subscribe(lost.append)
     key = registered(first)[0]["url"].removeprefix("http://")
     first.app.fleet_sync.announce_lost_cache(key)
     wait_until(lambda: lost == [key], "the other to know")

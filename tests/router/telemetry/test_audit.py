@@ -15,7 +15,8 @@ import pytest
 from router.policies import Decision
 from router.settings import RouterSettings, SettingsError
 from router.telemetry import audit
-from router.telemetry.audit import AttemptRecord, Audit, RequestRecord
+from router.telemetry.audit import Audit
+from router.telemetry.records import AttemptRecord, RequestRecord
 from tests.router.calls import calls_in_router
 from tests.router.conftest import RouterUnderTest
 from tests.router.serving.test_attempt import cuts

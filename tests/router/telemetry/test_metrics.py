@@ -14,9 +14,10 @@ from router.fleet import Registration, Registry
 from router.policies import Decision
 from router.settings import RouterSettings
 from router.telemetry import metrics
-from router.telemetry.audit import AttemptRecord, Audit, RequestRecord
+from router.telemetry.audit import Audit
 from router.telemetry.merge import dump_families, merge_families
 from router.telemetry.metrics import RouterMetrics
+from router.telemetry.records import AttemptRecord, RequestRecord
 
 CHAT = {"method": "POST", "endpoint": "/v1/chat/completions"}
 
@@ -239,7 +240,8 @@ def test_series_of_instances_that_are_gone_are_dropped_and_the_others_go_on() ->
     counted.registry.register(_registration("d:2"), now=100.0)
     counted.registry.forget_silent(100.0, 30.0)
     counted.register("prefill", "p:1")
-    counted.registry.announce_lost_cache(counted.registry.register(_registration("d:2"), now=101.0))  # it restarts
+    restarted = counted.registry.register(_registration("d:2"), now=101.0)
+    counted.registry.events.lost_caches.emit(restarted.key)
     counted.record(prefill="p:1", decode="d:2")
     named = [
         value for _, labels in counted.samples() for name, value in labels if "instance" in name or "worker" in name

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvcommon.mooncake import parse_plain_metrics
 from router.console.client import parse_samples
 from router.console.dashboard.figures import (
     Listed,
-    parse_plain_figures,
     read_instance_figures,
     read_listed,
     read_loads,
@@ -126,11 +126,11 @@ def test_a_masters_figures_need_no_endings_of_prometheus() -> None:
             ]
         }
     )
-    figures = read_master_figures({"role": "leader", "service_ready": False}, parse_plain_figures(page), segments)
+    figures = read_master_figures({"role": "leader", "service_ready": False}, parse_plain_metrics(page), segments)
     assert (figures.role, figures.serves, figures.keys, figures.counters["reads"]) == ("leader", False, 3, 7)
-    assert figures.segments == (("a:1", 5, 10),)
+    assert [(each.name, each.used, each.capacity) for each in figures.segments] == [("a:1", 5, 10)]
 
 
 def test_a_page_of_something_else_is_no_figures() -> None:
     with pytest.raises(ValueError, match="could not convert"):
-        parse_plain_figures("<html> hello</html>\n")
+        parse_plain_metrics("<html> hello</html>\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.settings.hints import did_you_mean, suggest_name
+from kvcommon.hints import did_you_mean, suggest_name
 
 
 def test_the_nearest_name_is_suggested() -> None:
@@ -12,5 +12,5 @@ def test_the_nearest_name_is_suggested() -> None:
 
 
 def test_where_none_is_near_all_are_told_or_none() -> None:
-    assert suggest_name("xyz", ["host", "port"]) == "; known are host, port"
+    assert suggest_name("xyz", ["host", "port"]) == "; valid: host, port"
     assert did_you_mean("xyz", ["host", "port"]) == ""

@@ -1,0 +1,44 @@
+"""Binding a port that the client's end of a closed connection still holds."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["bind_patiently"]
+
+# Linux takes clients' ports from 32768 to 60999, and keeps one for 60 s after its connection was closed.
+CLOSED_CONNECTION_SECONDS = 70.0
+_PAUSE_SECONDS = 0.2
+
+
+def bind_patiently(bound: socket.socket, address: tuple[Any, ...], on_wait: Callable[[], None]) -> None:
+    """Bind a socket; wait for the end of a closed connection that still holds the port.
+
+    Args:
+        on_wait: called once, if there is a wait.
+
+    Raises:
+        OSError: a server listens there, the address is not this machine's, or the port stays in use.
+    """
+    give_up_at, has_waited = time.monotonic() + CLOSED_CONNECTION_SECONDS, False
+    while True:
+        try:
+            return bound.bind(address)
+        except OSError as exc:
+            is_held = exc.errno == errno.EADDRINUSE and not _is_served(bound.family, address)
+            if not is_held or time.monotonic() >= give_up_at:
+                raise
+        if not has_waited:
+            on_wait()
+            has_waited = True
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _is_served(family: int, address: tuple[Any, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(address) == 0

@@ -1,0 +1,40 @@
+"""The header ``X-Request-Id``, by which clients name their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["MAX_ID_CHARACTERS", "REQUEST_ID", "encode_request_id", "find_request_id"]
+
+REQUEST_ID = b"x-request-id"
+# Longer ids are refused: they are stored in records, and sent back in a header.
+MAX_ID_CHARACTERS = 256
+
+
+def find_request_id(headers: Iterable[tuple[bytes, bytes]], server: str) -> str:
+    """The id that the header gives; "" where there is none.
+
+    Args:
+        headers: their names are lower-case.
+        server: ``this router`` or ``this instance``, for the message.
+
+    Raises:
+        ValueError: it cannot be an id, in one sentence.
+    """
+    for name, value in headers:
+        if name == REQUEST_ID:
+            try:
+                text = value.decode()
+            except UnicodeDecodeError:
+                text = "\0"
+            if not text.isprintable():
+                raise ValueError(f"X-Request-Id is {value!r}; it must be a text of printable characters")
+            if len(text) > MAX_ID_CHARACTERS:
+                raise ValueError(f"X-Request-Id is longer than the {MAX_ID_CHARACTERS} characters {server} takes")
+            return text
+    return ""
+
+
+def encode_request_id(request_id: str) -> tuple[bytes, bytes]:
+    """The header of a response."""
+    return REQUEST_ID, request_id.encode()

@@ -1,0 +1,36 @@
+"""Binding a port that is in use."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from kvcommon.ports import bind_patiently
+
+
+def test_a_port_where_a_server_listens_is_refused_at_once() -> None:
+    waits: list[None] = []
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket() as bound,
+        pytest.raises(OSError, match="in use"),
+    ):
+        bind_patiently(bound, server.getsockname(), lambda: waits.append(None))
+    assert not waits
+
+
+def test_a_port_of_the_client_of_a_connection_is_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as bound:
+        client = socket.create_connection(server.getsockname())
+        address = client.getsockname()
+        waits: list[None] = []
+
+        def on_wait() -> None:
+            waits.append(None)
+            client.close()
+            server.accept()[0].close()
+
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bind_patiently(bound, address, on_wait)
+        assert (bound.getsockname(), len(waits)) == (address, 1)
