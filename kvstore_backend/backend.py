@@ -1,4 +1,4 @@
-"""The one interface that every store implements, and the answers it may give; ``Stack`` (wrappers) adds to it.
+"""The one interface of every store and of every wrapper around one, and the answers it may give.
 
 Exceptions that leave this package::
 
@@ -121,8 +121,8 @@ class StorageBackend(abc.ABC):
     - A value is immutable: a put of a key that is present answers ``OK`` and changes nothing.
     - ``get`` fills *all* of the target's bytes or does not answer ``OK``. A stored value of any other size than the
       target's is ``ABSENT``. After an answer other than ``OK`` the target's contents are unspecified.
-    - Memory is the caller's: spans are read (put) or written (get) only while the call runs. (A ``Stack`` that gives
-      calls up is the exception, and says when they have ended.)
+    - Memory is the caller's: spans are read (put) or written (get) only while the call runs. (A backend that gives
+      calls up is the exception; ``wait_for_late_calls`` reports when they have ended.)
     - ``register`` announces memory that spans will point into; stores that need no registration ignore it.
     - Calls may come from several threads at once.
     - After ``close`` every call answers ``FAILED`` for each key, and a second ``close`` does nothing.
@@ -213,6 +213,51 @@ class StorageBackend(abc.ABC):
     def unregister(self, address: int, nbytes: int) -> None:  # noqa: B027 - most stores need nothing
         """Take back a ``register`` of the same memory, before that memory is freed."""
 
+    @property
+    def is_ready(self) -> bool:
+        """False while calls are answered ``FAILED`` without being made, so that callers may spare themselves."""
+        return True
+
+    def wait_for_late_calls(self, seconds: float) -> bool:
+        """Wait until no call that was given up touches callers' memory any more.
+
+        After a put or get answered ``FAILED``, its memory may be used for something else once this is true. Only
+        stacks that give up on calls (``guarded.py``) ever have to wait.
+
+        Returns:
+            False if some call still runs after ``seconds``.
+        """
+        return True
+
+    def flush_writes(self, seconds: float) -> bool:
+        """Wait until other clients of the pool can read every value put so far, or it has been given up.
+
+        Only stacks that write later (``write_behind.py``) ever have to wait.
+
+        Returns:
+            False if ``seconds`` were not enough.
+        """
+        return True
+
+    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+        """``exists`` as another instance would be answered: without the copies that only this one has.
+
+        Raises:
+            ValueError: an empty key.
+        """
+        check_keys(keys)
+        return self._exists_for_all(keys)
+
+    def drop_own_copies(self, prefix: str) -> bool:
+        """Drop what only this process has of the keys that begin with ``prefix``: copies, and writes on their way.
+
+        The pool that others share is left as it is; a write that is being sent goes on.
+
+        Returns:
+            False if some copies may be left.
+        """
+        return True
+
     @abc.abstractmethod
     def health(self) -> Health:
         """Whether the store works now, as far as it can tell without moving data."""
@@ -240,6 +285,14 @@ class StorageBackend(abc.ABC):
     @abc.abstractmethod
     def _exists(self, keys: Sequence[str]) -> list[Status]:
         """``exists``, of keys that were checked."""
+
+    def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+        """``exists_for_all``, of keys that were checked."""
+        return self._exists(keys)
+
+    def _get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        """``get`` without the copies that only this instance has, and without leaving one; of checked arguments."""
+        return self._get(keys, targets)
 
     @abc.abstractmethod
     def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:

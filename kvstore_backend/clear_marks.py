@@ -21,10 +21,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore_backend.backend import Span, Status
+from kvstore_backend.backend import Span, Status, StorageBackend
 from kvstore_backend.namespace import BLOCK_PREFIX, Namespace
 from kvstore_backend.wrappers.checked import seal_bytes
-from kvstore_backend.wrappers.wrapper import Stack
 
 __all__ = ["ALL", "MARK_PREFIX", "ClearMarks", "ClearWatch", "make_mark", "mark_key"]
 
@@ -63,7 +62,7 @@ class Pool(Protocol):
         """Whether calls are answered now."""
 
     @property
-    def stack(self) -> Stack:
+    def stack(self) -> StorageBackend:
         """The stack of backends."""
 
     def register(self, address: int, nbytes: int) -> None:

@@ -28,7 +28,6 @@ from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import GuardedBackend
 from kvstore_backend.wrappers.metered import MeteredBackend, StateCollector
 from kvstore_backend.wrappers.tiered import TieredBackend
-from kvstore_backend.wrappers.wrapper import Stack, as_stack
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 
 __all__ = ["BlockPool", "count_leading", "default_backend", "name_tenant", "open_backend", "open_pool", "open_store"]
@@ -66,7 +65,7 @@ class BlockPool:
         Closing this pool closes both.
         """
         self.namespace = namespace
-        self._stack = as_stack(backend)
+        self._stack = backend
         self._keeper = keeper
         self._watch: ClearWatch | None = None
         self._on_move: Callable[[Namespace], None] = lambda _: None
@@ -161,7 +160,7 @@ class BlockPool:
         return self._stack._remove(self._build_keys(hashes), force=force)
 
     @property
-    def stack(self) -> Stack:
+    def stack(self) -> StorageBackend:
         """The store in its wrappers, for who has to do with the keys of other namespaces."""
         return self._stack
 
@@ -317,7 +316,7 @@ def open_backend(
     background: bool = True,
     on_open: Callable[[StorageBackend], None] | None = None,
     is_summed: bool = True,
-) -> Stack:
+) -> StorageBackend:
     """Open the configured store: guarded, checked, and in the other wrappers that the configuration asks for.
 
     Args:
@@ -355,7 +354,7 @@ def open_backend(
             undo.callback(fast.close)
         guarded = GuardedBackend(open_with_checks) if background else _guard_store(open_with_checks())
         undo.callback(guarded.close)
-        whole: Stack = guarded
+        whole: StorageBackend = guarded
         write_behind = None
         if fast is not None:
             whole = tiered = TieredBackend(fast, whole, "back" if config.async_write else "through")

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, Value, memory_views
+from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend, Value, memory_views
 from kvstore_backend.cuts.family import Extent, Family
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.wrappers.late_calls import call_after_late_calls
-from kvstore_backend.wrappers.wrapper import Stack
 
 __all__ = ["Gatherer", "Unit"]
 
@@ -82,7 +81,7 @@ class Gatherer:
         family: the reader's.
     """
 
-    def __init__(self, stack: Stack, family: Family) -> None:
+    def __init__(self, stack: StorageBackend, family: Family) -> None:
         self._stack = stack
         self._family = family
         self._buffers = _Buffers(stack)
@@ -165,7 +164,7 @@ class Gatherer:
 class _Buffers:
     """Registered memory for reads, each piece used by one at a time."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: StorageBackend) -> None:
         self._stack = stack
         self._lock = threading.Lock()  # guards the next one
         self._free: list[Bytes] = []

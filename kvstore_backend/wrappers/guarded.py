@@ -53,7 +53,6 @@ from kvstore_backend.backend import (
     Value,
 )
 from kvstore_backend.threads import after_fork
-from kvstore_backend.wrappers.wrapper import Stack
 
 __all__ = ["Deadlines", "GuardedBackend", "answered_by"]
 
@@ -175,7 +174,7 @@ class _Region:
         self.headroom = headroom
 
 
-class GuardedBackend(Stack):
+class GuardedBackend(StorageBackend):
     """Guards the store that ``open_store`` opens.
 
     Args:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from kvstore_backend.wrappers.wrapper import Stack
+from kvstore_backend.backend import StorageBackend
 
 __all__ = ["call_after_late_calls"]
 
@@ -17,7 +17,7 @@ _WARN_AFTER_SECONDS = 60.0
 _KEPT_FOR_GOOD: list[Callable[[], None]] = []
 
 
-def call_after_late_calls(stack: Stack, take_back: Callable[[], None]) -> None:
+def call_after_late_calls(stack: StorageBackend, take_back: Callable[[], None]) -> None:
     """Call ``take_back`` when ``stack`` has no late call, on a thread of its own; that may be never.
 
     Until then ``take_back`` is referred to, and with it the memory that it gives back.

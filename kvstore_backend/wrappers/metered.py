@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from kvstore_backend.backend import Status, StorageBackend, Value
 from kvstore_backend.wrappers.checked import REASONS
 from kvstore_backend.wrappers.guarded import GuardedBackend
-from kvstore_backend.wrappers.wrapper import StackWrapper
+from kvstore_backend.wrappers.wrapper import Wrapper
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 
 __all__ = ["MeteredBackend", "StateCollector"]
@@ -24,7 +24,7 @@ _TRANSFERS = ("put", "keep", "get")
 _OPERATIONS = (*_TRANSFERS, "exists", "exists_for_all", "remove")
 
 
-class MeteredBackend(StackWrapper):
+class MeteredBackend(Wrapper):
     """Counts the calls that go through to ``store``.
 
     Args:

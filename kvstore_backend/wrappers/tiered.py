@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value
-from kvstore_backend.wrappers.wrapper import Stack, as_stack
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 
 __all__ = ["TieredBackend"]
 
 
-class TieredBackend(Stack):
+class TieredBackend(StorageBackend):
     """Reads from ``fast``, else from ``large``, and a value that came from there is put into ``fast``.
 
     A failure of one tier hides nothing that the other has. It makes ``ABSENT`` of the other a ``FAILED``, though:
@@ -41,9 +40,9 @@ class TieredBackend(Stack):
     ) -> None:
         if policy not in ("through", "back"):
             raise ValueError(f"policy is {policy!r}; it must be through or back")
-        self._fast = as_stack(fast)
+        self._fast = fast
         self.write_behind = WriteBehindBackend(large) if policy == "back" else None
-        self._large: Stack = self.write_behind or as_stack(large)
+        self._large: StorageBackend = self.write_behind or large
 
     def __repr__(self) -> str:
         return f"TieredBackend({self._fast!r} before {self._large!r})"

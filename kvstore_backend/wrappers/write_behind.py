@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend, Value
 from kvstore_backend.threads import after_fork
-from kvstore_backend.wrappers.wrapper import StackWrapper
+from kvstore_backend.wrappers.wrapper import Wrapper
 
 __all__ = ["WriteBehindBackend"]
 
@@ -54,7 +54,7 @@ class _Block:
         self.is_sending = False
 
 
-class WriteBehindBackend(StackWrapper):
+class WriteBehindBackend(Wrapper):
     """Writes to ``store`` in the background.
 
     A put that finds no room in the arena is ``FAILED``: the write is dropped and counted, never waited for.

@@ -17,7 +17,6 @@ from kvstore_backend.config import PoolConfig
 from kvstore_backend.pool import BlockPool, open_store
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import GuardedBackend
-from kvstore_backend.wrappers.wrapper import Stack
 from tests.faults.blocks import NAMESPACE, conversation, right_bytes
 from tests.faults.mover import Mover
 from tests.faults.report import Report
@@ -97,7 +96,7 @@ def _open_guarded(config: PoolConfig) -> StorageBackend:
     return guarded
 
 
-def _is_ready(backend: Stack) -> bool:
+def _is_ready(backend: StorageBackend) -> bool:
     return backend.is_ready
 
 

@@ -24,7 +24,6 @@ from kvstore_backend.wrappers import guarded
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.wrappers.tiered import TieredBackend
-from kvstore_backend.wrappers.wrapper import Stack
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 from tests.faults.blocks import NAMESPACE, conversation
 from tests.faults.nth_call import How, NthCall
@@ -145,29 +144,29 @@ def rings_of(memory: TransferMemory) -> list[Ring]:
     return [memory._incoming.ring, memory._outgoing.ring] if isinstance(memory, StagedMemory) else []
 
 
-def behind(bench: Bench) -> Stack:
+def behind(bench: Bench) -> StorageBackend:
     return WriteBehindBackend(bench.guard(), arena_bytes=1 << 12, retry_seconds=0.02, flush_seconds=0.1)
 
 
-def tiered_through(bench: Bench) -> Stack:
+def tiered_through(bench: Bench) -> StorageBackend:
     return TieredBackend(bench.guard(MemoryStore(1 << 20)), bench.guard())
 
 
-def tiered_fast(bench: Bench) -> Stack:
+def tiered_fast(bench: Bench) -> StorageBackend:
     return TieredBackend(bench.guard(), bench.guard(MemoryStore(1 << 20)))
 
 
-def tiered_back(bench: Bench) -> Stack:
+def tiered_back(bench: Bench) -> StorageBackend:
     return TieredBackend(bench.guard(MemoryStore(1 << 20)), bench.guard(), "back")
 
 
-def alone(bench: Bench) -> Stack:
+def alone(bench: Bench) -> StorageBackend:
     return bench.guard()
 
 
 @HOW
 @pytest.mark.parametrize("open_stack", [alone, behind, tiered_through, tiered_fast, tiered_back])
-def test_room_headers_and_late_calls_are_given_back(how: How, open_stack: Callable[[Bench], Stack]) -> None:
+def test_room_headers_and_late_calls_are_given_back(how: How, open_stack: Callable[[Bench], StorageBackend]) -> None:
     def run(bench: Bench) -> None:
         memory, keys = Memory(BLOCKS * NBYTES), [NAMESPACE.key(each) for each in HASHES]
         values = [(Span(memory.address + i * NBYTES, NBYTES),) for i in range(BLOCKS)]

@@ -45,7 +45,6 @@ from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.refill import Refill
 from kvstore_backend.threads import DaemonThreads
-from kvstore_backend.wrappers.wrapper import as_stack
 
 __all__ = ["Blocks", "Request", "SchedulerHalf"]
 
@@ -185,7 +184,7 @@ class SchedulerHalf:
         saves: bool = True,
         prefill_wait_s: float = 0.0,
     ) -> None:
-        self._backend = as_stack(backend)
+        self._backend = backend
         self._block_size = block_size
         self._loads = loads
         self._saves = saves

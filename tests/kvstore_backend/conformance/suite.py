@@ -1,4 +1,4 @@
-"""The contracts of ``StorageBackend`` and of ``Stack`` as tests.
+"""The contracts of ``StorageBackend`` as tests.
 
 A backend joins by subclassing ``StorageBackendContract`` with a ``backend`` fixture that opens it for one test; a
 configuration joins by subclassing ``StackContract`` with a ``config`` fixture, and ``open_backend`` opens it.
@@ -18,7 +18,6 @@ from kvstore_backend.backend import HEADROOM_BYTES, Health, Span, Status, Storag
 from kvstore_backend.config import PoolConfig
 from kvstore_backend.pool import open_backend, open_store
 from kvstore_backend.wrappers.guarded import Deadlines
-from kvstore_backend.wrappers.wrapper import Stack
 from tests.faults.held import Held
 from tests.support.memory import Memory
 from tests.support.waiting import wait_until
@@ -284,14 +283,14 @@ class StackContract(StorageBackendContract):
     """The contract of a configuration's stack; define the fixture ``config``."""
 
     @pytest.fixture
-    def backend(self, config: PoolConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+    def backend(self, config: PoolConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[StorageBackend]:
         monkeypatch.setattr("kvstore_backend.wrappers.guarded.Deadlines", lambda: PATIENT)
         stack = open_backend(config, CollectorRegistry(), background=False)
         yield stack
         stack.close()
 
     @pytest.fixture
-    def held(self, config: PoolConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stack, list[Held]]]:
+    def held(self, config: PoolConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StorageBackend, list[Held]]]:
         """A stack of short deadlines over stores whose transfers can be held."""
         stores: list[Held] = []
 
@@ -307,19 +306,19 @@ class StackContract(StorageBackendContract):
             store.let_go()
         stack.close()
 
-    def test_it_is_ready_once_it_is_open_and_not_after_close(self, backend: Stack) -> None:
+    def test_it_is_ready_once_it_is_open_and_not_after_close(self, backend: StorageBackend) -> None:
         assert backend.is_ready
         backend.close()
         assert not backend.is_ready
 
-    def test_no_call_is_late_while_all_are_answered(self, backend: Stack) -> None:
+    def test_no_call_is_late_while_all_are_answered(self, backend: StorageBackend) -> None:
         key = new_key()
         put(backend, (key, b"one"))
         assert got(backend, key, 3) == b"one"
         assert got(backend, key, 4) is ABSENT
         assert backend.wait_for_late_calls(0)
 
-    def test_a_value_of_another_size_is_put_anew_by_who_could_not_read_it(self, backend: Stack) -> None:
+    def test_a_value_of_another_size_is_put_anew_by_who_could_not_read_it(self, backend: StorageBackend) -> None:
         for theirs, ours in ((b"theirs", b"our"), (b"their", b"our own")):
             key = new_key()
             assert put(backend, (key, theirs)) == [OK]
@@ -329,7 +328,7 @@ class StackContract(StorageBackendContract):
             assert put(backend, (key, ours)) == [OK]
             assert got(backend, key, len(ours)) == ours
 
-    def test_a_call_that_was_given_up_is_late_until_it_has_ended(self, held: tuple[Stack, list[Held]]) -> None:
+    def test_a_call_that_was_given_up_is_late_until_it_has_ended(self, held: tuple[StorageBackend, list[Held]]) -> None:
         stack, stores = held
         key, target = new_key(), Memory(3)
         assert put(stack, (key, b"one")) == [OK]
@@ -345,7 +344,9 @@ class StackContract(StorageBackendContract):
         wait_until(lambda: got(stack, key, 3) == b"one", "the stack to be used again")
         assert target.content == b"new", "nothing writes there any more"
 
-    def test_a_put_that_was_given_up_stores_the_bytes_it_was_given(self, held: tuple[Stack, list[Held]]) -> None:
+    def test_a_put_that_was_given_up_stores_the_bytes_it_was_given(
+        self, held: tuple[StorageBackend, list[Held]]
+    ) -> None:
         stack, stores = held
         key, source = new_key(), Memory(b"one")
         for store in stores:
@@ -360,20 +361,20 @@ class StackContract(StorageBackendContract):
         wait_until(lambda: stack.exists([key]) in ([OK], [ABSENT]), "the stack to be used again")
         assert got(stack, key, 3) in (b"one", ABSENT)
 
-    def test_flushed_writes_exist_for_all(self, backend: Stack) -> None:
+    def test_flushed_writes_exist_for_all(self, backend: StorageBackend) -> None:
         present, absent = new_key(), new_key()
         assert put(backend, (present, b"here")) == [OK]
         assert backend.flush_writes(60)
         assert backend.exists_for_all([absent, present, absent]) == [ABSENT, OK, ABSENT]
 
-    def test_exists_for_all_is_a_batch_like_any_other(self, backend: Stack) -> None:
+    def test_exists_for_all_is_a_batch_like_any_other(self, backend: StorageBackend) -> None:
         assert backend.exists_for_all([]) == []
         with pytest.raises(ValueError, match=r"keys\[1\]"):
             backend.exists_for_all(["a", ""])
         backend.close()
         assert backend.exists_for_all([new_key()]) == [FAILED]
 
-    def test_there_is_nothing_to_flush_after_close(self, backend: Stack) -> None:
+    def test_there_is_nothing_to_flush_after_close(self, backend: StorageBackend) -> None:
         put(backend, (new_key(), b"x"))
         backend.close()
         assert backend.flush_writes(0)

@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 from kvstore_backend.backend import StorageBackend
 from kvstore_backend.config import PoolConfig
 from kvstore_backend.pool import open_backend, open_store
-from kvstore_backend.wrappers.wrapper import Stack
 from tests.kvstore_backend.conformance.suite import PATIENT, StackContract, StorageBackendContract, got
 from tests.support.mooncake import MooncakeMaster
 from tests.support.waiting import wait_until
@@ -42,8 +41,8 @@ class TestMooncakeStore(MooncakeContract):
 
 
 @pytest.fixture(scope="module")
-def stacks() -> Iterator[list[Stack]]:
-    opened: list[Stack] = []
+def stacks() -> Iterator[list[StorageBackend]]:
+    opened: list[StorageBackend] = []
     yield opened
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda stack: stack.close(), opened))
@@ -55,7 +54,9 @@ class TestMooncakeStack(MooncakeContract, StackContract):
         return mooncake_master.config()
 
     @pytest.fixture
-    def backend(self, config: PoolConfig, stacks: list[Stack], monkeypatch: pytest.MonkeyPatch) -> Stack:
+    def backend(
+        self, config: PoolConfig, stacks: list[StorageBackend], monkeypatch: pytest.MonkeyPatch
+    ) -> StorageBackend:
         monkeypatch.setattr("kvstore_backend.wrappers.guarded.Deadlines", lambda: PATIENT)
         if not stacks or not stacks[-1].health().ok:
             stacks.append(open_backend(config, CollectorRegistry(), background=False))

@@ -21,7 +21,7 @@ from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
-from kvstore_backend.wrappers.wrapper import StackWrapper, as_stack
+from kvstore_backend.wrappers.wrapper import Wrapper
 from tests.support.memory import Memory
 from tests.support.recut import WholeKV, store_blocks
 from tests.support.waiting import wait_until
@@ -67,7 +67,7 @@ def test_what_is_gathered_is_a_plain_slice_of_the_whole(data: st.DataObject) -> 
     store, cut = MemoryStore(1 << 20), namespace(heads, writer, stored)
     names = write(store, whole, cut)
     family = family_of(whole, own)
-    gatherer = Gatherer(as_stack(CheckedBackend(store)), family)
+    gatherer = Gatherer(CheckedBackend(store), family)
     nbytes = family.block_bytes(own)
     memories = [Memory(nbytes) for _ in range(count)]
     parts = data.draw(st.sampled_from([1, 2, 3]))
@@ -186,7 +186,7 @@ def test_reads_larger_than_the_buffer_come_in_several(monkeypatch: pytest.Monkey
     assert all(reading.right())
 
 
-class Registering(StackWrapper):
+class Registering(Wrapper):
     """Notes what memory it was told of; has a late call while a test says so."""
 
     def __init__(self) -> None:

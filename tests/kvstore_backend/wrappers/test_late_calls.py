@@ -7,10 +7,10 @@ import pytest
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers import late_calls
 from kvstore_backend.wrappers.late_calls import call_after_late_calls
-from kvstore_backend.wrappers.wrapper import StackWrapper
+from kvstore_backend.wrappers.wrapper import Wrapper
 
 
-class Late(StackWrapper):
+class Late(Wrapper):
     """Has a late call until it is told otherwise."""
 
     def __init__(self) -> None:

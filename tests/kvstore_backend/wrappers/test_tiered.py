@@ -15,7 +15,7 @@ from kvstore_backend.stores.file import FileStore
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.wrappers.tiered import TieredBackend
-from kvstore_backend.wrappers.wrapper import StackWrapper
+from kvstore_backend.wrappers.wrapper import Wrapper
 from tests.faults.injector import Fault, FaultInjector
 from tests.kvstore_backend.wrappers.test_write_behind import put, read
 from tests.support.memory import Memory
@@ -135,7 +135,7 @@ def test_a_large_tier_that_fails_is_a_failure_not_an_absence(through: TieredBack
 def test_a_read_the_fast_tier_gave_up_is_not_repeated_into_the_same_memory(
     fast: FaultInjector, large: FaultInjector
 ) -> None:
-    class StillReading(StackWrapper):
+    class StillReading(Wrapper):
         """Gave its last call up, which goes on."""
 
         def wait_for_late_calls(self, seconds: float) -> bool:

@@ -17,7 +17,7 @@ from kvstore_backend.backend import HEADROOM_BYTES, Status, StorageBackend, Valu
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers import write_behind as module
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
-from kvstore_backend.wrappers.wrapper import StackWrapper
+from kvstore_backend.wrappers.wrapper import Wrapper
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 from tests.faults.injector import Fault, FaultInjector
 from tests.support.forking import in_forked_child
@@ -229,7 +229,7 @@ class TestDropping:
         assert store.calls == ["exists"]
 
     def test_nothing_is_accepted_while_the_pool_is_known_to_be_away(self, store: FaultInjector) -> None:
-        class Away(StackWrapper):
+        class Away(Wrapper):
             """A stack that is not ready."""
 
             @property
@@ -370,7 +370,7 @@ class TestStoresThatRaise:
         behind.close()
 
     def test_the_store_is_closed_whatever_taking_memory_back_raises(self) -> None:
-        class Raises(StackWrapper):
+        class Raises(Wrapper):
             is_closed = False
 
             def unregister(self, address: int, nbytes: int) -> None:
