@@ -53,8 +53,6 @@ TESTED_IN = {
             "traffic",
         )
     },
-    # Policies of some lines, each compared with the others.
-    "router/policies/random.py": "tests/router/test_simulate.py",
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/reading/api.py": "tests/router/serving/test_attempt.py",
     "router/serving/asking.py": "tests/router/serving/dialects/test_pairs.py",

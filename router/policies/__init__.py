@@ -1,16 +1,11 @@
-"""Policies: which instance a request goes to. One file a policy, one small protocol.
+"""Policies: which instance a request goes to. Plain data in, a decision out.
 
 base.py               Policy, and the plain data that a policy sees and returns
 features.py           request_features: a prompt as a chain of chunk hashes
 prefix_index.py       PrefixIndex: which instance has computed which prefix
 prefix_policy.py      PrefixPolicy: the base of policies with such an index
 prefill_cost.py       PrefillCost: learns the cost of waiting, computing and fetching
-random.py             any instance
-round_robin.py        one instance after another
-power_of_two.py       the less busy of two taken at random
-request_num.py        the fewest requests
-process_tokens.py     the fewest prompt tokens
-fd_metrics_score.py   FastDeploy's score, by the router's count or by the instances' own
+simple.py             policies that look at loads only: random, round_robin, request_num, ...
 consistent_hash.py    the same instance for the same session
 cache_aware.py        FastDeploy's Go router's weighing of caches against load
 pool_aware.py         the least cost, given the caches, the pool and the queues
@@ -23,16 +18,19 @@ from collections.abc import Callable
 from router.policies.base import Decision, InstanceLoad, Outcome, Policy, PolicyOptions, RequestFeatures
 from router.policies.cache_aware import CacheAware, RemoteCacheAware
 from router.policies.consistent_hash import ConsistentHash
-from router.policies.fd_metrics_score import FdMetricsScore, FdRemoteMetricsScore
 from router.policies.features import find_session, request_features
 from router.policies.pool_aware import PoolAware
-from router.policies.power_of_two import PowerOfTwo
 from router.policies.prefix_index import DEFAULT_MAX_ENTRIES
 from router.policies.prefix_policy import PrefixPolicy
-from router.policies.process_tokens import ProcessTokens
-from router.policies.random import Random
-from router.policies.request_num import RequestNum
-from router.policies.round_robin import RoundRobin
+from router.policies.simple import (
+    FdMetricsScore,
+    FdRemoteMetricsScore,
+    PowerOfTwo,
+    ProcessTokens,
+    Random,
+    RequestNum,
+    RoundRobin,
+)
 
 __all__ = [
     "DEFAULT_MAX_ENTRIES",

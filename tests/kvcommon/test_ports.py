@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 
 import pytest
 
@@ -28,8 +29,8 @@ def test_a_port_of_the_client_of_a_connection_is_waited_for() -> None:
 
         def on_wait() -> None:
             waits.append(None)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no TIME_WAIT
             client.close()
-            server.accept()[0].close()
 
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bind_patiently(bound, address, on_wait)

@@ -10,9 +10,7 @@ import pytest
 from router.fleet import Instance, Registration, Registry
 from router.http import estimate_tokens
 from router.policies import POLICIES, InstanceLoad, RequestFeatures
-from router.policies.process_tokens import ProcessTokens
-from router.policies.random import Random
-from router.policies.request_num import RequestNum
+from router.policies.simple import ProcessTokens, Random, RequestNum
 from router.serving.selection import NoInstance, Selector
 from router.settings import RouterSettings, load_settings
 from tests.router.conftest import RouterUnderTest

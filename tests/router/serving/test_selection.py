@@ -11,7 +11,7 @@ from router.fleet import Instance, Registration, Registry
 from router.fleet.breaker import FAILURES, OPEN_SECONDS
 from router.fleet.instance import SLOW_START_SECONDS
 from router.policies import RequestFeatures
-from router.policies.round_robin import RoundRobin
+from router.policies.simple import RoundRobin
 from router.serving.selection import RENEWAL_SECONDS, NoInstance, Selection, Selector
 from router.settings import RouterSettings
 from tests.router.instructions import count_instructions

@@ -1,0 +1,101 @@
+"""Policies of a few lines that look at loads only: no prefix, no session."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from router.policies.base import Decision, InstanceLoad, PolicyBase, RequestFeatures, requests_of, tokens_of
+
+__all__ = [
+    "FdMetricsScore",
+    "FdRemoteMetricsScore",
+    "PowerOfTwo",
+    "ProcessTokens",
+    "Random",
+    "RequestNum",
+    "RoundRobin",
+]
+
+
+class Random(PolicyBase):
+    """Any instance, each as likely as the others."""
+
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
+        chosen = random.choice(candidates)
+        return Decision(chosen.key, {"policy": "random", "candidates": len(candidates)}, request.prompt_tokens)
+
+
+class RoundRobin(PolicyBase):
+    """One instance after another."""
+
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
+        turn = self._turns.taken
+        chosen = self._turns.take_next(candidates)
+        return Decision(chosen.key, {"policy": "round_robin", "turn": turn}, request.prompt_tokens)
+
+
+class PowerOfTwo(PolicyBase):
+    """The one with fewer running requests of two random instances: nearly as even as the least busy of all."""
+
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
+        pair = random.sample(candidates, min(2, len(candidates)))
+        chosen = min(pair, key=requests_of)
+        reasons: dict[str, float | str] = {
+            "policy": "power_of_two",
+            "requests": chosen.requests,
+            "other_requests": max(map(requests_of, pair)),
+        }
+        return Decision(chosen.key, reasons, request.prompt_tokens)
+
+
+class RequestNum(PolicyBase):
+    """The instance with the fewest running requests: suits decode, whose step time grows with the batch."""
+
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
+        chosen = self._turns.take_least(candidates, list(map(requests_of, candidates)))
+        return Decision(chosen.key, {"policy": "request_num", "requests": chosen.requests}, request.prompt_tokens)
+
+
+class ProcessTokens(PolicyBase):
+    """The instance with the fewest prompt tokens to process: suits prefill, whose time grows with tokens."""
+
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
+        chosen = self._turns.take_least(candidates, list(map(tokens_of, candidates)))
+        return Decision(chosen.key, {"policy": "process_tokens", "tokens": chosen.tokens}, request.prompt_tokens)
+
+
+class FdMetricsScore(PolicyBase):
+    """FastDeploy's score by the router's own count of running requests; the lowest score wins."""
+
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
+        chosen = self._turns.take_least(candidates, list(map(requests_of, candidates)))
+        return Decision(chosen.key, {"policy": "fd_metrics_score", "score": chosen.requests}, request.prompt_tokens)
+
+
+class FdRemoteMetricsScore(PolicyBase):
+    """FastDeploy's score by the instances' own metrics, which count the requests of all routers.
+
+    These metrics are some seconds old, so the requests that this router has sent since are added.
+    """
+
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
+        weight = self._options.waiting_weight
+
+        scores: list[float] = []
+        for candidate in candidates:
+            running, waiting = candidate.running, candidate.waiting
+            if running is None or waiting is None:
+                scores.append(candidate.requests)
+            else:
+                scores.append(running + waiting * weight + max(0, candidate.requests - running - waiting))
+        chosen = self._turns.take_least(candidates, scores)
+        reasons: dict[str, float | str] = {"policy": "fd_remote_metrics_score", "score": min(scores)}
+        return Decision(chosen.key, reasons, request.prompt_tokens)
