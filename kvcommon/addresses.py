@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 __all__ = ["ServerAddress", "find_own_address", "parse_address"]
 
@@ -42,9 +41,11 @@ def find_own_address(url: str) -> str:
 
     Raises:
         OSError: that host is not known, or there is no route to it.
+        ValueError: as ``parse_address``.
     """
-    target = urlsplit(url)
-    family, kind, _, _, address = socket.getaddrinfo(target.hostname, target.port or 80, type=socket.SOCK_DGRAM)[0]
+    server = parse_address(url)
+    host = server.host.strip("[]")
+    family, kind, _, _, address = socket.getaddrinfo(host, server.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # a datagram socket sends nothing here; the system picks the route
         own: str = probe.getsockname()[0]

@@ -50,8 +50,9 @@ SPEAKERS = {
 # Discovery has three: it speaks to the API server through router/http, and reads its credentials as the settings do;
 # the figure for autoscalers one, and the end of a router that says so first another. The attempts at a request, and the
 # look through a large body, once parts of serving/request.py, have one each; asking instances why a request was a miss
-# has one, to router/http; the supervisor's clock, which is that of the probes of instances, one.
-MAX_ARROWS = 99
+# has one, to router/http; the supervisor's clock, which is that of the probes of instances, one. The services of a
+# request and the records of telemetry, once in other files, have four.
+MAX_ARROWS = 103
 MAX_ENTRIES = 14
 
 # Each reads it for a reason of its own: config/ and settings/ are the places for it; args.py sets a variable that

@@ -16,6 +16,15 @@ MODULES = sorted(
 )
 
 TESTED_IN = {
+    # What the programs use of the base package is tested with them.
+    "kvcommon/formats.py": "tests/router/console/dashboard/test_words.py",
+    "kvcommon/mooncake.py": "tests/router/console/dashboard/test_figures.py",
+    "kvcommon/request_ids.py": "tests/engine/serving/test_http_server.py",
+    "kvcommon/spans.py": "tests/engine/test_tracing.py",
+    "kvcommon/versions.py": "tests/kvstore_backend/cli/test_commands.py",
+    "router/fleet/events.py": "tests/router/fleet/test_registry.py",
+    "router/serving/services.py": "tests/router/serving/test_attempt.py",
+    "router/telemetry/records.py": "tests/router/telemetry/test_audit.py",
     # A pooled connection, an exchange on it and its errors are one thing to their users.
     "router/http/connection.py": "tests/router/http/test_exchange.py",
     "router/http/errors.py": "tests/router/http/test_exchange.py",

@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from kvcommon.formats import format_bytes
 from kvstore_backend.backend import PoolUnavailable
-from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, warn
+from kvstore_backend.cli.report import Finding, fail, ok, warn
 from kvstore_backend.config import (
     DEFAULT_TENANT,
     FileSettings,

@@ -11,7 +11,6 @@ from typing import Literal
 __all__ = [
     "Finding",
     "fail",
-    "format_bytes",
     "format_table",
     "ok",
     "print_findings",
@@ -75,12 +74,3 @@ def format_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list
         padded = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join([row[0].ljust(widths[0]), *padded]).rstrip())
     return lines
-
-
-def format_bytes(nbytes: float) -> str:
-    """``1.5 GiB``."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"

@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from kvcommon.formats import format_bytes
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, warn
+from kvstore_backend.cli.report import Finding, fail, ok, warn
 
 __all__ = ["context_cost", "hccl_sizing", "kv_bytes_per_token"]
 

@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from kvcommon.formats import format_bytes
 from kvstore_backend.backend import ConfigError, KVStoreError, PoolUnavailable
 from kvstore_backend.clear_marks import MARK_PREFIX
 from kvstore_backend.cli import checks
 from kvstore_backend.cli.operator.pool import find_pool
-from kvstore_backend.cli.report import format_bytes, format_table, print_json
+from kvstore_backend.cli.report import format_table, print_json
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
 from kvstore_backend.manifest import MANIFEST_PREFIX
 from kvstore_backend.namespace import parse_key

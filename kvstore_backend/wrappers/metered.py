@@ -63,6 +63,9 @@ class MeteredBackend(Wrapper):
     def _exists(self, keys: Sequence[str]) -> list[Status]:
         return self._count_call("exists", lambda: self._store._exists(keys))
 
+    def _get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._store._get_for_all(keys, targets)
+
     def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
         # Not with the look-ups of who wants to read: their share that is there is the hit rate.
         return self._count_call("exists_for_all", lambda: self._store._exists_for_all(keys))

@@ -1,4 +1,8 @@
-"""Wrapper: a backend around a backend, which passes on every call that is not its concern."""
+"""Wrapper: a backend around a backend, which passes on every call that is not its concern.
+
+``_exists_for_all`` and ``_get_for_all`` are not passed on: a wrapper that changes values must change those of these
+calls, too, so they go through its own ``_exists`` and ``_get``. Wrappers that have copies of their own override them.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +63,6 @@ class Wrapper(StorageBackend):
 
     def _exists(self, keys: Sequence[str]) -> list[Status]:
         return self._store._exists(keys)
-
-    def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
-        return self._store._exists_for_all(keys)
-
-    def _get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        return self._store._get_for_all(keys, targets)
 
     def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
         return self._store._remove(keys, force=force)

@@ -127,6 +127,12 @@ class WriteBehindBackend(Wrapper):
         answers = self._store._get([keys[i] for i in ask], [targets[i] for i in ask]) if ask else []
         return _fill_in(statuses, answers)
 
+    def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+        return self._store._exists_for_all(keys)
+
+    def _get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._store._get_for_all(keys, targets)
+
     def _exists(self, keys: Sequence[str]) -> list[Status]:
         with self._changed:
             if self._is_closed:

@@ -1,6 +1,7 @@
 """The instances: who has registered, who is healthy, who may be paired with whom.
 
 registration.py   Registration: the fields that an instance sends about itself, parsed
+events.py         Signal: what happens to instances, for those who subscribe
 instance.py       Instance: one registered instance, its health and its load
 kept_responses.py KeptResponses: which instance keeps which answer of /v1/responses
 breaker.py        Breaker: takes an instance out of the choice whose live requests fail

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvcommon.formats import format_bytes
 from kvstore_backend.backend import ConfigError, PoolUnavailable, Status, split_by_size
 from kvstore_backend.cli.operator.archive import ArchivedBlock, ArchiveReader, ArchiveWriter
 from kvstore_backend.cli.operator.catalogue import find_manifests
@@ -14,7 +15,7 @@ from kvstore_backend.cli.operator.pool import add_pool_arguments, find_tenant, o
 from kvstore_backend.cli.operator.scope import add_scope_arguments, find_scope
 from kvstore_backend.cli.operator.values import find_present, read_batches
 from kvstore_backend.cli.progress import show_progress
-from kvstore_backend.cli.report import format_bytes, print_json
+from kvstore_backend.cli.report import print_json
 from kvstore_backend.manifest import encode_manifest, manifest_key
 from kvstore_backend.stores.holdings import Holdings, StoredBytes, wrap_bytes
 

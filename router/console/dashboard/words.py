@@ -12,7 +12,6 @@ __all__ = [
     "ORIGIN_NAMES",
     "ORIGIN_TEXTS",
     "describe_trouble",
-    "format_bytes",
     "format_count",
     "format_rate",
     "format_seconds",
@@ -37,7 +36,6 @@ NOTHING = "\u2013"
 """Where there is no figure."""
 
 _BREAKERS = {"open": "left out, as requests fail there", "half_open": "one request is being tried"}
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_count(value: float) -> str:
@@ -69,15 +67,6 @@ def format_seconds(seconds: float | None) -> str:
     return (
         f"{seconds * 1e3:.0f} ms" if seconds < 0.9995 else f"{seconds:.2f} s" if seconds < 99.5 else f"{seconds:.0f} s"
     )
-
-
-def format_bytes(value: float) -> str:
-    """Bytes in the largest unit that leaves a digit before the point."""
-    for unit in _UNITS:
-        if value < 1024 or unit == _UNITS[-1]:
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
 def make_sentence(said: object) -> str:

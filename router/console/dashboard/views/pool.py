@@ -7,13 +7,14 @@ from html import escape
 
 from nicegui import ui
 
+from kvcommon.formats import format_bytes
 from router.console.dashboard.figures import MasterFigures
 from router.console.dashboard.history import MasterReport, Moment
 from router.console.dashboard.views.charts import Series, put_chart
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.look import COLOURS
 from router.console.dashboard.views.parts import Banner, draw_table, put_head, put_html, put_text, put_tiles
-from router.console.dashboard.words import format_bytes, format_count, format_share, make_sentence
+from router.console.dashboard.words import format_count, format_share, make_sentence
 
 __all__ = ["POOL"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.console.dashboard.words import format_bytes, format_count, format_rate, format_seconds, format_share
+from kvcommon.formats import format_bytes
+from router.console.dashboard.words import format_count, format_rate, format_seconds, format_share
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ from router.console.dashboard.words import format_bytes, format_count, format_ra
         (format_seconds(0.187), "187 ms"),
         (format_seconds(1.284), "1.28 s"),
         (format_seconds(120.0), "120 s"),
-        (format_bytes(512.0), "512 B"),
+        (format_bytes(512.0), "512 bytes"),
         (format_bytes(1.5 * 2**30), "1.5 GiB"),
     ],
 )
