@@ -21,8 +21,14 @@ _HANDOVER_BUFFER_BYTES = 8 << 20
 
 
 def open_direct(runner: ModelRunner, registry: Registry) -> DirectMemory:
-    """The KV memory itself, which is the host's."""
+    """The KV memory itself, which must be the host's: digests are taken of it there, and libraries write to it.
+
+    Raises:
+        ValueError: it is a device's.
+    """
     kv = runner.kv
+    if kv.device.type != "cpu":
+        raise ValueError(f"KV memory of {kv.device.type} has to be staged: the host cannot read it")
     registry.register(kv.data_ptr(), kv.numel() * kv.element_size())
 
     def clear(blocks: Sequence[int]) -> None:

@@ -174,12 +174,13 @@ def test_a_step_of_sparse_attention_does_not_wait_either(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # by torch, of the mode itself
 def test_steps_on_a_gpu_choose_as_on_a_cpu_and_torch_knows_of_no_wait(tiny_checkpoint: Path) -> None:
     on_cpu = take_steps(build_runner(tiny_checkpoint))
     runner = build_runner(tiny_checkpoint, "cuda")
     take_steps(runner)  # what is made once
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         on_gpu = take_steps(runner)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -215,7 +215,7 @@ def test_either_route_can_be_chosen_for_host_memory() -> None:
     [
         (FileSettings(), "the pool is a file pool"),
         (MooncakeSettings("127.0.0.1:1", protocol="tcp"), "the pool's protocol is tcp"),
-        (MooncakeSettings("127.0.0.1:1", protocol="rdma"), r"build for CUDA \(mooncake-transfer-engine\)"),
+        (MooncakeSettings("127.0.0.1:1", protocol="rdma"), r"build for CUDA \(mooncake-transfer-engine or "),
     ],
 )
 def test_a_pool_that_cannot_reach_a_gpu_is_refused_in_one_sentence(
@@ -226,8 +226,9 @@ def test_a_pool_that_cannot_reach_a_gpu_is_refused_in_one_sentence(
         choose_route("direct", fake_memory(True), PoolConfig(store_settings))
 
 
-def test_a_pool_that_can_reach_a_gpu_does_so_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "_is_installed", lambda _: True)
+@pytest.mark.parametrize("wheel", ["mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"])
+def test_a_pool_that_can_reach_a_gpu_does_so_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch, wheel: str) -> None:
+    monkeypatch.setattr(route, "_is_installed", lambda name: name == wheel)
     settings = MooncakeSettings("127.0.0.1:1", protocol="rdma")
     assert choose_route("direct", fake_memory(True), PoolConfig(settings)) == "direct"
 
