@@ -181,6 +181,7 @@ class ModelRunner:
         self._folder = folder
         transformers_logging.disable_progress_bar()
         self.device = torch.device(device)
+        _choose_kernels(self.device)
         self.model, self._lacking = _read_model(folder, dtype, is_copied=has_dynamic_weights)
         self.version = read_version(folder)
         """Of the weights, as ``version.yaml`` or the last update says; "" where neither does."""
@@ -399,6 +400,14 @@ class ModelRunner:
             return []
         return sample(logits, sequences, self.eos_token_ids)
 
+    def wait_for_device(self) -> None:
+        """Wait until the device has done all that it was asked for.
+
+        Raises:
+            RuntimeError: something of it failed.
+        """
+        wait_for_device(self.device)
+
     def _sparse_state(self, chunk: Chunk) -> SparseState | None:
         """How the chunk looks blocks up, if it does; prompts, cut into any chunks, are computed exactly."""
         sequence = chunk.sequence
@@ -448,13 +457,24 @@ def _read_model(folder: str, dtype: torch.dtype, *, is_copied: bool) -> tuple[An
     return model, frozenset(map(str, info["missing_keys"]))
 
 
+def _choose_kernels(device: torch.device) -> None:
+    """Have attention on a GPU done by flash attention and its like, and not by cuDNN, in all of this process.
+
+    For bfloat16 and float16 torch prefers cuDNN on Hopper and later (``check_prefer_cudnn_attention`` in its
+    sdp_utils.cpp). cuDNN builds a plan for every shape that it has not met, which was seen to take 0.4 s, and keeps all of
+    them; here a decode has another shape at every token.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def _settle_rope(model: torch.nn.Module) -> None:
     """Let no layer look whether a text has outgrown the first length of its RoPE, which waits for the device.
 
-    ``check_length`` keeps all texts within it.
+    ``check_length`` keeps all texts within it, for which the frequencies are those that a layer begins with.
     """
     for module in model.modules():
-        if getattr(module, "rope_type", None) == "dynamic":
+        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
             module.rope_type = "default"  # type: ignore[assignment]
 
 

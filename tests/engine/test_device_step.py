@@ -109,11 +109,23 @@ def list_logprobs(heard: list[list[Choice]]) -> list[float]:
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 2.56,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [9.0] * 4,
+    "original_max_position_embeddings": 200,
+}
 
 
 @pytest.mark.parametrize(
     ("architecture", "changes"),
-    [*((name, {}) for name in ARCHITECTURES), ("llama", {"rope_parameters": DYNAMIC})],
+    [
+        *((name, {}) for name in ARCHITECTURES),
+        ("llama", {"rope_parameters": DYNAMIC}),
+        ("llama", {"rope_parameters": LONGROPE}),
+    ],
 )
 def test_steps_as_on_a_gpu_choose_as_on_a_cpu_and_wait_once_each(
     architecture: str,
