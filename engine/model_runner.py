@@ -461,8 +461,8 @@ def _choose_kernels(device: torch.device) -> None:
     """Have attention on a GPU done by flash attention and its like, and not by cuDNN, in all of this process.
 
     For bfloat16 and float16 torch prefers cuDNN on Hopper and later (``check_prefer_cudnn_attention`` in its
-    sdp_utils.cpp). cuDNN builds a plan for every shape that it has not met, which was seen to take 0.4 s, and keeps all of
-    them; here a decode has another shape at every token.
+    sdp_utils.cpp). cuDNN builds a plan for every shape that it has not met, which was seen to take 0.4 s, and keeps
+    all of them; here a decode has another shape at every token.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -49,7 +49,7 @@ from engine.registration import send_heartbeats
 from engine.scheduler import Scheduler
 from engine.serving.control import Control
 from engine.serving.surroundings import Surroundings
-from engine.staging import MAX_LENT_BYTES, open_direct, stage_handovers
+from engine.staging import open_direct, stage_handovers
 from engine.tracing import open_tracer
 from engine.why_miss.explainer import MissExplainer
 from kvcommon.addresses import find_own_address
@@ -142,8 +142,10 @@ class Instance:
             transfer = Transfer(self._own_address(), protocol, rdma_devices)
             if runner.device.type == "cpu":
                 return BlockMemory(self.core, runner, transfer, open_direct(runner, transfer))
-            max_lent = MAX_LENT_BYTES // runner.shape.nbytes
-            return BlockMemory(self.core, runner, transfer, stage_handovers(runner, transfer), max_lent)
+            lent_bytes = self.args.handover_memory if self.args.splitwise_role == "decode" else 0
+            with told_if_too_large("the host memory of hand-overs; lower --handover-memory", any_failure=False):
+                memory = stage_handovers(runner, transfer, lent_bytes)
+            return BlockMemory(self.core, runner, transfer, memory, lent_bytes // runner.shape.nbytes)
         except (TransferUnavailable, OSError) as exc:
             log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
             return None

@@ -82,8 +82,8 @@ def check_library(settings: MooncakeSettings) -> Iterator[Finding]:
     except ImportError as exc:
         remedy = f"{INSTALL}, or choose another backend, such as file:///dev/shm/kvpool"
         if "libcuda" in str(exc):
-            wheels = " ".join(find_wheels()) or "mooncake-transfer-engine"
-            remedy = f"on a machine without a GPU, or with another CUDA: pip uninstall {wheels}, then {remedy}"
+            installed = " ".join(find_wheels()) or "mooncake-transfer-engine"
+            remedy = f"on a machine without a GPU, or with another CUDA: pip uninstall {installed}, then {remedy}"
         if any(name in str(exc) for name in _CANN_LIBRARIES):
             remedy = "on an Ascend machine: source CANN's set_env.sh first; elsewhere: " + remedy
         yield fail("library", f"Mooncake's library cannot be loaded ({exc})", remedy)

@@ -17,6 +17,7 @@ from engine.generation import Generation, Generations, Piece
 from engine.protocol import DisaggregateInfo
 from engine.request import Request, SamplingParams
 from engine.staging import open_direct, stage_handovers
+from kvstore_backend.backend import HEADROOM_BYTES
 from tests.engine.event_loop import eventually
 from tests.engine.running import Engine
 from tests.support.device import TEST_DEVICE
@@ -33,7 +34,9 @@ class TroubledTransfer(Transfer):
     def __init__(self, engine: Engine) -> None:
         super().__init__(HOST, "tcp")
         self.direct = open_direct(engine.runner, self) if TEST_DEVICE == "cpu" else None
-        self.staged = stage_handovers(engine.runner, self, buffer_bytes=2 * engine.runner.shape.nbytes)
+        self.staged = stage_handovers(
+            engine.runner, self, 0, buffer_bytes=2 * (engine.runner.shape.nbytes + HEADROOM_BYTES)
+        )
         self.fails = False
         self.spoils = False
         """Whether the memory written to gets a wrong byte after each write."""

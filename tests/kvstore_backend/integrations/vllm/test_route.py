@@ -146,6 +146,21 @@ def test_a_step_does_not_wait_for_a_copy_and_a_blocks_copy_keeps_it_pinned(store
         assert instance.blocks.held == [0] * NUM_BLOCKS
 
 
+def test_threads_that_wait_for_copies_are_bound_to_the_gpu_first(
+    store: StorageBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[str] = []
+    monkeypatch.setattr(KVMemory, "bind_thread", lambda _: bound.append(threading.current_thread().name))
+    with contextlib.closing(Instance(store, route="staged")) as instance:
+        request = make_request()
+        instance.scheduler.on_allocation(request, lambda: TABLE, 0)
+        instance.begin({"a": 22}, {"a": TABLE})
+        request.num_computed_tokens = 22
+        instance.scheduler.on_request_end(request, TABLE)
+        instance.end_transfers()
+    assert "pool-save-0" in bound
+
+
 def test_a_load_is_told_only_once_its_blocks_are_in_the_devices_memory(store: StorageBackend, gate: Gate) -> None:
     with (
         contextlib.closing(Instance(store, route="staged")) as first,
