@@ -27,7 +27,7 @@ from engine.out_of_memory import LEAVE_ROOM, LEAVE_ROOM_BESIDE, told_if_too_larg
 from engine.packed_linear import pack_linears
 from engine.request import GREATEST_PENALTY, LEAST_PENALTY, SamplingDefaults
 from engine.retrieval_config import Regime, RetrievalConfig
-from engine.sampler import Choice, sample
+from engine.sampler import Choice, SeenTokens, sample
 from engine.scheduler import Chunk
 from engine.weights import name_weights, read_version
 from kvstore_backend import ConfigError, Namespace, Span, fingerprint_model
@@ -210,6 +210,7 @@ class ModelRunner:
         self.kv = torch.empty(0)
         self._kv_memory: mmap.mmap | None = None
         self.retrieval: Retrieval | None = None
+        self._seen_tokens = SeenTokens()
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Make KV memory of ``num_blocks`` blocks.
@@ -398,7 +399,7 @@ class ModelRunner:
         if not sequences:
             wait_for_device(self.device)
             return []
-        return sample(logits, sequences, self.eos_token_ids)
+        return sample(logits, sequences, self.eos_token_ids, self._seen_tokens)
 
     def wait_for_device(self) -> None:
         """Wait until the device has done all that it was asked for.
