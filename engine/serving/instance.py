@@ -10,6 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -255,15 +256,26 @@ def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
         args.block_size,
         has_dynamic_weights=args.dynamic_load_weight,
     )
-    num_blocks = choose_num_blocks(args, runner)
-    runner.allocate_kv(num_blocks)
-    runner.try_out()
+    if device == "cpu":
+        num_blocks = _prepare_kv(args, runner)
+    else:
+        # What libraries of CUDA take for each thread goes to the next one when a thread has ended: to the engine's.
+        with ThreadPoolExecutor(1) as thread:
+            num_blocks = thread.submit(_prepare_kv, args, runner).result()
     if args.retrieval:
         runner.enable_retrieval(args.retrieval, args.max_num_seqs, args.max_model_len)
         log.info("Sparse attention: %s", args.retrieval)
         if advice := args.retrieval.explain_block_size():
             log.warning("%s", advice)
     return runner, num_blocks
+
+
+def _prepare_kv(args: EngineArgs, runner: ModelRunner) -> int:
+    """Make the KV memory and try a step; the number of KV blocks."""
+    num_blocks = choose_num_blocks(args, runner)
+    runner.allocate_kv(num_blocks)
+    runner.try_out()
+    return num_blocks
 
 
 def _list_cache_settings(args: EngineArgs, pool: PoolConfig | None, num_blocks: int, dtype: str) -> dict[str, object]:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import sampler
+from engine import device_copies, sampler
 from engine.request import Request, SamplingParams, Sequence, TokenLogprobs
 from engine.sampler import Choice, SeenTokens
 
@@ -272,7 +272,7 @@ def test_only_a_draw_beyond_the_best_sorts_the_vocabulary_and_waits_again(
     monkeypatch: pytest.MonkeyPatch, spread: float, waits: int
 ) -> None:
     fetched: list[int] = []
-    fetch = sampler.fetch_numbers
+    fetch = device_copies.fetch_numbers
 
     def counting(numbers: torch.Tensor) -> list[float]:
         fetched.append(len(numbers))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
-from engine.args import parse_args
+from engine.args import EngineArgs, parse_args
 from engine.disaggregation import TransferUnavailable
+from engine.model_runner import ModelRunner
 from engine.serving import instance as instance_module
 from engine.serving.instance import Instance
 from engine.serving.surroundings import find_surroundings
@@ -45,6 +47,26 @@ def test_an_instance_is_ready_once_its_router_has_taken_its_registration(
     assert "it is not registered" in instance.find_obstacle()
     monkeypatch.setattr(type(instance.core), "is_alive", False)
     assert instance.find_obstacle() == "the engine has failed; its log says why"
+
+
+@pytest.mark.parametrize(("device", "is_own"), [("cpu", False), ("cuda", True)])
+def test_what_a_first_step_on_a_gpu_takes_for_its_thread_is_left_to_the_engines(
+    word_model: Path, monkeypatch: pytest.MonkeyPatch, device: str, is_own: bool
+) -> None:
+    prepared: list[threading.Thread] = []
+    prepare = instance_module._prepare_kv
+
+    def note_thread(args: EngineArgs, runner: ModelRunner) -> int:
+        prepared.append(threading.current_thread())
+        return prepare(args, runner)
+
+    monkeypatch.setattr(instance_module, "_prepare_kv", note_thread)
+    monkeypatch.setattr(instance_module, "choose_device", lambda _: device)
+    monkeypatch.setattr(instance_module, "ModelRunner", lambda a, b, _, d, e, **more: ModelRunner(a, b, "cpu", d, e))
+    instance_of(word_model)
+    [thread] = prepared
+    assert (thread is not threading.current_thread()) is is_own
+    assert thread.is_alive() is not is_own
 
 
 def test_each_process_has_a_start_id_of_its_own(word_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
