@@ -6,6 +6,7 @@ shapes matter, on torch's device without memory ("meta").
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import engine.sampler
 from engine import device_copies
@@ -183,6 +184,47 @@ def test_a_step_of_sparse_attention_does_not_wait_either(
             assert len(runner.run([Chunk(sequence, 1) for sequence in sequences])) == 2
     assert all(sequence.blocks_read for sequence in sequences)
     assert device_watch.times_let_through == 2
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of ATen's by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize("lengths", [(150,), (150, 150, 150), (170, 150, 160)], ids=["one", "like", "unlike"])
+def test_a_layer_of_decodes_alone_stores_gathers_and_attends_once(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]
+) -> None:
+    """Each operation costs the host as much as another: a step of decodes is as fast as their number lets it be."""
+    runner = build_runner(tiny_checkpoint)
+    chunks = []
+    for i, length in enumerate(lengths):
+        sequence = Sequence(Request(str(i), (i,) * length, SamplingParams(9, temperature=0.0)), BLOCK)
+        sequence.block_table, sequence.num_computed = list(range(12 * i, 12 * i + 12)), length - 1
+        chunks.append(Chunk(sequence, 1))
+    looked_up: list[str] = []
+    look_up = torch.nn.Module.__getattr__
+
+    def noting(self: torch.nn.Module, name: str) -> Any:
+        looked_up.append(name)
+        return look_up(self, name)
+
+    monkeypatch.setattr(torch.nn.Module, "__getattr__", noting)
+    with Operations() as operations:
+        runner.run(chunks)
+    layers = runner.shape.num_layers
+    counts = {name: operations.counts[name] for name in ("index_put_", "index_select", "scaled_dot_product_attention")}
+    assert counts == {"index_put_": 2 * layers, "index_select": layers, "scaled_dot_product_attention": layers}
+    assert operations.counts["index"] <= 1  # rows of which the logits are wanted
+    assert not {"weight", "self_attn", "mlp"} & set(looked_up), "the slow way of finding attributes"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
