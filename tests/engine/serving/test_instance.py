@@ -7,6 +7,8 @@ import shutil
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -96,6 +98,19 @@ def test_the_rdma_devices_that_the_environment_names_are_those_of_hand_overs(
     monkeypatch.setenv("MOONCAKE_RDMA_DEVICES", " mlx5_0,mlx5_1 ")
     instance_of(word_model, "--splitwise-role", role, "--cache-transfer-protocol", "rdma")
     assert started == [("rdma", "mlx5_0,mlx5_1")]
+
+
+@pytest.mark.parametrize(("role", "lent_bytes"), [("prefill", 0), ("decode", 3 << 20)])
+def test_beside_a_gpu_memory_is_lent_to_hand_overs_by_decode_alone(
+    word_model: Path, monkeypatch: pytest.MonkeyPatch, role: str, lent_bytes: int
+) -> None:
+    instance = instance_of(word_model, "--splitwise-role", role, "--handover-memory", "3MiB")
+    runner: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), shape=SimpleNamespace(nbytes=1 << 20))
+    monkeypatch.setattr(instance_module, "Transfer", lambda *_: None)
+    monkeypatch.setattr(instance_module, "stage_handovers", lambda _, __, nbytes: nbytes)
+    monkeypatch.setattr(instance_module, "BlockMemory", lambda *args: args[3:])
+    memory: Any = instance._open_block_memory(runner, "")
+    assert memory == (lent_bytes, lent_bytes >> 20)
 
 
 def test_the_router_is_told_the_protocol_that_hand_overs_have_not_the_one_that_was_wanted(
