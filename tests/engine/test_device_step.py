@@ -186,6 +186,26 @@ def test_a_step_of_sparse_attention_does_not_wait_either(
     assert device_watch.times_let_through == 2
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_choosing_from_a_large_vocabulary_waits_once(
+    monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch, device: str
+) -> None:
+    if device == "meta":
+        fetched = device_watch.letting_through(lambda numbers: [1.0] * len(numbers))
+        monkeypatch.setattr(engine.sampler, "fetch_numbers", fetched)
+    logits = 8 * torch.randn(len(EVERYTHING), 5000, generator=torch.Generator().manual_seed(0))
+    moved, seen = logits.to(device), engine.sampler.SeenTokens()
+    sequences = [
+        Sequence(Request(str(i), (i, 7), SamplingParams(9, **each)), BLOCK) for i, each in enumerate(EVERYTHING)
+    ]
+    with device_watch.watching():
+        for _ in range(2):
+            assert all(engine.sampler.sample(moved.clone(), sequences, frozenset({0}), seen))
+            for sequence in sequences:
+                sequence.token_ids.append(1)
+    assert device_watch.times_let_through == 2
+
+
 class Operations(TorchDispatchMode):
     """Counts operations of ATen's by their names."""
 
