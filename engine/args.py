@@ -15,6 +15,7 @@ from engine.fastdeploy_flags import IN_FLOAT32, add_foreign_flags, expand_abbrev
 from engine.retrieval_config import REPRESENTATIVES, RetrievalConfig
 from kvcommon.hints import did_you_mean
 from kvstore_backend import ConfigError
+from kvstore_backend.config import parse_size
 
 __all__ = ["EngineArgs", "parse_args", "set_native_defaults"]
 
@@ -59,6 +60,7 @@ class EngineArgs:
     kvcache_storage_backend: str | None
     splitwise_role: str
     cache_transfer_protocol: tuple[str, ...]
+    handover_memory: int
     pd_comm_port: int
     pd_dialect: str
     router: str | None
@@ -223,6 +225,12 @@ def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("prefill and decode apart").add_argument
     add("--splitwise-role", choices=_ROLES, default="mixed", help="part in prefill/decode disaggregation")
     add("--cache-transfer-protocol", default="ipc", help="ipc, rdma, tcp, or several with commas; told to the router")
+    add(
+        "--handover-memory",
+        type=_parse_size,
+        default=2 << 30,
+        help="a decode instance's host memory beside a GPU, where prompts arrive; those beyond go by the pool [2GiB]",
+    )
     add("--pd-comm-port", type=_parse_port, default=0, help="connector port: where prefill instances reach this one")
     add(
         "--pd-dialect",
@@ -374,6 +382,13 @@ def _parse_store(text: str) -> str | None:
     if text not in _STORES and ":" not in text:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_STORES)}, and no URL")
     return text
+
+
+def _parse_size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
 
 
 def _parse_positive(text: str) -> int:

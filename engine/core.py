@@ -90,6 +90,7 @@ class EngineCore:
         self._listeners: dict[Sequence, Listener] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
+        self._has_failed = False
         self.is_paused = False
         """Whether nothing is to begin, a hand-over to this instance neither; set and read from any thread."""
         self._turned_at = math.inf
@@ -119,8 +120,7 @@ class EngineCore:
         """End every sequence (finish reason ``abort``), give running saves a moment, and end the loop."""
 
         def end() -> None:
-            for sequence in list(self._listeners):
-                self._end_sequence(sequence, "abort")
+            self._end_all("abort")
             self._stopped = True
 
         self._commands.put(end)
@@ -139,8 +139,8 @@ class EngineCore:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the loop runs."""
-        return self._thread.is_alive()
+        """Whether the loop runs, on a device that still computes."""
+        return self._thread.is_alive() and not self._has_failed
 
     @property
     def is_working(self) -> bool:
@@ -199,11 +199,14 @@ class EngineCore:
     ) -> None:
         """Ask for blocks for a prompt; ``answer`` is called on the engine's thread. From any thread.
 
-        A paused engine gives none.
+        A paused or failed engine gives none.
         """
-        self._commands.put(
-            lambda: answer(None if self.is_paused else self.scheduler.reserve_blocks(hashes, num_tokens))
-        )
+
+        def reserve() -> None:
+            is_closed = self.is_paused or self._has_failed
+            answer(None if is_closed else self.scheduler.reserve_blocks(hashes, num_tokens))
+
+        self._commands.put(reserve)
 
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
         """Give a reservation back, when nobody writes to its blocks any more. From any thread.
@@ -288,6 +291,11 @@ class EngineCore:
     def _run_loop(self) -> None:
         idle = True
         while not self._stopped:
+            if self._has_failed:
+                # Whatever comes is answered, and nothing is computed any more.
+                self._run_commands(wait=True)
+                self._end_all("error")
+                continue
             try:
                 self._run_commands(wait=idle)
                 self._admit_sequences()
@@ -309,6 +317,24 @@ class EngineCore:
                 for sequence in failed:
                     self._end_sequence(sequence, "error")
                 idle = not failed  # others may wait for their blocks
+                self._fail_with_device()
+
+    def _fail_with_device(self) -> None:
+        """Answer every request with an error from now on, if the device is lost.
+
+        After some errors (an illegal address, a failed assertion, broken memory) CUDA answers every later call of the
+        process with the same error, so asking once more tells them from all others, whatever they came as.
+        """
+        try:
+            self._runner.wait_for_device()
+        except Exception:
+            log.critical("The device is lost: this instance must be started again", exc_info=True)
+            self._has_failed = True
+            self._end_all("error")
+
+    def _end_all(self, reason: str) -> None:
+        for sequence in list(self._listeners):
+            self._end_sequence(sequence, reason)
 
     def _admit_sequences(self) -> None:
         """Let waiting sequences in; those that lack blocks the pool may have load them first."""

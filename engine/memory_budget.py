@@ -7,6 +7,7 @@ the buffers that blocks pass through on their way to the pool.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -107,7 +108,9 @@ def _largest_step(args: EngineArgs) -> list[Chunk]:
     """
     num_decodes = min(args.max_num_seqs, args.max_num_batched_tokens) - 1
     sizes = [min(args.max_model_len, args.max_num_batched_tokens - num_decodes), *[1] * num_decodes]
-    params = SamplingParams(1, temperature=1.0, top_p=0.9, seed=0, logprobs=_MAX_LOGPROBS)
+    # So many candidates are the whole vocabulary.
+    draw: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "top_k": 1 << 30, "seed": 0}
+    params = SamplingParams(1, **draw, repetition_penalty=1.1, logprobs=_MAX_LOGPROBS)
     request = Request("the largest step", (0,) * args.max_model_len, params)
     chunks = [Chunk(Sequence(request, args.block_size), size) for size in sizes]
     for chunk in chunks:

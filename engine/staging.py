@@ -11,18 +11,21 @@ from kvstore_backend import BlockPool
 from kvstore_backend.staging import KVTensors, Registry, StagedMemory, StandInDevice
 from kvstore_backend.transfers import DirectMemory
 
-__all__ = ["MAX_LENT_BYTES", "open_direct", "open_staged", "stage_handovers"]
-
-MAX_LENT_BYTES = 2 << 30
-"""Host memory that hand-overs to this instance may keep at once; those beyond go by the pool."""
+__all__ = ["open_direct", "open_staged", "stage_handovers"]
 
 # A hand-over keeps its buffers until all of its blocks are there: smaller ones leave less unused.
 _HANDOVER_BUFFER_BYTES = 8 << 20
 
 
 def open_direct(runner: ModelRunner, registry: Registry) -> DirectMemory:
-    """The KV memory itself, which is the host's."""
+    """The KV memory itself, which must be the host's: digests are taken of it there, and libraries write to it.
+
+    Raises:
+        ValueError: it is a device's.
+    """
     kv = runner.kv
+    if kv.device.type != "cpu":
+        raise ValueError(f"KV memory of {kv.device.type} has to be staged: the host cannot read it")
     registry.register(kv.data_ptr(), kv.numel() * kv.element_size())
 
     def clear(blocks: Sequence[int]) -> None:
@@ -38,11 +41,12 @@ def open_staged(runner: ModelRunner, pool: BlockPool) -> StagedMemory:
 
 
 def stage_handovers(
-    runner: ModelRunner, registry: Registry, buffer_bytes: int = _HANDOVER_BUFFER_BYTES
+    runner: ModelRunner, registry: Registry, incoming_bytes: int, buffer_bytes: int = _HANDOVER_BUFFER_BYTES
 ) -> StagedMemory:
-    """The KV memory by way of buffers of another size, for hand-overs."""
+    """The KV memory by way of other buffers, for hand-overs: ``incoming_bytes`` of them for those to this instance."""
     kv = KVTensors([runner.kv], len(runner.kv))
-    return StagedMemory(kv, registry, device=_stand_in(runner), buffer_bytes=buffer_bytes)
+    device = _stand_in(runner)
+    return StagedMemory(kv, registry, device=device, buffer_bytes=buffer_bytes, incoming_bytes=incoming_bytes)
 
 
 def _stand_in(runner: ModelRunner) -> StandInDevice | None:

@@ -103,7 +103,7 @@ class _Prefill:
 class _Decodes:
     """Chunks of one token each, padded to the longest."""
 
-    rows: torch.Tensor  # [N] rows of the step's row of tokens
+    rows: torch.Tensor | None  # [N] rows of the step's row of tokens; None: all of them, in their order
     pages: torch.Tensor  # [2 * N * kv_heads * n], see PagedBatch._find_pages
     width: int  # tokens that are attended to
     mask: torch.Tensor | None  # [N, 1, 1, width]; None: all are as long
@@ -199,11 +199,12 @@ class PagedBatch:
         They lie in memory that the next call uses again: fresh memory for each layer costs more than the copy.
         """
         page_size = self._block_size * self._head_dim
-        if len(self._gathered) < len(pages):
-            self._gathered = self.kv.new_empty(len(pages), page_size)
-        gathered = self._gathered[: len(pages)]
-        every_page = self.kv.view(-1, page_size)
-        return torch.index_select(every_page, 0, pages + layer * 2 * self._kv_heads, out=gathered)
+        count = pages.numel()
+        if self._gathered.shape[0] < count:
+            self._gathered = self.kv.new_empty(count, page_size)
+        gathered = self._gathered[:count]
+        from_layer = self.kv.view(-1, page_size)[layer * 2 * self._kv_heads :]
+        return torch.index_select(from_layer, 0, pages, out=gathered)
 
     def _find_pages(self, tables: torch.Tensor) -> torch.Tensor:
         """Block tables ``[N, n]`` or ``[n]`` -> the pages they mean in layer 0, in the order ``[2, N, kv_head, n]``.
@@ -217,7 +218,10 @@ class PagedBatch:
         return (first + kinds * self._kv_heads + heads).flatten()
 
     def _group_by_length(self, rows: list[tuple[int, ChunkShape]]) -> list[list[tuple[int, ChunkShape]]]:
-        """Rows of like length together (up to twice, which bounds padding), few enough to gather at once."""
+        """Rows of like length together (up to twice, which bounds padding), few enough to gather at once.
+
+        Those of a group are in their order.
+        """
         block_bytes = 2 * self._kv_heads * self._block_size * self._head_dim * self.kv.element_size()
         groups: list[list[tuple[int, ChunkShape]]] = []
         narrowest = 0
@@ -230,11 +234,11 @@ class PagedBatch:
             else:
                 groups.append([row])
                 narrowest = width
-        return groups
+        return [sorted(group, key=lambda row: row[0]) for group in groups]
 
     def _pad_tables(self, group: list[tuple[int, ChunkShape]]) -> tuple[list[int], list[int], list[int]]:
         """Of a group's chunks the rows, the lengths, and the block tables as one list, each as long as the longest."""
-        width = group[-1][1].count_blocks(self._block_size)
+        width = max(chunk.count_blocks(self._block_size) for _, chunk in group)
         # The mask hides what pads a table, but a masked NaN is still NaN: so pad with the sequence's own first
         # block, not with a block that a load may be writing just now.
         tables: list[int] = []
@@ -248,14 +252,15 @@ class PagedBatch:
         self, group: list[tuple[int, ChunkShape]], rows: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor
     ) -> _Decodes:
         pages = self._find_pages(tables.view(len(group), -1))
-        shortest, longest = group[0][1].context_length, group[-1][1].context_length
-        if shortest == longest:
-            return _Decodes(rows, pages, longest, None)
+        every_row = None if len(group) == self.input_ids.shape[1] else rows
+        contexts = [chunk.context_length for _, chunk in group]
+        if (longest := max(contexts)) == min(contexts):
+            return _Decodes(every_row, pages, longest, None)
         width = len(tables) // len(group) * self._block_size
         mask = (torch.arange(width, device=rows.device) < lengths[:, None])[:, None, None]
         if self._form.has_causal_kernels:
             mask = torch.zeros_like(mask, dtype=self.kv.dtype).masked_fill_(~mask, -torch.inf)
-        return _Decodes(rows, pages, width, mask)
+        return _Decodes(every_row, pages, width, mask)
 
     def _hide(self, chunk: ChunkShape) -> torch.Tensor | None:
         """Causal mask of a chunk that continues a context; None where there is no context before it."""
@@ -305,9 +310,10 @@ def paged_attention(
     Raises:
         NotImplementedError: the model asks for more than plain attention.
     """
-    for asked, given in {"a sliding window": sliding_window, "soft-capping": softcap, "sinks": s_aux}.items():
-        if given is not None:
-            raise NotImplementedError(f"attention with {asked} is not supported")
+    if sliding_window is not None or softcap is not None or s_aux is not None:
+        asked = {"a sliding window": sliding_window, "soft-capping": softcap, "sinks": s_aux}
+        names = [name for name, given in asked.items() if given is not None]
+        raise NotImplementedError(f"attention with {names[0]} is not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     paged.layers.add(layer)
     for kind, new in enumerate((key, value)):
@@ -317,6 +323,10 @@ def paged_attention(
     kv_heads = key.shape[1]
     # Query heads that share a KV head stand together, so that K and V are read once for the whole group.
     grouped = query[0].view(kv_heads, heads // kv_heads, tokens, head_dim)
+    if paged.decodes and paged.decodes[0].rows is None:
+        return _attend_decodes(paged, paged.decodes[0], layer, grouped, scaling).reshape(
+            1, tokens, heads, head_dim
+        ), None
     output = torch.empty(tokens, kv_heads, heads // kv_heads, head_dim, dtype=query.dtype, device=query.device)
     for prefill in paged.prefills:
         shape = (kv_heads, heads // kv_heads, prefill.context, head_dim)
@@ -331,15 +341,23 @@ def paged_attention(
         )
         output[prefill.start : prefill.stop] = attended.permute(2, 0, 1, 3)
     for decodes in paged.decodes:
-        gathered = paged.gather_pages(decodes.pages, layer).view(2, len(decodes.rows), kv_heads, -1, head_dim)
-        keys, values = gathered[..., : decodes.width, :]
-        output[decodes.rows] = scaled_dot_product_attention(
-            grouped[:, :, decodes.rows].permute(2, 0, 1, 3), keys, values, attn_mask=decodes.mask, scale=scaling
-        )
+        output[decodes.rows] = _attend_decodes(paged, decodes, layer, grouped[:, :, decodes.rows], scaling)
     if paged.retrieval is not None and paged.sparse.states:
         sparse = grouped[:, :, paged.sparse.rows].permute(2, 0, 1, 3)
         output[paged.sparse.rows] = paged.retrieval.attend_sparsely(layer, paged.sparse.states, sparse, scaling)
     return output.view(1, tokens, heads, head_dim), None
+
+
+def _attend_decodes(
+    paged: PagedBatch, decodes: _Decodes, layer: int, queries: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Attention of queries ``[kv_heads, group, N, head_dim]``; ``[N, kv_heads, group, head_dim]``."""
+    kv_heads, _, count, head_dim = queries.shape
+    gathered = paged.gather_pages(decodes.pages, layer).view(2, count, kv_heads, -1, head_dim)
+    keys, values = gathered[..., : decodes.width, :].unbind()
+    return scaled_dot_product_attention(
+        queries.permute(2, 0, 1, 3), keys, values, attn_mask=decodes.mask, scale=scaling
+    )
 
 
 def register_attention() -> None:

@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.device_copies import send_tensor
+
 __all__ = ["WorkingSet"]
 
 
@@ -89,4 +91,5 @@ class WorkingSet:
         from_pages = (((blocks * self._num_layers + layer) * 2 + kinds) * self._kv_heads + heads).flatten()
         to_pages = ((kinds * self._kv_heads + heads) * self._num_slots + slots).flatten()
         device = self._pages.device
-        self._pages.index_copy_(0, to_pages.to(device), every_page.index_select(0, from_pages).to(device))
+        copied = every_page.index_select(0, from_pages)
+        self._pages.index_copy_(0, send_tensor(to_pages, device), send_tensor(copied, device))

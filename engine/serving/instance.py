@@ -10,6 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,7 @@ from engine.registration import send_heartbeats
 from engine.scheduler import Scheduler
 from engine.serving.control import Control
 from engine.serving.surroundings import Surroundings
-from engine.staging import MAX_LENT_BYTES, open_direct, stage_handovers
+from engine.staging import open_direct, stage_handovers
 from engine.tracing import open_tracer
 from engine.why_miss.explainer import MissExplainer
 from kvcommon.addresses import find_own_address
@@ -142,8 +143,10 @@ class Instance:
             transfer = Transfer(self._own_address(), protocol, rdma_devices)
             if runner.device.type == "cpu":
                 return BlockMemory(self.core, runner, transfer, open_direct(runner, transfer))
-            max_lent = MAX_LENT_BYTES // runner.shape.nbytes
-            return BlockMemory(self.core, runner, transfer, stage_handovers(runner, transfer), max_lent)
+            lent_bytes = self.args.handover_memory if self.args.splitwise_role == "decode" else 0
+            with told_if_too_large("the host memory of hand-overs; lower --handover-memory", any_failure=False):
+                memory = stage_handovers(runner, transfer, lent_bytes)
+            return BlockMemory(self.core, runner, transfer, memory, lent_bytes // runner.shape.nbytes)
         except (TransferUnavailable, OSError) as exc:
             log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
             return None
@@ -253,15 +256,26 @@ def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
         args.block_size,
         has_dynamic_weights=args.dynamic_load_weight,
     )
-    num_blocks = choose_num_blocks(args, runner)
-    runner.allocate_kv(num_blocks)
-    runner.try_out()
+    if device == "cpu":
+        num_blocks = _prepare_kv(args, runner)
+    else:
+        # What libraries of CUDA take for each thread goes to the next one when a thread has ended: to the engine's.
+        with ThreadPoolExecutor(1) as thread:
+            num_blocks = thread.submit(_prepare_kv, args, runner).result()
     if args.retrieval:
         runner.enable_retrieval(args.retrieval, args.max_num_seqs, args.max_model_len)
         log.info("Sparse attention: %s", args.retrieval)
         if advice := args.retrieval.explain_block_size():
             log.warning("%s", advice)
     return runner, num_blocks
+
+
+def _prepare_kv(args: EngineArgs, runner: ModelRunner) -> int:
+    """Make the KV memory and try a step; the number of KV blocks."""
+    num_blocks = choose_num_blocks(args, runner)
+    runner.allocate_kv(num_blocks)
+    runner.try_out()
+    return num_blocks
 
 
 def _list_cache_settings(args: EngineArgs, pool: PoolConfig | None, num_blocks: int, dtype: str) -> dict[str, object]:

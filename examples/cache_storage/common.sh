@@ -153,7 +153,7 @@ import kvstore_backend.integrations.fastdeploy
 sys.exit(not e(group="fastdeploy.tool_parser_plugins", name="kvstore"))'
     if [ "$DRY_RUN" = no ] && ! "$FASTDEPLOY" -c "$look" 2>/dev/null; then
         die "ENGINE=fastdeploy: our backend is not beside FastDeploy; install it there with:" \
-            "$FASTDEPLOY -m pip install '$ROOT[mooncake-cuda]'"
+            "$FASTDEPLOY -m pip install '$ROOT[mooncake-cuda]' (with CUDA 13: '$ROOT[mooncake-cuda13]')"
     fi
     case ,${FD_PLUGINS-}, in
         *,kvstore,*) ;;

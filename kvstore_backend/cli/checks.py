@@ -53,7 +53,12 @@ __all__ = [
 
 _CONNECT_SECONDS = 1.5
 _SYSTEM_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1"}
-_WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-npu")
+_WHEELS = (
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-npu",
+)
 # Of CANN, which the build for Ascend cards needs.
 _CANN_LIBRARIES = ("libascendcl", "libllm_datadist", "libmetadef", "libhccl", "libhixl")
 _FULL_SHARE = 0.95
@@ -77,7 +82,8 @@ def check_library(settings: MooncakeSettings) -> Iterator[Finding]:
     except ImportError as exc:
         remedy = f"{INSTALL}, or choose another backend, such as file:///dev/shm/kvpool"
         if "libcuda" in str(exc):
-            remedy = "on a machine without a GPU: pip uninstall mooncake-transfer-engine, then " + remedy
+            installed = " ".join(find_wheels()) or "mooncake-transfer-engine"
+            remedy = f"on a machine without a GPU, or with another CUDA: pip uninstall {installed}, then {remedy}"
         if any(name in str(exc) for name in _CANN_LIBRARIES):
             remedy = "on an Ascend machine: source CANN's set_env.sh first; elsewhere: " + remedy
         yield fail("library", f"Mooncake's library cannot be loaded ({exc})", remedy)

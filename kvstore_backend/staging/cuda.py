@@ -33,6 +33,10 @@ class CudaDevice:
         """An event that keeps the time; the caller records it."""
         return torch.cuda.Event(enable_timing=True)
 
+    def bind_thread(self) -> None:
+        """Make this the calling thread's GPU: where it waits for an event, it else opens a context on the first one."""
+        torch.cuda.set_device(self._device)
+
     def open_stream(self) -> Stream:
         return _CudaStream(self._device)
 

@@ -20,7 +20,11 @@ from kvstore_backend.transfers import Event, Window
 __all__ = ["StagedMemory"]
 
 # At 3 GB/s of a pool a buffer takes 10 ms, and at 25 GB/s of a GPU's bus 1 ms: copies end while the pool works.
+# Headroom included, as torch rounds pinned memory up to a power of two.
 _BUFFER_BYTES = 32 << 20
+
+# One that the pool reads or writes, and one that is copied meanwhile.
+_DEPTH = 2
 
 
 class StagedMemory:
@@ -31,7 +35,9 @@ class StagedMemory:
         registry: told of every buffer: the pool.
         codec: the form of blocks in the pool; not given: as in KV memory.
         device: of the KV memory; not given: CUDA for tensors there, else the stand-in.
-        buffer_bytes: as many blocks as fit pass at once, but one at least and no more than there are.
+        buffer_bytes: as many blocks as fit with their headroom pass at once, but one at least and no more than there
+            are.
+        incoming_bytes: buffers for loads that are kept, in all; two at least.
     """
 
     def __init__(
@@ -41,12 +47,13 @@ class StagedMemory:
         codec: Codec | None = None,
         device: Device | None = None,
         buffer_bytes: int = _BUFFER_BYTES,
+        incoming_bytes: int = 0,
     ) -> None:
         self._device: Device = device or (CudaDevice(kv.device) if kv.device.type == "cuda" else StandInDevice())
         with contextlib.ExitStack() as undo:
-            self._incoming = _Lane(kv, registry, codec, self._device, buffer_bytes)
+            self._incoming = _Lane(kv, registry, codec, self._device, buffer_bytes, incoming_bytes)
             undo.callback(self._incoming.ring.close)
-            self._outgoing = _Lane(kv, registry, codec, self._device, buffer_bytes)
+            self._outgoing = _Lane(kv, registry, codec, self._device, buffer_bytes, 0)
             undo.pop_all()
 
     def record_event(self) -> Event | None:
@@ -72,17 +79,24 @@ class _Lane:
     """
 
     def __init__(
-        self, kv: KVTensors, registry: Registry, codec: Codec | None, device: Device, buffer_bytes: int
+        self,
+        kv: KVTensors,
+        registry: Registry,
+        codec: Codec | None,
+        device: Device,
+        buffer_bytes: int,
+        total_bytes: int,
     ) -> None:
         nbytes = codec.nbytes if codec else kv.block_bytes
         self._kv = kv
         self._codec = codec
         self._stride = HEADROOM_BYTES + nbytes
-        self.capacity = max(1, min(kv.num_blocks, buffer_bytes // nbytes))
+        self.capacity = max(1, min(kv.num_blocks, buffer_bytes // self._stride))
         self._stream = device.open_stream()
         self._staging = device.allocate(self.capacity * self._stride)
         self._index = device.allocate(self.capacity * 8).view(torch.int64)
-        self.ring = Ring(device, registry, self.capacity, nbytes)  # last: what is registered is taken back
+        depth = max(_DEPTH, total_bytes // (self.capacity * self._stride))
+        self.ring = Ring(device, registry, self.capacity, nbytes, depth)  # last: what is registered is taken back
 
     def fetch(self, buffer: Buffer, blocks: Sequence[int], after: Event | None) -> Event:
         """Begin to copy ``blocks`` to the beginning of the buffer."""

@@ -17,9 +17,6 @@ __all__ = ["Buffer", "Registry", "Ring"]
 
 logger = logging.getLogger(__name__)
 
-# One that the pool reads or writes, and one that is copied meanwhile.
-_DEPTH = 2
-
 
 class Registry(Protocol):
     """Whoever has to know the memory that bytes are moved from and to; a ``BlockPool`` is one."""
@@ -35,21 +32,20 @@ class Buffer:
     """Host memory for blocks, each with headroom before it.
 
     Args:
-        device: copies to and from it.
-        capacity: for how many blocks.
-        nbytes: of a block.
-
-    Attributes:
         memory: uint8 ``[capacity * stride]``: the rows with their headroom.
         blocks: int64 ``[capacity]``: the numbers of the blocks that are in it.
+        nbytes: of a block.
+        is_spare: it was registered by itself, and can be forgotten.
+
+    Attributes:
         copied: the end of the last copy to or from it; None: there was none.
     """
 
-    def __init__(self, device: Device, capacity: int, nbytes: int) -> None:
+    def __init__(self, memory: torch.Tensor, blocks: torch.Tensor, nbytes: int, *, is_spare: bool) -> None:
         self._nbytes = nbytes
-        self.stride = HEADROOM_BYTES + nbytes
-        self.memory = device.allocate_host(capacity * self.stride)
-        self.blocks = device.allocate_host(capacity * 8).view(torch.int64)
+        self.memory = memory
+        self.blocks = blocks
+        self.is_spare = is_spare
         self.copied: Event | None = None
 
     @property
@@ -59,42 +55,42 @@ class Buffer:
 
     def values(self, count: int) -> list[Value]:
         """Where its first ``count`` blocks lie, for the pool."""
-        address = self.memory.data_ptr() + HEADROOM_BYTES
-        return [(Span(address + i * self.stride, self._nbytes),) for i in range(count)]
+        address, stride = self.memory.data_ptr() + HEADROOM_BYTES, HEADROOM_BYTES + self._nbytes
+        return [(Span(address + i * stride, self._nbytes),) for i in range(count)]
 
 
 class Ring:
     """The buffers of one direction. A buffer is here, or with whoever took it, until that gives it back.
 
-    One that stays away, as a call of the pool that was given up may still touch it, is made up for.
+    They lie in one piece of memory, which takes one allocation and one registration. A buffer that stays away, as a
+    call of the pool that was given up may still touch it, is made up for by a spare one.
 
     Args:
         device: copies to and from the buffers.
-        registry: told of each.
+        registry: told of their memory.
         capacity: blocks of a buffer.
         nbytes: of a block.
+        depth: how many buffers there are.
     """
 
-    def __init__(self, device: Device, registry: Registry, capacity: int, nbytes: int) -> None:
+    def __init__(self, device: Device, registry: Registry, capacity: int, nbytes: int, depth: int) -> None:
         self._registry = registry
         self._device = device
         self._capacity = capacity
         self._nbytes = nbytes
+        self._depth = depth
         self._lock = threading.Lock()
-        self._free: deque[Buffer] = deque()
-        try:
-            for _ in range(_DEPTH):
-                self._free.append(self._add())
-        except BaseException:
-            self.close()
-            raise
+        buffers = self._make(depth, is_spare=False)
+        self._span = Span(buffers[0].memory.data_ptr(), sum(buffer.memory.nbytes for buffer in buffers))
+        registry.register(*self._span, headroom=True)
+        self._free = deque(buffers)
 
     def take(self) -> Buffer:
         """The buffer that was given back first, once its copy has ended."""
         with self._lock:
             buffer = self._free.popleft() if self._free else None
         if buffer is None:
-            return self._add()
+            return self._make_spare()
         if buffer.copied is not None:
             try:
                 buffer.copied.synchronize()
@@ -107,19 +103,31 @@ class Ring:
 
     def give_back(self, buffer: Buffer) -> None:
         """Let the buffer be taken again; no call of the pool touches it, but a copy may. From any thread."""
+        surplus = None
         with self._lock:
-            is_wanted = len(self._free) < _DEPTH
-            if is_wanted:
-                self._free.append(buffer)
-        if not is_wanted:
-            self._registry.unregister(*buffer.span)
+            self._free.append(buffer)
+            if len(self._free) > self._depth:
+                surplus = next(each for each in self._free if each.is_spare)
+                self._free.remove(surplus)
+        if surplus is not None:
+            self._registry.unregister(*surplus.span)
 
     def close(self) -> None:
-        """Have the registry forget the buffers that are here."""
-        while self._free:
-            self._registry.unregister(*self._free.pop().span)
+        """Have the registry forget the buffers, all of which are here."""
+        for buffer in self._free:
+            if buffer.is_spare:
+                self._registry.unregister(*buffer.span)
+        self._free.clear()
+        self._registry.unregister(*self._span)
 
-    def _add(self) -> Buffer:
-        buffer = Buffer(self._device, self._capacity, self._nbytes)
+    def _make_spare(self) -> Buffer:
+        [buffer] = self._make(1, is_spare=True)
         self._registry.register(*buffer.span, headroom=True)
         return buffer
+
+    def _make(self, count: int, *, is_spare: bool) -> list[Buffer]:
+        """Buffers that lie one behind the other."""
+        size = self._capacity * (HEADROOM_BYTES + self._nbytes)
+        memory = self._device.allocate_host(count * size).split(size)
+        numbers = self._device.allocate_host(count * self._capacity * 8).view(torch.int64).split(self._capacity)
+        return [Buffer(*each, self._nbytes, is_spare=is_spare) for each in zip(memory, numbers, strict=True)]

@@ -58,8 +58,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 INSTALL = (
-    "pip install mooncake-transfer-engine-non-cuda (with CUDA: mooncake-transfer-engine, "
-    "on Ascend: mooncake-transfer-engine-npu)"
+    "pip install mooncake-transfer-engine-non-cuda (with CUDA 12: mooncake-transfer-engine, "
+    "with CUDA 13: mooncake-transfer-engine-cuda13, on Ascend: mooncake-transfer-engine-npu)"
 )
 """The remedy where Mooncake is missing."""
 

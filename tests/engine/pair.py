@@ -17,8 +17,10 @@ from engine.generation import Generation, Generations, Piece
 from engine.protocol import DisaggregateInfo
 from engine.request import Request, SamplingParams
 from engine.staging import open_direct, stage_handovers
+from kvstore_backend.backend import HEADROOM_BYTES
 from tests.engine.event_loop import eventually
 from tests.engine.running import Engine
+from tests.support.device import TEST_DEVICE
 
 __all__ = ["HOST", "PROMPT", "Pair", "Side", "TroubledTransfer", "all_of", "pair_of", "tokens_of"]
 
@@ -31,8 +33,10 @@ class TroubledTransfer(Transfer):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(HOST, "tcp")
-        self.direct = open_direct(engine.runner, self)
-        self.staged = stage_handovers(engine.runner, self, buffer_bytes=2 * engine.runner.shape.nbytes)
+        self.direct = open_direct(engine.runner, self) if TEST_DEVICE == "cpu" else None
+        self.staged = stage_handovers(
+            engine.runner, self, 0, buffer_bytes=2 * (engine.runner.shape.nbytes + HEADROOM_BYTES)
+        )
         self.fails = False
         self.spoils = False
         """Whether the memory written to gets a wrong byte after each write."""
@@ -72,6 +76,7 @@ class Side:
         self.transfer.fails = self.transfer.spoils = False
         self.transfer.hanging.clear()
         memory = self.transfer.staged if staged else self.transfer.direct
+        assert memory, "the host cannot read a device's memory"
         self.memory = BlockMemory(engine.core, engine.runner, self.transfer, memory)
         self.receiver = HandoverReceiver(self.memory, 30.0, expiry_seconds)
         self.generations = Generations(engine.core, tokenizer, role, engine.block_size, self.receiver, self.memory)
@@ -168,7 +173,7 @@ async def pair_of(
     *,
     expiry_seconds: float = 10.0,
     num_blocks: int = 64,
-    staged: bool = False,
+    staged: bool = TEST_DEVICE != "cpu",
     **options: Any,
 ) -> AsyncIterator[Pair]:
     """A pair that answers; at the end all of its blocks must come back.

@@ -23,6 +23,7 @@ from engine.request import Sequence as EngineSequence
 from engine.retrieval_config import RetrievalConfig
 from engine.scheduler import Scheduler
 from kvstore_backend import BlockPool, StorageBackend
+from kvstore_backend.transfers import DirectMemory
 from kvstore_backend.wrappers.guarded import GuardedBackend
 from tests.support.device import TEST_DEVICE
 from tests.support.waiting import wait_until
@@ -126,6 +127,12 @@ class Engine:
             self.core.start()
         if backend and wait_for_pool:
             self.wait_for_pool()
+
+    @property
+    def keeps_late_blocks(self) -> bool:
+        """Whether the pool moves KV memory itself: its late calls keep blocks then, and staged ones do not."""
+        assert self.core._connector
+        return isinstance(self.core._connector._transfers._memory, DirectMemory)
 
     def wait_for_pool(self) -> None:
         """Until the pool has been joined."""

@@ -52,6 +52,13 @@ def test_several_transfer_protocols_are_separated_by_commas() -> None:
     assert parse("--model m --cache-transfer-protocol ipc,rdma").cache_transfer_protocol == ("ipc", "rdma")
 
 
+def test_memory_for_hand_overs_is_a_size() -> None:
+    assert parse("--model m").handover_memory == 2 << 30
+    assert parse("--model m --handover-memory 512MiB").handover_memory == 512 << 20
+    with pytest.raises(ConfigError, match=r"--handover-memory.*a size is a number of bytes"):
+        parse("--model m --handover-memory much")
+
+
 def test_a_dialect_is_one_that_is_known() -> None:
     assert parse("--model m").pd_dialect == "fastdeploy"
     assert parse("--model m --pd-dialect sglang").pd_dialect == "sglang"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.core import Prefilled
 from engine.request import Request, SamplingParams, Sequence, State
@@ -116,6 +117,56 @@ def test_a_step_that_fails_ends_those_in_it_and_nobody_else(
     assert "out of memory" in caplog.text
     assert engine.core.is_alive
     engine.wait_until_idle()
+
+
+def test_after_an_error_of_the_device_that_stays_every_request_ends_with_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting_is_there, is_lost = threading.Event(), threading.Event()
+    run = engine.runner.run
+
+    def fail(*_: Any) -> Any:
+        is_lost.set()
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def fail_late(chunks: Any) -> Any:
+        return fail() if waiting_is_there.is_set() else run(chunks)
+
+    def wait_for_device() -> None:
+        if is_lost.is_set():
+            fail()
+
+    monkeypatch.setattr(engine.runner, "run", fail_late)
+    monkeypatch.setattr(engine.runner, "wait_for_device", wait_for_device)
+    asked = [engine.begin(PROMPT, 900) for _ in range(3)]  # one more than run at once
+    asked[0].next()
+    waiting_is_there.set()
+    for one in asked:
+        one.wait()
+        assert one.finish_reason == "error"
+    wait_until(lambda: not engine.core.is_alive, "the engine to be no longer alive")
+    later = engine.answer(PROMPT, 1)
+    assert (later.wait(), later.finish_reason) == ([], "error")
+    reserved: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    engine.core.reserve_blocks([], 16, reserved.put)
+    assert reserved.get(timeout=60) is None
+    assert "an illegal memory access" in caplog.text
+    engine.wait_until_idle()
+
+
+def test_after_an_error_of_the_device_that_passes_others_are_answered(
+    engine: Engine, answer: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = engine.runner.run
+
+    def fail(chunks: Any) -> Any:
+        monkeypatch.setattr(engine.runner, "run", run)
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    monkeypatch.setattr(engine.runner, "run", fail)
+    assert engine.answer(PROMPT, 12).finish_reason == "error"
+    assert engine.core.is_alive
+    assert engine.answer(PROMPT, 12).wait() == answer
 
 
 def test_a_sequence_whose_choice_fails_ends_with_an_error_and_nobody_else_does(

@@ -24,12 +24,14 @@ def test_numbers_come_back_as_they_are() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # by torch, of the mode itself
 def test_a_gpu_is_not_waited_for_but_at_the_end() -> None:
     device = torch.device("cuda")
-    fetch_numbers(torch.zeros(1, device=device))  # what is made once
+    # What is made once; a first pinned allocation may wait for the device.
+    fetch_numbers(torch.cat(send_numbers([[1, 2], [3]], device)).double())
     done = torch.cuda.Event()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         torch.cuda._sleep(100_000_000)  # the device is still computing ...
         done.record()
         rows = send_numbers([[1, 2], [3]], device)

@@ -6,6 +6,7 @@ shapes matter, on torch's device without memory ("meta").
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import engine.sampler
 from engine import device_copies
@@ -109,11 +110,23 @@ def list_logprobs(heard: list[list[Choice]]) -> list[float]:
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 2.56,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [9.0] * 4,
+    "original_max_position_embeddings": 200,
+}
 
 
 @pytest.mark.parametrize(
     ("architecture", "changes"),
-    [*((name, {}) for name in ARCHITECTURES), ("llama", {"rope_parameters": DYNAMIC})],
+    [
+        *((name, {}) for name in ARCHITECTURES),
+        ("llama", {"rope_parameters": DYNAMIC}),
+        ("llama", {"rope_parameters": LONGROPE}),
+    ],
 )
 def test_steps_as_on_a_gpu_choose_as_on_a_cpu_and_wait_once_each(
     architecture: str,
@@ -173,13 +186,75 @@ def test_a_step_of_sparse_attention_does_not_wait_either(
     assert device_watch.times_let_through == 2
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_choosing_from_a_large_vocabulary_waits_once(
+    monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch, device: str
+) -> None:
+    if device == "meta":
+        fetched = device_watch.letting_through(lambda numbers: [1.0] * len(numbers))
+        monkeypatch.setattr(engine.sampler, "fetch_numbers", fetched)
+    logits = 8 * torch.randn(len(EVERYTHING), 5000, generator=torch.Generator().manual_seed(0))
+    moved, seen = logits.to(device), engine.sampler.SeenTokens()
+    sequences = [
+        Sequence(Request(str(i), (i, 7), SamplingParams(9, **each)), BLOCK) for i, each in enumerate(EVERYTHING)
+    ]
+    with device_watch.watching():
+        for _ in range(2):
+            assert all(engine.sampler.sample(moved.clone(), sequences, frozenset({0}), seen))
+            for sequence in sequences:
+                sequence.token_ids.append(1)
+    assert device_watch.times_let_through == 2
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of ATen's by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize("lengths", [(150,), (150, 150, 150), (170, 150, 160)], ids=["one", "like", "unlike"])
+def test_a_layer_of_decodes_alone_stores_gathers_and_attends_once(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]
+) -> None:
+    """Each operation costs the host as much as another: a step of decodes is as fast as their number lets it be."""
+    runner = build_runner(tiny_checkpoint)
+    chunks = []
+    for i, length in enumerate(lengths):
+        sequence = Sequence(Request(str(i), (i,) * length, SamplingParams(9, temperature=0.0)), BLOCK)
+        sequence.block_table, sequence.num_computed = list(range(12 * i, 12 * i + 12)), length - 1
+        chunks.append(Chunk(sequence, 1))
+    looked_up: list[str] = []
+    look_up = torch.nn.Module.__getattr__
+
+    def noting(self: torch.nn.Module, name: str) -> Any:
+        looked_up.append(name)
+        return look_up(self, name)
+
+    monkeypatch.setattr(torch.nn.Module, "__getattr__", noting)
+    with Operations() as operations:
+        runner.run(chunks)
+    layers = runner.shape.num_layers
+    counts = {name: operations.counts[name] for name in ("index_put_", "index_select", "scaled_dot_product_attention")}
+    assert counts == {"index_put_": 2 * layers, "index_select": layers, "scaled_dot_product_attention": layers}
+    assert operations.counts["index"] <= 1  # rows of which the logits are wanted
+    assert not {"weight", "self_attn", "mlp"} & set(looked_up), "the slow way of finding attributes"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # by torch, of the mode itself
 def test_steps_on_a_gpu_choose_as_on_a_cpu_and_torch_knows_of_no_wait(tiny_checkpoint: Path) -> None:
     on_cpu = take_steps(build_runner(tiny_checkpoint))
     runner = build_runner(tiny_checkpoint, "cuda")
     take_steps(runner)  # what is made once
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         on_gpu = take_steps(runner)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -21,6 +21,7 @@ from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.pair import HOST, PROMPT, Pair, all_of, pair_of, tokens_of
 from tests.engine.running import Engine
+from tests.support.device import TEST_DEVICE
 from tests.support.ports import free_port
 
 BLOCK = 16
@@ -72,7 +73,10 @@ def digests_of_what_is_there(pair: Pair, reserved: dict[str, Any]) -> list[str]:
     return digest_values([(Span(address, nbytes),) for address in reserved["addresses"]])
 
 
-WAYS = pytest.mark.parametrize("staged", [False, True], ids=["in KV memory", "staged"])
+needs_host_memory = pytest.mark.skipif(TEST_DEVICE != "cpu", reason="the host cannot read a GPU's KV memory")
+WAYS = pytest.mark.parametrize(
+    "staged", [pytest.param(False, id="in KV memory", marks=needs_host_memory), pytest.param(True, id="staged")]
+)
 
 
 # --- when all is well -------------------------------------------------------------------------------------------

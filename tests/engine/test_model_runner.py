@@ -160,3 +160,18 @@ def test_a_cuda_device_that_is_not_there_is_told_and_auto_does_without() -> None
     assert choose_device("auto") == "cpu"
     with pytest.raises(ConfigError, match="--device cuda: PyTorch sees no CUDA device; use --device cpu"):
         choose_device("cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_attention_of_a_gpu_builds_no_plan_for_each_shape(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """What no CUDA device is needed for."""
+    monkeypatch.setattr(ModelRunner, "_place_model", lambda *_: None)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    config = load_model_config(str(tiny_checkpoint))
+    try:
+        ModelRunner(str(tiny_checkpoint), config, device, torch.float32, 16)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is (device == "cpu")
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)

@@ -293,7 +293,8 @@ def test_a_read_that_was_given_up_and_writes_garbage_later_harms_nobody(
         assert answering.wait() == answers[len(LONG)]
         assert (answering.sequence.own_cached_tokens, answering.sequence.pool_cached_tokens) == (0, 0)
         assert store.hanging.is_set()
-        assert engine.blocks.num_available == 20 - 6
+        kept = 6 if engine.keeps_late_blocks else 0
+        wait_until(lambda: engine.blocks.num_available == 20 - kept, f"all blocks but {kept}")
         store.go_on()
         engine.wait_until_idle()
         for prompt in PROMPTS:
@@ -329,6 +330,9 @@ def test_a_save_that_was_given_up_keeps_its_blocks_until_it_ended(
         answering = engine.answer(LONG, MAX_TOKENS)
         assert answering.wait() == answers[len(LONG)]
         assert answering.saved.wait(30)  # whoever waits for the save hears that it is over, though it failed
-        assert engine.blocks.num_available < 20
+        if engine.keeps_late_blocks:
+            assert engine.blocks.num_available < 20
+        else:
+            engine.wait_until_idle()
         store.go_on()
         engine.wait_until_idle()

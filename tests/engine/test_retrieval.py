@@ -138,18 +138,31 @@ def test_taking_prompts_up_in_pieces_does_not_change_a_sparse_answer(
     assert tokens_of(ask(tiny_checkpoint, settings, PROMPTS)) == whole
 
 
+@pytest.mark.parametrize("is_as_on_gpu", [False, True], ids=["as the device does", "as a GPU does"])
 def test_every_step_and_layer_reads_its_budget_and_no_more(
-    tiny_checkpoint: Path, dense: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path,
+    dense: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    is_as_on_gpu: bool,
 ) -> None:
+    if is_as_on_gpu:
+        request.getfixturevalue("stand_in")
     read: list[int] = []
-    attend = PageReader.attend_in_pieces
+    attend_in_pieces, attend_at_once = PageReader.attend_in_pieces, PageReader.attend_at_once
 
-    def counting(self: PageReader, queries: torch.Tensor, memory: torch.Tensor, *rest: Any) -> torch.Tensor:
-        # Counted in what attention is given, not in what the bookkeeping says: these blocks, and the newest.
-        read.append(rest[0].shape[1] + 1)
-        return attend(self, queries, memory, *rest)
+    # Counted in what attention is given, not in what the bookkeeping says.
+    def count_in_pieces(self: PageReader, queries: torch.Tensor, memory: torch.Tensor, *rest: Any) -> torch.Tensor:
+        read.append(rest[0].shape[1] + 1)  # these blocks, and the newest
+        return attend_in_pieces(self, queries, memory, *rest)
 
-    monkeypatch.setattr(PageReader, "attend_in_pieces", counting)
+    def count_at_once(self: PageReader, queries: torch.Tensor, memory: torch.Tensor, *rest: Any) -> torch.Tensor:
+        [tokens] = rest[2].flatten(1).sum(1).tolist()  # of the mask
+        read.append(-(-tokens // BLOCK))
+        return attend_at_once(self, queries, memory, *rest)
+
+    monkeypatch.setattr(PageReader, "attend_in_pieces", count_in_pieces)
+    monkeypatch.setattr(PageReader, "attend_at_once", count_at_once)
     [answering] = ask(tiny_checkpoint, config(topk_percent=0.25), PROMPTS[:1])
     expected = []
     for context in range(len(PROMPTS[0]) + 1, len(PROMPTS[0]) + MAX_TOKENS):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import random
 from typing import Any
 
 import pytest
@@ -10,12 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import device_copies, sampler
 from engine.request import Request, SamplingParams, Sequence, TokenLogprobs
-from engine.sampler import Choice, sample
+from engine.sampler import Choice, SeenTokens
 
 EOS = frozenset({0})
 LOGITS = torch.tensor([1.0, 4.0, 3.0, 2.0, 0.0])
 PROBABILITIES = torch.softmax(LOGITS, dim=-1).tolist()
+
+
+def sample(
+    logits: torch.Tensor, sequences: list[Sequence], eos: frozenset[int], seen: SeenTokens | None = None
+) -> list[Choice]:
+    """As at a first step, unless ``seen`` was there before."""
+    return sampler.sample(logits, sequences, eos, seen or SeenTokens())
 
 
 def sequence_of(num_output_tokens: int = 0, *, seed: int | None = 0, **params: Any) -> Sequence:
@@ -209,3 +219,106 @@ def test_a_share_draws_the_token_in_whose_interval_it_lies(
 
 def test_equal_logits_are_ordered_by_token() -> None:
     assert {choose(torch.zeros(50_000), sequence_of(seed=seed, top_k=1)) for seed in range(3)} == {0}
+
+
+def draw_by_sorting(logits: torch.Tensor, sequence: Sequence) -> int:
+    """What ``sample`` must draw, by sorting the whole vocabulary."""
+    params = sequence.request.params
+    scores = (logits.double() - logits.double().max()) / params.temperature
+    ordered, tokens = torch.sort(scores, descending=True, stable=True)
+    if params.top_k > 0:
+        ordered[params.top_k :] = -torch.inf
+    probabilities = torch.softmax(ordered, -1)
+    reached = probabilities.masked_fill(probabilities.cumsum(-1) - probabilities >= params.top_p, 0).cumsum(-1)
+    drawn = int(torch.searchsorted(reached, reached[-1:] * sampler._draw_share(sequence), right=True))
+    return int(tokens[min(drawn, int((probabilities > 0).sum()) - 1)])
+
+
+DRAWS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6, "top_p": 0.9},
+    {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+    {"top_k": 1},
+    {"top_k": 1500},
+    {"temperature": 3.0, "top_p": 0.99},
+    {"temperature": 1e-3, "top_p": 0.5},
+    {"temperature": 0.0},
+]
+
+
+@pytest.mark.parametrize("candidates", [1, 8, 1024, 5000])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
+def test_draws_among_the_best_are_those_of_a_sort_of_the_whole_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, candidates: int, spread: float
+) -> None:
+    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+    generator = torch.Generator().manual_seed(candidates)
+    for seed in range(12):
+        # In bfloat16 many are equal.
+        logits = (spread * torch.randn(len(DRAWS), 3000, generator=generator)).bfloat16().float()
+        logits[:, 7:9] = -torch.inf
+        for some in (DRAWS, DRAWS[2:4]):
+            sequences = [sequence_of(seed=seed, **params) for params in some]
+            expected = [
+                draw_by_sorting(row, sequence) if sequence.request.params.temperature else int(row.argmax())
+                for row, sequence in zip(logits, sequences, strict=False)
+            ]
+            chosen = sample(logits[: len(some)].clone(), sequences, EOS)
+            assert [token_of(choice) for choice in chosen] == expected
+
+
+@pytest.mark.parametrize(("spread", "waits"), [(8.0, 1), (0.0, 2)], ids=["likely", "flat"])
+def test_only_a_draw_beyond_the_best_sorts_the_vocabulary_and_waits_again(
+    monkeypatch: pytest.MonkeyPatch, spread: float, waits: int
+) -> None:
+    fetched: list[int] = []
+    fetch = device_copies.fetch_numbers
+
+    def counting(numbers: torch.Tensor) -> list[float]:
+        fetched.append(len(numbers))
+        return fetch(numbers)
+
+    monkeypatch.setattr(sampler, "fetch_numbers", counting)
+    logits = spread * torch.randn(1, 50_000, generator=torch.Generator().manual_seed(0))
+    sample(logits, [sequence_of(top_p=0.9, logprobs=2)], EOS)
+    assert len(fetched) == waits
+
+
+def test_penalties_are_of_all_tokens_so_far_whichever_sequences_come_and_go() -> None:
+    chance, seen, width = random.Random(0), SeenTokens(), 40
+    prompts = [tuple(chance.choices(range(width), k=chance.randint(1, 20))) for _ in range(8)]
+    living = [
+        Sequence(
+            Request(str(i), prompt, SamplingParams(99, temperature=0.0, repetition_penalty=(1.0, 1.3, 0.7)[i % 3])), 16
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(60):
+        if step % 10 == 9:  # one ends, another begins
+            living.pop(chance.randrange(len(living)))
+            gc.collect()
+            params = SamplingParams(99, temperature=0.0, repetition_penalty=1.5)
+            living.append(Sequence(Request("new", (step % width,), params), 16))
+        batch = chance.sample(living, chance.randint(1, len(living)))
+        logits = torch.randn(len(batch), width, generator=generator)
+        expected = logits.clone()
+        for row, sequence in enumerate(batch):
+            penalty = sequence.request.params.repetition_penalty
+            for token in set(sequence.token_ids):
+                score = expected[row, token]
+                expected[row, token] = score * penalty if score < 0 else score / penalty
+        sampler._penalize_repetition(logits, batch, seen)
+        assert torch.equal(logits, expected)
+        for sequence in batch:
+            sequence.token_ids += chance.choices(range(width), k=chance.randint(0, 2))
+    assert len(seen._table) <= 8, "more rows than sequences at once"
+
+
+def test_a_penalty_keeps_no_sequence_that_has_ended() -> None:
+    seen, sequence = SeenTokens(), sequence_of(repetition_penalty=1.1)
+    sample(LOGITS[None].clone(), [sequence], EOS, seen)
+    assert len(seen._listed) == 1
+    del sequence
+    gc.collect()
+    assert not seen._listed

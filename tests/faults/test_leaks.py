@@ -12,7 +12,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from kvstore_backend.backend import Span, Status, StorageBackend
+from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend
 from kvstore_backend.config import MemorySettings, PoolConfig
 from kvstore_backend.cuts.gather import _Buffers
 from kvstore_backend.pool import BlockPool, open_backend
@@ -97,7 +97,9 @@ def direct(memory: Memory, _: BlockPool) -> TransferMemory:
 
 def staged(_: Memory, pool: BlockPool) -> TransferMemory:
     return StagedMemory(
-        KVTensors([torch.zeros(BLOCKS, NBYTES, dtype=torch.uint8)], BLOCKS), pool, buffer_bytes=2 * NBYTES
+        KVTensors([torch.zeros(BLOCKS, NBYTES, dtype=torch.uint8)], BLOCKS),
+        pool,
+        buffer_bytes=2 * (NBYTES + HEADROOM_BYTES),
     )
 
 
@@ -256,7 +258,7 @@ def move_blocks_by(device: NthDevice) -> None:
     pool = BlockPool(strict, NAMESPACE)
     kv = KVTensors([torch.zeros(BLOCKS, NBYTES, dtype=torch.uint8)], BLOCKS)
     try:
-        memory = StagedMemory(kv, pool, device=device, buffer_bytes=2 * NBYTES)
+        memory = StagedMemory(kv, pool, device=device, buffer_bytes=2 * (NBYTES + HEADROOM_BYTES))
     except MemoryError:
         assert not strict.registered.regions
         return

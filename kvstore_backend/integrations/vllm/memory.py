@@ -137,6 +137,13 @@ class KVMemory:
 
         return CudaDevice(self.tensors[0].device).make_mark()
 
+    def bind_thread(self) -> None:
+        """Make the GPU that has the memory the calling thread's own; in host memory, do nothing."""
+        if self.is_on_device:
+            from kvstore_backend.staging.cuda import CudaDevice  # loads torch
+
+            CudaDevice(self.tensors[0].device).bind_thread()
+
     def layout_of(self, heads: int) -> str:
         """``layout`` as it is where this memory holds so many heads; only where it has ``axes``."""
         tensor = self.tensors[0]

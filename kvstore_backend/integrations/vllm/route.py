@@ -23,7 +23,8 @@ __all__ = ["Route", "choose_route", "open_route", "read_route"]
 Route = Literal["staged", "direct"]
 _ROUTES: tuple[Route, ...] = ("staged", "direct")
 
-_CUDA_WHEEL = "mooncake-transfer-engine"
+# For CUDA 12 and 13.
+_CUDA_WHEELS = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 
 
 def read_route(extra: Mapping[str, object]) -> Route | None:
@@ -73,8 +74,8 @@ def _require_device_access(config: PoolConfig) -> None:
         trouble = f"the pool is a {config.backend} pool"
     elif store.protocol != "rdma":
         trouble = f"the pool's protocol is {store.protocol}"
-    elif not _is_installed(_CUDA_WHEEL):
-        trouble = f"Mooncake's build for CUDA ({_CUDA_WHEEL}) is not installed"
+    elif not any(map(_is_installed, _CUDA_WHEELS)):
+        trouble = f"Mooncake's build for CUDA ({' or '.join(_CUDA_WHEELS)}) is not installed"
     else:
         return
     raise ConfigError(

@@ -81,7 +81,8 @@ class WorkerHalf:
         self._loaded = Loaded()
         self._report = Report()
         self._clock = clock or HostClock()
-        self._transfers = Transfers(pool, route or open_route("direct", memory, pool), self._run_with_lock)
+        route = route or open_route("direct", memory, pool)
+        self._transfers = Transfers(pool, route, self._run_with_lock, start_thread=memory.bind_thread)
 
     def begin_step(self) -> None:
         """Hear that the engine begins a step."""

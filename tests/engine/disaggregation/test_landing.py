@@ -9,6 +9,7 @@ import torch
 
 from engine.disaggregation.landing import Landing, digest_values
 from kvstore_backend import BlockPool, Span
+from kvstore_backend.backend import HEADROOM_BYTES
 from kvstore_backend.staging import KVTensors, StagedMemory
 from kvstore_backend.stores.memory import MemoryStore
 from tests.faults.blocks import NAMESPACE
@@ -26,7 +27,7 @@ def kv() -> torch.Tensor:
 def landing(kv: torch.Tensor) -> Landing:
     """For blocks 4, 1 and 5, by way of buffers of two."""
     pool = BlockPool(MemoryStore(1), NAMESPACE)
-    return Landing(StagedMemory(KVTensors([kv], len(kv)), pool, buffer_bytes=2 * NBYTES), [4, 1, 5])
+    return Landing(StagedMemory(KVTensors([kv], len(kv)), pool, buffer_bytes=2 * (NBYTES + HEADROOM_BYTES)), [4, 1, 5])
 
 
 def write(landing: Landing) -> list[str]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from engine.args import parse_args
+from engine.args import EngineArgs, parse_args
 from engine.disaggregation import TransferUnavailable
+from engine.model_runner import ModelRunner
 from engine.serving import instance as instance_module
 from engine.serving.instance import Instance
 from engine.serving.surroundings import find_surroundings
@@ -47,6 +51,26 @@ def test_an_instance_is_ready_once_its_router_has_taken_its_registration(
     assert instance.find_obstacle() == "the engine has failed; its log says why"
 
 
+@pytest.mark.parametrize(("device", "is_own"), [("cpu", False), ("cuda", True)])
+def test_what_a_first_step_on_a_gpu_takes_for_its_thread_is_left_to_the_engines(
+    word_model: Path, monkeypatch: pytest.MonkeyPatch, device: str, is_own: bool
+) -> None:
+    prepared: list[threading.Thread] = []
+    prepare = instance_module._prepare_kv
+
+    def note_thread(args: EngineArgs, runner: ModelRunner) -> int:
+        prepared.append(threading.current_thread())
+        return prepare(args, runner)
+
+    monkeypatch.setattr(instance_module, "_prepare_kv", note_thread)
+    monkeypatch.setattr(instance_module, "choose_device", lambda _: device)
+    monkeypatch.setattr(instance_module, "ModelRunner", lambda a, b, _, d, e, **more: ModelRunner(a, b, "cpu", d, e))
+    instance_of(word_model)
+    [thread] = prepared
+    assert (thread is not threading.current_thread()) is is_own
+    assert thread.is_alive() is not is_own
+
+
 def test_each_process_has_a_start_id_of_its_own(word_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (instance_of(word_model) for _ in range(2))
     monkeypatch.setattr(type(first.receiver), "port", 7000)  # it does not listen here
@@ -74,6 +98,19 @@ def test_the_rdma_devices_that_the_environment_names_are_those_of_hand_overs(
     monkeypatch.setenv("MOONCAKE_RDMA_DEVICES", " mlx5_0,mlx5_1 ")
     instance_of(word_model, "--splitwise-role", role, "--cache-transfer-protocol", "rdma")
     assert started == [("rdma", "mlx5_0,mlx5_1")]
+
+
+@pytest.mark.parametrize(("role", "lent_bytes"), [("prefill", 0), ("decode", 3 << 20)])
+def test_beside_a_gpu_memory_is_lent_to_hand_overs_by_decode_alone(
+    word_model: Path, monkeypatch: pytest.MonkeyPatch, role: str, lent_bytes: int
+) -> None:
+    instance = instance_of(word_model, "--splitwise-role", role, "--handover-memory", "3MiB")
+    runner: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), shape=SimpleNamespace(nbytes=1 << 20))
+    monkeypatch.setattr(instance_module, "Transfer", lambda *_: None)
+    monkeypatch.setattr(instance_module, "stage_handovers", lambda _, __, nbytes: nbytes)
+    monkeypatch.setattr(instance_module, "BlockMemory", lambda *args: args[3:])
+    memory: Any = instance._open_block_memory(runner, "")
+    assert memory == (lent_bytes, lent_bytes >> 20)
 
 
 def test_the_router_is_told_the_protocol_that_hand_overs_have_not_the_one_that_was_wanted(

@@ -142,6 +142,7 @@ def test_9_a_library_that_cannot_be_loaded(mooncake_master: MooncakeMaster, tmp_
     diagnosis = doctor(url(mooncake_master), PYTHONPATH=str(tmp_path))
     cause = "Mooncake's library cannot be loaded (libcudart.so.12: cannot open shared object file)"
     told(diagnosis, "library", cause, "pip install mooncake-transfer-engine-non-cuda")
+    told(diagnosis, "library", cause, "with CUDA 13: mooncake-transfer-engine-cuda13")
 
 
 def test_10_a_size_that_is_none() -> None:

@@ -147,7 +147,9 @@ class TinyEngine:
         self._device = device
         self._chance = chance
         kv = KVTensors(self.layers, NUM_BLOCKS)
-        memory = StagedMemory(kv, cast(BlockPool, pool), device=device, buffer_bytes=2 * kv.block_bytes)
+        memory = StagedMemory(
+            kv, cast(BlockPool, pool), device=device, buffer_bytes=2 * (kv.block_bytes + HEADROOM_BYTES)
+        )
         self.transfers = Transfers(cast(BlockPool, pool), memory, self._run_with_lock)
 
     def compute_and_save(self, hashes: Sequence[bytes]) -> None:

@@ -103,6 +103,13 @@ def test_memory_is_the_devices_or_pinned_and_a_mark_keeps_the_time(
     assert vars(device.make_mark()) == {"enable_timing": True}
 
 
+def test_a_thread_is_bound_to_the_device_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", bound.append)
+    CudaDevice(torch.device("cuda", 3)).bind_thread()
+    assert bound == [torch.device("cuda", 3)]
+
+
 def test_a_copy_that_waits_for_nothing_begins_at_once(device: CudaDevice) -> None:
     assert device.open_stream().queue([], None) is not None
     assert CALLS == ["enter", "record on the side stream", "leave"]

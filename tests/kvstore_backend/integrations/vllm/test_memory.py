@@ -162,11 +162,19 @@ def test_events_and_marks_are_those_of_the_gpu_that_has_the_memory(monkeypatch: 
         def make_mark(self) -> str:
             return "mark"
 
+        def bind_thread(self) -> None:
+            bound.append(self)
+
+    bound: list[Device] = []
     monkeypatch.setattr("kvstore_backend.staging.cuda.CudaDevice", Device)
     memory = KVMemory({"l": torch.zeros(4, 2, 3, 5)}, 4)
+    memory.bind_thread()
+    assert not bound, "in host memory"
     memory.is_on_device = True
     made: list[object] = [memory.record_event(), memory.make_mark()]
     assert made == ["event", "mark"]
+    memory.bind_thread()
+    assert len(bound) == 1
 
 
 def test_an_allocation_counts_once_with_all_of_its_bytes() -> None:

@@ -146,6 +146,21 @@ def test_a_step_does_not_wait_for_a_copy_and_a_blocks_copy_keeps_it_pinned(store
         assert instance.blocks.held == [0] * NUM_BLOCKS
 
 
+def test_threads_that_wait_for_copies_are_bound_to_the_gpu_first(
+    store: StorageBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[str] = []
+    monkeypatch.setattr(KVMemory, "bind_thread", lambda _: bound.append(threading.current_thread().name))
+    with contextlib.closing(Instance(store, route="staged")) as instance:
+        request = make_request()
+        instance.scheduler.on_allocation(request, lambda: TABLE, 0)
+        instance.begin({"a": 22}, {"a": TABLE})
+        request.num_computed_tokens = 22
+        instance.scheduler.on_request_end(request, TABLE)
+        instance.end_transfers()
+    assert "pool-save-0" in bound
+
+
 def test_a_load_is_told_only_once_its_blocks_are_in_the_devices_memory(store: StorageBackend, gate: Gate) -> None:
     with (
         contextlib.closing(Instance(store, route="staged")) as first,
@@ -215,7 +230,7 @@ def test_either_route_can_be_chosen_for_host_memory() -> None:
     [
         (FileSettings(), "the pool is a file pool"),
         (MooncakeSettings("127.0.0.1:1", protocol="tcp"), "the pool's protocol is tcp"),
-        (MooncakeSettings("127.0.0.1:1", protocol="rdma"), r"build for CUDA \(mooncake-transfer-engine\)"),
+        (MooncakeSettings("127.0.0.1:1", protocol="rdma"), r"build for CUDA \(mooncake-transfer-engine or "),
     ],
 )
 def test_a_pool_that_cannot_reach_a_gpu_is_refused_in_one_sentence(
@@ -226,8 +241,9 @@ def test_a_pool_that_cannot_reach_a_gpu_is_refused_in_one_sentence(
         choose_route("direct", fake_memory(True), PoolConfig(store_settings))
 
 
-def test_a_pool_that_can_reach_a_gpu_does_so_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "_is_installed", lambda _: True)
+@pytest.mark.parametrize("wheel", ["mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"])
+def test_a_pool_that_can_reach_a_gpu_does_so_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch, wheel: str) -> None:
+    monkeypatch.setattr(route, "_is_installed", lambda name: name == wheel)
     settings = MooncakeSettings("127.0.0.1:1", protocol="rdma")
     assert choose_route("direct", fake_memory(True), PoolConfig(settings)) == "direct"
 
