@@ -1,7 +1,7 @@
-"""Pages that mkdocs makes of other things: the front page of README.md, the reference of the code itself.
+"""Pages that mkdocs makes from other sources: the start page from README.md, the reference from the code.
 
-Links that lead out of ``docs/`` lead nowhere on the site: those to the README become links to its page; of the others
-the words stay.
+The site has no files outside ``docs/``. A link to the README becomes a link to its page; of any other link to such a
+file the words stay.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)#\s:]*)(#[^)\s]*)?\)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Called by mkdocs: add the pages that are no files."""
     pages = {
-        "index.md": (ROOT / "README.md").read_text().replace("(docs/", "("),
+        "start.md": (ROOT / "README.md").read_text().replace("(docs/", "("),
         "reference/flags.md": write_flags(),
         "reference/metrics.md": write_metrics(),
     }
@@ -66,7 +66,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if not target or files.get_file_from_path(path) is not None:
             return link.group()
         if path in ("../README.md", "README.md"):
-            return f"{is_picture}[{words}](index.md{anchor or ''})"
+            return f"{is_picture}[{words}]({os.path.relpath('start.md', os.path.dirname(page.file.src_uri))}{anchor or ''})"
         if not (ROOT / "docs" / path).exists() and not (ROOT / path).exists():
             raise FileNotFoundError(f"{page.file.src_uri} has a link to {target}, which is not there")
         return words

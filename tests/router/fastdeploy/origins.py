@@ -3,7 +3,7 @@
 ``recorded_names.txt`` has the name of each test of FastDeploy 2.6 (branch r3_eos_2.6): of its Python router
 (``tests/router``), and of its Go router (``fastdeploy/golang_router``, named without its first folder). Our tests name
 their origins with ``translates``; what has other results, or no translation, stands in ``DIFFERENT`` and
-``NOT_APPLICABLE`` with its reason. ``docs/fastdeploy_router_tests.md`` shows the same; print its lists with::
+``NOT_APPLICABLE`` with its reason. ``docs/internals/fastdeploy_router_tests.md`` shows the same; print its lists with::
 
     python -m tests.router.fastdeploy.origins
 """
