@@ -1,4 +1,4 @@
-"""The docs site builds without a warning and loads nothing from elsewhere; the Chinese pages follow the English ones."""
+"""The docs site builds without a warning and loads nothing from elsewhere; its pages agree with code and each other."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CODE = re.compile(r"`([^`\n]+)`")
 FOLLOWED = re.compile(r"提交 `([0-9a-f]{7,40})`")
 MAX_CHANGED = 0.05
 
-# Each of our commands on a page is read by its program's own parser, and each path is one that is served. The commands of
-# why_miss.md run in tests/engine/why_miss/test_page.py, those of migrate.md in tests/users_words.
+# Each of our commands on a page is read by its program's own parser, and each path is one that is served. The
+# commands of why_miss.md run in tests/engine/why_miss/test_page.py, those of migrate.md in tests/users_words.
 PAGES_WITH_COMMANDS = sorted(
     path.relative_to(DOCS)
     for path in DOCS.rglob("*.md")
@@ -99,7 +99,8 @@ def test_a_page_in_chinese_is_up_to_date(page: Path) -> None:
     assert ancestor.returncode == 0, f"commit {found[1]} is not in this branch"
     changed = share_changed(git("show", f"{found[1]}:{original}"), (ROOT / original).read_text())
     assert changed <= MAX_CHANGED, (
-        f"{100 * changed:.0f} % of {original} changed since {found[1]}: update docs/zh/{page}, then name the newer commit"
+        f"{100 * changed:.0f} % of {original} changed since {found[1]}: "
+        f"update docs/zh/{page}, then name the newer commit there"
     )
 
 

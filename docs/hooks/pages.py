@@ -66,7 +66,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if not target or files.get_file_from_path(path) is not None:
             return link.group()
         if path in ("../README.md", "README.md"):
-            return f"{is_picture}[{words}]({os.path.relpath('start.md', os.path.dirname(page.file.src_uri))}{anchor or ''})"
+            start = os.path.relpath("start.md", os.path.dirname(page.file.src_uri))
+            return f"{is_picture}[{words}]({start}{anchor or ''})"
         if not (ROOT / "docs" / path).exists() and not (ROOT / path).exists():
             raise FileNotFoundError(f"{page.file.src_uri} has a link to {target}, which does not exist")
         return words
