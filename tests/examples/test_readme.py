@@ -52,6 +52,13 @@ def test_the_readme_is_short_and_shows_the_figure_on_its_first_screen() -> None:
     assert all(f"](#{entry})" in first_screen for entry in ("try-it", "route", "operate"))
 
 
+def test_a_router_is_installed_without_torch() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (dependencies,) = re.findall(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    assert "fastapi" in dependencies
+    assert "torch" not in dependencies
+
+
 def test_every_file_the_readme_names_exists() -> None:
     named = re.findall(r"`((?:kvstore_backend|router|engine|examples|scripts)/[\w/.]*)`", README.read_text())
     assert named
