@@ -1,7 +1,8 @@
-"""The docs site builds without a warning and loads nothing from elsewhere; what stands in two languages is the same."""
+"""The docs site builds without a warning and loads nothing from elsewhere; its pages agree with code and each other."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import shlex
@@ -21,10 +22,20 @@ COMMANDS = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 
 
-# What operators type: of ours each command is read by its program's own parser, and each path is one that is served.
-OPERATORS_PAGES = sorted(
-    path.relative_to(DOCS) for path in (DOCS / "operations.md", DOCS / "runbook.md", *DOCS.glob("operations/*.md"))
+# The commit of the English page that a Chinese page follows, and the share of its words that may have changed since.
+FOLLOWED = re.compile(r"提交 `([0-9a-f]{7,40})`")
+MAX_CHANGED = 0.03
+
+# Each of our commands on a page is read by its program's own parser, and each path is one that is served. The
+# commands of why_miss.md run in tests/engine/why_miss/test_page.py, those of migrate.md in tests/users_words.
+PAGES_WITH_COMMANDS = sorted(
+    path.relative_to(DOCS)
+    for path in DOCS.rglob("*.md")
+    if "zh" not in path.parts and path.name not in ("why_miss.md", "migrate.md")
 )
+# Packages of others that PyPI has.
+ON_PYPI = {"mooncake-transfer-engine-npu", "nixl==1.5.1"}
+DASHBOARD = ROOT / "router" / "console" / "dashboard" / "views"
 OURS = re.compile(r"(?:kvrouter|kvstore|python -m)\b")
 ADDRESS = re.compile(r"http://127\.0\.0\.1:(52700|52400|52500)(/[\w/]*)")
 
@@ -77,15 +88,80 @@ def test_a_page_in_chinese_lacks_no_heading_and_no_command_of_the_english_one(pa
     assert named(english) - named(chinese) == set()
 
 
-@pytest.mark.parametrize("page", OPERATORS_PAGES, ids=str)
-def test_commands_on_operators_pages_would_be_taken(page: Path) -> None:
+@pytest.mark.parametrize("page", CHINESE, ids=str)
+def test_a_page_in_chinese_is_up_to_date(page: Path) -> None:
+    if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository").strip() == "true":
+        pytest.skip("this copy has no history")
+    found = FOLLOWED.search((DOCS / "zh" / page).read_text())
+    assert found is not None, "the page does not name the commit that it follows"
+    original = original_of(page).relative_to(ROOT)
+    ancestor = subprocess.run(["git", "merge-base", "--is-ancestor", found[1], "HEAD"], cwd=ROOT, check=False)
+    assert ancestor.returncode == 0, f"commit {found[1]} is not in this branch"
+    changed = share_changed(git("show", f"{found[1]}:{original}"), (ROOT / original).read_text())
+    assert changed <= MAX_CHANGED, (
+        f"{100 * changed:.0f} % of {original} changed since {found[1]}: "
+        f"update docs/zh/{page}, then name the newer commit there"
+    )
+
+
+def test_three_changed_words_in_a_hundred_are_a_little() -> None:
+    words = [str(number) for number in range(100)]
+    assert share_changed(" ".join(words), " ".join([*words[:-3], *"abc"])) == pytest.approx(MAX_CHANGED)
+
+
+def test_the_first_page_has_four_cards(site: Path) -> None:
+    page = (site / "index.html").read_text()
+    cards = page.partition('<div class="grid cards"')[2].partition("</div>")[0]
+    assert re.findall(r"<strong>(\w+)</strong>", cards) == ["Try", "Route", "Pool", "Operate"]
+    assert cards.count("<a href=") >= 4
+
+
+def test_the_site_has_the_dashboards_logo_and_colours(site: Path) -> None:
+    (icon,) = re.findall(r"^ICON = \((.*?)^\)", (DASHBOARD / "look.py").read_text(), re.MULTILINE | re.DOTALL)
+    assert "".join(re.findall(r"'(.*)'", icon)) == (site / "assets" / "logo.svg").read_text().strip()
+    colours = set(re.findall(r"#[0-9a-f]{6}", (site / "assets" / "site.css").read_text()))
+    assert colours - set(re.findall(r"#[0-9a-f]{6}", (DASHBOARD / "style.css").read_text())) == set()
+
+
+def test_the_glossary_has_at_most_sixty_terms_in_order() -> None:
+    glossary = (DOCS / "architecture.md").read_text().partition("## Words\n")[2].partition("\n## ")[0]
+    terms = re.findall(r"^\| ([^|]+) \|", glossary, re.MULTILINE)[1:]
+    assert 40 <= len(terms) <= 60
+    assert terms == sorted(set(terms), key=str.lower)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)
+def test_pip_installs_a_path_or_a_package_that_exists(page: Path) -> None:
+    for line in re.findall(r"\bpip install ([^`\n]*)", page.read_text()):
+        package = [word for word in shlex.split(line.partition("#")[0].rstrip(") ")) if not word.startswith("-")][-1]
+        is_path = package.startswith((".", "/path/to/this/repository", "fastdeploy_kvstore-"))
+        # What FastDeploy's own guide says, next to our line.
+        assert is_path or package in ON_PYPI or package == "fastdeploy-gpu", line
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=str)
+def test_commands_on_a_page_would_be_taken(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (DOCS / page).read_text()
+    monkeypatch.chdir(tmp_path)
+    for name, content in re.findall(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF$", text, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(content)
     served = json.loads((ROOT / "tests" / "public_surface.json").read_text())["HTTP paths"]
-    for line in typed((DOCS / page).read_text()):
+    for line in typed(text):
         if OURS.match(line):
             check_command(shlex.split(line), {})
         for port, path in ADDRESS.findall(line):
             known = served["router" if port == "52700" else "engine"]
             assert path in known or f"{path.rpartition('/')[0]}/{{request_id:path}}" in known, line
+
+
+def git(*arguments: str) -> str:
+    """What git prints in this repository."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def share_changed(before: str, after: str) -> float:
+    """The share of words that differ between two texts."""
+    return 1 - difflib.SequenceMatcher(None, before.split(), after.split(), autojunk=False).ratio()
 
 
 def typed(text: str) -> list[str]:

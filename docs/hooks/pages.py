@@ -1,7 +1,7 @@
-"""Pages that mkdocs makes of other things: the front page of README.md, the reference of the code itself.
+"""Pages that mkdocs makes from other sources: the start page from README.md, the reference from the code.
 
-Links that lead out of ``docs/`` lead nowhere on the site: those to the README become links to its page; of the others
-the words stay.
+The site has no files outside ``docs/``. A link to the README becomes a link to its page; of any other link to such a
+file the words stay.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)#\s:]*)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Called by mkdocs: add the pages that are no files."""
+    """Called by mkdocs: add the generated pages."""
     pages = {
-        "index.md": (ROOT / "README.md").read_text().replace("(docs/", "("),
+        "start.md": write_start(),
         "reference/flags.md": write_flags(),
         "reference/metrics.md": write_metrics(),
     }
@@ -58,26 +58,33 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Called by mkdocs: mend the links of a page that lead out of the site."""
+    """Called by mkdocs: replace the links of a page that lead out of the site."""
 
-    def mend_link(link: re.Match[str]) -> str:
+    def replace_link(link: re.Match[str]) -> str:
         is_picture, words, target, anchor = link.groups()
         path = os.path.normpath(os.path.join(os.path.dirname(page.file.src_uri), target))
         if not target or files.get_file_from_path(path) is not None:
             return link.group()
         if path in ("../README.md", "README.md"):
-            return f"{is_picture}[{words}](index.md{anchor or ''})"
+            start = os.path.relpath("start.md", os.path.dirname(page.file.src_uri))
+            return f"{is_picture}[{words}]({start}{anchor or ''})"
         if not (ROOT / "docs" / path).exists() and not (ROOT / path).exists():
-            raise FileNotFoundError(f"{page.file.src_uri} has a link to {target}, which is not there")
+            raise FileNotFoundError(f"{page.file.src_uri} has a link to {target}, which does not exist")
         return words
 
-    return _LINK.sub(mend_link, markdown)
+    return _LINK.sub(replace_link, markdown)
+
+
+def write_start() -> str:
+    """The README, with a title for the site."""
+    text = (ROOT / "README.md").read_text().replace("(docs/", "(")
+    return text.replace("# fastdeploy-kvstore\n", "# Try it, route, operate\n", 1)
 
 
 def write_flags() -> str:
-    """The flags of every program, as it tells them itself."""
+    """The flags of every program, from its own help."""
     sections = [f"## {name}\n\n```text\n{ask_for_help(*program)}```\n" for name, program in PROGRAMS.items()]
-    return "# Flags\n\nWhat each program answers to `--help`.\n\n" + "\n".join(sections)
+    return "# Flags\n\nWhat each program prints for `--help`.\n\n" + "\n".join(sections)
 
 
 def ask_for_help(module: str, command: str) -> str:
@@ -103,7 +110,7 @@ def write_metrics() -> str:
             write_table(RouterMetrics(Registry(splitwise=True), admission, audit).collect()),
             *("\n## An instance of our engine\n", "`GET /metrics` at its metrics port.\n"),
             write_table(EngineMetrics().registry.collect()),
-            *("\n## The pool, as an instance sees it\n", "Beside those of the instance, where it has a pool.\n"),
+            *("\n## The pool, as an instance sees it\n", "In addition to those of the instance, if it has a pool.\n"),
             write_table(pool.collect()),
         ]
     )

@@ -11,7 +11,7 @@ device.py    the interface of a device: streams, events, memory
 cuda.py      a device: CUDA's streams, events and pinned memory
 stand_in.py  another: threads, and host memory in the place of a device's
 
-``docs/staging.md`` tells a block's way and the rules of order.
+``docs/internals/staging.md`` tells a block's way and the rules of order.
 """
 
 from kvstore_backend.staging.codec import Codec

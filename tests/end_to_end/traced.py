@@ -1,6 +1,6 @@
 """A system whose parts send their spans to a receiver, one traced request to it, and a drawing of that.
 
-``python -m tests.end_to_end.traced docs/pictures/trace.svg`` draws the trace in docs/operations/figures.md anew.
+``python -m tests.end_to_end.traced docs/pictures/trace.svg`` draws the trace in docs/operations/metrics.md anew.
 """
 
 from __future__ import annotations

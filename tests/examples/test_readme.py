@@ -44,6 +44,21 @@ def test_what_the_ci_runs_is_what_the_readme_names() -> None:
     assert "scripts/check" in ci
 
 
+def test_the_readme_is_short_and_shows_the_figure_on_its_first_screen() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 150
+    first_screen = "\n".join(lines[:20])
+    assert "1,243 ms" in first_screen
+    assert all(f"](#{entry})" in first_screen for entry in ("try-it", "route", "operate"))
+
+
+def test_a_router_is_installed_without_torch() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (dependencies,) = re.findall(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    assert "fastapi" in dependencies
+    assert "torch" not in dependencies
+
+
 def test_every_file_the_readme_names_exists() -> None:
     named = re.findall(r"`((?:kvstore_backend|router|engine|examples|scripts)/[\w/.]*)`", README.read_text())
     assert named

@@ -300,8 +300,8 @@ def test_the_version_is_one_line() -> None:
 def test_the_commands_of_the_readme_put_a_router_before_a_server(
     stand_in: Callable[..., StandIn], tmp_path: Path
 ) -> None:
-    """The section "Your own servers", on free ports; the installed names are in the environment of these tests."""
-    section = README.read_text().partition("## Your own servers\n")[2].partition("\n## ")[0]
+    """The section "Route", on free ports; the installed names are in the environment of these tests."""
+    section = README.read_text().partition("## Route\n")[2].partition("\n## ")[0]
     [block] = re.findall(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     server, port = stand_in(), free_port()
     install, start, register, ask = (

@@ -3,7 +3,7 @@
 ``recorded_names.txt`` has the name of each test of FastDeploy 2.6 (branch r3_eos_2.6): of its Python router
 (``tests/router``), and of its Go router (``fastdeploy/golang_router``, named without its first folder). Our tests name
 their origins with ``translates``; what has other results, or no translation, stands in ``DIFFERENT`` and
-``NOT_APPLICABLE`` with its reason. ``docs/fastdeploy_router_tests.md`` shows the same; print its lists with::
+``NOT_APPLICABLE`` with its reason. ``docs/internals/fastdeploy_router_tests.md`` shows the same; print its lists with::
 
     python -m tests.router.fastdeploy.origins
 """
@@ -34,60 +34,60 @@ _GATEWAY = "golang_router/internal/gateway/completions_test.go"
 _MANAGER = "golang_router/internal/manager"
 _SCHEDULER = "golang_router/internal/scheduler/handler"
 
-_WORDS = "refused as there; the sentence is another: it names the field, its value and a right one"
+_WORDS = "also refused; the message differs: it names the field, its value and a valid one"
 _PROMPT = (
-    "policies compare what a chat template would render, with roles and without trimming, in chunks of 128 tokens; "
-    "the texts and their order are the same"
+    "policies compare the text that a chat template would render, with roles and untrimmed, in chunks of 128 tokens; "
+    "the texts and their order are equal"
 )
-_PREFILL = "an answer that decode gives does not wait for prefill; an engine's decode gives none before it has the KV"
+_PREFILL = "decode's response does not wait for prefill's; an engine's decode sends none before it has the KV"
 _FIGURES = (
-    "running and waiting requests are the same; if one is missing, both are unknown and the router's own count is "
-    "used, as by the Go router's policies; `available_gpu_block_num` is not read, as no policy uses it, there or here"
+    "running and waiting requests are equal; if one is missing, both are unknown and the router uses its own count, "
+    "as the Go router's policies do; `available_gpu_block_num` is not read, because no policy of either router uses it"
 )
-_NO_CANDIDATES = "the same choice; no policy is asked to choose of none: the request is refused before"
-_FILE = "a router that was given a file that it cannot read does not start, and says so in one sentence"
-_CUSTOM_ROLE = "another name than the three is refused when the registration is read, not kept to be refused later"
-_NAMES = "an instance may also be known by a host name, as pods are"
+_NO_CANDIDATES = "the same choice; without candidates the request is refused before a policy is called"
+_FILE = "a router that cannot read its file does not start, and one sentence says why"
+_CUSTOM_ROLE = "any name other than the three is refused when the registration is read, not later"
+_NAMES = "an instance may also have a host name, as pods do"
 _TOKENIZER = (
-    "the router asks no tokenizer, as it compares prompts as text; "
-    "the settings are taken, and a line in the log says so"
+    "the router uses no tokenizer, because it compares prompts as text; "
+    "it accepts the settings, and a line in the log says so"
 )
 
 DIFFERENT: Mapping[str, str] = {
-    "tests/router/test_router.py::TestRouterSelection::test_select_pd_no_decode_raises": "the error names the role "
-    "that is missing in another sentence, and is a 503 for the client instead of a 500 without words",
+    "tests/router/test_router.py::TestRouterSelection::test_select_pd_no_decode_raises": "the error names the "
+    "missing role in another sentence, and is a 503 instead of a 500 without a message",
     f"{_UTILS}::TestInstanceInfoFromDict::test_from_dict_missing_required_field_raises_keyerror": _WORDS,
     f"{_UTILS}::TestInstanceInfoFromDict::test_from_dict_missing_role_raises_keyerror": _WORDS,
     f"{_UTILS}::TestInstanceInfoPostInit::test_invalid_role_string_raises_valueerror": _WORDS,
     f"{_UTILS}::TestInstanceInfoPostInit::test_invalid_role_type_raises_typeerror": _WORDS,
     f"{_GATEWAY}::TestExtractPromptFromChatRequest": _PROMPT,
     f"{_GATEWAY}::TestExtractPromptFromCompletionsRequest": _PROMPT,
-    f"{_GATEWAY}::TestRedirect": "the bytes of an answer are not changed; the Go router ends each line of a stream "
-    "with a line feed, even where the instance sent none",
+    f"{_GATEWAY}::TestRedirect": "the bytes of a response are not changed; the Go router ends each line of a "
+    "stream with a line feed, even if the instance sent none",
     f"{_GATEWAY}::TestPostToPD": _PREFILL,
     f"{_GATEWAY}::TestPostToPD_PrefillHangs": _PREFILL,
-    f"{_GATEWAY}::TestGetClientWithRetry": "after a lost connection another instance is asked, not the same one three "
-    "times: the request may have ended it, so it may end two at most",
+    f"{_GATEWAY}::TestGetClientWithRetry": "after a lost connection the router tries another instance, not the "
+    "same one three times: if the request crashed the instance, it crashes two at most",
     f"{_MANAGER}/instance_test.go::TestRole_UnmarshalJSON": _CUSTOM_ROLE,
     f"{_MANAGER}/instance_test.go::TestRole_MarshalJSON": _CUSTOM_ROLE,
-    f"{_MANAGER}/instance_test.go::TestNewInstanceInfo": f"{_NAMES}; what else is refused there is "
-    "refused here, in a sentence that names the field, its value and a right one",
+    f"{_MANAGER}/instance_test.go::TestNewInstanceInfo": f"{_NAMES}; everything else that is refused "
+    "there is refused here, in a sentence that names the field, its value and a valid one",
     f"{_MANAGER}/instance_test.go::TestIsValidIP": _NAMES,
     f"{_MANAGER}/metrics_test.go::TestParseMetricsResponseOptimized": _FIGURES,
     f"{_MANAGER}/metrics_test.go::TestGetMetricsByURL_Integration": _FIGURES,
     f"{_MANAGER}/metrics_test.go::TestManagerGetMetrics_Integration": _FIGURES,
     f"{_MANAGER}/metrics_test.go::TestMetricsParsingHelper": _FIGURES,
-    f"{_MANAGER}/register_test.go::TestPortStringToInt": "a port that is no number is refused, and not taken for 0",
-    f"{_MANAGER}/register_test.go::TestHostFromURL": 'an address without a host is refused, and not taken for ""',
+    f"{_MANAGER}/register_test.go::TestPortStringToInt": "a port that is not a number is refused, not read as 0",
+    f"{_MANAGER}/register_test.go::TestHostFromURL": 'an address without a host is refused, not read as ""',
     f"{_MANAGER}/register_test.go::TestRegisterInstancesFromConfig_InvalidYAML": _FILE,
-    "golang_router/internal/middleware/logger_test.go::TestRecoveryMiddleware": "a mistake of the router's own is a "
-    "500 as there; the sentence is another, in OpenAI's form of errors",
-    f"{_SCHEDULER}/handler_test.go::TestCounterOperations": "the same counts; instead of a guard against counting "
-    "below 0, each request takes itself off once, however often it is ended",
-    f"{_SCHEDULER}/handler_test.go::TestCleanupInvalidCounters": "a count belongs to a registered instance: of one "
-    "that is gone, requests in progress end as before, and one that comes to its address begins with 0",
-    f"{_SCHEDULER}/handler_test.go::TestEstimateTokens": "a token is four bytes of the body, not half a character: "
-    "nearer to what engines count, and the same for all instances",
+    "golang_router/internal/middleware/logger_test.go::TestRecoveryMiddleware": "an internal error of the router is "
+    "a 500, too; the message differs, in OpenAI's form of errors",
+    f"{_SCHEDULER}/handler_test.go::TestCounterOperations": "the same counts; instead of a guard against negative "
+    "counts, each request decrements once, even if it is ended several times",
+    f"{_SCHEDULER}/handler_test.go::TestCleanupInvalidCounters": "a count belongs to a registered instance: "
+    "after it is removed, its requests end as before, and a new instance at its address begins with 0",
+    f"{_SCHEDULER}/handler_test.go::TestEstimateTokens": "a token is four bytes of the body, not half a "
+    "character: closer to the engines' counts, and the same for all instances",
     f"{_SCHEDULER}/load_strategy_test.go::TestProcessTokensSelectWorker": _NO_CANDIDATES,
     f"{_SCHEDULER}/load_strategy_test.go::TestRequestNumSelectWorker": _NO_CANDIDATES,
 }
@@ -101,7 +101,7 @@ NOT_APPLICABLE: Mapping[str, str] = {
     f"{_SCHEDULER}/tokenizer_test.go::TestHTTPTokenizer_Tokenize": _TOKENIZER,
     f"{_SCHEDULER}/tokenizer_test.go::TestParseTokensFromBody": f"{_TOKENIZER}; fails in FastDeploy 2.6 itself",
     "golang_router/pkg/logger/logger_test.go::TestContextPrefix": "the router's log has no such "
-    "prefix: a request's id is in the access log; fails in FastDeploy 2.6 itself, which writes no `[request_id:null]`",
+    "prefix, a request's id is in the access log; fails in FastDeploy 2.6 itself, which writes no `[request_id:null]`",
 }
 """By name, why there is nothing to translate."""
 

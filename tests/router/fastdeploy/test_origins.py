@@ -10,7 +10,7 @@ import pytest
 from tests.router.fastdeploy.origins import DIFFERENT, NOT_APPLICABLE, RECORDED, TRANSLATIONS, render_lists
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[2] / "docs" / "fastdeploy_router_tests.md"
+PAGE = HERE.parents[2] / "docs" / "internals" / "fastdeploy_router_tests.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
