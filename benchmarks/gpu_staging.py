@@ -41,6 +41,7 @@ import torch
 import xxhash
 from pool_overhead import pool_config, running_master
 
+import engine.core
 from engine import make_model
 from engine.attention import paged
 from engine.block_manager import BlockManager
@@ -136,7 +137,7 @@ def run_parts(parts: Parts, argv: Sequence[str] | None, description: str) -> int
     sizes = FULL if args.device == "cuda" else SMALL
     print("| figure | measured | bar | |\n|---|---|---|---|", flush=True)
     missed = failed = 0
-    with torch.inference_mode(), gpu_form():
+    with gpu_form():
         for name in args.parts or parts:
             try:
                 for row in parts[name](torch.device(args.device), sizes, args.pool):
@@ -153,9 +154,12 @@ def run_parts(parts: Parts, argv: Sequence[str] | None, description: str) -> int
 
 @contextlib.contextmanager
 def gpu_form() -> Iterator[None]:
-    """The form of attention that a GPU has, on every device."""
-    form = paged.form_for(torch.device("cuda"))
-    with unittest.mock.patch.object(paged, "form_for", lambda device: form):
+    """The form of attention that a GPU has, and blocks that pass through buffers, on every device."""
+    form, staged = paged.form_for(torch.device("cuda")), partial(engine.core.PoolConnector, staged=True)
+    with (
+        unittest.mock.patch.object(paged, "form_for", lambda device: form),
+        unittest.mock.patch.object(engine.core, "PoolConnector", staged),
+    ):
         yield
 
 
@@ -222,7 +226,11 @@ def measure_moves(kv: torch.Tensor, sizes: Sizes, store: StorageBackend, label: 
     for direction, move in moves.items():
         copied = statistics.median(copy_rate(nbytes, device, direction) for _ in range(sizes.rounds))
         if has_bytes:
-            copied, what, bar = 1 / (1 / host_rate(hash_bytes) + 1 / host_rate(copy_bytes)), "one core", MIN_CHECKED_RATE
+            copied, what, bar = (
+                1 / (1 / host_rate(hash_bytes) + 1 / host_rate(copy_bytes)),
+                "one core",
+                MIN_CHECKED_RATE,
+            )
         else:
             what, bar = "a pinned copy", MIN_RATE
         rates = []
@@ -304,8 +312,7 @@ class Instance:
     def __init__(self, folder: Path, device: torch.device, sizes: Sizes, pool_kind: str, spare_blocks: int = 0) -> None:
         self.runner = ModelRunner(str(folder), load_model_config(str(folder)), device.type, sizes.dtype, BLOCK)
         longest = max(sizes.prompts) // BLOCK + 2
-        # On a CPU fewer blocks than three of the longest prompts take: so blocks are staged there, too.
-        self.num_blocks = 4 * longest if device.type == "cuda" else 2 * longest
+        self.num_blocks = 4 * longest
         self.runner.allocate_kv(self.num_blocks + spare_blocks)
         self.scheduler = Scheduler(
             BlockManager(self.num_blocks),
