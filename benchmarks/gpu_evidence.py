@@ -257,7 +257,8 @@ def list_choices(runner: ModelRunner, tokens: Sequence[int]) -> list[tuple[int, 
         chunks = [Chunk(s, min(200, len(s.token_ids) - s.num_computed)) for s in sequences if i or s is sequences[-1]]
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         for sequence, choice in zip(sampling, take_step(runner, chunks), strict=True):
-            assert choice and choice[1]
+            assert choice
+            assert choice[1]
             found.append((choice[0], dict(choice[1].top)))
             sequence.token_ids.append(tokens[len(found) - 1] if tokens else choice[0])
         sequences = [s for s in sequences if len(s.token_ids) < s.num_prompt_tokens + DECODED]
@@ -276,8 +277,8 @@ def compare_choices(
 
 
 def tell_errors(errors: Sequence[float], same: int) -> str:
-    num_tokens = len(LENGTHS) * DECODED
-    return f"log probabilities off by {statistics.mean(errors):.4f} (mean), {max(errors):.3f} (most); {same} of {num_tokens} tokens the same"
+    of_all = f"{same} of {len(LENGTHS) * DECODED} tokens the same"
+    return f"log probabilities off by {statistics.mean(errors):.4f} (mean), {max(errors):.3f} (most); {of_all}"
 
 
 # --- layouts --------------------------------------------------------------------------------------------------
@@ -574,7 +575,7 @@ class Chat:
 
 
 def move_for(seconds: float, instance: Instance, count: int) -> tuple[int, int]:
-    """Save new bytes of the blocks that the engine does not know of, and load them elsewhere; bytes, and differences."""
+    """Save new bytes of blocks that the engine does not know of, and load them elsewhere; bytes, and differences."""
     kv = instance.runner.kv
     pool = BlockPool(MemoryStore(4 * count * kv[0].nbytes), instance.runner.namespace)
     transfers = Transfers(pool, StagedMemory(KVTensors([kv], len(kv)), pool), lambda call: call())

@@ -157,7 +157,7 @@ def gpu_form() -> Iterator[None]:
     """The form of attention that a GPU has, and blocks that pass through buffers, on every device."""
     form, staged = paged.form_for(torch.device("cuda")), partial(engine.core.PoolConnector, staged=True)
     with (
-        unittest.mock.patch.object(paged, "form_for", lambda device: form),
+        unittest.mock.patch.object(paged, "form_for", return_value=form),
         unittest.mock.patch.object(engine.core, "PoolConnector", staged),
     ):
         yield

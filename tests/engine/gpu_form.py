@@ -20,7 +20,7 @@ from engine.attention import paged, retrieval
 __all__ = ["attend_as_on_gpu", "run_as_on_gpu"]
 
 _GPU_FORM = paged.form_for(torch.device("cuda"))
-assert _GPU_FORM != paged.form_for(torch.device("cpu"))
+assert paged.form_for(torch.device("cpu")) != _GPU_FORM
 
 
 def attend_as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
