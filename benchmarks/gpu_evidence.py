@@ -332,8 +332,9 @@ def is_moved_whole(device: torch.device, order: str, shape: dict[str, int], num_
     await_device(device)
 
     def rows(of: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
-        whole = of.view(lying.dtype).view(lying.shape).permute([order.index(axis) for axis in "BLHNC"])
-        return whole.view(torch.uint8).unflatten(0, (num_blocks, -1))[list(numbers)]
+        whole: torch.Tensor = of.view(lying.dtype).view(lying.shape).permute([order.index(axis) for axis in "BLHNC"])
+        every: torch.Tensor = whole.view(torch.uint8).unflatten(0, (num_blocks, -1))
+        return every[list(numbers)]
 
     return (
         loaded == len(names)

@@ -41,13 +41,13 @@ import torch
 import xxhash
 from pool_overhead import pool_config, running_master
 
-import engine.core
 from engine import make_model
 from engine.attention import paged
 from engine.block_manager import BlockManager
 from engine.core import EngineCore, Listener
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner, load_model_config
+from engine.pool_connector import PoolConnector
 from engine.request import Request, SamplingParams, TokenOutput
 from engine.request import Sequence as EngineSequence
 from engine.scheduler import Scheduler
@@ -155,10 +155,10 @@ def run_parts(parts: Parts, argv: Sequence[str] | None, description: str) -> int
 @contextlib.contextmanager
 def gpu_form() -> Iterator[None]:
     """The form of attention that a GPU has, and blocks that pass through buffers, on every device."""
-    form, staged = paged.form_for(torch.device("cuda")), partial(engine.core.PoolConnector, staged=True)
+    form, staged = paged.form_for(torch.device("cuda")), partial(PoolConnector, staged=True)
     with (
         unittest.mock.patch.object(paged, "form_for", return_value=form),
-        unittest.mock.patch.object(engine.core, "PoolConnector", staged),
+        unittest.mock.patch("engine.core.PoolConnector", staged),
     ):
         yield
 
@@ -215,7 +215,8 @@ def measure_moves(kv: torch.Tensor, sizes: Sizes, store: StorageBackend, label: 
     """Saves and loads of the benchmark's number of blocks; a store that has bytes gives them back as they were."""
     has_bytes = not isinstance(store, FakeStore)
     device, count = kv.device, sizes.moved_blocks
-    namespace = Namespace("benchmark", str(sizes.dtype), BLOCK, *kv.shape[1:2], *kv.shape[3:6:2], "layer,kv,head,...")
+    layers, _, heads, _, head_dim = kv.shape[1:]
+    namespace = Namespace("benchmark", str(sizes.dtype), BLOCK, layers, heads, head_dim, "layer,kv,head,token,dim")
     pool = BlockPool(store, namespace)
     transfers = Transfers(pool, StagedMemory(KVTensors([kv], len(kv)), pool), lambda call: call())
     # As a pool in use has them: in no order. What one half of them saves the other loads.

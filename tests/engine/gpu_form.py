@@ -13,9 +13,9 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
-import engine.core
 from engine import model_runner
 from engine.attention import paged, retrieval
+from engine.pool_connector import PoolConnector
 
 __all__ = ["attend_as_on_gpu", "run_as_on_gpu"]
 
@@ -35,7 +35,7 @@ def run_as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (retrieval, model_runner):
         monkeypatch.setattr(module, "reads_host_memory", lambda device: False)
     monkeypatch.setattr(model_runner, "pack_linears", lambda model: None)
-    monkeypatch.setattr(engine.core, "PoolConnector", functools.partial(engine.core.PoolConnector, staged=True))
+    monkeypatch.setattr("engine.core.PoolConnector", functools.partial(PoolConnector, staged=True))
 
 
 def _make_bias(num_tokens: int, context: int) -> torch.Tensor:
