@@ -135,6 +135,8 @@ def run_parts(parts: Parts, argv: Sequence[str] | None, description: str) -> int
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"{parser.prog}: PyTorch sees no CUDA device; --device cpu tries the program out")
     sizes = FULL if args.device == "cuda" else SMALL
+    if args.device == "cpu":
+        torch.set_num_threads(1)  # models this small are computed no sooner by more, which wait for each other
     print("| figure | measured | bar | |\n|---|---|---|---|", flush=True)
     missed = failed = 0
     with gpu_form():

@@ -1,4 +1,4 @@
-"""``scripts/test-gpu`` where there is no GPU: one sentence, or all of it with the stand-in; its plan for a day with one."""
+"""``scripts/test-gpu`` where there is no GPU: a sentence, or the stand-in; and the plan for a day with one."""
 
 from __future__ import annotations
 
