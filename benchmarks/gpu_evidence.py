@@ -83,7 +83,8 @@ CUDNN_SECONDS = 40.0
 """How long the tokens with cuDNN's attention may take: it is known to be slow, and need not be shown for long."""
 MAX_ERROR_SHARE, ERROR_SLACK = 1.5, 0.005
 """Bar of the mean error of log probabilities, beside a CPU's in bfloat16."""
-CHILD_SECONDS = 40.0
+CHILD_SECONDS = {"cuda": 40.0, "cpu": 150.0}
+HANDOVER_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 MAX_MODEL_LENS = {"cuda": (32 << 10, 128 << 10), "cpu": (1024, 2048)}
 
 
@@ -380,7 +381,7 @@ def ask_child(
     others.close()
     value, is_held = "nothing was heard of the process in time", False
     with contextlib.suppress(EOFError):
-        if mine.poll(CHILD_SECONDS):
+        if mine.poll(CHILD_SECONDS[device.type]):
             value, is_held = mine.recv()
     child.kill()
     child.join()
@@ -487,11 +488,13 @@ def measure_handover(device: torch.device, sizes: Sizes, pool_kind: str) -> Iter
         Instance(folder, device, sizes, pool_kind) as prefill,
         Instance(folder, device, sizes, pool_kind) as decode,
     ):
-        sides = []
-        for instance in (prefill, decode):
+        sides, start = [], time.perf_counter()
+        for instance, incoming_bytes in ((prefill, 0), (decode, HANDOVER_BYTES[device.type])):
             transfer = Transfer("127.0.0.1", "tcp")
-            memory = stage_handovers(instance.runner, transfer)
+            memory = stage_handovers(instance.runner, transfer, incoming_bytes)
             sides.append(BlockMemory(instance.core, instance.runner, transfer, memory))
+        value = f"{time.perf_counter() - start:.2f} s"
+        yield Figure(f"{HANDOVER_BYTES[device.type] >> 20} MiB of host memory for hand-overs", value, "", True)
         for turn in ("the first time", "the second", "the third"):
             times, is_same = asyncio.run(hand_over((prefill, decode), sides, random_tokens(num_tokens, turn)))
             nbytes = num_tokens // BLOCK * prefill.runner.shape.nbytes
