@@ -1,22 +1,26 @@
-"""``scripts/test-gpu`` where there is no GPU: one sentence, or all of it with the stand-in."""
+"""``scripts/test-gpu`` where there is no GPU: a sentence, or the stand-in; and the plan for a day with one."""
 
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PARTS: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "test-gpu"))["PARTS"]
+SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "test-gpu"))
+PARTS: dict[str, Any] = SCRIPT["PARTS"]
+PAGE = (ROOT / "docs" / "gpu.md").read_text()
 
 
-def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "KVSTORE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+def run_script(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "KVSTORE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", **more}
     return subprocess.run(
         [sys.executable, ROOT / "scripts" / "test-gpu", *arguments],
         env=environ,
@@ -37,26 +41,72 @@ def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
 def test_a_part_that_is_not_there_is_named_with_those_that_are() -> None:
     ended = run_script("speed")
     assert ended.returncode == 2
-    assert "there is no part 'speed'; there are suite, equality," in ended.stderr
+    assert "there is no part 'speed'; there are waits, sdpa," in ended.stderr
+
+
+def test_a_part_that_lacks_a_package_says_so_in_one_sentence_and_git_is_not_needed(tmp_path: Path) -> None:
+    (tmp_path / "mooncake.py").write_text("raise ModuleNotFoundError(\"No module named 'mooncake'\")")
+    ended = run_script("--stand-in", "--log", str(tmp_path / "logs"), "pool", PATH="", PYTHONPATH=str(tmp_path))
+    assert ended.returncode == 1
+    sentence = f"the part pool cannot run: {sys.executable}: ModuleNotFoundError: No module named 'mooncake'\n"
+    assert (tmp_path / "logs" / "pool.log").read_text() == sentence
+    said = (tmp_path / "logs" / "gpu.md").read_text()
+    assert "; commit unknown. `scripts/test-gpu pool`" in said
+    assert sentence in said
+    assert ended.stderr == ""
+
+
+def make_wheel(folder: Path, name: str) -> None:
+    with zipfile.ZipFile(folder / f"{name}-99-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}/__init__.py", "")
+        wheel.writestr(f"{name}-99.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 99\n")
+        wheel.writestr(f"{name}-99.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}-99.dist-info/RECORD", "")
+
+
+def test_of_a_pack_only_what_is_missing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("kvstore_probe", "orjson"):
+        make_wheel(tmp_path, name)
+    install = SCRIPT["install_packages"]
+    monkeypatch.setitem(install.__globals__, "ROOT", tmp_path / "checkout")
+    site, _ = install(sys.executable, tmp_path)
+    assert [path.name for path in site.iterdir() if not path.name.endswith("-info")] == ["kvstore_probe"]
 
 
 @pytest.mark.skipif("TRY_GPU_SCRIPT" not in os.environ, reason="takes 10 s of a processor: TRY_GPU_SCRIPT=1 runs it")
 def test_the_stand_in_runs_a_part_and_appends_to_the_log(tmp_path: Path) -> None:
-    log = tmp_path / "gpu.md"
-    log.write_text("## Before\n")
-    ended = run_script("--stand-in", "--log", str(log), "rates")
+    (tmp_path / "gpu.md").write_text("## Before\n")
+    ended = run_script("--stand-in", "--log", str(tmp_path), "rates")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    said = log.read_text()
+    said = (tmp_path / "gpu.md").read_text()
     assert said.startswith("## Before\n")
     assert "the stand-in on a CPU; figures say nothing; Python 3." in said
     assert "| rates | loads and saves beside copies of pinned memory | passed |" in said
     assert "| load " in said
-    assert "| save " in said
+    assert (tmp_path / "rates.log").read_text().count("| save ") == 3
 
 
 @pytest.mark.parametrize(("name", "part"), PARTS.items())
-def test_each_part_names_files_that_are_there_and_is_on_the_page(name: str, part: Any) -> None:
-    named = [word for word in (*part.arguments, part.script) if "/" in word]
-    assert named
-    assert all((ROOT / path).exists() for path in named)
-    assert f"| `{name}` |" in (ROOT / "docs" / "gpu.md").read_text()
+def test_each_part_names_files_that_are_there_and_is_on_the_page_with_its_limit(name: str, part: Any) -> None:
+    paths = [f"tests/{path}" for path in part.tests]
+    paths += [f"benchmarks/{part.benchmark}.py"] if part.benchmark else []
+    paths += [part.script] if part.script else []
+    assert paths
+    assert all((ROOT / path).exists() for path in paths)
+    assert part.seconds <= SCRIPT["MAX_SECONDS"]
+    assert f"| `{name}` | {part.seconds} |" in PAGE
+
+
+def test_the_commands_of_the_plan_run_the_parts_in_their_order_within_ten_minutes_each() -> None:
+    """Each part loads torch twice before its time begins."""
+    plan = PAGE[PAGE.index("### Thirty minutes") : PAGE.index("## What each part shows")]
+    commands = [line.split() for line in re.findall(r'^scripts/test-gpu .*"\$OUT" (.*)$', plan, re.MULTILINE)]
+    planned = [name for names in commands for name in names]
+    assert len(commands) == 3
+    assert planned == list(PARTS)[: len(planned)]
+    assert all(sum(PARTS[name].seconds + 15 for name in names) <= 600 for names in commands)
+
+
+def test_every_module_that_a_part_loads_is_known_before_it_runs() -> None:
+    assert "tests.engine.test_models" in SCRIPT["imports_of"](PARTS["suite"])
+    assert "tests.kvstore_backend.staging.test_cuda" in SCRIPT["imports_of"](PARTS["waits"])

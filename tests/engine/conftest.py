@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,20 @@ import torch
 from engine.make_model import make_model
 from engine.model_runner import load_tokenizer
 from tests.engine.checkpoints import CHECKPOINTS, write_characters_in_parts, write_checkpoint
+from tests.engine.gpu_form import run_as_on_gpu
+from tests.support.device import TEST_DEVICE
 
 # For models this small, handing work to a second thread takes longer than doing it.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_as_on_gpu() -> Iterator[None]:
+    """With ``KVSTORE_TEST_DEVICE=stand-in`` every engine runs the code that a GPU runs."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if TEST_DEVICE == "stand-in":
+            run_as_on_gpu(monkeypatch)
+        yield
 
 
 @pytest.fixture(scope="session")

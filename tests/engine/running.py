@@ -25,7 +25,7 @@ from engine.scheduler import Scheduler
 from kvstore_backend import BlockPool, StorageBackend
 from kvstore_backend.transfers import DirectMemory
 from kvstore_backend.wrappers.guarded import GuardedBackend
-from tests.support.device import TEST_DEVICE
+from tests.support.device import TORCH_DEVICE
 from tests.support.waiting import wait_until
 
 __all__ = ["Answering", "Engine"]
@@ -95,7 +95,7 @@ class Engine:
         self.runner = ModelRunner(
             str(folder),
             load_model_config(str(folder)),
-            TEST_DEVICE,
+            TORCH_DEVICE,
             torch.float32,
             block_size,
             has_dynamic_weights=has_dynamic_weights,

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.sampler
 from engine import device_copies
@@ -26,6 +25,7 @@ from engine.sampler import Choice
 from engine.scheduler import Chunk
 from tests.engine.checkpoints import ARCHITECTURES, config_of, write_checkpoint
 from tests.engine.device_watch import DeviceWatch, HostWaits
+from tests.engine.gpu_form import attend_as_on_gpu
 
 BLOCK = 16
 # torch tells why it has no kernel for a CPU; on a GPU it has.
@@ -43,16 +43,7 @@ EVERYTHING: list[dict[str, Any]] = [
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The form of attention that a GPU has, wherever tensors lie."""
-    form = paged.form_for(torch.device("cuda"))
-    assert form != paged.form_for(torch.device("cpu"))
-    monkeypatch.setattr(paged, "form_for", lambda device: form)
-    monkeypatch.setattr(paged, "causal_lower_right", make_bias)
-
-
-def make_bias(num_tokens: int, context: int) -> torch.Tensor:
-    """torch's own, which cannot be made under a watch."""
-    with _disable_current_modes():
-        return causal_lower_right(num_tokens, context)
+    attend_as_on_gpu(monkeypatch)
 
 
 @pytest.fixture
@@ -149,31 +140,43 @@ def test_steps_as_on_a_gpu_choose_as_on_a_cpu_and_wait_once_each(
     assert list_logprobs(as_on_gpu) == pytest.approx(list_logprobs(on_cpu), abs=1e-4)
 
 
-@pytest.mark.usefixtures("as_on_gpu")
-def test_every_tensor_of_a_step_is_on_its_device(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch
-) -> None:
-    """Without memory, and so without values: nothing of a step may depend on one."""
-    runner = build_runner(tiny_checkpoint, "meta")
+@pytest.fixture
+def without_values(monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch) -> DeviceWatch:
+    """A step's end on torch's device without memory ("meta"): the host gets a 1 for each number."""
     fetched = device_watch.letting_through(lambda numbers: [1.0] * len(numbers))
     monkeypatch.setattr(engine.sampler, "fetch_numbers", fetched)
-    with device_watch.watching():
+    return device_watch
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_tensor_of_a_step_is_on_its_device(
+    architecture: str, tmp_path: Path, without_values: DeviceWatch
+) -> None:
+    """Without memory, and so without values: nothing of a step may depend on one."""
+    runner = build_runner(write_checkpoint(config_of(architecture), tmp_path), "meta")
+    with without_values.watching():
         assert set(list_tokens(take_steps(runner))) == {1}
 
 
 @pytest.mark.usefixtures("as_on_gpu")
-def test_a_step_of_sparse_attention_does_not_wait_either(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch
+def test_a_tensor_of_the_host_in_a_step_of_the_device_is_caught(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, without_values: DeviceWatch
 ) -> None:
+    runner = build_runner(tiny_checkpoint, "meta")
+    monkeypatch.setattr(device_copies, "send_tensor", lambda tensor, device: tensor)
+    with without_values.watching(), pytest.raises(HostWaits, match="two devices"):
+        take_steps(runner)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_a_step_of_sparse_attention_does_not_wait_either(tiny_checkpoint: Path, without_values: DeviceWatch) -> None:
     runner = build_runner(tiny_checkpoint, "meta")
     sizes = RetrievalConfig(BLOCK, init_tokens=16, local_tokens=40, topk_percent=0.3, dense_boundary=0, dense_layers=1)
     runner.enable_retrieval(sizes, 4, 320)
     assert runner.retrieval
     sequences = [Sequence(Request(str(i), (i,) * (150 + i), SamplingParams(9, temperature=0.0)), BLOCK) for i in (1, 2)]
-    monkeypatch.setattr(
-        engine.sampler, "fetch_numbers", device_watch.letting_through(lambda numbers: [1.0] * len(numbers))
-    )
-    with device_watch.watching(allows_lists=True):
+    with without_values.watching(allows_lists=True):
         for step in range(2):
             for sequence in sequences:
                 sequence.regime = Regime.SPARSE
@@ -183,7 +186,7 @@ def test_a_step_of_sparse_attention_does_not_wait_either(
                 runner.retrieval.index_blocks(sequence)
             assert len(runner.run([Chunk(sequence, 1) for sequence in sequences])) == 2
     assert all(sequence.blocks_read for sequence in sequences)
-    assert device_watch.times_let_through == 2
+    assert without_values.times_let_through == 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -339,6 +339,7 @@ async def test_given_up_blocks_are_kept_until_prefill_says_it_has_stopped(
         await eventually(lambda: not pair.decode.num_reserved, "the blocks to be free")
 
 
+@needs_host_memory
 @in_event_loop
 async def test_blocks_of_a_prefill_that_is_gone_are_kept_until_late_bytes_are_in_and_then_cleared(
     tiny_checkpoint: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch

@@ -23,14 +23,14 @@ from engine.request import Request, SamplingParams, Sequence
 from engine.scheduler import Chunk
 from kvstore_backend import ConfigError
 from tests.engine.checkpoints import ARCHITECTURES, byte_fallback_tokenizer, config_of, write_checkpoint
-from tests.support.device import TEST_DEVICE
+from tests.support.device import TORCH_DEVICE
 
 BLOCK = 16
 PROMPT = tuple(range(40, 77))
 
 
 def runner_of(folder: Path) -> ModelRunner:
-    runner = ModelRunner(str(folder), load_model_config(str(folder)), TEST_DEVICE, torch.float32, BLOCK)
+    runner = ModelRunner(str(folder), load_model_config(str(folder)), TORCH_DEVICE, torch.float32, BLOCK)
     runner.allocate_kv(4)
     runner.try_out()
     return runner
