@@ -54,17 +54,17 @@ from gpu_staging import (
 )
 
 from engine.args import parse_args
-from engine.attention import paged
 from engine.disaggregation import BlockMemory, Transfer
 from engine.disaggregation.wire import Prompt
-from engine.kv_codec import choose_codec, quantised_namespace
-from engine.memory_budget import _largest_step, choose_num_blocks
-from engine.model_runner import ModelRunner, load_model_config
-from engine.request import Request, SamplingParams
-from engine.request import Sequence as EngineSequence
-from engine.sampler import Choice
-from engine.scheduler import Chunk
-from engine.staging import stage_handovers
+from engine.model.attention import paged
+from engine.model.memory_budget import _largest_step, choose_num_blocks
+from engine.model.model_runner import ModelRunner, load_model_config
+from engine.model.sampler import Choice
+from engine.pool.kv_codec import choose_codec, quantised_namespace
+from engine.pool.staging import stage_handovers
+from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import Sequence as EngineSequence
+from engine.scheduling.scheduler import Chunk
 from kvstore_backend import BlockPool, Namespace
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.staging import KVTensors, StagedMemory

@@ -42,15 +42,15 @@ import xxhash
 from pool_overhead import pool_config, running_master
 
 from engine import make_model
-from engine.attention import paged
-from engine.block_manager import BlockManager
 from engine.core import EngineCore, Listener
-from engine.metrics import EngineMetrics
-from engine.model_runner import ModelRunner, load_model_config
-from engine.pool_connector import PoolConnector
-from engine.request import Request, SamplingParams, TokenOutput
-from engine.request import Sequence as EngineSequence
-from engine.scheduler import Scheduler
+from engine.model.attention import paged
+from engine.model.model_runner import ModelRunner, load_model_config
+from engine.pool.pool_connector import PoolConnector
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.request import Request, SamplingParams, TokenOutput
+from engine.scheduling.request import Sequence as EngineSequence
+from engine.scheduling.scheduler import Scheduler
+from engine.telemetry.metrics import EngineMetrics
 from kvstore_backend import BlockPool, Health, Namespace, Status, StorageBackend, StoreStats, Value, open_pool
 from kvstore_backend.staging import KVTensors, StagedMemory
 from kvstore_backend.stores.memory import MemoryStore

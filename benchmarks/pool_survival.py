@@ -37,8 +37,8 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.block_manager import BlockManager
-from engine.saved_blocks import SavedBlocks
+from engine.pool.saved_blocks import SavedBlocks
+from engine.scheduling.block_manager import BlockManager
 from kvstore_backend.backend import Span, Status, StorageBackend, Value
 from kvstore_backend.config import PoolConfig, load_config
 from kvstore_backend.pool import BlockPool, open_store

@@ -32,8 +32,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "retrieval"))
 from train_needle import NUM_VALUES, make_texts, tokenizer, train  # noqa: E402
 
-from engine.kv_codec import choose_codec, quantised_namespace  # noqa: E402
 from engine.make_model import WORDS, make_model  # noqa: E402
+from engine.pool.kv_codec import choose_codec, quantised_namespace  # noqa: E402
 from kvstore_backend import BlockPool, Namespace, open_pool  # noqa: E402
 from kvstore_backend.staging import KVTensors, StagedMemory  # noqa: E402
 

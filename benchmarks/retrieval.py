@@ -27,11 +27,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from engine.attention.retrieval import Retrieval, SparseState
-from engine.model_runner import ModelRunner, load_model_config
-from engine.request import Request, SamplingParams, Sequence
-from engine.retrieval_config import Regime, RetrievalConfig
-from engine.scheduler import Chunk
+from engine.model.attention.retrieval import Retrieval, SparseState
+from engine.model.model_runner import ModelRunner, load_model_config
+from engine.scheduling.request import Request, SamplingParams, Sequence
+from engine.scheduling.retrieval_config import Regime, RetrievalConfig
+from engine.scheduling.scheduler import Chunk
 
 KV_HEADS, GROUP, DIM = 8, 2, 128
 BLOCK = 128

@@ -38,7 +38,7 @@ from safetensors.numpy import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.make_model import WORDS, make_model
-from engine.packed_linear import round_up_rows
+from engine.model.packed_linear import round_up_rows
 from kvstore_backend.cli.progress import show_progress
 from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.ports import free_port, free_ports

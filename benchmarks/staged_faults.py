@@ -28,7 +28,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.pool_connector import PoolConnector
+from engine.pool.pool_connector import PoolConnector
 from kvstore_backend.backend import Status, StorageBackend, Value
 from kvstore_backend.config import PoolConfig
 from kvstore_backend.pool import open_store
@@ -140,7 +140,7 @@ def staging(buffer_bytes: int) -> Iterator[None]:
     """Engines stage all blocks, by way of buffers of this size."""
     connector = functools.partial(PoolConnector, staged=True)
     memory = functools.partial(StagedMemory, buffer_bytes=buffer_bytes)
-    with mock.patch("engine.core.PoolConnector", connector), mock.patch("engine.staging.StagedMemory", memory):
+    with mock.patch("engine.core.PoolConnector", connector), mock.patch("engine.pool.staging.StagedMemory", memory):
         yield
 
 

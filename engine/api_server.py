@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from socket import socket
 from typing import TYPE_CHECKING
 
-from engine import logs
 from engine.args import EngineArgs, parse_args
 from engine.serving.ports import bind_socket, start_listening
 from engine.serving.surroundings import Surroundings, find_surroundings
+from engine.telemetry import logs
 from kvstore_backend import KVStoreError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.fastdeploy_flags import IN_FLOAT32, add_foreign_flags, expand_abbreviations, read_config_file
-from engine.retrieval_config import REPRESENTATIVES, RetrievalConfig
+from engine.scheduling.retrieval_config import REPRESENTATIVES, RetrievalConfig
 from kvcommon.hints import did_you_mean
 from kvstore_backend import ConfigError
 from kvstore_backend.config import parse_size

@@ -18,14 +18,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from engine.metrics import EngineMetrics
-from engine.model_runner import ModelRunner
-from engine.pool_connector import PoolConnector
-from engine.prefill_progress import PrefillProgress
-from engine.request import Sequence, State, TokenLogprobs, TokenOutput
-from engine.retrieval_config import Regime
-from engine.sampler import Choice
-from engine.scheduler import Chunk, Reservation, Scheduler
+from engine.model.model_runner import ModelRunner
+from engine.model.sampler import Choice
+from engine.pool.pool_connector import PoolConnector
+from engine.scheduling.prefill_progress import PrefillProgress
+from engine.scheduling.request import Sequence, State, TokenLogprobs, TokenOutput
+from engine.scheduling.retrieval_config import Regime
+from engine.scheduling.scheduler import Chunk, Reservation, Scheduler
+from engine.telemetry.metrics import EngineMetrics
 from kvstore_backend import BlockPool
 
 __all__ = ["EngineCore", "Listener", "Prefilled"]

@@ -27,8 +27,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from engine.cache_hints import CacheControl
-from engine.request import GREATEST_PENALTY, LEAST_PENALTY, SamplingDefaults, SamplingParams
+from engine.scheduling.cache_hints import CacheControl
+from engine.scheduling.request import GREATEST_PENALTY, LEAST_PENALTY, SamplingDefaults, SamplingParams
 
 __all__ = [
     "MAX_ANSWERS",

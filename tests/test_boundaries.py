@@ -65,7 +65,7 @@ QUIET_HANDLERS: dict[tuple[str, str], str] = {
     ("router/serving/request.py", "start"): "kept, and raised in serve_to_end, which logs it",
     ("router/serving/request.py", "_on_answer"): "kept, and raised in serve_to_end, which logs it",
     ("engine/generation/choices.py", "_relay_pieces"): "queued, and raised by the reader of the queue",
-    ("engine/model_runner.py", "try_out"): "becomes the reason of the ConfigError raised behind it",
+    ("engine/model/model_runner.py", "try_out"): "becomes the reason of the ConfigError raised behind it",
     ("kvstore_backend/integrations/vllm/fields.py", "_find_default"): "becomes the default, which equals no value",
     ("kvstore_backend/threads.py", "do"): "given to the future, and raised by whoever waits for it",
     ("router/http/exchange.py", "_connect_and_send"): "fails the exchange, and is raised by whoever waits for it",

@@ -108,5 +108,5 @@ def test_the_commands_of_the_plan_run_the_parts_in_their_order_within_ten_minute
 
 
 def test_every_module_that_a_part_loads_is_known_before_it_runs() -> None:
-    assert "tests.engine.test_models" in SCRIPT["imports_of"](PARTS["suite"])
+    assert "tests.engine.model.test_models" in SCRIPT["imports_of"](PARTS["suite"])
     assert "tests.kvstore_backend.staging.test_cuda" in SCRIPT["imports_of"](PARTS["waits"])

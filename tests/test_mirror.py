@@ -20,7 +20,7 @@ TESTED_IN = {
     "kvcommon/formats.py": "tests/router/console/dashboard/test_words.py",
     "kvcommon/mooncake.py": "tests/router/console/dashboard/test_figures.py",
     "kvcommon/request_ids.py": "tests/engine/serving/test_http_server.py",
-    "kvcommon/spans.py": "tests/engine/test_tracing.py",
+    "kvcommon/spans.py": "tests/engine/telemetry/test_tracing.py",
     "kvcommon/versions.py": "tests/kvstore_backend/cli/test_commands.py",
     "router/fleet/events.py": "tests/router/fleet/test_registry.py",
     "router/serving/services.py": "tests/router/serving/test_attempt.py",
@@ -108,20 +108,15 @@ TESTED_IN = {
     "kvstore_backend/cli/trial.py": "tests/kvstore_backend/cli/test_doctor.py",
     "kvstore_backend/cli/operator/asking.py": "tests/kvstore_backend/cli/operator/test_why_miss.py",
     # Staging from one end to the other; what it is for, with delays at random; an engine's codec.
-    "kvstore_backend/staging/codec.py": "tests/engine/test_kv_codec.py",
+    "kvstore_backend/staging/codec.py": "tests/engine/pool/test_kv_codec.py",
     "kvstore_backend/staging/device.py": "tests/kvstore_backend/staging/test_order.py",
     "kvstore_backend/staging/ring.py": "tests/kvstore_backend/staging/test_memory.py",
     "kvstore_backend/staging/stand_in.py": "tests/kvstore_backend/staging/test_order.py",
     # Both halves of the connector beside each other.
     # Attention, beside transformers' own.
     "engine/serving/control_paths.py": "tests/engine/serving/test_control.py",
-    "engine/attention/block_index.py": "tests/engine/test_block_index.py",
-    "engine/attention/paged.py": "tests/engine/test_models.py",
-    "engine/attention/pages.py": "tests/engine/test_pages.py",
-    "engine/attention/plan.py": "tests/engine/test_plan.py",
-    "engine/attention/retrieval.py": "tests/engine/test_retrieval.py",
-    "engine/attention/working_set.py": "tests/engine/test_working_set.py",
-    "engine/retrieval_config.py": "tests/engine/test_retrieval.py",
+    "engine/model/attention/paged.py": "tests/engine/model/test_models.py",
+    "engine/scheduling/retrieval_config.py": "tests/engine/model/attention/test_retrieval.py",
     # Other APIs, spoken to by their own clients.
     "engine/apis/plain_body.py": "tests/engine/apis/test_messages.py",
     "engine/apis/responses_body.py": "tests/engine/apis/test_responses.py",
@@ -134,11 +129,11 @@ TESTED_IN = {
     "engine/generation/kept_prefill.py": "tests/engine/dialects/test_vllm.py",
     "engine/generation/pair_info.py": "tests/engine/dialects/test_sglang.py",
     # The strategies of the three roles, beside each other.
-    "engine/generation/base.py": "tests/engine/test_generation.py",
-    "engine/generation/decode.py": "tests/engine/test_generation.py",
-    "engine/generation/live.py": "tests/engine/test_generation.py",
-    "engine/generation/mixed.py": "tests/engine/test_generation.py",
-    "engine/generation/prefill.py": "tests/engine/test_generation.py",
+    "engine/generation/base.py": "tests/engine/generation/test_generation.py",
+    "engine/generation/decode.py": "tests/engine/generation/test_generation.py",
+    "engine/generation/live.py": "tests/engine/generation/test_generation.py",
+    "engine/generation/mixed.py": "tests/engine/generation/test_generation.py",
+    "engine/generation/prefill.py": "tests/engine/generation/test_generation.py",
     # Both sides of a hand-over, in two processes.
     "engine/disaggregation/decode.py": "tests/engine/test_direct_handover.py",
     "engine/disaggregation/memory.py": "tests/engine/test_direct_handover.py",
@@ -148,9 +143,9 @@ TESTED_IN = {
     "engine/serving/endpoints.py": "tests/engine/test_api_server.py",
     "engine/serving/ports.py": "tests/engine/test_api_server.py",
     "engine/serving/surroundings.py": "tests/engine/test_api_server.py",
-    "engine/pool_connector.py": "tests/engine/test_pool_faults.py",
-    "engine/request.py": "tests/engine/test_scheduler.py",
-    "engine/staging.py": "tests/engine/test_pool_faults.py",
+    "engine/pool/pool_connector.py": "tests/engine/pool/test_pool_faults.py",
+    "engine/scheduling/request.py": "tests/engine/scheduling/test_scheduler.py",
+    "engine/pool/staging.py": "tests/engine/pool/test_pool_faults.py",
 }
 
 

@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from engine.metrics import EngineMetrics
+from engine.telemetry.metrics import EngineMetrics
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.metered import MeteredBackend
 from router.access import Admission, Auth

@@ -1,5 +1,6 @@
 """Other APIs than completions, each a thin translation onto chat.
 
+completions.py     chat and plain completions over generations: prompts in, JSON objects and event streams out
 responses.py       OpenAI's Responses API: its objects and its stream of typed events
 responses_body.py  its requests, checked, and as requests of chat
 response_store.py  responses that are kept to be continued and read again, in memory and bounded

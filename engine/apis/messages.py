@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from engine.apis.completions import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse, Completions, name_answer
 from engine.apis.plain_body import PlainBody
 from engine.apis.typed_events import encode_typed_event
-from engine.completions import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse, Completions, name_answer
 from engine.generation import Choices, Piece
 from engine.protocol import MAX_STOPS, ApiError, ChatBody, Unsupported, anthropic_error_body, check_body, quote_short
 

@@ -7,10 +7,10 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+from engine.apis.completions import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse, Completions
 from engine.apis.response_store import KeptResponse, ResponseStore
 from engine.apis.responses_body import ResponsesBody, chat_of_responses, messages_of_input
 from engine.apis.typed_events import encode_typed_event
-from engine.completions import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse, Completions
 from engine.generation import Choices
 from engine.protocol import ApiError, now, quote_short
 

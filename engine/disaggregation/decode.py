@@ -23,8 +23,8 @@ from engine.disaggregation.wire import (
     receive_message,
     send_message,
 )
-from engine.scheduler import Reservation
-from engine.trace import log_lent_blocks, log_verified_blocks
+from engine.scheduling.scheduler import Reservation
+from engine.telemetry.trace import log_lent_blocks, log_verified_blocks
 
 __all__ = ["HandoverReceiver", "HandoverResult"]
 

@@ -18,7 +18,7 @@ from typing import Any
 from engine.disaggregation.memory import BlockMemory
 from engine.disaggregation.prefill import hand_over
 from engine.disaggregation.wire import LINE_LIMIT, SILENCE_SECONDS, Prompt, receive_message, send_message
-from engine.request import TokenLogprobs
+from engine.scheduling.request import TokenLogprobs
 
 __all__ = ["KeptPrompt", "KeptPrompts", "ask_for_prompt"]
 

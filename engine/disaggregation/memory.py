@@ -18,8 +18,8 @@ from engine.core import EngineCore
 from engine.disaggregation.landing import Landing, digest_values
 from engine.disaggregation.transfer import Transfer
 from engine.disaggregation.wire import Prompt
-from engine.model_runner import ModelRunner
-from engine.scheduler import Reservation
+from engine.model.model_runner import ModelRunner
+from engine.scheduling.scheduler import Reservation
 from kvstore_backend.transfers import Event, TransferMemory
 
 __all__ = ["BlockMemory", "Target"]

@@ -19,8 +19,8 @@ from engine.disaggregation.wire import (
     receive_message,
     send_message,
 )
-from engine.request import TokenLogprobs
-from engine.trace import log_handover_end, log_handover_write
+from engine.scheduling.request import TokenLogprobs
+from engine.telemetry.trace import log_handover_end, log_handover_write
 
 __all__ = ["HandoverSender", "hand_over"]
 

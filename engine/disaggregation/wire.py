@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from engine.request import Sequence, TokenLogprobs
+from engine.scheduling.request import Sequence, TokenLogprobs
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
 
 __all__ = [

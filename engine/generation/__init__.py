@@ -12,6 +12,8 @@ fetching_decode.py  the instance asks a prefill instance for the prompt's KV, or
 pair_info.py        the part of a pair that a request has an instance play, in whichever dialect it was asked
 choices.py          the n choices of one request: the prompt computed once, the answers beside each other
 live.py             all requests that are being answered: begun for the role, found again to be aborted
+detokenizer.py      token ids -> text, piece by piece
+token_bytes.py      token id -> the bytes it stands for
 """
 
 from engine.disaggregation import KeptPrompt

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core import EngineCore, Listener, Prefilled
-from engine.detokenizer import Detokenizer
 from engine.disaggregation import BlockMemory, HandoverReceiver
+from engine.generation.detokenizer import Detokenizer
 from engine.protocol import build_usage
-from engine.request import Request, Sequence, TokenLogprobs, TokenOutput
-from engine.retrieval_config import Regime
-from engine.trace import log_prompt_sources
-from engine.tracing import Phase, RequestTrace, Tracer
-from engine.why_miss.recent_requests import RecentRequests
+from engine.scheduling.request import Request, Sequence, TokenLogprobs, TokenOutput
+from engine.scheduling.retrieval_config import Regime
+from engine.telemetry.trace import log_prompt_sources
+from engine.telemetry.tracing import Phase, RequestTrace, Tracer
+from engine.telemetry.why_miss.recent_requests import RecentRequests
 
 __all__ = ["Generation", "Piece", "SharedParts", "call_in_loop"]
 

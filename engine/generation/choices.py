@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeAlias
 
 from engine.generation.base import Generation, Piece
-from engine.request import Request
+from engine.scheduling.request import Request
 
 __all__ = ["Choices", "derive_choice"]
 

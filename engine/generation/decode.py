@@ -11,8 +11,8 @@ from engine.core import Prefilled
 from engine.disaggregation import HandoverResult, Prompt
 from engine.generation.base import Generation, Piece, SharedParts
 from engine.protocol import DisaggregateInfo
-from engine.request import Request
-from engine.tracing import Phase
+from engine.scheduling.request import Request
+from engine.telemetry.tracing import Phase
 
 __all__ = ["DecodeGeneration"]
 

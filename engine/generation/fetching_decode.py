@@ -13,7 +13,7 @@ from engine.disaggregation import HandoverResult, ask_for_prompt
 from engine.generation.base import SharedParts
 from engine.generation.decode import DecodeGeneration
 from engine.generation.pair_info import FetchPrompt
-from engine.request import Request
+from engine.scheduling.request import Request
 
 __all__ = ["FetchingDecodeGeneration"]
 

@@ -13,8 +13,8 @@ from engine.disaggregation import KeptPrompt, Prompt
 from engine.generation.base import Generation, Piece, SharedParts, call_in_loop
 from engine.generation.pair_info import KeepPrompt
 from engine.protocol import ApiError, quote_short
-from engine.request import Request
-from engine.tracing import Phase
+from engine.scheduling.request import Request
+from engine.telemetry.tracing import Phase
 
 __all__ = ["KeptPrefillGeneration"]
 

@@ -17,9 +17,9 @@ from engine.generation.mixed import MixedGeneration
 from engine.generation.pair_info import FetchPrompt, KeepPrompt, PairInfo, info_of_choice
 from engine.generation.prefill import PrefillGeneration
 from engine.protocol import ApiError, DisaggregateInfo
-from engine.request import Request
-from engine.tracing import Tracer
-from engine.why_miss.recent_requests import RecentRequests
+from engine.scheduling.request import Request
+from engine.telemetry.tracing import Tracer
+from engine.telemetry.why_miss.recent_requests import RecentRequests
 
 __all__ = ["BROKEN", "Generations", "list_unknown_ids"]
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from engine.generation.base import Generation, Piece, SharedParts
 from engine.protocol import DisaggregateInfo
-from engine.request import Request
+from engine.scheduling.request import Request
 
 __all__ = ["MixedGeneration"]
 

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from engine.disaggregation import HandoverSender, Prompt, hand_over
 from engine.generation.base import Generation, Piece, SharedParts, call_in_loop
 from engine.protocol import DisaggregateInfo
-from engine.request import Request
-from engine.tracing import Phase
+from engine.scheduling.request import Request
+from engine.telemetry.tracing import Phase
 
 __all__ = ["PrefillGeneration"]
 

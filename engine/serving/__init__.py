@@ -8,4 +8,6 @@ control_paths.py  the HTTP paths of these orders, with FastDeploy's answers
 endpoints.py    the HTTP paths, and how a completion request is answered
 http_server.py  HTTP around the endpoints: HEAD, ids of requests, limits, and errors in their API's shape
 server.py       the HTTP server: how it runs, and how it stops
+registration.py  the heartbeat to the router
+why_miss_paths.py  HTTP paths that explain why a request was a miss
 """

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from engine.core import EngineCore
 from engine.disaggregation import KeptPrompts
 from engine.generation import BROKEN, Generations
-from engine.model_runner import ModelRunner
+from engine.model.model_runner import ModelRunner
 from kvstore_backend import ConfigError
 
 __all__ = ["TAGS", "Control", "ControlFailed"]

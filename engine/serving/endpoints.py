@@ -26,7 +26,7 @@ from engine.protocol import (
     TokenizeBody,
     parse_body,
 )
-from engine.request import Request as EngineRequest
+from engine.scheduling.request import Request as EngineRequest
 from engine.serving.control_paths import add_control_paths
 from engine.serving.http_server import (
     CLIENT_LEFT,
@@ -37,8 +37,8 @@ from engine.serving.http_server import (
     read_body,
 )
 from engine.serving.instance import Instance
-from engine.tracing import Tracer
-from engine.why_miss.paths import add_kvcache_paths
+from engine.serving.why_miss_paths import add_kvcache_paths
+from engine.telemetry.tracing import Tracer
 
 __all__ = ["create_app"]
 

@@ -16,13 +16,11 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from engine.apis.completions import Completions
 from engine.apis.messages import Messages
 from engine.apis.response_store import ResponseStore
 from engine.apis.responses import Responses
 from engine.args import EngineArgs
-from engine.background import in_background
-from engine.block_manager import BlockManager
-from engine.completions import Completions
 from engine.core import EngineCore
 from engine.dialects import FastDeployDialect, PairDialect, SglangDialect, VllmDialect
 from engine.disaggregation import (
@@ -34,10 +32,8 @@ from engine.disaggregation import (
     list_protocols,
 )
 from engine.generation import BROKEN, Generations
-from engine.kv_codec import quantised_namespace
-from engine.memory_budget import choose_num_blocks
-from engine.metrics import EngineMetrics
-from engine.model_runner import (
+from engine.model.memory_budget import choose_num_blocks
+from engine.model.model_runner import (
     ModelRunner,
     check_length,
     choose_device,
@@ -45,14 +41,18 @@ from engine.model_runner import (
     load_model_config,
     load_tokenizer,
 )
-from engine.out_of_memory import LEAVE_ROOM_BESIDE, told_if_too_large
-from engine.registration import send_heartbeats
-from engine.scheduler import Scheduler
+from engine.model.out_of_memory import LEAVE_ROOM_BESIDE, told_if_too_large
+from engine.pool.background import in_background
+from engine.pool.kv_codec import quantised_namespace
+from engine.pool.staging import open_direct, stage_handovers
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.scheduler import Scheduler
 from engine.serving.control import Control
+from engine.serving.registration import send_heartbeats
 from engine.serving.surroundings import Surroundings
-from engine.staging import open_direct, stage_handovers
-from engine.tracing import open_tracer
-from engine.why_miss.explainer import MissExplainer
+from engine.telemetry.metrics import EngineMetrics
+from engine.telemetry.tracing import open_tracer
+from engine.telemetry.why_miss.explainer import MissExplainer
 from kvcommon.addresses import find_own_address
 from kvstore_backend import BlockPool, PoolConfig, open_pool
 from kvstore_backend.config import MooncakeSettings, describe_url, named_protocol, named_rdma_devices

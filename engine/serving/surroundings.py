@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.args import EngineArgs
-from engine.registration import router_url
+from engine.serving.registration import router_url
 from kvcommon.secret_files import read_token
 from kvstore_backend import ConfigError, PoolConfig, load_config
 from kvstore_backend.config import find_checkpoint

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from train_needle import NUM_VALUES, make_texts
 
-from engine.attention.block_index import Index, Search, best_blocks
-from engine.attention.retrieval import Retrieval
-from engine.model_runner import ModelRunner, load_model_config
-from engine.request import Request, SamplingParams
-from engine.request import Sequence as EngineSequence
-from engine.retrieval_config import REPRESENTATIVES, Regime, RetrievalConfig
-from engine.scheduler import Chunk
+from engine.model.attention.block_index import Index, Search, best_blocks
+from engine.model.attention.retrieval import Retrieval
+from engine.model.model_runner import ModelRunner, load_model_config
+from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import Sequence as EngineSequence
+from engine.scheduling.retrieval_config import REPRESENTATIVES, Regime, RetrievalConfig
+from engine.scheduling.scheduler import Chunk
 from engine.serving.surroundings import find_folder
 from kvstore_backend.backend import ConfigError
 

@@ -199,7 +199,7 @@ def parse_switch(value: object) -> bool:
 
 
 def parse_kv_form(value: object) -> str:
-    """The form in which blocks are stored, one of those that ``engine/kv_codec.py`` knows; empty for as they are."""
+    """The form in which blocks are stored, one that ``engine/pool/kv_codec.py`` knows; empty: as they are."""
     if not isinstance(value, str) or value.strip().lower() not in ("", *_KV_FORMS):
         raise ValueError(f"it must be {' or '.join(_KV_FORMS)}, or left out to store blocks as they are")
     return value.strip().lower()

@@ -50,7 +50,7 @@ MAX_WORKER_SERIES = 10_000
 _QUANTILES = (0.95, 0.99)
 _QUANTILE_WINDOW = 1024
 
-# Of whole requests, and of a single token; an instance of ours has the same (engine/metrics.py).
+# Of whole requests, and of a single token; an instance of ours has the same (engine/telemetry/metrics.py).
 _REQUEST_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0),

@@ -13,9 +13,9 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engine import model_runner
-from engine.attention import paged, retrieval
-from engine.pool_connector import PoolConnector
+from engine.model import model_runner
+from engine.model.attention import paged, retrieval
+from engine.pool.pool_connector import PoolConnector
 
 __all__ = ["attend_as_on_gpu", "run_as_on_gpu"]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer
 from engine.generation import Generation, Generations, Piece
+from engine.pool.staging import open_direct, stage_handovers
 from engine.protocol import DisaggregateInfo
-from engine.request import Request, SamplingParams
-from engine.staging import open_direct, stage_handovers
+from engine.scheduling.request import Request, SamplingParams
 from kvstore_backend.backend import HEADROOM_BYTES
 from tests.engine.event_loop import eventually
 from tests.engine.running import Engine

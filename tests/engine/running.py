@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from engine.block_manager import BlockManager
-from engine.cache_hints import CacheHint
 from engine.core import EngineCore, Listener
-from engine.kv_codec import quantised_namespace
-from engine.metrics import EngineMetrics
-from engine.model_runner import ModelRunner, load_model_config
-from engine.request import Request, SamplingParams, TokenOutput
-from engine.request import Sequence as EngineSequence
-from engine.retrieval_config import RetrievalConfig
-from engine.scheduler import Scheduler
+from engine.model.model_runner import ModelRunner, load_model_config
+from engine.pool.kv_codec import quantised_namespace
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.cache_hints import CacheHint
+from engine.scheduling.request import Request, SamplingParams, TokenOutput
+from engine.scheduling.request import Sequence as EngineSequence
+from engine.scheduling.retrieval_config import RetrievalConfig
+from engine.scheduling.scheduler import Scheduler
+from engine.telemetry.metrics import EngineMetrics
 from kvstore_backend import BlockPool, StorageBackend
 from kvstore_backend.transfers import DirectMemory
 from kvstore_backend.wrappers.guarded import GuardedBackend

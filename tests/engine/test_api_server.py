@@ -23,7 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.api_server import main
-from engine.model_runner import ModelRunner
+from engine.model.model_runner import ModelRunner
 from tests.engine.router import Router
 from tests.support import plain_http
 from tests.support.ports import free_port, free_ports
@@ -432,7 +432,7 @@ class TestStarting:
     @pytest.fixture(autouse=True)
     def stop_short_of_serving(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What ``main`` would change in this process it must not come to."""
-        monkeypatch.setattr("engine.logs.set_up", lambda *_, **__: None)
+        monkeypatch.setattr("engine.telemetry.logs.set_up", lambda *_, **__: None)
         monkeypatch.setattr("engine.serving.server.InstanceServer", None)
 
     def sentence(self, capsys: pytest.CaptureFixture[str], *flags: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.args import EngineArgs, parse_args
-from engine.retrieval_config import RetrievalConfig
+from engine.scheduling.retrieval_config import RetrievalConfig
 from kvstore_backend import ConfigError
 
 

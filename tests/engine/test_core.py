@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from engine.core import Prefilled
-from engine.request import Request, SamplingParams, Sequence, State
-from engine.scheduler import Reservation
+from engine.scheduling.request import Request, SamplingParams, Sequence, State
+from engine.scheduling.scheduler import Reservation
 from kvstore_backend import BlockPool, Status
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.faulty_store import FaultyStore

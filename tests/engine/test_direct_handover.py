@@ -14,8 +14,8 @@ import pytest
 from engine.disaggregation import Prompt
 from engine.disaggregation.landing import digest_values
 from engine.protocol import DisaggregateInfo
-from engine.request import Request, SamplingParams
-from engine.request import Sequence as EngineSequence
+from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import Sequence as EngineSequence
 from kvstore_backend import Span
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.event_loop import eventually, in_event_loop

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from engine.disaggregation import HandoverReceiver, HandoverResult, Prompt, hand_over
-from engine.request import Request, SamplingParams, Sequence
+from engine.scheduling.request import Request, SamplingParams, Sequence
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.support.ports import free_port
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import uvicorn
 
+from engine.apis.completions import Completions
 from engine.apis.messages import Messages
 from engine.apis.response_store import ResponseStore
 from engine.apis.responses import Responses
-from engine.completions import Completions
 from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.completions import Completions
+from engine.apis.completions import Completions
 from engine.dialects import PairDialect
 from engine.protocol import ChatBody, CompletionBody, check_body
 from tests.engine.event_loop import eventually

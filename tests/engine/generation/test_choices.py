@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from engine.completions import Completions
+from engine.apis.completions import Completions
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Choices, Generations
 from engine.protocol import ApiError, ChatBody, CompletionBody
-from engine.request import Request, SamplingParams
+from engine.scheduling.request import Request, SamplingParams
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.pair import PROMPT, pair_of
 from tests.engine.running import Engine

@@ -16,12 +16,12 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine import model_runner
-from engine.completions import Completions
+from engine.apis.completions import Completions
 from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
-from engine.request import Request, SamplingParams
+from engine.model import model_runner
+from engine.scheduling.request import Request, SamplingParams
 from engine.serving import control as control_module
 from engine.serving.control import Control, ControlFailed
 from engine.serving.endpoints import create_app

@@ -16,15 +16,15 @@ import httpx
 import pytest
 import uvicorn
 
-from engine.completions import Completions
+from engine.apis.completions import Completions
 from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
-from engine.metrics import EngineMetrics
 from engine.serving import http_server
 from engine.serving.control import Control
 from engine.serving.endpoints import create_app
 from engine.serving.http_server import MAX_HEAD_BYTES, InstanceProtocol
+from engine.telemetry.metrics import EngineMetrics
 from tests.engine.event_loop import in_event_loop
 from tests.engine.running import Engine
 

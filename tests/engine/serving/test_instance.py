@@ -14,7 +14,7 @@ import pytest
 
 from engine.args import EngineArgs, parse_args
 from engine.disaggregation import TransferUnavailable
-from engine.model_runner import ModelRunner
+from engine.model.model_runner import ModelRunner
 from engine.serving import instance as instance_module
 from engine.serving.instance import Instance
 from engine.serving.surroundings import find_surroundings

@@ -1,4 +1,4 @@
-"""kvstore why-miss, on folders and stand-ins; what it finds in each situation is in tests/engine/why_miss."""
+"""kvstore why-miss, on folders and stand-ins; what it finds in each situation is in tests/engine/telemetry/why_miss."""
 
 from __future__ import annotations
 

@@ -1,0 +1,242 @@
+"""Spans for OpenTelemetry: a request and its phases, under the span of who asked, made when the request has ended.
+
+Sequences and generations keep the times whether or not anybody asks. A receiver that is gone or hangs costs spans, and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from engine.scheduling.pool_use import Reason
+from engine.scheduling.request import Sequence
+from kvcommon.spans import LoggingExporter, close_spans, measure_epoch
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import SpanContext
+
+__all__ = ["Phase", "RequestTrace", "Tracer", "list_phases", "open_tracer"]
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "kvengine"
+# A wait that is shorter is not worth a span.
+_MIN_WAIT_SECONDS = 0.001
+_GOOD_ENDS = ("stop", "length")
+_NOTHING: Mapping[str, Any] = {}
+
+
+class Phase(NamedTuple):
+    """A part of a request's time, on ``time.monotonic``."""
+
+    name: str
+    start: float
+    end: float
+    attributes: Mapping[str, Any] = _NOTHING
+    trouble: str = ""
+    """Why it failed, if it did."""
+
+
+def list_phases(sequence: Sequence, now: float, trouble: str = "") -> Iterator[Phase]:
+    """The phases that a sequence went through, as far as it came when it was first admitted; without its saves.
+
+    Args:
+        trouble: why it ended early: the last phase was cut off by that.
+    """
+    phases = list(_list_phases(sequence, now))
+    if phases and trouble:
+        phases[-1] = phases[-1]._replace(trouble=phases[-1].trouble or trouble)
+    yield from phases
+
+
+def _list_phases(sequence: Sequence, now: float) -> Iterator[Phase]:
+    if not sequence.submitted_at:
+        return
+    look_up, load, use = sequence.look_up, sequence.load, sequence.pool_use
+    ended_at, started_at, first_token_at = sequence.ended_at or now, sequence.started_at, sequence.first_token_at
+    yield Phase("queue", sequence.submitted_at, look_up[0] if look_up else started_at or ended_at)
+    if look_up:
+        failure = use.text if use.reason is Reason.FAILED else ""
+        yield Phase("look-up", *look_up, {"engine.pool": use.text}, "" if load else failure)
+        if load:
+            yield Phase("load", *load, {"engine.pool_cached_tokens": sequence.pool_cached_tokens}, failure)
+        waited_from = (load or look_up)[1]
+        if (started_at or ended_at) - waited_from > _MIN_WAIT_SECONDS:
+            yield Phase("queue", waited_from, started_at or ended_at)
+    if not started_at:
+        return
+    if first_token_at is None or first_token_at > started_at:
+        cached = sequence.own_cached_tokens + sequence.pool_cached_tokens
+        tokens = {"engine.computed_tokens": sequence.num_prompt_tokens - cached}
+        yield Phase("prefill", started_at, first_token_at or ended_at, tokens)
+    if first_token_at is not None and (sequence.num_output_tokens > 1 or sequence.finish_reason not in _GOOD_ENDS):
+        tokens = {"engine.decoded_tokens": sequence.num_output_tokens - 1}
+        yield Phase("decode", max(first_token_at, started_at), ended_at, tokens)
+
+
+def open_tracer(receiver: str) -> Tracer | None:
+    """Begin to trace; None where OpenTelemetry's packages are missing, which the log says.
+
+    Args:
+        receiver: as the operator wrote it, for the log.
+    """
+    try:
+        return Tracer(receiver)
+    except ModuleNotFoundError as exc:
+        log.warning(
+            "no spans are sent to %s, as the package %s is missing: pip install '/path/to/this/repository[tracing]'",
+            *(receiver, exc.name),
+        )
+        return None
+
+
+class _Arrival(NamedTuple):
+    """A request that has come: the trace that it belongs to, and when."""
+
+    trace_id: int
+    parent: SpanContext | None
+    at: float
+    """On ``time.monotonic``."""
+    epoch: float
+    """The moment when that was 0, in seconds since 1970: one for all of its spans, so that they fit."""
+
+
+class RequestTrace:
+    """One sequence's place in a trace."""
+
+    def __init__(self, tracer: Tracer, arrival: _Arrival) -> None:
+        self._tracer = tracer
+        self._arrival = arrival
+        self._context = tracer.make_context(arrival)
+
+    def end(
+        self,
+        sequence: Sequence,
+        role: str,
+        num_output_tokens: int,
+        reason: str,
+        phases: Iterable[Phase],
+        trouble: str,
+    ) -> None:
+        """The request has ended: make its spans, but the saves', which may go on.
+
+        Args:
+            reason: why the answer ended.
+            phases: those that the sequence knows nothing of.
+            trouble: why it failed; "" if it did not.
+        """
+        now = time.monotonic()
+        attributes = {
+            "engine.request_id": sequence.request.request_id,
+            "engine.role": role,
+            "engine.finish_reason": reason,
+            "gen_ai.usage.input_tokens": sequence.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": num_output_tokens,
+            "engine.own_cached_tokens": sequence.own_cached_tokens,
+            "engine.pool_cached_tokens": sequence.pool_cached_tokens,
+            "engine.preemptions": sequence.num_preemptions,
+        }
+        whole = Phase(f"{role} instance", self._arrival.at, now, attributes, trouble)
+        self._tracer.add_span(whole, self._arrival.epoch, self._context, self._arrival.parent, is_server=True)
+        for phase in (*list_phases(sequence, now, trouble), *phases):
+            self._add_phase(phase)
+
+    def end_saves(self, sequence: Sequence) -> None:
+        """Nothing of the sequence is on its way to the pool any more."""
+        saves = sequence.saves
+        if saves.ended_at:
+            lacking = saves.num_begun - saves.num_done
+            trouble = f"{lacking} of {saves.num_begun} blocks were not saved" if lacking else ""
+            blocks = {"engine.pool.saved_blocks": saves.num_done}
+            self._add_phase(Phase("save", saves.began_at, saves.ended_at, blocks, trouble))
+
+    def _add_phase(self, phase: Phase) -> None:
+        context = self._tracer.make_context(self._arrival)
+        self._tracer.add_span(phase, self._arrival.epoch, context, self._context, is_server=False)
+
+
+class Tracer:
+    """Makes spans, and hands them to the SDK, which sends them on a thread of its own."""
+
+    def __init__(self, receiver: str) -> None:
+        """
+        Raises:
+            ModuleNotFoundError: OpenTelemetry's packages are missing.
+        """
+        # Nothing of this is loaded where nobody asked for spans.
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME as NAME
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        resource = Resource.create()
+        if str(resource.attributes.get(NAME, "")).startswith("unknown_service"):
+            resource = resource.merge(Resource({NAME: SERVICE_NAME}))
+        self._api, self._span_type = trace, ReadableSpan
+        self._resource, self._scope = resource, InstrumentationScope("engine")
+        # The one way to the sampler that the standard variables name.
+        self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
+        self._propagator = TraceContextTextMapPropagator()
+        self._exporter = LoggingExporter(OTLPSpanExporter(), receiver, log)
+        self._processor = BatchSpanProcessor(cast("SpanExporter", self._exporter))
+        # Of the request that a task of the event loop answers.
+        self._arrival: ContextVar[_Arrival | None] = ContextVar("arrival", default=None)
+
+    def enter_request(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """The task that runs answers a request with these headers: sequences it begins belong to that one's trace."""
+        sent: dict[str, list[str]] = {}
+        for name, value in headers:
+            if name in (b"traceparent", b"tracestate"):
+                sent.setdefault(name.decode(), []).append(value.decode("latin-1"))
+        told = self._propagator.extract(sent)
+        parent = self._api.get_current_span(told).get_span_context()
+        trace_id = parent.trace_id if parent.is_valid else random.getrandbits(128) or 1
+        result = self._sampler.should_sample(told, trace_id, "request", self._api.SpanKind.SERVER)
+        is_sampled = result.decision.name == "RECORD_AND_SAMPLE"
+        at = time.monotonic()
+        arrival = _Arrival(trace_id, parent if parent.is_valid else None, at, measure_epoch(time.monotonic))
+        self._arrival.set(arrival if is_sampled else None)
+
+    def begin_request(self) -> RequestTrace | None:
+        """The place of a new sequence in the trace of the request that is answered; None where it is not traced."""
+        arrival = self._arrival.get()
+        return None if arrival is None else RequestTrace(self, arrival)
+
+    def make_context(self, arrival: _Arrival) -> SpanContext:
+        """A new span's context in the trace of a request."""
+        state = arrival.parent.trace_state if arrival.parent is not None else None
+        flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
+        return self._api.SpanContext(arrival.trace_id, random.getrandbits(64) or 1, False, flags, state)
+
+    def add_span(
+        self, phase: Phase, epoch: float, context: SpanContext, parent: SpanContext | None, *, is_server: bool
+    ) -> None:
+        """Hand a span that has ended to the SDK: made whole, which costs a third of starting and ending one."""
+        api = self._api
+        span = self._span_type(
+            phase.name,
+            context,
+            parent,
+            self._resource,
+            phase.attributes,
+            kind=api.SpanKind.SERVER if is_server else api.SpanKind.INTERNAL,
+            status=api.Status(api.StatusCode.ERROR, phase.trouble) if phase.trouble else api.Status(),
+            start_time=int((epoch + phase.start) * 1e9),
+            end_time=int((epoch + phase.end) * 1e9),
+            instrumentation_scope=self._scope,
+        )
+        self._processor.on_end(span)
+
+    def close(self) -> None:
+        """Give the receiver a moment to take the last spans."""
+        close_spans(self._processor, self._exporter)

@@ -1,0 +1,280 @@
+"""Greedy answers equal transformers' own, however the work is cut into chunks, batches, blocks and loads.
+
+Expected tokens come from random float32 weights. Two ways to sum the same numbers may differ in the last bits, so
+an answer is compared up to the first token whose lead over the runner-up is too small to survive that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.pool.pool_connector import PoolConnector
+from engine.scheduling.request import State
+from kvstore_backend.load_or_compute import LoadOrCompute
+from kvstore_backend.staging import StagedMemory
+from kvstore_backend.stores.memory import MemoryStore
+from tests.engine.checkpoints import CHECKPOINTS, VOCAB_SIZE, write_checkpoint
+from tests.engine.running import Engine
+from tests.support.waiting import wait_until
+
+BLOCK = 16
+NEAR_TIE = 1e-3
+MAX_TOKENS = 20
+# Around the borders of blocks, and of chunks of 24 tokens.
+LENGTHS = (1, 15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49, 63, 64, 65, 100)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}/{seed}").choices(range(VOCAB_SIZE), k=length)
+
+
+PROMPTS = [prompt_of(length) for length in LENGTHS]
+PROMPTS += [PROMPTS[-1][:48] + prompt_of(9, seed) for seed in (1, 2, 3)]  # a shared beginning of three blocks
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A reference answer and how many of its tokens are clear choices."""
+
+    tokens: list[int]
+    num_clear: int
+
+    def matches(self, tokens: Sequence[int]) -> bool:
+        return list(tokens[: self.num_clear]) == self.tokens[: self.num_clear]
+
+
+class Reference:
+    """transformers' own generation from a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder)
+        self._answers: dict[tuple[int, ...], Expected] = {}
+
+    def __call__(self, prompt: Sequence[int]) -> Expected:
+        key = tuple(prompt)
+        if key not in self._answers:
+            self._answers[key] = self._generate(prompt)
+        return self._answers[key]
+
+    def _generate(self, prompt: Sequence[int]) -> Expected:
+        generated: Any = self._model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        leads = [float(-torch.diff(torch.topk(scores[0], 2).values)) for scores in generated.scores]
+        num_clear = next((i for i, lead in enumerate(leads) if lead < NEAR_TIE), len(leads))
+        return Expected(generated.sequences[0, len(prompt) :].tolist(), num_clear)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    reference: Reference
+
+
+@pytest.fixture(scope="module")
+def find_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """The checkpoint of a name, and its reference's answers, which are asked for once."""
+
+    @functools.cache
+    def find(name: str) -> Checkpoint:
+        folder = write_checkpoint(CHECKPOINTS[name](), tmp_path_factory.mktemp("models") / name)
+        return Checkpoint(folder, Reference(folder))
+
+    return find
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def checkpoint(request: pytest.FixtureRequest, find_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
+    return find_checkpoint(request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen2(find_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
+    return find_checkpoint("qwen2-grouped-untied")
+
+
+def test_the_reference_makes_clear_and_varied_choices(checkpoint: Checkpoint) -> None:
+    expected = [checkpoint.reference(prompt) for prompt in PROMPTS]
+    assert sum(answer.num_clear for answer in expected) > 0.9 * MAX_TOKENS * len(expected)
+    assert len({tuple(answer.tokens) for answer in expected}) > len(expected) / 2
+
+
+def test_a_repetition_penalty_is_transformers_and_each_answers_own(qwen2: Checkpoint, tmp_path: Path) -> None:
+    shutil.copytree(qwen2.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.3}))
+    penalized = Reference(tmp_path)
+    with Engine(tmp_path) as engine:
+        penalty = engine.runner.defaults.repetition_penalty
+        answers = [engine.begin(prompt, MAX_TOKENS, repetition_penalty=penalty) for prompt in PROMPTS]
+        others = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
+        for prompt, answering, other in zip(PROMPTS, answers, others, strict=True):
+            assert penalized(prompt).matches(answering.wait())
+            assert qwen2.reference(prompt).matches(other.wait())
+    assert sum(penalized(prompt).tokens != qwen2.reference(prompt).tokens for prompt in PROMPTS) > len(PROMPTS) / 2
+
+
+def test_answers_equal_transformers_one_at_a_time(checkpoint: Checkpoint) -> None:
+    with Engine(checkpoint.folder, budget=1000) as engine:
+        for prompt in PROMPTS:
+            assert checkpoint.reference(prompt).matches(engine.answer(prompt, MAX_TOKENS).wait())
+
+
+def test_answers_equal_transformers_in_chunks_and_batches_that_take_blocks_from_each_other(
+    checkpoint: Checkpoint,
+) -> None:
+    with Engine(checkpoint.folder, num_blocks=9, budget=24, max_num_seqs=5) as engine:
+        answers = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
+        for prompt, answering in zip(PROMPTS, answers, strict=True):
+            assert checkpoint.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
+            assert answering.finish_reason == "length"
+        assert engine.metric("kvstore_preemptions_total") > 0
+        engine.wait_until_idle()
+
+
+def test_a_prefix_in_the_own_cache_is_not_computed_again(qwen2: Checkpoint) -> None:
+    with Engine(qwen2.folder) as engine:
+        first, second = (engine.answer(PROMPTS[i], MAX_TOKENS) for i in (-3, -2))
+        assert (first.sequence.own_cached_tokens, second.sequence.own_cached_tokens) == (0, 48)
+        assert qwen2.reference(PROMPTS[-2]).matches(second.wait())
+
+
+@pytest.fixture(params=["direct", "staged"])
+def transfers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How blocks get to the pool: out of KV memory itself, or through host memory as on a GPU, a few at a time.
+
+    All that the pool has is loaded, also where a busy machine makes computing quicker.
+    """
+    monkeypatch.setattr(LoadOrCompute, "decide", lambda *_: "load")
+    monkeypatch.setattr("engine.pool.staging.StagedMemory", functools.partial(StagedMemory, buffer_bytes=20_000))
+    staged = functools.partial(PoolConnector, staged=request.param == "staged")
+    monkeypatch.setattr("engine.core.PoolConnector", staged)
+    return str(request.param)
+
+
+@contextlib.contextmanager
+def two_engines(folder: Path, **more: Any) -> Iterator[tuple[Engine, Engine]]:
+    """Two instances over one pool."""
+    store = MemoryStore(64 << 20)
+    with Engine(folder, store=store, **more) as one, Engine(folder, store=store, **more) as other:
+        yield one, other
+
+
+@pytest.mark.usefixtures("transfers")
+class TestPool:
+    def test_answers_from_blocks_that_another_instance_computed_are_the_same(self, checkpoint: Checkpoint) -> None:
+        with two_engines(checkpoint.folder) as (one, other):
+            prompts = PROMPTS[: len(LENGTHS)]  # those that share nothing
+            for prompt in prompts:
+                one.answer(prompt, 1)
+            answers = [other.begin(prompt, MAX_TOKENS) for prompt in prompts]
+            for prompt, answering in zip(prompts, answers, strict=True):
+                assert checkpoint.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
+                # All full blocks but one that ends with the last token, which is always computed.
+                assert answering.sequence.pool_cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK
+                assert answering.sequence.own_cached_tokens == 0
+
+    def test_answers_stay_the_same_while_a_small_instance_loads_saves_and_preempts(self, qwen2: Checkpoint) -> None:
+        with two_engines(qwen2.folder, num_blocks=9, max_num_seqs=5, budget=7, save_outputs=True) as (one, other):
+            for engine in (one, other):
+                answers = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
+                for prompt, answering in zip(PROMPTS, answers, strict=True):
+                    assert qwen2.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
+                    sequence = answering.sequence
+                    assert sequence.own_cached_tokens + sequence.pool_cached_tokens < len(prompt)
+                engine.wait_until_idle()
+            assert other.metric("kvstore_pool_cached_tokens_total") > 0
+
+    def test_another_salt_does_not_hit(self, qwen2: Checkpoint) -> None:
+        with two_engines(qwen2.folder) as (one, other):
+            prompt = PROMPTS[-4]
+            one.answer(prompt, salt="tenant")
+            hit, miss = other.answer(prompt, salt="tenant"), other.answer(prompt, salt="other tenant")
+            assert hit.sequence.pool_cached_tokens == 96
+            assert (miss.sequence.pool_cached_tokens, miss.sequence.own_cached_tokens) == (0, 0)
+            assert hit.wait() == miss.wait()
+
+    @pytest.mark.parametrize(("save_outputs", "cached"), [(True, 48), (False, 32)])
+    def test_output_caching_lets_a_follow_up_hit_generated_blocks(
+        self, qwen2: Checkpoint, save_outputs: bool, cached: int
+    ) -> None:
+        with two_engines(qwen2.folder, save_outputs=save_outputs) as (one, other):
+            prompt = prompt_of(40)
+            answer = one.answer(prompt, MAX_TOKENS).wait()
+            follow_up = other.answer([*prompt, *answer, *prompt_of(5)], MAX_TOKENS)
+            assert follow_up.sequence.pool_cached_tokens == cached
+            assert qwen2.reference([*prompt, *answer, *prompt_of(5)]).matches(follow_up.wait())
+
+
+def test_generated_blocks_are_in_the_pool_as_they_fill_up_and_a_next_turn_elsewhere_may_begin_at_once(
+    qwen2: Checkpoint,
+) -> None:
+    store = MemoryStore(64 << 20)
+    with Engine(qwen2.folder, store=store, save_outputs=True) as one, Engine(qwen2.folder, store=store) as other:
+        prompt = prompt_of(40)
+        answering = one.begin(prompt, 900)
+        answer = [answering.next().token_id or 0 for _ in range(MAX_TOKENS)]
+        wait_until(lambda: (store.stats().keys or 0) >= 3, "a block with generated tokens to be in the pool")
+        follow_up = other.answer([*prompt, *answer, *prompt_of(5)], MAX_TOKENS)
+        assert answering.sequence.state is State.RUNNING
+        assert follow_up.sequence.pool_cached_tokens == 48
+        one.core.abort_sequence(answering.sequence)
+
+
+def test_what_was_generated_before_a_preemption_is_not_computed_again(qwen2: Checkpoint) -> None:
+    # Own cache and pool both: its blocks are taken from it, and what it needs again comes from the pool.
+    with Engine(qwen2.folder, store=MemoryStore(64 << 20), num_blocks=9, save_outputs=True) as engine:
+        asked = [engine.begin(prompt_of(24, seed), 90) for seed in (1, 2)]
+        for one in asked:
+            one.wait()
+        preempted = asked[1].sequence
+        assert preempted.num_preemptions > 0
+        assert preempted.num_saved >= 6
+        engine.wait_until_idle()
+        follow_up = engine.answer([*preempted.token_ids, 1], 1).sequence
+        assert follow_up.own_cached_tokens + follow_up.pool_cached_tokens == 112
+
+
+def test_cached_tokens_say_where_the_prompt_was_found_when_it_first_ran(qwen2: Checkpoint) -> None:
+    long = prompt_of(72)
+    engine = Engine(qwen2.folder, store=MemoryStore(64 << 20), num_blocks=9, budget=2, max_num_seqs=2, start=False)
+    # While one more token a step is all that is left of the budget for the long prompt, the second request takes
+    # block after block from it, so that the long one begins anew and loads what it had saved.
+    requests = [engine.begin(long[:33], 1), engine.begin([1], 130), engine.begin(long, 1)]
+    engine.core.start()
+    with engine:
+        for answering in requests:
+            answering.wait()
+        preempted = requests[-1].sequence
+        assert preempted.num_preemptions > 0
+        assert (preempted.own_cached_tokens, preempted.pool_cached_tokens) == (32, 0)
+
+
+def test_two_models_on_one_pool_never_read_each_others_blocks(
+    qwen2: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    twin_config = CHECKPOINTS["qwen2-grouped-untied"]()
+    twin_config.initializer_range = 0.31  # same shapes, same names, other weights
+    folder = write_checkpoint(twin_config, tmp_path_factory.mktemp("models") / "twin")
+    store = MemoryStore(64 << 20)
+    with Engine(qwen2.folder, store=store) as one, Engine(folder, store=store) as twin:
+        one.answer(PROMPTS[-4])
+        answer = twin.answer(PROMPTS[-4], MAX_TOKENS)
+        assert answer.sequence.pool_cached_tokens == 0
+        assert Reference(folder)(PROMPTS[-4]).matches(answer.wait())

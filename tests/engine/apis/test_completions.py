@@ -1,0 +1,321 @@
+"""Answers in OpenAI's form when something is amiss, which the server's own tests cannot bring about."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from openai.types.chat import ChatCompletionMessage
+
+from engine.apis.completions import Completions
+from engine.dialects import FastDeployDialect
+from engine.disaggregation import HandoverReceiver
+from engine.generation import Generations
+from engine.model.model_runner import load_tokenizer
+from engine.protocol import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from engine.serving.endpoints import create_app
+from tests.engine.event_loop import eventually, in_event_loop
+from tests.engine.running import Engine
+
+
+@pytest.fixture
+def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
+    with Engine(tiny_checkpoint) as running:
+        yield running
+
+
+@pytest.fixture
+def completions(engine: Engine, word_tokenizer: Any) -> Completions:
+    return completions_of(engine, word_tokenizer, 200)
+
+
+def completions_of(engine: Engine, tokenizer: Any, max_model_len: int) -> Completions:
+    generations = Generations(engine.core, tokenizer, "mixed", engine.block_size, HandoverReceiver())
+    return Completions(generations, tokenizer, "tiny", max_model_len, engine.runner.vocab_size)
+
+
+class HangingTokenizer:
+    """A tokenizer that encodes nothing before it is let go."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.begun.set()
+        assert self.go_on.wait(30)
+        return self._tokenizer(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.fixture
+def broken_model(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine.runner, "run", fail)
+
+
+def body_of(**fields: Any) -> CompletionBody:
+    return CompletionBody.model_validate({"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, **fields})
+
+
+async def events_of(completions: Completions, **fields: Any) -> list[Any]:
+    """The events' JSON; the ``[DONE]`` that must end them is left out."""
+    *events, done = [
+        event async for event in (await completions.begin_completion(body_of(stream=True, **fields))).stream_events()
+    ]
+    assert done == b"data: [DONE]\n\n"
+    assert all(event.startswith(b"data: ") and event.endswith(b"\n\n") for event in events)
+    return [json.loads(event[6:]) for event in events]
+
+
+@pytest.mark.usefixtures("broken_model")
+@in_event_loop
+async def test_an_engine_that_fails_is_a_500(completions: Completions) -> None:
+    with pytest.raises(ApiError, match="the engine failed while computing this request") as caught:
+        await (await completions.begin_completion(body_of())).collect_whole()
+    assert caught.value.status == 500
+    assert caught.value.body["error"]["type"] == "internal_error"
+
+
+@pytest.mark.usefixtures("broken_model")
+@in_event_loop
+async def test_an_engine_that_fails_ends_a_stream_with_an_error(completions: Completions) -> None:
+    (event,) = await events_of(completions)
+    assert event["error"]["message"].startswith("the engine failed while computing this request")
+
+
+@in_event_loop
+async def test_usage_may_come_with_every_event(completions: Completions) -> None:
+    events = await events_of(completions, stream_options={"continuous_usage_stats": True}, logprobs=0)
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4]
+
+
+@in_event_loop
+async def test_tokens_that_are_parts_of_characters_are_told_apart_by_their_bytes(completions: Completions) -> None:
+    body = ChatBody.model_validate(
+        {"messages": [{"role": "user", "content": "x"}], "prompt_token_ids": [1, 2, 3], "max_tokens": 60, "seed": 1}
+        | {"logprobs": True, "temperature": 9, "return_token_ids": True}
+    )
+    (choice,) = (await (await completions.begin_chat(body)).collect_whole())["choices"]
+    told = {bytes(token["bytes"]) for token in choice["logprobs"]["content"]}
+    assert len(told) == len(set(choice["message"]["completion_token_ids"])) > 20
+
+
+@pytest.mark.parametrize("num_rivals", [0, 1, 5])
+@in_event_loop
+async def test_the_chosen_token_is_always_among_the_likeliest_of_a_completion(
+    completions: Completions, num_rivals: int
+) -> None:
+    fields: dict[str, Any] = {"logprobs": num_rivals, "temperature": 9, "seed": 1, "max_tokens": 60}
+    (choice,) = (await (await completions.begin_completion(body_of(**fields))).collect_whole())["choices"]
+    told = choice["logprobs"]
+    for token, value, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        assert top[token] == value
+        assert num_rivals <= len(top) <= num_rivals + 1  # so each token has a name of its own
+    parts = [token for token in told["tokens"] if token.startswith("bytes:\\x")]
+    assert len(parts) > 5
+    assert len(set(told["tokens"])) > 20
+    events = await events_of(completions, **fields)
+    pieces = [event["choices"][0]["logprobs"] for event in events]
+    assert {name: [value for piece in pieces for value in piece[name]] for name in told} == told
+
+
+@in_event_loop
+async def test_a_tokens_offset_is_its_place_in_the_text(characters_in_parts: Path) -> None:
+    tokenizer = load_tokenizer(str(characters_in_parts))
+    with Engine(characters_in_parts) as engine:
+        fields: dict[str, Any] = {"prompt": " the river", "logprobs": 0, "max_tokens": 64, "return_token_ids": True}
+        begun = await completions_of(engine, tokenizer, 200).begin_completion(body_of(**fields))
+        (choice,) = (await begun.collect_whole())["choices"]
+    ids, offsets = choice["completion_token_ids"], choice["logprobs"]["text_offset"]
+    for number, offset in enumerate(offsets):
+        assert offset == len(tokenizer.decode(ids[:number]).rstrip("\ufffd")), number
+    assert len(set(offsets)) < len(offsets)  # there are characters of several tokens
+
+
+@in_event_loop
+async def test_what_openai_says_of_refusals_is_always_there(completions: Completions) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "prompt_token_ids": [1, 2],
+        "max_tokens": 2,
+        "logprobs": True,
+    }
+    (choice,) = (await (await completions.begin_chat(ChatBody.model_validate(body))).collect_whole())["choices"]
+    assert (choice["message"]["refusal"], choice["logprobs"]["refusal"]) == (None, None)
+    ChatCompletionMessage.model_validate(choice["message"], strict=True)
+    assert {"content", "refusal"} == choice["logprobs"].keys()
+
+
+@in_event_loop
+async def test_only_the_last_event_has_a_usage_and_the_others_say_that_they_have_none(completions: Completions) -> None:
+    *others, last = await events_of(completions, stream_options={"include_usage": True})
+    assert [event["usage"] for event in others] == [None] * 4
+    assert last["usage"]["completion_tokens"] == 4
+    assert all("usage" not in event for event in await events_of(completions))
+
+
+@in_event_loop
+async def test_token_ids_come_when_asked_for(completions: Completions) -> None:
+    asked = await completions.begin_completion(body_of(return_token_ids=True))
+    (choice,) = (await asked.collect_whole())["choices"]
+    assert choice["prompt_token_ids"] == [1, 2, 3]
+    assert len(choice["completion_token_ids"]) == 4
+    first, *others = [
+        choice for event in await events_of(completions, return_token_ids=True) for choice in event["choices"]
+    ]
+    assert first["prompt_token_ids"] == [1, 2, 3]
+    assert all("prompt_token_ids" not in other for other in others)
+    streamed = [token for said in (first, *others) for token in said["completion_token_ids"]]
+    assert streamed == choice["completion_token_ids"]
+
+
+@in_event_loop
+async def test_a_stream_with_token_ids_begins_with_how_much_of_its_prompt_was_cached(completions: Completions) -> None:
+    options = {"stream_options": {"include_usage": True}}
+    first, *others, last = await events_of(completions, return_token_ids=True, **options)
+    assert first["choices"][0]["prompt_cache"] == last["usage"]["prompt_tokens_details"]
+    assert "prompt_cache" not in json.dumps(others)
+    assert "prompt_cache" not in json.dumps(await events_of(completions))
+
+
+@in_event_loop
+async def test_no_token_ids_unless_asked_for(completions: Completions) -> None:
+    (choice,) = (await (await completions.begin_completion(body_of())).collect_whole())["choices"]
+    assert not choice.keys() & {"prompt_token_ids", "completion_token_ids"}
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 2.0, "seed": 5}], ids=["greedy", "seeded"])
+@in_event_loop
+async def test_an_answer_goes_on_from_what_was_generated_before(
+    completions: Completions, params: dict[str, Any]
+) -> None:
+    async def ids(**fields: Any) -> tuple[list[int], Any]:
+        answer = await (
+            await completions.begin_completion(body_of(return_token_ids=True, **params, **fields))
+        ).collect_whole()
+        return answer["choices"][0]["completion_token_ids"], answer["usage"]
+
+    whole, _ = await ids(max_tokens=8)
+    rest, usage = await ids(max_tokens=5, completion_token_ids=whole[:3])
+    assert rest == whole[3:]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (6, 5)
+
+
+@in_event_loop
+async def test_ids_that_the_model_does_not_have_are_refused_where_they_stand(completions: Completions) -> None:
+    with pytest.raises(ApiError, match=r"completion_token_ids: token id 300 is not in \[0, 300\)"):
+        await completions.begin_completion(body_of(completion_token_ids=[300]))
+    with pytest.raises(ApiError, match=r"tokens: token id -1 is not in \[0, 300\)"):
+        completions.detokenize_tokens(DetokenizeBody(tokens=[-1]))
+
+
+@in_event_loop
+async def test_detokenizing_is_the_way_back_from_tokenizing(completions: Completions, word_tokenizer: Any) -> None:
+    told = await completions.tokenize_prompt(TokenizeBody(prompt="ab river"))
+    assert told["count"] == len(told["tokens"])
+    assert word_tokenizer.decode(told["tokens"]) == "ab river"
+    small = [token for token in told["tokens"] if token < 300]
+    assert completions.detokenize_tokens(DetokenizeBody(tokens=small)) == {"prompt": word_tokenizer.decode(small)}
+
+
+@in_event_loop
+async def test_tokenizing_takes_a_text_or_messages(completions: Completions) -> None:
+    with pytest.raises(ApiError, match="give either prompt, a text, or messages"):
+        await completions.tokenize_prompt(TokenizeBody())
+    messages = [{"role": "user", "content": "river"}]
+    rendered = (await completions.tokenize_prompt(TokenizeBody(messages=messages)))["tokens"]
+    assert len(rendered) > (await completions.tokenize_prompt(TokenizeBody(prompt="river")))["count"]
+
+
+@in_event_loop
+async def test_while_a_long_text_is_encoded_others_are_served(engine: Engine, word_tokenizer: Any) -> None:
+    tokenizer = HangingTokenizer(word_tokenizer)
+    completions = completions_of(engine, tokenizer, 2000)
+    tokenizing = asyncio.create_task(completions.tokenize_prompt(TokenizeBody(prompt=" river" * 1000)))
+    await eventually(tokenizer.begun.is_set, "the text to be encoded")
+    assert completions.list_models()["data"]
+    tokenizer.go_on.set()
+    assert (await tokenizing)["count"] == 1000
+
+
+@in_event_loop
+async def test_a_fault_of_the_server_is_an_openai_error_too() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    completions = SimpleNamespace(list_models=fail)
+    core = SimpleNamespace(count_cached_blocks=lambda: 0)
+    parts = {"run_lifespan": None, "completions": completions, "core": core, "explainer": None, "pool_url": None}
+    instance: Any = SimpleNamespace(dialect=FastDeployDialect(), **parts)
+    transport = httpx.ASGITransport(create_app(instance), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://instance") as client:
+        answer = await client.get("/v1/models")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "this instance failed (ZeroDivisionError); its log says why"
+
+
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+
+@pytest.fixture
+def wordy(few_words: Path, word_tokenizer: Any) -> Iterator[Completions]:
+    """Of a model that has all of the tokenizer's words."""
+    with Engine(few_words) as running:
+        yield completions_of(running, word_tokenizer, 200)
+
+
+def hints_of(completions: Completions, **fields: Any) -> list[tuple[int, float]]:
+    """The hints of a chat's request: tokens and seconds."""
+
+    async def begin() -> list[tuple[int, float]]:
+        choices = await completions.begin_chat_choices(ChatBody(max_tokens=1, **fields))
+        return [(hint.num_tokens, hint.seconds) for hint in choices.request.hints]
+
+    return asyncio.run(begin())
+
+
+def test_a_hint_at_a_message_or_a_part_is_counted_in_tokens(wordy: Completions) -> None:
+    part = {"type": "text", "text": "where is", "cache_control": HOUR}
+    rest = {"type": "text", "text": " the river"}
+    plain = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "where is the river"}]
+    marked = [{**plain[0], "cache_control": HOUR}, {"role": "user", "content": [part, rest]}]
+    assert hints_of(wordy, messages=plain) == []
+    (system, one), (until_part, other) = hints_of(wordy, messages=marked)
+    [(whole, minutes)] = hints_of(wordy, messages=plain, cache_control={"type": "ephemeral"})
+    assert 0 < system < until_part < whole
+    assert (one, other, minutes) == (3600, 3600, 300)
+
+
+def test_a_hint_that_is_none_is_refused_with_its_place(wordy: Completions) -> None:
+    message = {"role": "user", "content": "hi", "cache_control": {"type": "ephemeral", "ttl": "9d"}}
+    with pytest.raises(ApiError, match=r"messages\.0\.cache_control\.ttl: Input should be a time such as 5m or 1h"):
+        hints_of(wordy, messages=[message])
+    with pytest.raises(ApiError, match="messages: 5 of their parts have cache_control; 4 may"):
+        hints_of(wordy, messages=[{**message, "cache_control": HOUR}] * 5)
+
+
+def test_a_hint_that_the_template_cannot_render_up_to_is_passed_over(
+    wordy: Completions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = wordy._render_chat
+
+    def needs_a_question(body: Any, messages: list[dict[str, Any]], **more: Any) -> str:
+        if messages[-1]["role"] == "system":
+            raise ApiError(400, "there is no question")
+        return render(body, messages, **more)
+
+    monkeypatch.setattr(wordy, "_render_chat", needs_a_question)
+    messages = [{"role": "system", "content": "be kind", "cache_control": HOUR}, {"role": "user", "content": "hi"}]
+    assert hints_of(wordy, messages=messages) == []

@@ -1,0 +1,388 @@
+"""Sparse attention: exact where it must be, active where it says so, and independent of what must not matter."""
+
+from __future__ import annotations
+
+import queue
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core import Listener, Prefilled
+from engine.model.attention.pages import PageReader
+from engine.model.attention.retrieval import Retrieval
+from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import Sequence as EngineSequence
+from engine.scheduling.retrieval_config import Regime, RetrievalConfig
+from engine.scheduling.scheduler import Reservation
+from kvstore_backend import BlockPool, ConfigError, Span, Status
+from kvstore_backend.stores.memory import MemoryStore
+from tests.engine.running import Answering, Engine
+from tests.support.waiting import wait_until
+
+BLOCK = 16
+LAYERS = 2
+PROMPTS = [random.Random(i).choices(range(300), k=length) for i, length in enumerate((200, 37, 300, 128))]
+MAX_TOKENS = 40
+
+
+def config(**changes: Any) -> RetrievalConfig:
+    """Every prompt is sparse and none offloaded, unless ``changes`` say otherwise."""
+    sizes = {"init_tokens": BLOCK, "local_tokens": 40, "dense_boundary": 0, "offload_boundary": 10_000}
+    return RetrievalConfig(BLOCK, **{**sizes, **changes})
+
+
+OFFLOADED = {"offload_boundary": 0}
+
+
+def ask(
+    folder: Path, retrieval: RetrievalConfig | None, prompts: Sequence[list[int]], **engine: Any
+) -> list[Answering]:
+    """All prompts at once, each answered to its end."""
+    with Engine(folder, num_blocks=100, retrieval=retrieval, **engine) as running:
+        answers = [running.begin(prompt, MAX_TOKENS, logprobs=0) for prompt in prompts]
+        for answering in answers:
+            answering.wait()
+        running.wait_until_idle()
+    return answers
+
+
+def tokens_of(answers: Sequence[Answering]) -> list[list[int]]:
+    return [answering.wait() for answering in answers]
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_checkpoint: Path) -> list[list[int]]:
+    return tokens_of(ask(tiny_checkpoint, None, PROMPTS))
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that a GPU takes, on a CPU."""
+    monkeypatch.setattr("engine.model.attention.retrieval.reads_host_memory", lambda device: False)
+
+
+@pytest.mark.parametrize("stride", [1, 5])
+@pytest.mark.parametrize("regime", [{}, OFFLOADED], ids=["sparse", "offloaded"])
+def test_reading_every_block_gives_the_dense_answers(
+    tiny_checkpoint: Path, dense: list[list[int]], regime: dict[str, int], stride: int
+) -> None:
+    answers = ask(tiny_checkpoint, config(topk_percent=1.0, stride=stride, **regime), PROMPTS)
+    assert all(answering.sequence.blocks_read > 0 for answering in answers), "nothing was looked up"
+    assert tokens_of(answers) == dense
+
+
+def test_layers_that_are_to_be_dense_read_every_block(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
+    answers = ask(tiny_checkpoint, config(topk_percent=0.1, dense_layers=LAYERS, **OFFLOADED), PROMPTS)
+    assert tokens_of(answers) == dense
+
+
+def test_prompts_below_the_dense_boundary_are_answered_densely(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
+    answers = ask(tiny_checkpoint, config(topk_percent=0.1, dense_boundary=301), PROMPTS)
+    assert tokens_of(answers) == dense
+    assert [answering.sequence.blocks_passed for answering in answers] == [0] * len(PROMPTS)
+
+
+def test_regimes_are_chosen_by_each_prompts_length(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
+    answers = ask(tiny_checkpoint, config(topk_percent=0.1, dense_boundary=128, offload_boundary=200), PROMPTS)
+    regimes = [answering.sequence.regime for answering in answers]
+    assert regimes == [Regime.SPARSE, Regime.DENSE, Regime.OFFLOADED, Regime.SPARSE]
+    assert tokens_of(answers)[1] == dense[1]
+
+
+@pytest.mark.parametrize("regime", [{}, OFFLOADED], ids=["sparse", "offloaded"])
+def test_batch_mates_do_not_change_a_sparse_answer(tiny_checkpoint: Path, regime: dict[str, int]) -> None:
+    settings = config(topk_percent=0.3, **regime)
+    together = tokens_of(ask(tiny_checkpoint, settings, PROMPTS))
+    alone = [tokens_of(ask(tiny_checkpoint, settings, [prompt]))[0] for prompt in PROMPTS]
+    assert together == alone
+
+
+def test_offloading_does_not_change_a_sparse_answer(tiny_checkpoint: Path) -> None:
+    here, offloaded = (ask(tiny_checkpoint, config(topk_percent=0.3, **regime), PROMPTS) for regime in ({}, OFFLOADED))
+    assert tokens_of(here) == tokens_of(offloaded)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_reading_every_block_as_a_gpu_does_gives_the_dense_answers(
+    tiny_checkpoint: Path, dense: list[list[int]]
+) -> None:
+    """Of sequences whose blocks are here and of offloaded ones, in one step."""
+    answers = ask(tiny_checkpoint, config(topk_percent=1.0, offload_boundary=150), PROMPTS)
+    assert {answering.sequence.regime for answering in answers} == {Regime.SPARSE, Regime.OFFLOADED}
+    assert tokens_of(answers) == dense
+
+
+@pytest.mark.parametrize("stride", [1, 5])
+def test_a_gpu_reads_the_blocks_that_a_cpu_reads(
+    tiny_checkpoint: Path, request: pytest.FixtureRequest, stride: int
+) -> None:
+    settings = config(topk_percent=0.3, offload_boundary=150, stride=stride, dense_layers=1)
+    here = ask(tiny_checkpoint, settings, PROMPTS)
+    request.getfixturevalue("stand_in")
+    there = ask(tiny_checkpoint, settings, PROMPTS)
+    assert tokens_of(there) == tokens_of(here)
+
+
+def test_taking_prompts_up_in_pieces_does_not_change_a_sparse_answer(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(topk_percent=0.3, **OFFLOADED)
+    whole = tokens_of(ask(tiny_checkpoint, settings, PROMPTS))
+    monkeypatch.setattr("engine.model.attention.retrieval.MAX_MOVED_BYTES", 1)
+    assert tokens_of(ask(tiny_checkpoint, settings, PROMPTS)) == whole
+
+
+@pytest.mark.parametrize("is_as_on_gpu", [False, True], ids=["as the device does", "as a GPU does"])
+def test_every_step_and_layer_reads_its_budget_and_no_more(
+    tiny_checkpoint: Path,
+    dense: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    is_as_on_gpu: bool,
+) -> None:
+    if is_as_on_gpu:
+        request.getfixturevalue("stand_in")
+    read: list[int] = []
+    attend_in_pieces, attend_at_once = PageReader.attend_in_pieces, PageReader.attend_at_once
+
+    # Counted in what attention is given, not in what the bookkeeping says.
+    def count_in_pieces(self: PageReader, queries: torch.Tensor, memory: torch.Tensor, *rest: Any) -> torch.Tensor:
+        read.append(rest[0].shape[1] + 1)  # these blocks, and the newest
+        return attend_in_pieces(self, queries, memory, *rest)
+
+    def count_at_once(self: PageReader, queries: torch.Tensor, memory: torch.Tensor, *rest: Any) -> torch.Tensor:
+        [tokens] = rest[2].flatten(1).sum(1).tolist()  # of the mask
+        read.append(-(-tokens // BLOCK))
+        return attend_at_once(self, queries, memory, *rest)
+
+    monkeypatch.setattr(PageReader, "attend_in_pieces", count_in_pieces)
+    monkeypatch.setattr(PageReader, "attend_at_once", count_at_once)
+    [answering] = ask(tiny_checkpoint, config(topk_percent=0.25), PROMPTS[:1])
+    expected = []
+    for context in range(len(PROMPTS[0]) + 1, len(PROMPTS[0]) + MAX_TOKENS):
+        blocks = -(-context // BLOCK)
+        outside = (context - 40) // BLOCK - 1
+        cut = int((context - 40) % BLOCK > 0)
+        expected += [blocks - outside + max(1, (outside + cut) // 4 - cut)] * LAYERS
+    assert read == expected
+    assert answering.sequence.blocks_read == sum(expected)
+    assert answering.sequence.blocks_read < 0.7 * answering.sequence.blocks_passed
+    assert tokens_of([answering]) != dense[:1], "the sparse path was not taken"
+
+
+def test_blocks_of_an_offloaded_sequence_are_free_for_others(tiny_checkpoint: Path) -> None:
+    with Engine(tiny_checkpoint, num_blocks=40, retrieval=config(**OFFLOADED)) as engine:
+        answering = engine.begin(PROMPTS[2], 200)
+        wait_until(lambda: answering.sequence.num_output_tokens > 1, "the first tokens")
+        assert engine.blocks.num_blocks - engine.blocks.num_available <= 2
+        engine.answer(PROMPTS[0], 8)  # would not have fitted beside it
+        answering.wait()
+        assert answering.sequence.num_preemptions == 0
+        engine.wait_until_idle()
+
+
+def test_without_host_memory_blocks_stay_where_they_are_and_answers_are_the_same(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(topk_percent=0.3, **OFFLOADED)
+    offloaded = tokens_of(ask(tiny_checkpoint, settings, PROMPTS))
+
+    def refuse(*_: object) -> torch.Tensor:  # a machine cannot be made to run out of memory in a test
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("engine.model.attention.retrieval.allocate_host_memory", refuse)
+    here = ask(tiny_checkpoint, settings, PROMPTS)
+    assert {answering.sequence.regime for answering in here} == {Regime.SPARSE}
+    assert tokens_of(here) == offloaded
+
+
+def test_a_preempted_sequence_finds_its_way_back(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
+    with Engine(tiny_checkpoint, num_blocks=24, retrieval=config(topk_percent=1.0)) as engine:
+        begun = [engine.begin(PROMPTS[i], MAX_TOKENS) for i in (0, 3)]
+        assert [answering.wait() for answering in begun] == [dense[0], dense[3]]
+        engine.wait_until_idle()
+        assert engine.metric("kvstore_preemptions_total") > 0
+
+
+def test_a_prompt_resumes_on_another_instance_from_the_pool(tiny_checkpoint: Path) -> None:
+    store, settings = MemoryStore(64 << 20), config(topk_percent=0.3, **OFFLOADED)
+    with (
+        Engine(tiny_checkpoint, num_blocks=100, retrieval=settings, store=store, save_outputs=True) as one,
+        Engine(tiny_checkpoint, num_blocks=100, retrieval=settings, store=store) as other,
+    ):
+        first = one.answer(PROMPTS[0], MAX_TOKENS).wait()
+        saved = store.stats().keys
+        assert saved == len(PROMPTS[0]) // BLOCK, "what sparse steps compute is not exact, and must not be shared"
+        again = other.answer(PROMPTS[0], MAX_TOKENS)
+        assert again.wait() == first
+        assert again.sequence.pool_cached_tokens == saved * BLOCK
+        assert store.stats().keys == saved
+
+
+def read_pool(store: MemoryStore, engine: Engine, sequence: EngineSequence) -> dict[int, torch.Tensor]:
+    """The blocks of ``sequence`` that are in the pool, by their numbers."""
+    hashes, shape = sequence.hashes(), engine.runner.kv.shape[1:]
+    blocks = torch.zeros(len(hashes), *shape)
+    nbytes = engine.runner.shape.nbytes
+    targets = [(Span(blocks[i].data_ptr(), nbytes),) for i in range(len(hashes))]
+    statuses = BlockPool(store, engine.runner.namespace).get_blocks(hashes, targets)
+    return {i: block for i, (block, status) in enumerate(zip(blocks, statuses, strict=True)) if status is Status.OK}
+
+
+def read_exact(folder: Path, sequence: EngineSequence) -> dict[int, torch.Tensor]:
+    """The KV of all full blocks of its tokens, as an engine that knows no sparse attention computes it."""
+    store = MemoryStore(64 << 20)
+    with Engine(folder, num_blocks=100, store=store) as engine:
+        return read_pool(store, engine, engine.answer(sequence.token_ids, 1).sequence)
+
+
+def check_that_all_is_exact(folder: Path, blocks: dict[int, torch.Tensor], sequence: EngineSequence) -> None:
+    exact = read_exact(folder, sequence)
+    for number, block in blocks.items():
+        torch.testing.assert_close(block, exact[number], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("offload_boundary", "num_blocks", "prompts"),
+    [(10_000, 100, PROMPTS), (100, 100, PROMPTS), (10_000, 24, [PROMPTS[0], PROMPTS[3]])],
+    ids=["sparse", "offloaded", "preempted"],
+)
+def test_only_exact_kv_is_in_the_pool_with_output_caching(
+    tiny_checkpoint: Path,
+    offload_boundary: int,
+    num_blocks: int,
+    prompts: list[list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "engine.pool.pool_connector")
+    store = MemoryStore(64 << 20)
+    settings = config(topk_percent=0.1, dense_boundary=100, offload_boundary=offload_boundary)
+    options: Any = {"retrieval": settings, "store": store, "save_outputs": True, "max_model_len": 360}
+    with Engine(tiny_checkpoint, num_blocks=num_blocks, **options) as engine:
+        begun = [engine.begin(prompt, MAX_TOKENS) for prompt in prompts]
+        for answering in begun:
+            answering.wait()
+            assert answering.saved.wait(60)
+        assert (engine.metric("kvstore_preemptions_total") > 0) == (num_blocks == 24)
+        for answering in begun:
+            sequence, blocks = answering.sequence, read_pool(store, engine, answering.sequence)
+            is_dense = sequence.regime is Regime.DENSE
+            exact_tokens = sequence.num_computed if is_dense else sequence.num_prompt_tokens
+            assert blocks.keys() <= set(range(exact_tokens // BLOCK))
+            check_that_all_is_exact(tiny_checkpoint, blocks, sequence)
+    said = [message for message in caplog.messages if "generated tokens are not saved to the pool" in message]
+    sparse = [answering for answering in begun if answering.sequence.regime is not Regime.DENSE]
+    assert len(said) == len(sparse), "once for each sequence that decoded sparsely"
+
+
+def test_an_answer_of_sparse_steps_is_in_the_pool_once_a_prompt_has_it(tiny_checkpoint: Path) -> None:
+    store, settings = MemoryStore(64 << 20), config(topk_percent=0.1)
+    with Engine(tiny_checkpoint, num_blocks=100, retrieval=settings, store=store, save_outputs=True) as engine:
+        first = engine.answer(PROMPTS[0], MAX_TOKENS).sequence
+        assert len(read_pool(store, engine, first)) == len(PROMPTS[0]) // BLOCK
+        following = engine.answer([*first.token_ids, 7, 8, 9], 2).sequence
+        blocks = read_pool(store, engine, following)
+        assert len(blocks) == following.num_prompt_tokens // BLOCK > len(PROMPTS[0]) // BLOCK
+        check_that_all_is_exact(tiny_checkpoint, blocks, following)
+
+
+def test_a_decode_instance_answers_as_one_that_does_all(tiny_checkpoint: Path) -> None:
+    """It builds the index from the keys that it is handed."""
+    settings, prompt = config(topk_percent=0.3, **OFFLOADED), PROMPTS[0]
+    [whole] = tokens_of(ask(tiny_checkpoint, settings, [prompt]))
+    with (
+        Engine(tiny_checkpoint, retrieval=settings) as prefill,
+        Engine(tiny_checkpoint, retrieval=settings) as decode,
+    ):
+        computed: dict[int, torch.Tensor] = {}
+
+        def on_computed(first: int, blocks: Sequence[int]) -> None:
+            computed.update(zip(range(first, first + len(blocks)), prefill.runner.kv[list(blocks)], strict=True))
+            prefill.blocks.release_blocks(blocks)
+
+        heard: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        listener = Listener(lambda output: heard.put(output.token_id), on_computed=on_computed)
+        request = Request("prefill", tuple(prompt), SamplingParams(1, temperature=0.0))
+        prefill.core.submit(EngineSequence(request, BLOCK), listener)
+        token = heard.get(timeout=30)
+        assert token is not None
+
+        lent: queue.SimpleQueue[Reservation | None] = queue.SimpleQueue()
+        decode.core.reserve_blocks([], len(prompt), lent.put)
+        reservation = lent.get(timeout=30)
+        assert reservation is not None
+        decode.runner.kv[reservation.blocks] = torch.stack([computed[i] for i in range(len(computed))])
+        asked = Request("decode", tuple(prompt), SamplingParams(MAX_TOKENS, temperature=0.0))
+        answering = Answering(EngineSequence(asked, BLOCK))
+        decode.core.submit(answering.sequence, answering.listener, Prefilled(reservation, token, None))
+        assert answering.wait() == whole
+        assert 0 < answering.sequence.blocks_read < answering.sequence.blocks_passed
+        decode.wait_until_idle()
+
+
+@given(init=st.integers(0, 50), local=st.integers(17, 90), percent=st.floats(0.01, 1), context=st.integers(1, 600))
+def test_the_window_is_never_less_than_asked_for_and_all_blocks_are_accounted_for(
+    init: int, local: int, percent: float, context: int
+) -> None:
+    partition = RetrievalConfig(BLOCK, init, local, percent, 0, 0).partition_blocks(context, 0)
+    assert 0 <= partition.num_initial <= partition.window_start < partition.num_blocks == -(-context // BLOCK)
+    assert context - partition.window_start * BLOCK >= min(local, context - partition.num_initial * BLOCK)
+    assert partition.num_recalled <= max(1, percent * partition.num_outside)
+    assert partition.num_read <= partition.num_blocks
+
+
+@given(init=st.integers(0, 50), local=st.integers(17, 90), percent=st.floats(0.01, 1), context=st.integers(1, 600))
+def test_working_sets_have_room_for_what_any_step_reads(init: int, local: int, percent: float, context: int) -> None:
+    tested = RetrievalConfig(BLOCK, init, local, percent, 0, 0)
+    read = [tested.partition_blocks(length, 0).num_read for length in range(1, context + 1)]
+    assert max(read) <= tested.max_blocks_read(context, 0)
+
+
+def test_at_128k_tokens_the_methods_defaults_hold_a_quarter_of_the_kv_at_most() -> None:
+    """Counted in what is allocated, which is enough for every step up to there."""
+    method, tokens = RetrievalConfig(128), 128 << 10
+    kv = torch.empty(tokens // 128, 1, 2, 1, 128, 2)
+    sequence = EngineSequence(Request("", (1,) * (tokens - 200), SamplingParams(200)), 128)
+    sequence.regime = method.choose_regime(sequence.num_prompt_tokens)
+    assert sequence.regime is Regime.OFFLOADED
+    resident = Retrieval(method, kv, 1, tokens).state_of(sequence).working_set(0).kv
+    assert resident.nbytes <= 0.25 * kv.nbytes
+    for context in range(tokens - 200, tokens + 1):
+        partition = method.partition_blocks(context, 0)
+        assert context - partition.window_start * 128 >= 7192
+        assert partition.num_recalled >= int(0.2 * partition.num_outside) - 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"init_tokens": -1}, "--retrieval-init-tokens -1 is negative"),
+        ({"local_tokens": BLOCK}, "--retrieval-local-tokens 16 is not more than a block; raise it above 16"),
+        ({"topk_percent": 0.0}, "--retrieval-topk-percent 0.0 is not a share above 0"),
+        ({"topk_percent": 1.1}, "--retrieval-topk-percent 1.1 is not a share"),
+        ({"dense_boundary": 9, "offload_boundary": 8}, "--retrieval-dense-boundary 9 is above"),
+        ({"representative": "median"}, "--retrieval-representative 'median' is none of min_max, mean_std"),
+        ({"stride": 0}, "--retrieval-stride 0"),
+        ({"dense_layers": -1}, "--retrieval-dense-layers -1 is negative"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_in_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**changes)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "reason"), [(64, "larger index and a longer search"), (256, "hides more of its tokens"), (128, "")]
+)
+def test_block_sizes_are_explained(block_size: int, reason: str) -> None:
+    said = RetrievalConfig(block_size).explain_block_size()
+    assert reason in said
+    assert bool(said) == bool(reason)

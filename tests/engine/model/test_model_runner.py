@@ -1,0 +1,177 @@
+"""Which checkpoints can be run: those whose attention is ours in every layer; the others are told so at the start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BloomConfig, Gemma2Config, MistralConfig, Qwen2Config, StableLmConfig
+
+from engine.model.model_runner import ModelRunner, choose_device, choose_dtype, load_model_config
+from engine.scheduling.request import SamplingDefaults
+from kvstore_backend import ConfigError
+from tests.engine.checkpoints import CHECKPOINTS, write_checkpoint
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def runner_of(folder: Path, block_size: int = 16) -> ModelRunner:
+    runner = ModelRunner(str(folder), load_model_config(str(folder)), "cpu", torch.float32, block_size)
+    runner.allocate_kv(4)
+    return runner
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_model_that_attends_through_transformers_interface_can_be_run(
+    tmp_path: Path, name: str, block_size: int
+) -> None:
+    runner = runner_of(write_checkpoint(CHECKPOINTS[name](), tmp_path), block_size)
+    runner.try_out()
+    assert not runner.kv.any(), "trying the model out left something in KV memory"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (BloomConfig(vocab_size=50, hidden_size=16, n_layer=2, n_head=2), "transformers' AttentionInterface"),
+        (StableLmConfig(**SMALL), "cannot run a StableLmForCausalLM"),
+        (MistralConfig(**SMALL, sliding_window=64), "a sliding window is not supported"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_a_model_whose_attention_is_not_ours_is_refused_in_one_sentence(
+    tmp_path: Path, config: Any, reason: str
+) -> None:
+    runner = runner_of(write_checkpoint(config, tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        runner.try_out()
+    assert reason in str(caught.value)
+    assert str(caught.value).startswith(f"--model '{tmp_path}': ")
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_that_see_only_a_window_are_refused_before_the_weights_are_loaded(tmp_path: Path) -> None:
+    Gemma2Config(**SMALL).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="layers of type sliding_attention; only full attention is supported"):
+        load_model_config(str(tmp_path))
+
+
+def test_a_config_that_is_not_json_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{model_type: qwen2}")
+    with pytest.raises(ConfigError, match="is not a checkpoint that transformers can load"):
+        load_model_config(str(tmp_path))
+
+
+def test_blocks_lie_one_after_another_without_a_gap(tiny_checkpoint: Path) -> None:
+    runner = runner_of(tiny_checkpoint)
+    spans = [runner.span(block) for block in range(4)]
+    assert spans[0].address == runner.kv.data_ptr()
+    assert [span.address + span.nbytes for span in spans[:-1]] == [span.address for span in spans[1:]]
+    assert sum(span.nbytes for span in spans) == runner.kv.numel() * runner.kv.element_size()
+
+
+def test_every_end_token_that_the_checkpoint_names_ends_a_text(word_model: Path) -> None:
+    assert runner_of(word_model).eos_token_ids == {256, 258}
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "names"),
+    [
+        ({"no_repeat_ngram_size": 3, "suppress_tokens": [1], "forced_bos_token_id": 0}, 3),
+        ({"min_p": 0.1, "presence_penalty": 1.5, "top_p": 0.9}, 2),
+        ({"no_repeat_ngram_size": 0, "suppress_tokens": [], "num_beams": 1, "repetition_penalty": 1.05}, 0),
+    ],
+)
+def test_what_would_make_transformers_answers_others_is_named_at_the_start(
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    generation_config: dict[str, Any],
+    names: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner_of(with_generation_config(tiny_checkpoint, tmp_path, generation_config))
+    said = [record.getMessage() for record in caplog.records if record.name == "engine.model.model_runner"]
+    assert len(said) == bool(names)
+    assert sum(name in "".join(said) for name in generation_config) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        *(("repetition_penalty", value, "is no number from 0.01 to 100") for value in (0, -1.5, "1.05", 1e9)),
+        ("temperature", -0.1, "is no number from 0 to 100"),
+        ("temperature", True, "is no number from 0 to 100"),
+        ("top_p", 1.5, "is no number from 0 to 1"),
+        ("top_k", 1.5, "is no number of at least -1"),
+        ("top_k", -2, "is no number of at least -1"),
+    ],
+)
+def test_a_default_that_is_no_number_in_its_range_is_refused(
+    tiny_checkpoint: Path, tmp_path: Path, name: str, value: object, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} .* in its generation_config.json {said}"):
+        runner_of(with_generation_config(tiny_checkpoint, tmp_path, {name: value}))
+
+
+def test_a_checkpoint_says_how_the_tokens_of_requests_are_chosen_that_do_not_say_it(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    assert runner_of(tiny_checkpoint).defaults == SamplingDefaults()
+    qwens = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
+    stated = with_generation_config(tiny_checkpoint, tmp_path, {**qwens, "max_new_tokens": 48})
+    assert runner_of(stated).defaults == SamplingDefaults(48, 0.7, 0.8, 20, 1.05)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5])
+def test_a_default_length_must_be_a_positive_number(tiny_checkpoint: Path, tmp_path: Path, limit: object) -> None:
+    with pytest.raises(ConfigError, match=r"max_new_tokens"):
+        runner_of(with_generation_config(tiny_checkpoint, tmp_path, {"max_new_tokens": limit}))
+
+
+def with_generation_config(checkpoint: Path, folder: Path, generation_config: dict[str, Any]) -> Path:
+    """A copy of the checkpoint."""
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    return folder
+
+
+@pytest.mark.parametrize(("wanted", "chosen"), [("float16", torch.float16), ("auto", torch.bfloat16)])
+def test_the_dtype_is_the_one_asked_for_or_the_checkpoints(wanted: str, chosen: torch.dtype) -> None:
+    assert choose_dtype(wanted, Qwen2Config(dtype="bfloat16")) == chosen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_cuda_device_that_is_not_there_is_told_and_auto_does_without() -> None:
+    assert choose_device("auto") == "cpu"
+    with pytest.raises(ConfigError, match="--device cuda: PyTorch sees no CUDA device; use --device cpu"):
+        choose_device("cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_attention_of_a_gpu_builds_no_plan_for_each_shape(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """What no CUDA device is needed for."""
+    monkeypatch.setattr(ModelRunner, "_place_model", lambda *_: None)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    config = load_model_config(str(tiny_checkpoint))
+    try:
+        ModelRunner(str(tiny_checkpoint), config, device, torch.float32, 16)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is (device == "cpu")
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)

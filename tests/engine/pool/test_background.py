@@ -1,0 +1,37 @@
+"""Threads of the pool stand behind those that compute, and nobody else does."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+
+from engine.pool.background import in_background
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_threads_that_a_call_in_the_background_starts_are_behind_those_that_compute() -> None:
+    seen: list[int] = []
+
+    def open_something() -> str:
+        thread = threading.Thread(target=lambda: seen.append(niceness()))
+        thread.start()
+        thread.join()
+        return "opened"
+
+    before = niceness()
+    assert in_background(open_something) == "opened"
+    assert seen[0] > before
+    assert niceness() == before
+
+
+def test_what_a_call_in_the_background_raises_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        in_background(lambda: 1 // 0)

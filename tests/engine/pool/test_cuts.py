@@ -1,0 +1,158 @@
+"""Blocks that were written under another tensor-parallel size, or another block size, give the same greedy answers.
+
+This engine has no ranks, so theirs are simulated: what one instance wrote is cut into what each rank would have, by
+plain slices, and read by engines, or by readers of one rank.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.scheduling.pool_use import Reason
+from kvstore_backend import Namespace
+from kvstore_backend.block_hash import extend_block_hashes, root_hash
+from kvstore_backend.cuts import Siblings
+from kvstore_backend.manifest import manifest_key
+from kvstore_backend.pool import BlockPool
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.checked import CheckedBackend
+from tests.engine.checkpoints import VOCAB_SIZE, config_of, write_checkpoint
+from tests.engine.faulty_store import FaultyStore
+from tests.engine.running import Engine
+from tests.support.memory import Memory
+from tests.support.recut import WholeKV, leave_marker, store_blocks
+
+PROMPT = random.Random(3).choices(range(VOCAB_SIZE), k=150)
+LAST = (len(PROMPT) - 1) // 16
+"""Blocks of 16 tokens of the prompt that can be of use."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with four KV heads."""
+    return write_checkpoint(config_of("qwen2", num_key_value_heads=4), tmp_path_factory.mktemp("four heads"))
+
+
+def sound(store: MemoryStore) -> CheckedBackend:
+    """The store for an engine, which does not close it."""
+    return CheckedBackend(FaultyStore(store))
+
+
+class Written:
+    """A prompt that an engine computed: its answer, and the KV of all its heads."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        store = MemoryStore(64 << 20)
+        with Engine(checkpoint, store=sound(store)) as engine:
+            self.answer = engine.answer(PROMPT).wait()
+            self.own, self.family = engine.runner.namespace, engine.runner.family
+        blocks = self.read(store, self.own)
+        array = np.frombuffer(b"".join(blocks), np.uint8).reshape(len(blocks), *self.family.shape_of(self.own))
+        self.whole = WholeKV(np.concatenate(array, axis=3))
+
+    def read(self, store: MemoryStore, cut: Namespace) -> list[bytes]:
+        """All blocks of the prompt that the rank of ``cut`` wrote."""
+        pool = BlockPool(CheckedBackend(store), cut)
+        hashes = extend_block_hashes([], PROMPT, cut.block_size, root_hash())
+        memories = [Memory(self.family.block_bytes(cut)) for _ in hashes]
+        assert pool.load(hashes, [memory.value for memory in memories]) == len(hashes)
+        return [memory.content for memory in memories]
+
+    def cut(self, tp_size: int, block_size: int = 16) -> Namespace:
+        return replace(self.own, tp_size=tp_size, num_kv_heads=4 // tp_size, block_size=block_size)
+
+    def store_as(self, tp_size: int, block_size: int = 16) -> MemoryStore:
+        """A pool in which an instance of this cut has saved the prompt."""
+        store = MemoryStore(64 << 20)
+        for rank in range(tp_size):
+            cut = replace(self.cut(tp_size, block_size), tp_rank=rank)
+            store_blocks(BlockPool(CheckedBackend(store), cut), self.whole, PROMPT)
+        return store
+
+
+@pytest.fixture(scope="module")
+def written(checkpoint: Path) -> Written:
+    return Written(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "block_size", "cached"), [(2, 16, LAST * 16), (4, 16, LAST * 16), (1, 64, 128), (2, 32, 128)]
+)
+def test_an_engine_reads_what_another_cut_wrote_and_answers_the_same(
+    checkpoint: Path, written: Written, tp_size: int, block_size: int, cached: int
+) -> None:
+    store = written.store_as(tp_size, block_size)
+    with Engine(checkpoint, store=sound(store)) as engine:
+        answering = engine.answer(PROMPT)
+    assert answering.wait() == written.answer
+    assert (answering.sequence.pool_cached_tokens, answering.sequence.pool_use.reason) == (cached, Reason.HIT)
+    assert f"{cached // 16} of them from TP {tp_size}, blocks of {block_size}" in answering.sequence.pool_use.text
+
+
+def test_an_engine_with_large_blocks_reads_small_ones(checkpoint: Path, written: Written) -> None:
+    with Engine(checkpoint, block_size=64, num_blocks=32, store=sound(written.store_as(2))) as engine:
+        answering = engine.answer(PROMPT)
+    assert answering.wait() == written.answer
+    assert answering.sequence.pool_cached_tokens == 128
+
+
+def test_ranks_read_what_fewer_ranks_wrote_and_an_engine_reads_theirs(checkpoint: Path, written: Written) -> None:
+    store, theirs = written.store_as(2), MemoryStore(64 << 20)
+    hashes = extend_block_hashes([], PROMPT, 16, root_hash())
+    for rank in range(4):
+        own = replace(written.cut(4), tp_rank=rank)
+        pool = BlockPool(CheckedBackend(store), own)
+        siblings = Siblings(pool, replace(written.family, own=own, siblings=(written.cut(1), written.cut(2))))
+        run = siblings.extend_run(pool.exists(hashes), 0, lambda _: hashes)
+        assert run is not None
+        memories = [Memory(written.family.block_bytes(own)) for _ in hashes]
+        values = [memory.value for memory in memories]
+        assert siblings.reader_of(run, hashes, 0, hashes)(0, values) == len(hashes)
+        taken = BlockPool(CheckedBackend(theirs), own)
+        assert all(taken.put_blocks(hashes, values))
+        leave_marker(taken)
+    with Engine(checkpoint, store=sound(theirs)) as engine:
+        answering = engine.answer(PROMPT)
+    assert answering.wait() == written.answer
+    assert answering.sequence.pool_cached_tokens == LAST * 16
+
+
+def test_what_another_cut_has_is_not_stored_twice(checkpoint: Path, written: Written) -> None:
+    store = written.store_as(2)
+    longer = PROMPT + PROMPT[:40]
+    with Engine(checkpoint, store=sound(store)) as engine:
+        first = engine.answer(longer).wait()
+        pool = BlockPool(CheckedBackend(store), engine.runner.namespace)
+        hashes = extend_block_hashes([], longer, 16, root_hash())
+        assert [bool(status) for status in pool.exists(hashes)] == [False] * LAST + [True] * (len(hashes) - LAST)
+        assert engine.core._connector is not None  # nor does it count as lost
+        assert set(engine.core._connector._saved.list_saved_blocks(99)) == set(hashes[LAST:])
+    with Engine(checkpoint, store=sound(store)) as engine:
+        again = engine.answer(longer)
+        assert again.wait() == first
+        assert again.sequence.pool_cached_tokens == (len(longer) - 1) // 16 * 16
+
+
+def test_a_piece_that_is_gone_when_it_is_read_is_computed(checkpoint: Path, written: Written) -> None:
+    store = written.store_as(2)
+    hashes = extend_block_hashes([], PROMPT, 16, root_hash())
+    key = replace(written.cut(2), tp_rank=1).key(hashes[3])
+    stored = store._values[key]
+    store._values[key] = stored[:-1] + bytes([stored[-1] ^ 1])
+    with Engine(checkpoint, store=sound(store)) as engine:
+        answering = engine.answer(PROMPT)
+        assert answering.wait() == written.answer
+        assert answering.sequence.pool_cached_tokens == 3 * 16
+
+
+def test_another_model_of_the_same_shape_is_not_read(checkpoint: Path, written: Written) -> None:
+    store, other = MemoryStore(64 << 20), replace(written.cut(2), model="another")
+    store_blocks(BlockPool(CheckedBackend(store), other), written.whole, PROMPT)
+    with Engine(checkpoint, store=sound(store)) as engine:
+        assert not store.exists([manifest_key(written.cut(2).digest)])[0]
+        assert engine.answer(PROMPT).sequence.pool_cached_tokens == 0

@@ -1,0 +1,57 @@
+"""When the pool is asked to keep a block, and when not again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.pool.kept_blocks import KeptBlocks
+from engine.scheduling.cache_hints import CacheHint
+from engine.scheduling.request import Request, SamplingParams, Sequence
+from tests.engine.running import Engine
+from tests.support.watched_store import WatchedStore
+
+
+def sequence(*hints: CacheHint) -> Sequence:
+    request = Request("r", tuple(range(40)), SamplingParams(max_tokens=1), hints=hints)
+    return Sequence(request, 4)
+
+
+def test_blocks_behind_the_hint_and_of_no_hint_are_saved_as_any_others() -> None:
+    kept = KeptBlocks()
+    assert list(kept.split_blocks(sequence(), 0, 10)) == [(0, 10, 0.0)]
+    hinted = sequence(CacheHint(10, 600.0), CacheHint(24, 300.0))
+    assert list(kept.split_blocks(hinted, 0, 10)) == [(0, 2, 600.0), (2, 6, 300.0), (6, 10, 0.0)]
+
+
+def test_the_pool_is_asked_again_when_half_of_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    kept, hinted = KeptBlocks(), CacheHint(8, 600.0)
+    assert list(kept.split_blocks(sequence(hinted), 0, 2)) == [(0, 2, 600.0)]
+    assert list(kept.split_blocks(sequence(hinted), 0, 3)) == [(0, 3, 0.0)]
+    now += 301
+    assert list(kept.split_blocks(sequence(hinted), 0, 2)) == [(0, 2, 600.0)]
+
+
+def test_blocks_that_the_pool_did_not_take_are_asked_for_next_time() -> None:
+    kept, hinted = KeptBlocks(), sequence(CacheHint(12, 600.0))
+    list(kept.split_blocks(hinted, 0, 3))
+    kept.forget_blocks(hinted.hashes()[1:2])
+    assert list(kept.split_blocks(hinted, 0, 3)) == [(0, 1, 0.0), (1, 2, 600.0), (2, 3, 0.0)]
+
+
+def test_an_instance_has_the_hinted_blocks_kept_and_saves_the_others(tiny_checkpoint: Path) -> None:
+    store = WatchedStore()
+    prompt = list(range(1, 70))  # four full blocks of 16
+    with Engine(tiny_checkpoint, store=store) as engine:
+        engine.answer(prompt, hints=(CacheHint(40, 600.0),))
+        assert sum(count for count, _ in store.kept) == 2
+        assert {seconds for _, seconds in store.kept} == {600.0}
+        assert store.stats().keys == 4
+        engine.answer(prompt, hints=(CacheHint(40, 600.0),))  # of its own cache now, and asked for already
+        assert sum(count for count, _ in store.kept) == 2
+        engine.answer(prompt, hints=(CacheHint(64, 600.0),))
+        assert sum(count for count, _ in store.kept) == 4

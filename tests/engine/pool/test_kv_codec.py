@@ -1,0 +1,93 @@
+"""Blocks in fewer bytes: how near they come back, how small they are, and that nobody meets them unasked."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.pool.kv_codec import choose_codec, quantised_namespace
+from kvstore_backend.stores.memory import MemoryStore
+from tests.engine.checkpoints import VOCAB_SIZE
+from tests.engine.faulty_store import FaultyStore
+from tests.engine.running import Engine
+from tests.faults.blocks import NAMESPACE
+
+SHAPE = (3, 2, 2, 2, 16, 8)
+"""Blocks, layers, K and V, heads, tokens, dimensions."""
+
+
+def make_kv(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Channels as keys have them: some a thousand times as large as others, some far from zero."""
+    random_kv = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    size = 10 ** torch.linspace(-1.5, 1.5, SHAPE[-1])
+    return ((random_kv + torch.linspace(-2, 2, SHAPE[-1])) * size).to(dtype)
+
+
+def there_and_back(kv: torch.Tensor, form: str) -> torch.Tensor:
+    codec = choose_codec(quantised_namespace(NAMESPACE, form), kv)
+    assert codec is not None
+    encoded = codec.encode(kv.clone().flatten(1).view(torch.uint8))
+    assert (encoded.dtype, encoded.shape) == (torch.uint8, (len(kv), codec.nbytes))
+    with_headroom = torch.zeros(len(kv), 128 + codec.nbytes, dtype=torch.uint8)[:, 128:].copy_(encoded)
+    return codec.decode(with_headroom).view(kv.dtype).view(kv.shape)
+
+
+@pytest.mark.parametrize(("form", "worst"), [("int8", 1 / 250), ("fp8", 1 / 27)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_each_value_comes_back_within_a_share_of_its_channels_largest(
+    form: str, worst: float, dtype: torch.dtype
+) -> None:
+    kv = make_kv(dtype)
+    back = there_and_back(kv, form)
+    assert back.dtype == dtype
+    largest = kv.float().abs().amax(-2, keepdim=True)
+    assert ((back.float() - kv.float()).abs() / largest).max() <= worst + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_zeros_stay_zeros_and_the_largest_value_does_not_overflow(form: str) -> None:
+    kv = torch.zeros(SHAPE)
+    kv[0, 0, 0, 0, 3] = torch.tensor([1e-40, 1e-30, 1.0, 1.00390625, 65504.0, 1e30, -1e30, -0.0])
+    back = there_and_back(kv, form)
+    assert torch.isfinite(back).all()
+    torch.testing.assert_close(back, kv, rtol=0.01, atol=1e-36)
+
+
+@pytest.mark.parametrize(("dtype", "ratio"), [(torch.float32, 4 / (1 + 2 / 16)), (torch.bfloat16, 2 / (1 + 2 / 16))])
+def test_a_block_takes_a_byte_an_element_and_two_a_channel(dtype: torch.dtype, ratio: float) -> None:
+    kv = make_kv(dtype)
+    codec = choose_codec(quantised_namespace(NAMESPACE, "int8"), kv)
+    assert codec is not None
+    assert kv[0].nbytes / codec.nbytes == ratio
+
+
+def test_blocks_as_they_are_have_the_namespace_that_they_always_had() -> None:
+    assert quantised_namespace(NAMESPACE, "") == NAMESPACE
+    assert choose_codec(NAMESPACE, make_kv()) is None
+    assert len({quantised_namespace(NAMESPACE, form).digest for form in ("", "int8", "fp8")}) == 3
+
+
+def test_instances_share_quantised_blocks_with_those_alone_that_ask_for_them(tiny_checkpoint: Path) -> None:
+    store = MemoryStore(64 << 20)
+    prompt = random.Random(3).choices(range(VOCAB_SIZE), k=65)
+    loaded = {}
+    for name, form in (("writer", "int8"), ("reader", "int8"), ("plain", ""), ("fp8", "fp8")):
+        with Engine(tiny_checkpoint, store=FaultyStore(store), kv=form) as engine:
+            answering = engine.answer(prompt, 4)
+            assert len(answering.wait()) == 4
+            loaded[name] = answering.sequence.pool_cached_tokens
+    assert loaded == {"writer": 0, "reader": 64, "plain": 0, "fp8": 0}
+
+
+def test_an_instance_with_quantised_blocks_reads_no_plain_ones_of_another_block_size(tiny_checkpoint: Path) -> None:
+    store = MemoryStore(64 << 20)
+    prompt = random.Random(4).choices(range(VOCAB_SIZE), k=129)
+    with Engine(tiny_checkpoint, store=FaultyStore(store), block_size=32) as engine:
+        expected = engine.answer(prompt, 4).wait()
+    with Engine(tiny_checkpoint, store=FaultyStore(store), block_size=16, kv="int8") as engine:
+        answering = engine.answer(prompt, 4)
+        assert answering.wait() == expected
+        assert answering.sequence.pool_cached_tokens == 0

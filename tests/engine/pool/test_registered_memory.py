@@ -1,0 +1,55 @@
+"""Over RDMA no byte moves that was not registered: all that the engine moves to and from its pool is."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.pool.pool_connector import PoolConnector
+from engine.pool.staging import open_direct
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.checked import CheckedBackend
+from kvstore_backend.wrappers.wrapper import Wrapper
+from tests.engine.running import Engine
+from tests.support.device import TEST_DEVICE
+from tests.support.strict_registration import StrictStore
+
+PROMPT = list(range(100))
+
+
+class LeftOpen(Wrapper):
+    """A store that outlives the engine, as a pool does."""
+
+    def close(self) -> None:
+        pass
+
+
+WAYS = ("direct", "staged") if TEST_DEVICE == "cpu" else ("staged",)
+
+
+@pytest.mark.parametrize("staged", [way == "staged" for way in WAYS], ids=WAYS)
+def test_blocks_are_saved_from_and_loaded_into_registered_memory(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, staged: bool
+) -> None:
+    monkeypatch.setattr("engine.core.PoolConnector", functools.partial(PoolConnector, staged=staged))
+    strict = StrictStore(MemoryStore(64 << 20))
+    for is_second in (False, True):
+        with Engine(tiny_checkpoint, store=LeftOpen(CheckedBackend(strict))) as engine:
+            answering = engine.answer(PROMPT, 1)
+            assert answering.saved.wait(30)
+            assert (answering.sequence.pool_cached_tokens > 0) is is_second
+    assert not strict.registered.complaints
+
+
+def test_memory_of_a_device_is_never_reached_directly() -> None:
+    runner: Any = SimpleNamespace(kv=torch.empty(4, 2, device="meta"))
+    registered: list[int] = []
+    registry: Any = SimpleNamespace(register=lambda *span, **_: registered.append(span[0]))
+    with pytest.raises(ValueError, match="KV memory of meta has to be staged"):
+        open_direct(runner, registry)
+    assert not registered

@@ -1,0 +1,160 @@
+"""A request that takes nothing from the pool says why, and is counted by the reason."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.scheduling.pool_use import Reason
+from kvstore_backend import PoolUnavailable, StorageBackend
+from kvstore_backend.stores.memory import MemoryStore
+from tests.engine.checkpoints import VOCAB_SIZE
+from tests.engine.faulty_store import Fault, FaultyStore
+from tests.engine.running import Answering, Engine
+
+PROMPT = random.Random(1).choices(range(VOCAB_SIZE), k=65)
+OTHER = random.Random(2).choices(range(VOCAB_SIZE), k=65)
+
+
+def told(answering: Answering) -> tuple[Reason, str]:
+    return answering.sequence.pool_use.reason, answering.sequence.pool_use.text
+
+
+def counted(engine: Engine) -> dict[str, float]:
+    """Requests by reason, of those that there were."""
+    counts = {
+        each.value: engine.metric("kvstore_pool_unused_requests_total", reason=each.value)
+        for each in Reason
+        if each is not Reason.HIT
+    }
+    return {reason: count for reason, count in counts.items() if count}
+
+
+@pytest.fixture(scope="module")
+def filled(tiny_checkpoint: Path) -> MemoryStore:
+    """A pool that holds the prompt's blocks."""
+    store = MemoryStore(64 << 20)
+    with Engine(tiny_checkpoint, store=FaultyStore(store)) as engine:
+        engine.answer(PROMPT, 1)
+    return store
+
+
+@pytest.fixture
+def store(filled: MemoryStore) -> FaultyStore:
+    return FaultyStore(filled)
+
+
+@pytest.fixture
+def engine(tiny_checkpoint: Path, store: FaultyStore) -> Iterator[Engine]:
+    with Engine(tiny_checkpoint, store=store) as running:
+        yield running
+
+
+def test_a_prompt_shorter_than_a_block(engine: Engine) -> None:
+    assert told(engine.answer(PROMPT[:5], 1)) == (Reason.SHORT, "shorter than a block (5 of 16 tokens)")
+    reason, text = told(engine.answer(PROMPT[:16], 1))
+    assert (reason, text.partition(",")[0]) == (Reason.SHORT, "no more than one block (16 tokens)")
+    assert counted(engine) == {"short": 2}
+
+
+def test_a_prompt_that_is_there_counts_as_none_of_them(engine: Engine) -> None:
+    assert told(engine.answer(PROMPT, 1)) == (Reason.HIT, "it had 4 of 4 blocks, of which 4 arrived")
+    assert counted(engine) == {}
+
+
+def test_a_prompt_that_is_not_there(engine: Engine) -> None:
+    assert told(engine.answer(OTHER, 1)) == (Reason.ABSENT, "not in the pool (it lacks the first of 4 blocks)")
+    assert counted(engine) == {"absent": 1}
+
+
+def test_a_prompt_that_the_instances_own_cache_has(engine: Engine) -> None:
+    engine.answer(PROMPT, 1)
+    assert told(engine.answer(PROMPT, 1)) == (Reason.OWN_CACHE, "own cache had all 4 blocks")
+    assert counted(engine) == {"own_cache": 1}
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (Fault.ALL_FAIL, "pool away: ALL_FAIL"),
+        (Fault.GONE_AT_LOAD, "none of 4 blocks arrived (evicted meanwhile, damaged, or pool away)"),
+        (Fault.RAISES_HALF_WAY, "the load failed; the log tells how"),
+    ],
+)
+def test_a_pool_that_fails(engine: Engine, store: FaultyStore, fault: Fault, text: str) -> None:
+    store.fault = fault
+    assert told(engine.answer(PROMPT, 1)) == (Reason.FAILED, text)
+    assert counted(engine) == {"failed": 1}
+
+
+def test_a_pool_that_is_away_tells_its_trouble(tiny_checkpoint: Path) -> None:
+    def open_store() -> StorageBackend:
+        raise PoolUnavailable("the master is down")
+
+    with Engine(tiny_checkpoint, open_store=open_store, wait_for_pool=False) as engine:
+        reason, text = told(engine.answer(PROMPT, 1))
+    assert reason is Reason.FAILED
+    assert text.startswith("pool away: set aside ")
+
+
+def test_a_pool_that_is_slower_than_computing(engine: Engine, store: FaultyStore) -> None:
+    store.load_seconds = 0.5
+    answers = []
+    for salt in range(5):
+        for _ in range(2):  # what was computed is saved, and read once the own cache has forgotten it
+            answers.append(engine.answer(PROMPT, 1, salt=str(salt)))
+            free = engine.blocks.num_available
+            engine.blocks.release_blocks(engine.blocks.allocate_blocks(free))
+    reason, text = told(answers[-1])
+    assert reason is Reason.SLOW
+    assert text.startswith("computing was expected to be quicker (4 of 4 blocks there; a block takes 1")
+    assert counted(engine)["slow"] == 1
+
+
+def test_no_pool(tiny_checkpoint: Path) -> None:
+    with Engine(tiny_checkpoint) as engine:
+        assert told(engine.answer(PROMPT, 1))[0] is Reason.NO_POOL
+        assert counted(engine) == {"no_pool": 1}
+
+
+def test_a_request_that_ends_while_its_blocks_are_read(engine: Engine, store: FaultyStore) -> None:
+    store.hang_loads()
+    answering = engine.begin(PROMPT, 1)
+    assert store.hanging.wait(30)
+    engine.core.abort_sequence(answering.sequence)
+    answering.wait()
+    assert counted(engine) == {"ended": 1}
+    store.go_on()
+
+
+def test_a_prompt_of_which_a_part_is_there(engine: Engine) -> None:
+    answering = engine.answer(PROMPT[:48] + OTHER, 1)
+    text = "it had 3 of 7 blocks, of which 3 arrived; it lacks block 3, which is new or was evicted"
+    assert told(answering) == (Reason.HIT, text)
+
+
+def test_an_instance_computes_what_a_slow_pool_has_until_the_pool_is_quick_again(tiny_checkpoint: Path) -> None:
+    prompts = [random.Random(seed).choices(range(VOCAB_SIZE), k=33) for seed in range(22)]
+    store = FaultyStore(MemoryStore(64 << 20))
+    with Engine(tiny_checkpoint, store=store) as engine:
+        answers = [engine.answer(prompt).wait() for prompt in prompts]
+    with Engine(tiny_checkpoint, store=store) as engine:
+        engine.answer([1] * 15)  # some steps to learn from
+        store.load_seconds = 0.25
+        asked = [engine.answer(prompt) for prompt in prompts[:5]]
+        store.load_seconds = 0.0
+        asked += [engine.answer(prompt) for prompt in prompts[5:]]
+    assert [one.wait() for one in asked] == answers
+    loaded = [one.sequence.pool_cached_tokens for one in asked]
+    assert loaded == [32] * 4 + [0] * 15 + [32] * 3
+    assert engine.metric("kvstore_load_or_compute_total", decision="load") == 7
+    assert engine.metric("kvstore_load_or_compute_total", decision="compute") == 15
+
+
+def test_a_sequence_counts_its_blocks_that_were_saved(tiny_checkpoint: Path) -> None:
+    with Engine(tiny_checkpoint, store=MemoryStore(64 << 20)) as engine:
+        saves = engine.answer(list(range(1, 50))).sequence.saves
+        assert (saves.num_begun, saves.num_done) == (3, 3)

@@ -1,0 +1,153 @@
+"""Registration at a router: the address an operator types, and the heartbeat against a small real HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.serving.registration import router_url, send_heartbeats
+from kvstore_backend import ConfigError
+from tests.engine.event_loop import eventually, in_event_loop
+from tests.engine.router import Router
+from tests.support.ports import free_port
+
+PAYLOAD = {"role": "prefill", "port": 52400}
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    running = Router()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(autouse=True)
+def quick_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.serving.registration.HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr("engine.serving.registration.RETRY_SECONDS", 0.01)
+
+
+@contextlib.asynccontextmanager
+async def registering(port: int) -> Any:
+    task = asyncio.create_task(send_heartbeats(f"http://127.0.0.1:{port}", lambda: PAYLOAD, asyncio.Event()))
+    try:
+        yield
+        assert not task.done()
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@in_event_loop
+async def test_the_payload_is_posted_with_the_own_address_again_and_again(router: Router) -> None:
+    async with registering(router.port):
+        await eventually(lambda: len(router.registered) >= 3, "three heartbeats")
+    assert router.registered[0] == ("/register", {**PAYLOAD, "host_ip": "127.0.0.1"})
+
+
+@in_event_loop
+async def test_who_asks_hears_of_each_registration_that_the_router_took(router: Router) -> None:
+    heard: list[bool] = []
+    router.refuses = True
+    url = f"http://127.0.0.1:{router.port}"
+    task = asyncio.create_task(
+        send_heartbeats(url, lambda: PAYLOAD, asyncio.Event(), on_registered=lambda: heard.append(router.refuses))
+    )
+    await eventually(lambda: len(router.registered) >= 2, "two refusals")
+    assert not heard
+    router.refuses = False
+    await eventually(lambda: bool(heard), "a registration that was taken")
+    assert not any(heard)
+    task.cancel()
+
+
+@in_event_loop
+async def test_registration_is_tried_until_the_router_is_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "engine.serving.registration")
+    port = free_port()
+    async with registering(port):
+        await eventually(lambda: "Cannot register" in caplog.text, "a vain try")
+        router = Router(port)
+        try:
+            await eventually(lambda: "Registered at router" in caplog.text, "registration")
+            # Said once when it began and once when it ended, however often it was tried.
+            assert caplog.text.count("Cannot register") == 1
+        finally:
+            await asyncio.to_thread(router.stop)
+
+
+@in_event_loop
+async def test_a_refusal_is_told_with_the_routers_reason(router: Router, caplog: pytest.LogCaptureFixture) -> None:
+    router.refuses = True
+    async with registering(router.port):
+        await eventually(lambda: "it answered 400" in caplog.text, "the refusal")
+        assert "no such role" in caplog.text
+        router.refuses = False
+        before = len(router.registered)
+        await eventually(lambda: len(router.registered) > before + 1, "another try")
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("127.0.0.1:52700", "http://127.0.0.1:52700"),
+        ("0.0.0.0:52700", "http://127.0.0.1:52700"),  # as FastDeploy's examples have it
+        ("router:80", "http://router:80"),
+        ("router.example.com:9000", "http://router.example.com:9000"),
+        ("http://router:9000", "http://router:9000"),
+        ("http://router:9000/", "http://router:9000"),
+        ("https://router:443", "https://router:443"),
+        ("[::1]:52700", "http://[::1]:52700"),
+        ("router_1.example.com.:80", "http://router_1.example.com.:80"),
+        (f"{'a' * 63}:80", f"http://{'a' * 63}:80"),
+    ],
+)
+def test_a_router_is_host_and_port_or_a_url(text: str, url: str) -> None:
+    assert router_url(text) == url
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("router", "52700", ":52700", "router:", "router:http", "router:99999", "http://router", "a b:1", "", "::1"),
+        *("a..b:9000", ".:9000", f"{'a' * 64}:9000", "[:]:9000", "xn--0:9000"),
+    ],
+)
+def test_what_is_no_host_and_port_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        router_url(text)
+    assert str(caught.value).startswith(f"--router {text!r} is not host:port, such as 127.0.0.1:52700")
+
+
+@pytest.mark.parametrize("text", ["http://router:9000/v1", "ftp://router:9000", "router:9000?x=1"])
+def test_what_would_be_ignored_in_a_url_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not host:port"):
+        router_url(text)
+
+
+@in_event_loop
+async def test_a_router_whose_name_nobody_knows_yet_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    task = asyncio.create_task(send_heartbeats("http://no-such-host.invalid:52700", lambda: PAYLOAD, asyncio.Event()))
+    await eventually(lambda: "trying again: gaierror" in caplog.text, "a vain try")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@in_event_loop
+async def test_a_change_is_told_at_once(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.serving.registration.HEARTBEAT_SECONDS", 3600.0)
+    told, changed = {"is_paused": False}, asyncio.Event()
+    task = asyncio.create_task(send_heartbeats(f"http://127.0.0.1:{router.port}", lambda: dict(told), changed))
+    await eventually(lambda: len(router.registered) == 1, "the first registration")
+    told["is_paused"] = True
+    changed.set()
+    await eventually(lambda: len(router.registered) == 2, "the registration of what has changed")
+    assert [body["is_paused"] for _, body in router.registered] == [False, True]
+    task.cancel()
