@@ -1,7 +1,7 @@
-"""Two set-ups beside each other: why their instances do not share blocks, read from the manifests of their namespaces.
+"""Comparison of two set-ups: why their instances do not share blocks, from the manifests of their namespaces.
 
-Whether they share blocks is decided by the digests alone. Each field that differs is named, the most telling first: a
-different model explains different shapes, not the other way round.
+Only the digests decide whether they share blocks. The verdict names each field that differs, the most informative
+first: a different model explains different shapes, not the other way round.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvstore_backend.why_miss.verdict import Verdict
 
 __all__ = ["compare_setups"]
 
-# Fields that are named by one verdict each, in the order in which they explain most.
+# Fields with a verdict each, ordered by how much they explain.
 _REMEDIES = {
     "weights_version": ("other_weights", "the version of the weights", "one of them has updated its weights in place"),
     "kv_dtype": ("other_dtype", "the dtype of the KV", "start both with one dtype"),
@@ -34,15 +34,15 @@ _REMEDIES = {
 }
 _SHAPE = ("num_layers", "num_kv_heads", "head_size")
 _RANK = "tp_rank"
-# Begins the names of facts that are settings of the engine.
+# First word in the names of facts that are settings of the engine.
 _SETTING = "setting "
 
 
 def compare_setups(first: Manifest, second: Manifest, names: tuple[str, str] = ("the first", "the second")) -> Verdict:
-    """Why the namespaces of two manifests differ, or that they do not.
+    """Explain why the namespaces of two manifests differ, or report that they are equal.
 
     Args:
-        names: of the two, as the sentence is to have them.
+        names: names of the two set-ups for the sentence.
     """
     if first.digest == second.digest:
         return Verdict("same_setup", f"{names[0]} and {names[1]} have one namespace, {first.digest}: they share blocks")
@@ -58,7 +58,7 @@ def compare_setups(first: Manifest, second: Manifest, names: tuple[str, str] = (
 
 
 def _list_differences(first: Manifest, second: Manifest, names: tuple[str, str]) -> Iterator[tuple[str, str]]:
-    """The reason and a sentence of each difference."""
+    """Yield the reason and a sentence for each difference."""
     one, other = first.fields, second.fields
 
     def differs(name: str) -> bool:
@@ -91,7 +91,7 @@ def _list_differences(first: Manifest, second: Manifest, names: tuple[str, str])
 
 
 def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) -> tuple[str, str]:
-    """Why fingerprints of models differ, as far as the facts tell: another architecture, other weights, settings."""
+    """Explain different fingerprints of models, as far as the facts allow: other architecture, weights, or settings."""
     one, other = first.facts, second.facts
     called = _tell_values(one.get("name"), other.get("name"), names)
     if one.get("architecture") != other.get("architecture") or not one.get("architecture"):
@@ -113,7 +113,7 @@ def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) ->
 
 
 def _tell_values(one: object, other: object, names: tuple[str, str]) -> str:
-    """Which of them has which value."""
+    """Describe which set-up has which value."""
     return f"{_quote(one)} of {names[0]}, {_quote(other)} of {names[1]}"
 
 

@@ -1,4 +1,4 @@
-"""A verdict on one miss: the reason, as a word that programs can rely on, and a sentence for people."""
+"""Verdict on one miss: the reason, as a word for programs, and a sentence for operators."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why something was a miss, or that it was none.
+    """Reason for a miss, or the result that there was none.
 
     Attributes:
         reason: one of ``REASONS``.
-        sentence: for people, with figures.
-        details: figures and names in the sentence, for programs.
+        sentence: text for operators, with numbers.
+        details: numbers and names in the sentence, for programs.
     """
 
     reason: str
@@ -58,5 +58,5 @@ class Verdict:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """For reports."""
+        """Return the verdict for reports."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Instances and routers, asked over HTTP about blocks: every trouble is one sentence."""
+"""HTTP requests to instances and routers about blocks; every error is one sentence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "read_instance",
 ]
 
-# A router asks an instance, and perhaps the others after it.
+# Long enough for a router, which asks an instance and perhaps other instances after it.
 _TIMEOUT_SECONDS = 30.0
 _ROLES = ("mixed", "prefill", "decode")
 _CLEAR_PATHS = ("/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache")
@@ -38,12 +38,12 @@ _ADDRESS = re.compile(r"(?:https?://)?(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}/?", 
 
 @dataclass(frozen=True)
 class CacheState:
-    """An instance's own cache.
+    """State of an instance's own cache.
 
     Attributes:
-        address: of the instance.
-        digest: of the namespace of its blocks; empty: it does not say.
-        num_blocks: that it has cached; None: it does not say.
+        address: the instance's address.
+        digest: digest of the namespace of its blocks; empty if the instance does not report it.
+        num_blocks: number of blocks in the cache; None if the instance does not report it.
     """
 
     address: str
@@ -52,7 +52,7 @@ class CacheState:
 
     @property
     def sentence(self) -> str:
-        """What it still holds, for an operator who cleared the pool."""
+        """Contents of the cache, as a sentence for an operator who cleared the pool."""
         if self.num_blocks is None:
             return f"{self.address} does not say what is in its own cache; --caches clears it"
         if not self.num_blocks:
@@ -61,16 +61,16 @@ class CacheState:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is HOST:PORT or a URL of such, and no digest."""
+    """Return whether the text is HOST:PORT or a URL of HOST:PORT, and not a digest."""
     return _ADDRESS.fullmatch(text) is not None
 
 
 def read_instance(address: str) -> Manifest:
-    """The namespace of an instance, in words.
+    """Read the manifest of an instance's namespace.
 
     Raises:
-        ConfigError: ``address`` is none.
-        PoolUnavailable: nobody answers there, or not an instance of ours.
+        ConfigError: ``address`` is not an address.
+        PoolUnavailable: no server answers there, or it is not an instance of this project.
     """
     told = _ask(address, "instance", "GET", "/kvcache")
     try:
@@ -80,11 +80,11 @@ def read_instance(address: str) -> Manifest:
 
 
 def read_cache(address: str) -> CacheState:
-    """How much an instance's own cache holds; instances of other engines do not say.
+    """Read how many blocks an instance's own cache holds; instances of other engines do not report it.
 
     Raises:
-        ConfigError: ``address`` is none.
-        PoolUnavailable: nobody answers there.
+        ConfigError: ``address`` is not an address.
+        PoolUnavailable: no server answers there.
     """
     answer, told = _request(address, "instance", "GET", "/kvcache")
     if answer.status_code != httpx.codes.OK or not isinstance(told, dict):
@@ -94,11 +94,11 @@ def read_cache(address: str) -> CacheState:
 
 
 def clear_cache(address: str) -> None:
-    """Have an instance clear its own cache, by our path for it, vLLM's or SGLang's.
+    """Make an instance clear its own cache, with our path for that, or the path of vLLM or SGLang.
 
     Raises:
-        ConfigError: ``address`` is none.
-        PoolUnavailable: nobody answers there, or it does not do it.
+        ConfigError: ``address`` is not an address.
+        PoolUnavailable: no server answers there, or the instance did not clear its cache.
     """
     status = 0
     for path in _CLEAR_PATHS:
@@ -111,14 +111,17 @@ def clear_cache(address: str) -> None:
 
 
 def list_instances(router: str, token_file: Path | None) -> list[str]:
-    """The addresses of a router's instances; errors are those of ``ask_router``."""
+    """Return the addresses of a router's instances; errors are those of ``ask_router``."""
     told = _ask(router, "router", "GET", "/registered", headers=_authorise(token_file))
     entries = [each for role in _ROLES for each in told.get(role, [])]
     return [f"{each['host_ip']}:{each['port']}" for each in entries]
 
 
 def clear_caches_of_router(router: str, token_file: Path | None) -> list[str]:
-    """Have all instances of a router clear their caches; a sentence on each that did not. Errors: as ``ask_router``."""
+    """Make all instances of a router clear their caches.
+
+    Returns a sentence for each failure. Errors are those of ``ask_router``.
+    """
     headers = _authorise(token_file)
     answer, told = _request(router, "router", "POST", "/admin/clear_prefix_cache", headers=headers)
     outcomes = told.get("instances") if isinstance(told, dict) else None
@@ -128,7 +131,7 @@ def clear_caches_of_router(router: str, token_file: Path | None) -> list[str]:
 
 
 def find_pool_url(address: str) -> str:
-    """The pool that an instance uses, as a URL; errors are those of ``read_instance``."""
+    """Return the URL of the pool that an instance uses; errors are those of ``read_instance``."""
     pool = _ask(address, "instance", "GET", "/kvcache").get("pool")
     url = pool.get("url") if isinstance(pool, dict) else None
     if not isinstance(url, str) or not url:
@@ -137,25 +140,25 @@ def find_pool_url(address: str) -> str:
 
 
 def ask_instance_for_request(address: str, request_id: str) -> Verdict:
-    """Why a request that the instance has answered was a miss; errors are those of ``read_instance``."""
+    """Ask why a request that the instance has answered was a miss; errors are those of ``read_instance``."""
     return _read_verdict(address, _ask(address, "instance", "GET", f"/kvcache/why_miss/{quote(request_id, safe='')}"))
 
 
 def ask_instance_for_prompt(address: str, body: Mapping[str, Any]) -> Verdict:
-    """Why a prompt would be a miss at the instance now; errors are those of ``read_instance``.
+    """Ask why a prompt would be a miss at the instance now; errors are those of ``read_instance``.
 
     Args:
-        body: as ``POST /kvcache/why_miss`` takes it.
+        body: request body of ``POST /kvcache/why_miss``.
     """
     return _read_verdict(address, _ask(address, "instance", "POST", "/kvcache/why_miss", body=body))
 
 
 def ask_router(address: str, request_id: str, token_file: Path | None) -> Verdict:
-    """Why a request was a miss, told by the router and the instances that it asks.
+    """Ask a router why a request was a miss; the router asks its instances.
 
     Raises:
-        ConfigError: ``address`` is none, or the token's file cannot be read.
-        PoolUnavailable: nobody answers there, or not a router that knows this.
+        ConfigError: ``address`` is not an address, or the token's file cannot be read.
+        PoolUnavailable: no server answers there, or it is not a router with this feature.
     """
     path = f"/admin/why_miss/{quote(request_id, safe='')}"
     told = _ask(address, "router", "GET", path, headers=_authorise(token_file))
@@ -178,7 +181,7 @@ def _ask(
 def _request(
     address: str, kind: str, method: str, path: str, *, body: object = None, headers: Mapping[str, str] | None = None
 ) -> tuple[httpx.Response, object]:
-    """The answer, and what it tells as JSON; None where that is none."""
+    """Return the response and its JSON content; None for content that is not JSON."""
     if not is_address(address):
         raise ConfigError(f"--{kind} is {address!r}; it must be HOST:PORT, or http://HOST:PORT")
     url = address.rstrip("/") if "://" in address else f"http://{address.rstrip('/')}"
@@ -211,7 +214,7 @@ def _read_verdict(address: str, told: Mapping[str, Any]) -> Verdict:
 
 
 def _read_token(path: Path) -> str:
-    """The only word of the file, beside comments."""
+    """Return the only word of the file, apart from comments."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as exc:

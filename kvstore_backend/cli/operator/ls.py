@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print it.
+    """Print the namespaces, or the blocks of the prefix.
 
     Raises:
-        ConfigError: the arguments do not tell which.
+        ConfigError: the arguments do not name blocks.
         PoolUnavailable: the pool cannot be reached, or did not do all of it.
     """
     with open_holdings(arguments) as holdings:

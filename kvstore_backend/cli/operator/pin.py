@@ -1,7 +1,7 @@
-"""Keep blocks from eviction for a time, or no longer: ``kvstore pin`` and ``kvstore unpin``.
+"""Pin blocks, which protects them from eviction for a time, or unpin them: ``kvstore pin`` and ``kvstore unpin``.
 
-Mooncake sets a pin when it writes, so both read the stored bytes and write them again, in place. A block is not found
-for the moment that its write takes.
+Mooncake sets a pin when it writes, so both commands read the stored bytes and write them again in place. A block is not
+found during its write.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ def _add_dry_run(parser: argparse.ArgumentParser) -> None:
 
 
 def pin(arguments: argparse.Namespace) -> int:
-    """Keep the blocks that the arguments name.
+    """Pin the blocks that the arguments name.
 
     Raises:
-        ConfigError: the arguments do not tell which, or the pool keeps nothing.
+        ConfigError: the arguments do not name blocks, or the pool has no pins.
         PoolUnavailable: the pool cannot be reached, or did not do all of it.
     """
     return _change_pins(arguments, arguments.seconds, "kept")
 
 
 def unpin(arguments: argparse.Namespace) -> int:
-    """Keep the blocks that the arguments name no longer; errors are those of ``pin``."""
+    """Unpin the blocks that the arguments name; errors are those of ``pin``."""
     return _change_pins(arguments, 0.0, "kept no longer")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of ``90s``, ``30m``, ``1h``, ``1d``; a number alone is of seconds."""
+    """Parse ``90s``, ``30m``, ``1h``, ``1d`` to seconds; a number without a unit means seconds."""
     match = _DURATION.fullmatch(text)
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 30m, 1h or 1d")
@@ -101,7 +101,7 @@ def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> in
 
 
 def _change_scope(scope: Scope, holdings: Holdings, seconds: float, *, is_dry: bool) -> dict[str, int]:
-    """How many blocks are ``done``, ``absent``, ``damaged`` and ``failed``."""
+    """Change the pins of the blocks; count those ``done``, ``absent``, ``damaged`` and ``failed``."""
     keys, sizes = find_present(scope, holdings)
     counts = Counter(done=0, absent=len(scope.keys) - len(keys) if scope.keys else 0, damaged=0, failed=0)
     if is_dry:
