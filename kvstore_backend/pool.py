@@ -298,7 +298,7 @@ def open_pool(
         keeper.watch_readiness(lambda: stack.is_ready)
     pool = BlockPool(stack, namespace, keeper)
     if registry is not None:
-        info = Info("kvstore_pool", "Whose blocks the pool is asked for", registry=registry)
+        info = Info("kvstore_pool", "The namespace and tenant of the pool's blocks", registry=registry)
 
         def tell_namespace(now: Namespace) -> None:
             info.info({"backend": config.backend, "tenant": now.tenant, "namespace": now.digest})

@@ -130,7 +130,7 @@ def check_protocol(settings: MooncakeSettings) -> Iterator[Finding]:
             yield warn(
                 "protocol",
                 f"tcp is used though this machine has RDMA devices ({', '.join(present)})",
-                "say protocol rdma, in every client of the pool, unless that is meant",
+                "say protocol rdma, in every client of the pool, unless tcp is intended",
             )
         else:
             yield ok("protocol", "tcp; this machine has no RDMA device")
@@ -213,7 +213,7 @@ def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = No
         yield fail("ssd", f"{path} {refusal}, so Mooncake would not start", "name another folder with ssd_offload_path")
         return
     if (blocks := offload_bucket(environ)) != "1":
-        text = f"MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT is {blocks}: Mooncake loses blocks that fill no bucket of so many"
+        text = f"MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT is {blocks}: Mooncake loses blocks in buckets that are not full"
         yield warn("ssd", text, "unset it: each block is then a file of its own")
     limit = offload_limit(environ)
     disk = os.statvfs(path)
@@ -375,7 +375,7 @@ def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> Ma
     admin = find_admin(address, metrics_address)
     if admin is None:
         raise PoolUnavailable(
-            f"the master at {address} tells nothing on the usual ports: give --master-metrics HOST:PORT"
+            f"the master at {address} has no metrics on the usual ports: give --master-metrics HOST:PORT"
         )
     return admin
 
@@ -385,7 +385,7 @@ def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Find
     if admin is None:
         yield warn(
             "master's flags",
-            f"the master at {address} tells nothing: its metrics are not on the usual ports",
+            f"the master at {address} does not answer: its metrics are not on the usual ports",
             "give --master-metrics HOST:PORT (its --metrics_port)",
         )
         return
@@ -397,7 +397,7 @@ def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Find
         return
     yield ok(
         "master's flags",
-        "lease, eviction watermark and threads cannot be told from outside; wanted: a lease of 10 s "
+        "lease, eviction watermark and threads cannot be read from outside; recommended: a lease of 10 s "
         "(--default_kv_lease_ttl), a watermark below 1 (--eviction_high_watermark_ratio)",
     )
     metrics = admin.fetch_metrics()
@@ -414,11 +414,11 @@ def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Fi
     """Check whether the master knows this tenant, and prevents each tenant from evicting the others' blocks."""
     subject, name = "tenant", settings.tenant_id
     if not admin.has_tenants():
-        yield ok(subject, "the master knows one: whoever reaches it may read and remove every block")
+        yield ok(subject, "the master has one tenant: every client that reaches it may read and remove every block")
         if name != DEFAULT_TENANT:
             yield warn(
                 subject,
-                f"{name!r} has no quota of its own: the master keeps no tenants apart; only names of blocks do",
+                f"{name!r} has no quota of its own: the master does not separate tenants; only the names of blocks do",
                 "start the master with --tenants FILE, or leave tenant_id out",
             )
         return
@@ -438,7 +438,7 @@ def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Fi
         yield warn(
             subject,
             f"all quotas together are {format_bytes(promised)} of a pool of {format_bytes(capacity)}: when "
-            f"{_WATERMARK:.0%} are full the master evicts the oldest blocks, whosever they are",
+            f"{_WATERMARK:.0%} are full the master evicts the oldest blocks of all tenants",
             "lower the quotas, so that together they stay below --eviction_high_watermark_ratio of the memory",
         )
 
@@ -469,7 +469,9 @@ def check_capacity(
             return
         text += f", so it holds {total // kv_bytes} tokens"
     if total == 0:
-        yield fail("capacity", "nobody gives the pool memory", "set global_segment_size in some client, such as 4GiB")
+        yield fail(
+            "capacity", "no client gives the pool memory", "set global_segment_size in some client, such as 4GiB"
+        )
     elif others and used > _FULL_SHARE * others:
         yield warn("capacity", f"{text}; {used / others:.0%} are used", "it evicts; give it more memory")
     else:
@@ -516,7 +518,7 @@ def check_folder(settings: FileSettings) -> Iterator[Finding]:
     size = find_size(path, settings.size)
     text = f"{path} {holds} {format_bytes(size)}; its filesystem has {format_bytes(room)} free"
     if held + room < size:
-        remedy = "lower size, or make room: blocks that nobody uses may be deleted with the whole folder"
+        remedy = "lower size, or make room: unused blocks may be deleted with the whole folder"
         if str(path).startswith("/dev/shm"):
             remedy += "; a container gets more with --shm-size"
         yield warn("folder", text, remedy)

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cards",
         type=int,
-        help="HCCL-based pools: cards or dies in the pool; without CONFIG only their sizing is told",
+        help="HCCL-based pools: cards or dies in the pool; without CONFIG only their sizing is reported",
     )
     parser.add_argument(
         "--memory-factor", type=float, default=0.92, help="HCCL-based pools: the engine's (default 0.92)"
@@ -193,7 +193,7 @@ def _diagnose_mooncake(
                 measured = replace(settings, global_segment_size=0)
         findings += [*checks.check_capacity(settings, admin, kv_bytes), *checks.check_sharing(settings, admin)]
     except (httpx.HTTPError, ValueError) as exc:
-        text = f"what the master tells of itself cannot be read: {exc}"
+        text = f"what the master reports about itself cannot be read: {exc}"
         findings.append(warn("master's flags", text, "check that --master-metrics is this master's --metrics_port"))
     yield from findings
     if all(finding.level != "fail" for finding in findings):

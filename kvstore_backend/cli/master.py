@@ -74,7 +74,7 @@ def _add_eviction(add: Callable[..., object]) -> None:
         "--default_kv_lease_ttl",
         default="10s",
         metavar="TIME",
-        help="how long a block that was looked up is kept from eviction (default %(default)s)",
+        help="how long a block that was looked up is protected from eviction (default %(default)s)",
     )
     add(
         "--eviction-watermark",
@@ -107,9 +107,9 @@ def _add_behaviour(add: Callable[..., object]) -> None:
         "--tenants",
         "--tenant_quota_connector_uri",
         metavar="FILE",
-        help="keep tenants apart, with the quotas in this file (default: one tenant)",
+        help="separate tenants, with the quotas in this file (default: one tenant)",
     )
-    add("--ssd", action="store_true", help="let clients keep on SSD what memory has no room for")
+    add("--ssd", action="store_true", help="let clients store on SSD what does not fit in memory")
     add(
         "--etcd",
         "--etcd_endpoints",
@@ -143,8 +143,8 @@ def _add_keeping(add: Callable[..., object]) -> None:
     add(
         "--snapshot-dir",
         metavar="FOLDER",
-        help="write there what is stored where, and know it again when started anew: for pools whose clients check "
-        "what they read, as ours do (docs/pool_survival.md); default: a master that was started anew knows nothing",
+        help="write there what is stored where, and read it at the next start: for pools with clients that check "
+        "what they read, as ours do (docs/pool_survival.md); default: a restarted master knows nothing",
     )
     add(
         "--snapshot-interval",
@@ -299,7 +299,7 @@ def _check_values(arguments: argparse.Namespace) -> None:
     if not _LEASE.fullmatch(arguments.lease):
         raise ConfigError(f"--lease is {arguments.lease!r}; it must be a whole number of ms, s, m or h, such as 10s")
     if arguments.oplog and not _find_coordinator(arguments).startswith("etcd://"):
-        raise ConfigError("--oplog needs --etcd, where it is written; a master alone keeps --snapshot-dir")
+        raise ConfigError("--oplog needs --etcd, where it is written; a single master uses --snapshot-dir")
     if arguments.snapshot_dir and _find_coordinator(arguments):
         raise ConfigError(
             "--snapshot-dir is of no use with --etcd or --ha_backend_connstring: "
@@ -346,5 +346,5 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as exc:
             raise PoolUnavailable(
-                f"port {port} of {host} cannot be had ({exc.strerror}); ss -tlnp shows what uses it"
+                f"port {port} of {host} is not available ({exc.strerror}); ss -tlnp shows what uses it"
             ) from exc

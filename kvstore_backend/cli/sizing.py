@@ -98,7 +98,7 @@ def context_cost(cards: int, kv_bytes: int | None, cards_per_model: int = 1) -> 
     text = f"the lower factor leaves {mb} MB less for KV on every card, so a shorter context fits"
     remedy = "keep maxSeqLen and the number of sequences within what is left"
     if kv_bytes is None:
-        return [warn("context", text, f"{remedy}; --model FOLDER tells how many tokens less")]
+        return [warn("context", text, f"{remedy}; --model FOLDER shows how many tokens less")]
     tokens = mb * 10**6 // kv_bytes
     text += f": about {tokens} tokens less at {format_bytes(kv_bytes)} of KV a token, if one card holds all of it"
     if cards_per_model > 1:

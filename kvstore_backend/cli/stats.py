@@ -87,8 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_seconds,
         const=_WATCH_SECONDS,
         metavar="SECONDS",
-        help=f"read again each so many seconds (default {_WATCH_SECONDS:g}), and tell how fast figures grow; "
-        "until Ctrl-C",
+        help=f"read again every SECONDS (default {_WATCH_SECONDS:g}), and show how fast numbers grow; until Ctrl-C",
     )
 
 
@@ -134,7 +133,7 @@ def _read_figures(config: PoolConfig, arguments: argparse.Namespace) -> _PoolFig
         case FileSettings() as store:
             figures = _figures_of_folder(store)
         case MemorySettings():
-            raise ConfigError("memory is each process's own: only that process can tell what it holds")
+            raise ConfigError("memory is each process's own: only that process can list what it holds")
     figures.instances = {address: _figures_of_instance(address) for address in arguments.instances}
     return figures
 

@@ -93,7 +93,7 @@ def _round_trip(store: StorageBackend, on_step: Callable[[str], None]) -> Findin
             return fail(
                 "trial",
                 f"a block of {_BLOCK_BYTES >> 10} KiB could not be put",
-                "the pool is full of blocks in use, nobody gives it memory, or a client that died is still listed; "
+                "the pool is full of blocks in use, no client gives it memory, or a client that died is still listed; "
                 "kvstore stats shows which",
             )
         on_step("exists")

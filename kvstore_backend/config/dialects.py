@@ -191,7 +191,7 @@ def _load_json_object(path: Path, named_by: str) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{name} is not JSON: {exc}") from exc
     except ValueError as exc:
-        raise ConfigError(f"{name} cannot be meant so: {exc}") from None
+        raise ConfigError(f"{name} cannot be used: {exc}") from None
     except RecursionError:
         raise ConfigError(f"{name} is nested too deep") from None
     if not isinstance(values, dict):

@@ -220,7 +220,7 @@ def _find_model(argv: Sequence[str], engine: Engine) -> str:
             raise ConfigError(f"{exc}, or set KVSTORE_MODEL to it") from None
         model = named
     if not Path(model).is_dir():
-        raise ConfigError(f"the model {model!r} is no folder here: set KVSTORE_MODEL to where its checkpoint lies")
+        raise ConfigError(f"the model {model!r} is no folder here: set KVSTORE_MODEL to the folder of its checkpoint")
     return model
 
 

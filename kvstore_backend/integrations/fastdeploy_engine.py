@@ -71,8 +71,8 @@ def find_engine(proc: Path = _PROC, pid: str = "self") -> Engine:
         found = re.search(r"^PPid:\s*(\d+)$", status, re.MULTILINE)
         pid = found[1] if found else "0"
     raise ConfigError(
-        "neither this process nor one above it is FastDeploy's API server, whose command line tells the settings that "
-        "decide on KV: start FastDeploy with python -m fastdeploy.entrypoints.openai.api_server"
+        "neither this process nor one above it is FastDeploy's API server, whose command line has the settings that "
+        "determine KV: start FastDeploy with python -m fastdeploy.entrypoints.openai.api_server"
     )
 
 
@@ -186,7 +186,7 @@ class Weights:
         self._is_told = False  # whether the log has reported that they have changed since
         if self.read() is None:
             raise ConfigError(
-                f"--dynamic-load-weight lets weights change, and {self._file} does not tell which they are, so that KV "
+                f"--dynamic-load-weight lets weights change, and {self._file} does not say which they are, so that KV "
                 'of old weights would be read: write one there, as FastDeploy wants it ("version: RL-STEP1-...")'
             )
 

@@ -61,7 +61,7 @@ _REASONS = {
         enable_keep_sampling_mask max_logprobs logprobs_mode seed enable_early_stop early_stop_config
         lm_head_fp32 logits_processors enable_entropy
     """,
-    "it decides only where weights and blocks lie, how many fit and which of them are kept": """
+    "it decides only where weights and blocks are stored, how many fit and which of them stay": """
         max_encoder_cache max_processor_cache num_gpu_blocks_override gpu_memory_utilization kv_cache_ratio
         swap_space prealloc_dec_block_slot_num_threshold static_decode_blocks kvcache_storage_backend
         kvcache_storage_config write_policy write_through_threshold enable_prefix_caching
@@ -136,7 +136,7 @@ _VARIABLE_REASONS = {
         FLAGS_selected_gpus FLAGS_use_pd_disaggregation FLAGS_use_pd_disaggregation_per_chunk
         FLAGS_fmt_write_cache_completed_signal FLAGS_enable_async_fast_gc
     """,
-    "it decides only where weights and blocks lie, how many fit and which of them are kept": """
+    "it decides only where weights and blocks are stored, how many fit and which of them stay": """
         FD_DISABLED_RECOVER FD_ENC_DEC_BLOCK_NUM FD_ENABLE_CACHE_TASK FD_ENABLE_SWAP_SPACE_CLEARING
         FD_AS_ONLY_FLUSH FILE_BACKEND_STORAGE_DIR FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST
         FD_ILUVATAR_KVCACHE_MEM FD_METAX_KVCACHE_MEM FLAGS_allocator_strategy

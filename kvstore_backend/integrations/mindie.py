@@ -161,7 +161,7 @@ def _check_models(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:
         if _PLUGIN not in [kind.strip() for kind in kinds]:
             yield Mistake(
                 f"{where} is {text!r}; a pool needs the prefix cache: "
-                'say "{\\"plugin_type\\":\\"prefix_cache\\"}", beside other plugins with a comma'
+                'say "{\\"plugin_type\\":\\"prefix_cache\\"}", after other plugins and a comma'
             )
 
 
@@ -180,7 +180,7 @@ def _check_pool(pool: dict[str, Any], where: str, path: Path) -> Iterator[Mistak
         whole = str((path.parent / config_path).absolute())
         yield Mistake(
             f'{where} says "configPath": {config_path!r}, which MindIE looks for from the folder that its server is '
-            f"started in, and this command beside the configuration: say {whole!r}",
+            f"started in, and this command next to the configuration: say {whole!r}",
             is_fatal=False,
         )
     try:

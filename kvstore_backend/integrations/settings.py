@@ -129,7 +129,7 @@ def _find_path(setting: str, text: str) -> Path:
 def _missing(setting: str, text: str) -> str:
     return (
         f"{setting} names {text!r}, which is neither a file or folder here nor in Hugging Face's cache, so what it "
-        "holds cannot be told from others'; give the path of a file or folder"
+        "holds cannot be compared with others; give the path of a file or folder"
     )
 
 

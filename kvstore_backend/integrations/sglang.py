@@ -266,7 +266,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             addresses, sizes = self._host_pools[name].get_page_buffer_meta(host_indices)
             pieces = [Span(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
         except Exception as exc:  # any exception that SGLang's pool raises for this layout
-            logger.warning("The memory of %d pages of %s cannot be told: %r", len(keys), name, exc)
+            logger.warning("The memory of %d pages of %s is not known: %r", len(keys), name, exc)
             return None
         each, left = divmod(len(pieces), len(keys))
         if left or not each:
@@ -349,7 +349,7 @@ def _read_server(weights_version: str) -> Mapping[str, object]:
         if weights_version:
             return {}
         raise ConfigError(
-            f"this version of SGLang does not tell its server's settings ({exc}), and servers that differ would "
+            f"this version of SGLang does not expose its server's settings ({exc}), and servers that differ would "
             'read each other\'s KV: say "weights_version" in the extra configuration, another for each set'
         ) from exc
     return settings
@@ -408,10 +408,10 @@ def _check_host(host: Any, kv_dtype: str) -> None:
     if getattr(host, "stores_page_envelope", False):
         raise ConfigError(_NO_ENVELOPES)
     if getattr(host, "kv_cache_dim", None) is None and getattr(host, "head_dim", None) is None:
-        raise ConfigError(f"a host pool of the kind {type(host).__name__} does not tell its shape; it cannot be served")
+        raise ConfigError(f"a host pool of the kind {type(host).__name__} has no known shape; it cannot be served")
     if str(host.dtype) in _PLAIN_BYTES and kv_dtype == "auto":
         raise ConfigError(
-            f"this server's KV lies in host memory as {host.dtype}, which does not tell fp8_e4m3 from fp8_e5m2: start "
+            f"this server's KV is in host memory as {host.dtype}, which may be fp8_e4m3 or fp8_e5m2: start "
             'it with --kv-cache-dtype, or say "kv_cache_dtype" in the extra configuration'
         )
 

@@ -153,7 +153,7 @@ _REASONS = {
         disable_outlines_disk_cache sampling_backend grammar_backend enable_dp_lm_head
         enable_tp_lm_head_all_to_all
     """,
-    "it decides only where weights and pages lie, how many fit and how long they stay": """
+    "it decides only where weights and pages are stored, how many fit and how long they stay": """
         strip_thinking_cache enable_memory_saver enable_weights_cpu_backup enable_draft_weights_cpu_backup
         mamba_max_states_per_path int8_mamba_ckpt_size cpu_offload_gb offload_group_size offload_num_in_group
         offload_prefetch_step offload_mode ple_offload_embedding ple_offload_backend ple_offload_dir

@@ -115,7 +115,7 @@ class MooncakeHoldings(_Values):
             return self._ask(lambda: list(self._admin.stream_keys()))
         raise PoolUnavailable(
             f"Mooncake lists the keys of no tenant but {DEFAULT_TENANT!r}, so those of {self._settings.tenant_id!r} "
-            "cannot be listed: name a namespace, or a prefix whose keys can be told"
+            "cannot be listed: name a namespace, or a prefix whose keys can be computed"
         )
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
@@ -140,7 +140,7 @@ class MooncakeHoldings(_Values):
         try:
             return ask()
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as exc:
-            text = f"what the master at {self._admin.address} tells of its keys cannot be read: {exc}"
+            text = f"what the master at {self._admin.address} reports of its keys cannot be read: {exc}"
             raise PoolUnavailable(text) from exc
 
     @property

@@ -499,7 +499,7 @@ def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
         )
     if settings.ha_backend:
         return (
-            f"joining the Mooncake cluster {settings.cluster_id!r} by way of {settings.master_server_addr} failed with "
+            f"joining the Mooncake cluster {settings.cluster_id!r} through {settings.master_server_addr} failed with "
             f"code {code}: check that a mooncake_master with --enable_ha=true and --cluster_id={settings.cluster_id} "
             "runs (MC_LOG_LEVEL=INFO shows Mooncake's own log)"
         )

@@ -198,7 +198,7 @@ def _look_up_endpoint(name: str, metadata_server: str) -> str:
     try:
         return f"{told['ip_or_host_name']}:{told['rpc_port']}"
     except (KeyError, TypeError) as exc:
-        raise ValueError(f"{metadata_server} tells no address of {name}") from exc
+        raise ValueError(f"{metadata_server} has no address of {name}") from exc
 
 
 def list_clusters_in_etcd(settings: MooncakeSettings) -> dict[str, str]:

@@ -48,7 +48,7 @@ def compare_setups(first: Manifest, second: Manifest, names: tuple[str, str] = (
         return Verdict("same_setup", f"{names[0]} and {names[1]} have one namespace, {first.digest}: they share blocks")
     found = list(_list_differences(first, second, names))
     (reason, sentence), more = found[0], [sentence for _, sentence in found[1:]]
-    also = f" (besides: {'; '.join(more)})" if more else ""
+    also = f" (also: {'; '.join(more)})" if more else ""
     changed = {
         name: [first.fields.get(name), second.fields.get(name)]
         for name in sorted({*first.fields, *second.fields})

@@ -34,11 +34,11 @@ REASONS = {
     "damaged": "it was there, but did not arrive whole",
     "pool_away": "the pool does not answer",
     "slow": "computing it was expected to be quicker than loading it",
-    "own_cache": "the instance had it itself",
-    "handed_over": "the prefill instance handed it over",
+    "own_cache": "the instance's own cache had it",
+    "handed_over": "the prefill instance transferred it",
     "no_pool": "the instance has no pool",
     "ended": "the request ended before the pool had answered",
-    "unknown": "it cannot be told",
+    "unknown": "the reason is not known",
 }
 """Each reason that a verdict may have, in a few words."""
 

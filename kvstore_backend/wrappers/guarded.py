@@ -218,7 +218,7 @@ class GuardedBackend(StorageBackend):
             raise
 
     def __repr__(self) -> str:
-        state = "closed for good" if self._is_closed else f"open: {self._trouble}" if self._trouble else "closed"
+        state = "closed permanently" if self._is_closed else f"open: {self._trouble}" if self._trouble else "closed"
         return f"GuardedBackend({self._store!r}, breaker {state}, {self._num_late} late)"
 
     @property

@@ -35,4 +35,4 @@ def call_after_late_calls(stack: StorageBackend, take_back: Callable[[], None]) 
         threading.Thread(target=wait, name="pool-late-calls", daemon=True).start()
     except RuntimeError as exc:
         _KEPT_FOR_GOOD.append(take_back)
-        logger.error("Memory that a late call may touch stays out of use for good: %s", exc)
+        logger.error("Memory that a late call may touch is permanently out of use: %s", exc)

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--all", action="store_true", help="remove all namespaces (of the tenant); keys of other software stay")
     add("--dry-run", action="store_true", help="only say what would be removed")
-    add("--yes", action="store_true", help="do not ask on a terminal; without a terminal nobody is asked")
+    add("--yes", action="store_true", help="do not ask on a terminal; without a terminal there is no question")
     add(
         "--instances",
         nargs="+",
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--token-file", type=Path, metavar="FILE", help="with the router's admin token, if it has one")
     add("--caches", action="store_true", help="clear those instances' own caches, too, whole")
     parser.epilog = (
-        "A prefix's blocks are those of everybody whose prompts begin alike. The command takes six seconds longer than "
+        "A prefix's blocks belong to all prompts that begin with it. The command takes six seconds longer than "
         "removing does: then it removes what was on its way into the pool. Instances save nothing again that they had "
         "cached, and go on answering from their caches; --caches with --instances or --router clears those."
     )

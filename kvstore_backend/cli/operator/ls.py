@@ -58,7 +58,7 @@ def _print_namespaces(figures: dict[str, Any], *, in_full: bool) -> None:
     if others:
         print(f"{others} keys of other software")
     if kept:
-        print(f"{kept} keys are kept from eviction")
+        print(f"{kept} keys are protected from eviction")
 
 
 def _describe_entry(entry: NamespaceEntry, holdings: Holdings) -> dict[str, Any]:

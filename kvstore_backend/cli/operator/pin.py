@@ -27,7 +27,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore pin``."""
     add_pool_arguments(parser)
-    add_scope_arguments(parser, verb="keep")
+    add_scope_arguments(parser, verb="pin")
     parser.add_argument(
         "--for",
         dest="seconds",
@@ -46,12 +46,12 @@ def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
 def add_unpin_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore unpin``."""
     add_pool_arguments(parser)
-    add_scope_arguments(parser, verb="no longer keep")
+    add_scope_arguments(parser, verb="unpin")
     _add_dry_run(parser)
 
 
 def _add_dry_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="only say how many blocks are meant")
+    parser.add_argument("--dry-run", action="store_true", help="only say how many blocks the arguments name")
 
 
 def pin(arguments: argparse.Namespace) -> int:
@@ -61,12 +61,12 @@ def pin(arguments: argparse.Namespace) -> int:
         ConfigError: the arguments do not name blocks, or the pool has no pins.
         PoolUnavailable: the pool cannot be reached, or did not do all of it.
     """
-    return _change_pins(arguments, arguments.seconds, "kept")
+    return _change_pins(arguments, arguments.seconds, "pinned")
 
 
 def unpin(arguments: argparse.Namespace) -> int:
     """Unpin the blocks that the arguments name; errors are those of ``pin``."""
-    return _change_pins(arguments, 0.0, "kept no longer")
+    return _change_pins(arguments, 0.0, "unpinned")
 
 
 def parse_duration(text: str) -> float:
@@ -80,7 +80,7 @@ def parse_duration(text: str) -> float:
 def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> int:
     with open_holdings(arguments) as holdings:
         if not holdings.can_keep:
-            raise ConfigError("a folder evicts what was used least recently and keeps nothing else: only Mooncake pins")
+            raise ConfigError("a folder evicts what was used least recently and cannot pin blocks: only Mooncake can")
         told = {}
         for scope in find_scope(arguments, holdings):
             told[scope.digest] = _change_scope(scope, holdings, seconds, is_dry=arguments.dry_run)
@@ -91,7 +91,7 @@ def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> in
             would = "would be " if arguments.dry_run else ""
             print(f"{counts['done']} blocks of namespace {digest} {would}{verb}{_tell_rest(counts)}")
     if seconds and not any(counts["done"] or counts["failed"] for counts in told.values()):
-        raise PoolUnavailable("the pool has none of these blocks whole, so nothing is kept")
+        raise PoolUnavailable("the pool has none of these blocks whole, so nothing is pinned")
     if any(counts["failed"] for counts in told.values()):
         raise PoolUnavailable(
             "the pool did not take all of them: some were being read or written, or --for is more than the master "

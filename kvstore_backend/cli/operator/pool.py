@@ -29,7 +29,7 @@ __all__ = ["add_pool_arguments", "find_pool", "find_tenant", "open_holdings", "r
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that select the pool, the tenant and the output format."""
     parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
-    parser.add_argument("--tenant", metavar="NAME", help="whose blocks, where the master keeps tenants apart")
+    parser.add_argument("--tenant", metavar="NAME", help="the owner of the blocks, where the master separates tenants")
     parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
 
@@ -104,4 +104,4 @@ def _find_holdings(arguments: argparse.Namespace) -> Holdings:
         case FileSettings() as store:
             return FolderHoldings(store)
         case MemorySettings():
-            raise ConfigError("memory is each process's own: only that process can tell what it holds")
+            raise ConfigError("memory is each process's own: only that process can list what it holds")

@@ -74,7 +74,7 @@ def add_scope_arguments(parser: argparse.ArgumentParser, *, verb: str) -> None:
         "--tokens", metavar="IDS", help=f"{verb} the full blocks of these token ids: 1,2,3, or @FILE that has them"
     )
     add("--model", metavar="FOLDER", type=Path, help="the checkpoint whose tokenizer the text is for")
-    add("--salt", default="", help="the cache_salt of the requests whose blocks are meant")
+    add("--salt", default="", help="the cache_salt of the requests with these blocks")
     add("--block-size", type=int, metavar="N", help="tokens in a block, where no manifest in the pool says so")
 
 
@@ -137,7 +137,7 @@ def _tell_namespaces(catalogue: Catalogue) -> str:
 
 def _refuse_empty(catalogue: Catalogue) -> list[str]:
     others = f" but {catalogue.others} keys of other software" if catalogue.others else ""
-    raise ConfigError(f"the pool has no namespace{others}, so none can be meant: say with --namespace which one is")
+    raise ConfigError(f"the pool has no namespace{others}, so none can be selected: name one with --namespace")
 
 
 def _scope_of_prefix(
@@ -145,14 +145,14 @@ def _scope_of_prefix(
 ) -> Scope:
     namer = manifest.facts.get("block_hashes", _OWN_HASHES) if manifest else _OWN_HASHES
     if namer != _OWN_HASHES:
-        raise ConfigError(f"the blocks of namespace {digest} are named by {namer}, so those of a prefix cannot be told")
+        raise ConfigError(f"the blocks of namespace {digest} are named by {namer}, so a prefix's cannot be computed")
     size = block_size or (manifest.block_size if manifest else 0)
     if size <= 0:
         raise ConfigError(f"the pool has no manifest of namespace {digest}: say --block-size, as its instances have it")
     try:
         hashes = extend_block_hashes([], tokens, size, root_hash(salt))
     except ValueError as exc:
-        raise ConfigError(f"--tokens cannot be meant so: {exc}") from None
+        raise ConfigError(f"--tokens cannot be used: {exc}") from None
     if not hashes:
         raise ConfigError(f"the prefix has {len(tokens)} tokens, less than one block of {size}: no block has it")
     keys = [f"{key_prefix(digest)}{each.hex()}" for each in hashes]

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--again", action="store_true", help="also those that an earlier run has warmed")
     add("--dry-run", action="store_true", help="check the file, and only say how many would be sent")
     add("--json", action="store_true", help="one JSON document instead of lines")
-    parser.epilog = "What was warmed is noted in FILE.warmed; the priority that is asked for is the lowest, -10."
+    parser.epilog = "What was warmed is noted in FILE.warmed; the requested priority is the lowest, -10."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, metavar="FOLDER", help="the checkpoint whose tokenizer a text is for")
     add("--salt", default="", help="the cache_salt that the prompt has")
     add("--adapter", default="", metavar="NAME", help="the adapter that the prompt is for")
-    parser.epilog = "An instance remembers its last requests, and tells at which token a prompt parts from them."
+    parser.epilog = "An instance remembers its last requests, and reports at which token a prompt differs from them."
 
 
 def run(arguments: argparse.Namespace) -> int:

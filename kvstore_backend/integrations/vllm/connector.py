@@ -387,7 +387,7 @@ def _check_support(vllm_config: Any, kv_cache_config: Any) -> None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or type(groups[0].kv_cache_spec) not in _SPECS:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise ConfigError(f"this model keeps its KV as {kinds}; KVStoreConnector needs full attention in all layers")
+        raise ConfigError(f"this model stores its KV as {kinds}; KVStoreConnector needs full attention in all layers")
     _require_causal(vllm_config, groups[0].kv_cache_spec)
 
 

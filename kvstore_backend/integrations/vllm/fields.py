@@ -23,7 +23,7 @@ _ROUNDING = "the same sums in another order, as other batches give, too"
 _STEPS = "which tokens are computed in which step"
 _OUTPUT = "what becomes of hidden states and logits; the sampled tokens are in the keys"
 _MEMORY = "where things lie and how much room they have, not what they are"
-_WIRES = "how processes find and talk to each other"
+_WIRES = "how processes find and call each other"
 _WATCHED = "what is logged and measured"
 _TOKENS = "how prompts become tokens and inputs, which are in the keys"
 _NAMESPACE = "a field of Namespace of its own"
@@ -31,7 +31,7 @@ _REFUSED = "the connector refuses models and settings where it matters"
 _DERIVED = "made of other settings"
 _CHECKPOINT = "what is in the files counts, as fingerprint_model"
 _DRAFTS = "how drafts are accepted, not what their KV is"
-_EVENTS = "how others hear of what happens"
+_EVENTS = "how other processes receive events"
 
 
 class Kind(NamedTuple):
@@ -56,7 +56,7 @@ FIELDS: Mapping[str, Kind] = {
             _REFUSED: "mamba_config",
             _DERIVED: "quant_config",
             _EVENTS: "kv_events_config",
-            "how many encoder outputs are kept": "ec_manager_config",
+            "how many encoder outputs are cached": "ec_manager_config",
             "how weights get here; for weights that change in place there is weights_version": "weight_transfer_config",
             _WIRES: "instance_id shutdown_timeout",
         },
@@ -105,7 +105,7 @@ FIELDS: Mapping[str, Kind] = {
             _MEMORY: "gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks "
             "kv_cache_memory_bytes kv_offloading_size kv_offloading_backend mamba_page_size_padded "
             "skip_page_size_padded",
-            "what an instance keeps itself": "enable_prefix_caching prefix_cache_retention_interval",
+            "what an instance itself caches": "enable_prefix_caching prefix_cache_retention_interval",
             _REFUSED: "mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode "
             "enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm use_kda_recoverssm",
         },

@@ -62,7 +62,7 @@ class KVMemory:
         for name, tensor in tensors.items():
             if tensor.device.type not in _DEVICES:
                 raise ConfigError(
-                    f"layer {name} keeps its KV on {tensor.device}; KVStoreConnector moves KV that lies in host "
+                    f"layer {name} stores its KV on {tensor.device}; KVStoreConnector moves KV that is in host "
                     "memory or on a GPU, so run vLLM on one of these, or leave --kv-transfer-config out"
                 )
             if tensor.shape[0] % num_blocks:

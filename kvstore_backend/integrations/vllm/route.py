@@ -40,7 +40,7 @@ def read_route(extra: Mapping[str, object]) -> Route | None:
     if named is None:
         return None
     raise ConfigError(
-        f'memory in kv_connector_extra_config is {named!r}; it must be "staged" (by way of host buffers) or "direct" '
+        f'memory in kv_connector_extra_config is {named!r}; it must be "staged" (through host buffers) or "direct" '
         "(the pool reads and writes vLLM's memory itself)"
     )
 
@@ -80,7 +80,7 @@ def _require_device_access(config: PoolConfig) -> None:
         return
     raise ConfigError(
         f'memory in kv_connector_extra_config is "direct", and the KV is on a GPU, but {trouble}; Mooncake reaches a '
-        "GPU's memory by RDMA with GPUDirect, in its build for CUDA: leave memory out, and blocks go by way of host "
+        "GPU's memory by RDMA with GPUDirect, in its build for CUDA: leave memory out, and blocks go through host "
         "buffers"
     )
 

@@ -151,7 +151,7 @@ class Ledger:
         self.capacity = min(self.size, int(room * _FILLED_SHARE))
         """Bytes at which values are evicted: the size, or less if the filesystem has less space."""
         if self.capacity < self.size:
-            logger.warning("%s has room for %d of the %d bytes asked for", folder, self.capacity, self.size)
+            logger.warning("%s has room for %d of the %d bytes requested", folder, self.capacity, self.size)
 
     def read_accounts(self) -> Accounts:
         """Return the folder's accounts now."""

@@ -161,7 +161,7 @@ class FileStore(StorageBackend):
             if self._ledger is ledger:
                 self._ledger = Ledger(self._folder, ledger.size)
                 ledger.close()
-                logger.warning("Folder %s is opened anew: %s", self._folder, reason.strerror)
+                logger.warning("Folder %s is opened again: %s", self._folder, reason.strerror)
             return self._ledger
 
     def _get_value(self, path: str, target: Value) -> None:

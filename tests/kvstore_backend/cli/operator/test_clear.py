@@ -103,7 +103,7 @@ def test_what_arrives_in_the_pool_within_some_seconds_is_removed_and_counted_too
         ),
         (["--namespace", FIRST.digest, "--tokens", "1,2"], "the prefix has 2 tokens, less than one block of 4"),
         (["--namespace", FIRST.digest, "--tokens", "1,x"], "--tokens must be whole numbers with commas between"),
-        (["--namespace", FIRST.digest, "--tokens", "1,2,3,-1"], "--tokens cannot be meant so: token ids must be"),
+        (["--namespace", FIRST.digest, "--tokens", "1,2,3,-1"], "--tokens cannot be used: token ids must be"),
         (["--namespace", FIRST.digest, "--prefix", "text"], "a text is named, but no --model FOLDER"),
         (["--namespace", "0" * 32, "--tokens", "1"], f"the pool has no manifest of namespace {'0' * 32}: say --block"),
         (["--all", "--namespace", FIRST.digest], "--all is everything: leave it out"),
