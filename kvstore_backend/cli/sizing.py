@@ -23,7 +23,7 @@ _ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def kv_bytes_per_token(model: Path) -> int:
-    """Return the bytes of K and V of one token over all layers and heads, in the checkpoint's own dtype.
+    """Return the bytes of K and V for one token over all layers and heads, in the checkpoint's own dtype.
 
     Raises:
         ConfigError: the folder has no config.json, or that lacks a needed value.

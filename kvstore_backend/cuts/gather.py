@@ -90,7 +90,7 @@ class Gatherer:
     def read_blocks(self, cut: Namespace, names: Sequence[bytes], first: int, targets: Sequence[Value]) -> int:
         """Read successive blocks; return how many leading blocks arrived. The targets of other blocks do not change.
 
-        No call touches the targets, so the caller owns them as soon as this returns.
+        No call of the pool touches the targets, so the caller owns them as soon as this returns.
 
         Args:
             cut: rank 0 of the cut to read.

@@ -119,7 +119,7 @@ class MooncakeHoldings(_Values):
         )
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Return the bytes of each value; None if there is none."""
+        """Return the size of each value in bytes; None if there is none."""
         if self.is_listed:
             return self._ask(lambda: self._admin.fetch_sizes(keys))
         return self._client.measure_values(keys)
@@ -174,7 +174,7 @@ class FolderHoldings(_Values):
         return list(self._scan())
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Return the bytes of each value; None if there is none."""
+        """Return the size of each value in bytes; None if there is none."""
         blocks = self._scan()
         return [blocks[key].nbytes if key in blocks else None for key in keys]
 

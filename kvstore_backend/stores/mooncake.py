@@ -189,7 +189,7 @@ class MooncakeStore(StorageBackend):
         return removed if removed is not None and removed >= 0 else None
 
     def measure_values(self, keys: Sequence[str]) -> list[int | None]:
-        """Return the bytes of each value; None: there is none.
+        """Return the size of each value in bytes; None: there is none.
 
         Like a read this grants a lease, so values that were found are not evicted for some time.
 

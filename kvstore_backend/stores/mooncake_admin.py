@@ -84,7 +84,7 @@ class MasterAdmin:
             yield from filter(None, response.iter_lines())
 
     def fetch_sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Return the bytes of each value of the tenant ``default``; None: there is none, or its size is not reported.
+        """Return the size in bytes of each value of the tenant ``default``; None: there is none, or no reported size.
 
         Unlike a client's query, this grants no lease.
         """
@@ -123,7 +123,7 @@ class MasterAdmin:
 
 
 def _size_of_value(told: dict[str, Any] | None) -> int | None:
-    """Return the bytes of a value, from its first copy in ``/batch_query_keys``."""
+    """Return the size of a value in bytes, from its first copy in ``/batch_query_keys``."""
     if not told or not told.get("ok"):
         return None
     in_memory, on_disk = told.get("values") or [], told.get("local_disk_values") or told.get("disk_values") or []

@@ -130,8 +130,8 @@ def answered_by(moment: float) -> Iterator[None]:
         _wanted_by.moment = before
 
 
-class _Pace:
-    """Recent response times of the store."""
+class _AdaptiveDeadline:
+    """Factor for deadlines, from the store's recent response times."""
 
     __slots__ = ("_share", "_until")
 
@@ -205,7 +205,7 @@ class GuardedBackend(StorageBackend):
         self._num_late = 0
         self._failures = 0
         self._last_stats = StoreStats("unopened")
-        self._pace = _Pace()
+        self._pace = _AdaptiveDeadline()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         after_fork(self)
         try:

@@ -80,7 +80,7 @@ def parse_duration(text: str) -> float:
 def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> int:
     with open_holdings(arguments) as holdings:
         if not holdings.can_keep:
-            raise ConfigError("a folder evicts what was used least recently and cannot pin blocks: only Mooncake can")
+            raise ConfigError("a folder evicts what was used least recently and pins nothing: only Mooncake pins")
         told = {}
         for scope in find_scope(arguments, holdings):
             told[scope.digest] = _change_scope(scope, holdings, seconds, is_dry=arguments.dry_run)

@@ -17,7 +17,7 @@ class StepClock(Protocol):
         """Record the begin of a step."""
 
     def end(self, num_tokens: int) -> None:
-        """Record that the step's work is queued; ``num_tokens`` is its number of tokens if it counts, otherwise 0."""
+        """Record that the step's work is queued; ``num_tokens`` is 0 if the step does not count."""
 
     def take_steps(self) -> list[tuple[int, float]]:
         """Return tokens and seconds of the steps that ended since the last call, without steps of 0 tokens."""
