@@ -25,7 +25,7 @@ from kvstore_backend.backend import Span, Status, StorageBackend
 from kvstore_backend.namespace import BLOCK_PREFIX, Namespace
 from kvstore_backend.wrappers.checked import seal_bytes
 
-__all__ = ["ALL", "MARK_PREFIX", "ClearMarks", "ClearWatch", "make_mark", "mark_key"]
+__all__ = ["ALL", "MARK_PREFIX", "ClearMarks", "ClearWatch", "Pool", "make_mark", "mark_key"]
 
 logger = logging.getLogger(__name__)
 

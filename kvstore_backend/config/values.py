@@ -23,6 +23,7 @@ __all__ = [
     "default_folder",
     "default_metadata_server",
     "default_protocol",
+    "hide_password",
     "parse_device_names",
     "parse_folder",
     "parse_kv_form",
