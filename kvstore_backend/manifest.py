@@ -102,8 +102,8 @@ def collect_facts(model: str | Path, software: str, block_hashes: str, **more: o
         ConfigError: the folder has no configuration that can be read.
     """
     known = {"name": Path(model).name, "architecture": fingerprint_config(model)}
-    told = {name: str(value) for name, value in more.items()}
-    return {**known, "software": software, "block_hashes": block_hashes, **told}
+    others = {name: str(value) for name, value in more.items()}
+    return {**known, "software": software, "block_hashes": block_hashes, **others}
 
 
 def manifest_key(digest: str) -> str:

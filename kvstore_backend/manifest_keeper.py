@@ -96,8 +96,8 @@ def write_manifest(store: StorageBackend, manifest: Manifest) -> bool:
     try:
         status = store.exists([key])[0]
         if status is Status.ABSENT:
-            told = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            status = _move_bytes(store, store.put, key, encode_manifest(replace(manifest, written_at=told)))[0]
+            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            status = _move_bytes(store, store.put, key, encode_manifest(replace(manifest, written_at=now)))[0]
             logger.debug("manifest of namespace %s: %s", manifest.digest, status.value)
     except Exception as exc:  # the pool's keys are useful without it
         logger.warning("The manifest of namespace %s cannot be written: %s", manifest.digest, exc)

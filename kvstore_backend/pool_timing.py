@@ -130,7 +130,7 @@ def time_computing(instance: str) -> float:
 def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
     """Return the seconds per token; ``ask`` sends a prompt of that many words, and returns its tokens and seconds."""
     ask(_SHORT_WORDS)  # the first request of an instance may take longer
-    short_tokens, short_seconds = min((ask(_SHORT_WORDS) for _ in range(_TRIES)), key=lambda told: told[1])
+    short_tokens, short_seconds = min((ask(_SHORT_WORDS) for _ in range(_TRIES)), key=lambda pair: pair[1])
     words, tokens, seconds = 2 * _SHORT_WORDS, short_tokens, short_seconds
     while words <= _MAX_WORDS and seconds - short_seconds < _LONG_ENOUGH_SECONDS:
         try:

@@ -95,11 +95,11 @@ def check_library(settings: MooncakeSettings) -> Iterator[Finding]:
             f"several distributions of Mooncake are installed, which overwrite each other's files: {', '.join(wheels)}",
             f"pip uninstall {' '.join(wheels)}, then install one",
         )
-    told = next(iter(wheels.values()), "of unknown version")
+    version = next(iter(wheels.values()), "of unknown version")
     if missing_part := find_missing_backend(settings):
         yield fail("library", *missing_part)
         return
-    yield ok("library", f"Mooncake {told} can be loaded")
+    yield ok("library", f"Mooncake {version} can be loaded")
 
 
 def _can_load(name: str) -> bool:

@@ -23,10 +23,10 @@ def list_native_flags(program: str) -> dict[str, bool]:
         PoolUnavailable: the program cannot be run.
     """
     try:
-        told = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=_HELP_SECONDS, check=False)
+        shown = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=_HELP_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as exc:
         raise PoolUnavailable(f"{program} --help cannot be run: {exc}") from exc
-    return {name: kind == "bool" for name, kind in _FLAG.findall(told.stdout)}
+    return {name: kind == "bool" for name, kind in _FLAG.findall(shown.stdout)}
 
 
 def parse_native_flags(words: Sequence[str], native: dict[str, bool], own: Collection[str]) -> dict[str, str]:

@@ -301,8 +301,8 @@ def _describe_pool(figures: _PoolFigures, before: _PoolFigures | None, seconds: 
         now, then = getattr(figures, name), getattr(before, name)
         return "" if now is None or then is None else _format_growth(then, now, seconds)
 
-    told = [(title, value, tell_growth(name) if name else "") for title, value, name in rows]
-    return format_table(("pool", "", "a second"), told)
+    growing = [(title, value, tell_growth(name) if name else "") for title, value, name in rows]
+    return format_table(("pool", "", "a second"), growing)
 
 
 def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seconds: float) -> list[str]:

@@ -206,15 +206,15 @@ def _find_model(argv: Sequence[str], engine: Engine) -> str:
     Raises:
         ConfigError: the model is not named, or is not a folder here.
     """
-    told = _parse_options(argv).get("model_path") or str(engine.arguments.get("model") or "")
+    argument = _parse_options(argv).get("model_path") or str(engine.arguments.get("model") or "")
     named = named_model(engine.environ)
-    if not told and not named:
+    if not argument and not named:
         raise ConfigError(
             "FastDeploy's command line names no --model, and without it models would read each other's blocks: set "
             "KVSTORE_MODEL to the model's folder"
         )
     try:
-        model = find_checkpoint(told or named, engine.environ, str(engine.arguments.get("revision") or ""))
+        model = find_checkpoint(argument or named, engine.environ, str(engine.arguments.get("revision") or ""))
     except ConfigError as exc:
         if not named:
             raise ConfigError(f"{exc}, or set KVSTORE_MODEL to it") from None

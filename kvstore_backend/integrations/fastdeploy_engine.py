@@ -142,12 +142,12 @@ def find_version() -> str:
         return "of no known version"
     folder = Path(str(module.__file__)).parent
     try:
-        told = (folder / "version.txt").read_bytes()
+        content = (folder / "version.txt").read_bytes()
     except OSError:
         files = sorted((folder / "cache_manager").rglob("*.py"))
-        told = b"\0".join(file.read_bytes() for file in files)
+        content = b"\0".join(file.read_bytes() for file in files)
     version = getattr(module, "__version__", "Unknown")
-    return f"{version} {hashlib.sha256(told).hexdigest()[:8]}"
+    return f"{version} {hashlib.sha256(content).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)

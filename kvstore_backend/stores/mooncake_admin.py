@@ -91,8 +91,8 @@ class MasterAdmin:
         sizes: list[int | None] = []
         for first in range(0, len(keys), _MAX_KEYS):
             asked = keys[first : first + _MAX_KEYS]
-            told = self._fetch_page("/batch_query_keys", keys=",".join(asked)).json()["data"]
-            sizes += [_size_of_value(told.get(key)) for key in asked]
+            found = self._fetch_page("/batch_query_keys", keys=",".join(asked)).json()["data"]
+            sizes += [_size_of_value(found.get(key)) for key in asked]
         return sizes
 
     def fetch_accounts(self) -> list[TenantAccount]:
@@ -122,27 +122,27 @@ class MasterAdmin:
         return httpx.get(url, params=params, timeout=_TIMEOUT_SECONDS, trust_env=False).raise_for_status()
 
 
-def _size_of_value(told: dict[str, Any] | None) -> int | None:
+def _size_of_value(entry: dict[str, Any] | None) -> int | None:
     """Return the size of a value in bytes, from its first copy in ``/batch_query_keys``."""
-    if not told or not told.get("ok"):
+    if not entry or not entry.get("ok"):
         return None
-    in_memory, on_disk = told.get("values") or [], told.get("local_disk_values") or told.get("disk_values") or []
+    in_memory, on_disk = entry.get("values") or [], entry.get("local_disk_values") or entry.get("disk_values") or []
     if in_memory:
         return int(in_memory[0]["size_"])
     return int(on_disk[0]["object_size"]) if on_disk else None
 
 
-def _read_account(told: dict[str, Any], labelled: Sequence[tuple[str, float]]) -> TenantAccount:
-    label = f'tenant_id="{told["tenant_id"]}"'
+def _read_account(entry: dict[str, Any], labelled: Sequence[tuple[str, float]]) -> TenantAccount:
+    label = f'tenant_id="{entry["tenant_id"]}"'
 
     def add_up(metric: str) -> int:
         return int(sum(value for name, value in labelled if name.startswith(metric + "{") and label in name))
 
     return TenantAccount(
-        told["tenant_id"],
-        quota=int(told["requested_quota_bytes"]),
-        granted=int(told["effective_quota_bytes"]),
-        used=int(told["charged_bytes"]),
+        entry["tenant_id"],
+        quota=int(entry["requested_quota_bytes"]),
+        granted=int(entry["effective_quota_bytes"]),
+        used=int(entry["charged_bytes"]),
         evicted=add_up("mooncake_tenant_evict_bytes_total"),
         refused=add_up("mooncake_tenant_quota_reject_total"),
     )
@@ -194,9 +194,9 @@ def _look_up_endpoint(name: str, metadata_server: str) -> str:
     response = httpx.get(metadata_server, params=params, timeout=_TIMEOUT_SECONDS, trust_env=False)
     if response.status_code == httpx.codes.NOT_FOUND:
         raise LookupError(name)
-    told = response.raise_for_status().json()
+    entry = response.raise_for_status().json()
     try:
-        return f"{told['ip_or_host_name']}:{told['rpc_port']}"
+        return f"{entry['ip_or_host_name']}:{entry['rpc_port']}"
     except (KeyError, TypeError) as exc:
         raise ValueError(f"{metadata_server} has no address of {name}") from exc
 

@@ -100,12 +100,12 @@ def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) ->
         name for name in sorted({*one, *other}) if name.startswith(_SETTING) and one.get(name) != other.get(name)
     ]
     if settings and one.get("checkpoint") == other.get("checkpoint"):
-        told = [
+        differences = [
             f"{name.removeprefix(_SETTING)} ({_tell_values(one.get(name), other.get(name), names)})"
             for name in settings
         ]
         reason = "other_dtype" if settings == [f"{_SETTING}dtype"] else "other_settings"
-        return reason, f"settings that change what is computed differ: {', '.join(told)}"
+        return reason, f"settings that change what is computed differ: {', '.join(differences)}"
     return "other_weights", (
         f"the weights differ ({called}), though both have one architecture: one may be a fine-tune or another "
         "revision; give both the same checkpoint"

@@ -169,8 +169,8 @@ class ArchiveReader:
         self.blocks = list(_read_index(folder / _INDEX, summary["blocks"] + 1))
         if len(self.blocks) != summary["blocks"]:
             count = f"more than {summary['blocks']}" if len(self.blocks) > summary["blocks"] else len(self.blocks)
-            told = f"{count} blocks, where {_SUMMARY} says {summary['blocks']}"
-            raise ConfigError(f"{folder / _INDEX} lists {told}: export it again")
+            mismatch = f"{count} blocks, where {_SUMMARY} says {summary['blocks']}"
+            raise ConfigError(f"{folder / _INDEX} lists {mismatch}: export it again")
 
     def read_block(self, block: ArchivedBlock) -> tuple[str, StoredBytes] | str:
         """Return the key and the value of a block, or a few words that say why it cannot be used."""
@@ -252,10 +252,10 @@ def _open_regular(path: Path) -> BinaryIO | None:
     return None
 
 
-def _read_manifest(told: object, digest: str) -> Manifest | None:
+def _read_manifest(value: object, digest: str) -> Manifest | None:
     """Return the manifest if it is present and matches the digest."""
     with contextlib.suppress(ManifestError):
-        manifest = parse_manifest(told)
+        manifest = parse_manifest(value)
         return manifest if manifest.digest == digest else None
     return None
 

@@ -72,9 +72,9 @@ def read_instance(address: str) -> Manifest:
         ConfigError: ``address`` is not an address.
         PoolUnavailable: no server answers there, or it is not an instance of this project.
     """
-    told = _ask(address, "instance", "GET", "/kvcache")
+    content = _ask(address, "instance", "GET", "/kvcache")
     try:
-        return parse_manifest(told.get("manifest"))
+        return parse_manifest(content.get("manifest"))
     except ManifestError as exc:
         raise PoolUnavailable(f"the instance at {address} does not say what its blocks are: {exc}") from None
 
@@ -86,10 +86,10 @@ def read_cache(address: str) -> CacheState:
         ConfigError: ``address`` is not an address.
         PoolUnavailable: no server answers there.
     """
-    answer, told = _request(address, "instance", "GET", "/kvcache")
-    if answer.status_code != httpx.codes.OK or not isinstance(told, dict):
+    answer, content = _request(address, "instance", "GET", "/kvcache")
+    if answer.status_code != httpx.codes.OK or not isinstance(content, dict):
         return CacheState(address, "", None)
-    digest, count = told.get("digest"), told.get("cached_blocks")
+    digest, count = content.get("digest"), content.get("cached_blocks")
     return CacheState(address, digest if isinstance(digest, str) else "", count if isinstance(count, int) else None)
 
 
@@ -112,8 +112,8 @@ def clear_cache(address: str) -> None:
 
 def list_instances(router: str, token_file: Path | None) -> list[str]:
     """Return the addresses of a router's instances; errors are those of ``ask_router``."""
-    told = _ask(router, "router", "GET", "/registered", headers=_authorise(token_file))
-    entries = [each for role in _ROLES for each in told.get(role, [])]
+    content = _ask(router, "router", "GET", "/registered", headers=_authorise(token_file))
+    entries = [each for role in _ROLES for each in content.get(role, [])]
     return [f"{each['host_ip']}:{each['port']}" for each in entries]
 
 
@@ -123,8 +123,8 @@ def clear_caches_of_router(router: str, token_file: Path | None) -> list[str]:
     Returns a sentence for each failure. Errors are those of ``ask_router``.
     """
     headers = _authorise(token_file)
-    answer, told = _request(router, "router", "POST", "/admin/clear_prefix_cache", headers=headers)
-    outcomes = told.get("instances") if isinstance(told, dict) else None
+    answer, content = _request(router, "router", "POST", "/admin/clear_prefix_cache", headers=headers)
+    outcomes = content.get("instances") if isinstance(content, dict) else None
     if not isinstance(outcomes, dict):
         raise PoolUnavailable(f"the router at {router} cleared no caches: it answered {answer.status_code}")
     return [f"{each} did not clear its cache: {why}" for each, why in outcomes.items() if why != "success"]
@@ -161,8 +161,8 @@ def ask_router(address: str, request_id: str, token_file: Path | None) -> Verdic
         PoolUnavailable: no server answers there, or it is not a router with this feature.
     """
     path = f"/admin/why_miss/{quote(request_id, safe='')}"
-    told = _ask(address, "router", "GET", path, headers=_authorise(token_file))
-    return _read_verdict(address, {**told, "sentence": told.get("why_miss")})
+    content = _ask(address, "router", "GET", path, headers=_authorise(token_file))
+    return _read_verdict(address, {**content, "sentence": content.get("why_miss")})
 
 
 def _authorise(token_file: Path | None) -> dict[str, str]:
@@ -172,10 +172,10 @@ def _authorise(token_file: Path | None) -> dict[str, str]:
 def _ask(
     address: str, kind: str, method: str, path: str, *, body: object = None, headers: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    answer, told = _request(address, kind, method, path, body=body, headers=headers)
-    if answer.status_code == httpx.codes.OK and isinstance(told, dict):
-        return told
-    raise PoolUnavailable(f"the {kind} at {address} {_explain_refusal(answer, told)}")
+    answer, content = _request(address, kind, method, path, body=body, headers=headers)
+    if answer.status_code == httpx.codes.OK and isinstance(content, dict):
+        return content
+    raise PoolUnavailable(f"the {kind} at {address} {_explain_refusal(answer, content)}")
 
 
 def _request(
@@ -189,24 +189,24 @@ def _request(
         answer = httpx.request(
             method, f"{url}{path}", json=body, headers=headers, timeout=_TIMEOUT_SECONDS, trust_env=False
         )
-        told = answer.json() if answer.content else None
+        content = answer.json() if answer.content else None
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
         raise PoolUnavailable(f"no {kind} answers at {address}: {str(exc) or type(exc).__name__}") from None
     except ValueError:
-        told = None
-    return answer, told
+        content = None
+    return answer, content
 
 
-def _explain_refusal(answer: httpx.Response, told: object) -> str:
-    error = told.get("error") if isinstance(told, dict) else None
+def _explain_refusal(answer: httpx.Response, content: object) -> str:
+    error = content.get("error") if isinstance(content, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     if isinstance(message, str) and message.isprintable() and "no path" not in message:
         return f"answered {answer.status_code}: {message[:300]}"
     return f"answered {answer.status_code}, and knows nothing of misses: it is other software, or an older version"
 
 
-def _read_verdict(address: str, told: Mapping[str, Any]) -> Verdict:
-    reason, sentence, details = told.get("reason"), told.get("sentence"), told.get("details")
+def _read_verdict(address: str, content: Mapping[str, Any]) -> Verdict:
+    reason, sentence, details = content.get("reason"), content.get("sentence"), content.get("details")
     if reason not in REASONS or not isinstance(sentence, str) or not isinstance(details, dict):
         raise PoolUnavailable(f"what answers at {address} says nothing that is known here: another version?")
     plain = "".join(each if each.isprintable() else "?" for each in sentence)

@@ -194,8 +194,8 @@ def _may_hold(state: CacheState, scopes: Sequence[Scope], arguments: argparse.Na
 
 def _report(arguments: argparse.Namespace, removed: dict[str, int], late: int, states: Sequence[CacheState]) -> None:
     if arguments.json:
-        told: dict[str, Any] = {each.address: each.num_blocks for each in states}
-        print_json({"dry_run": arguments.dry_run, "removed": removed, "removed_late": late, "cached_blocks": told})
+        cached: dict[str, Any] = {each.address: each.num_blocks for each in states}
+        print_json({"dry_run": arguments.dry_run, "removed": removed, "removed_late": late, "cached_blocks": cached})
         return
     verb = "would be removed" if arguments.dry_run else "removed"
     for digest, count in removed.items():

@@ -81,18 +81,18 @@ def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> in
     with open_holdings(arguments) as holdings:
         if not holdings.can_keep:
             raise ConfigError("a folder evicts what was used least recently and pins nothing: only Mooncake pins")
-        told = {}
+        results = {}
         for scope in find_scope(arguments, holdings):
-            told[scope.digest] = _change_scope(scope, holdings, seconds, is_dry=arguments.dry_run)
+            results[scope.digest] = _change_scope(scope, holdings, seconds, is_dry=arguments.dry_run)
     if arguments.json:
-        print_json({"dry_run": arguments.dry_run, "seconds": seconds, "namespaces": told})
+        print_json({"dry_run": arguments.dry_run, "seconds": seconds, "namespaces": results})
     else:
-        for digest, counts in told.items():
+        for digest, counts in results.items():
             would = "would be " if arguments.dry_run else ""
             print(f"{counts['done']} blocks of namespace {digest} {would}{verb}{_tell_rest(counts)}")
-    if seconds and not any(counts["done"] or counts["failed"] for counts in told.values()):
+    if seconds and not any(counts["done"] or counts["failed"] for counts in results.values()):
         raise PoolUnavailable("the pool has none of these blocks whole, so nothing is pinned")
-    if any(counts["failed"] for counts in told.values()):
+    if any(counts["failed"] for counts in results.values()):
         raise PoolUnavailable(
             "the pool did not take all of them: some were being read or written, or --for is more than the master "
             "allows (--max_kv_soft_pin_ttl); try again"
@@ -117,5 +117,5 @@ def _change_scope(scope: Scope, holdings: Holdings, seconds: float, *, is_dry: b
 
 def _tell_rest(counts: dict[str, int]) -> str:
     rest = {"absent": "not in the pool", "damaged": "damaged, so left alone", "failed": "not taken by the pool"}
-    told = [f"{counts[name]} {text}" for name, text in rest.items() if counts[name]]
-    return f" ({', '.join(told)})" if told else ""
+    parts = [f"{counts[name]} {text}" for name, text in rest.items() if counts[name]]
+    return f" ({', '.join(parts)})" if parts else ""
