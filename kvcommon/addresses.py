@@ -20,7 +20,7 @@ class ServerAddress(NamedTuple):
 
     @property
     def url(self) -> str:
-        """``http://host:port``."""
+        """Address as ``http://host:port``."""
         return f"{self.scheme}://{self.host}:{self.port}"
 
 
@@ -28,7 +28,7 @@ def parse_address(text: str) -> ServerAddress:
     """Parse ``host:port`` or ``http(s)://host:port``.
 
     Raises:
-        ValueError: it is something else, in one sentence.
+        ValueError: the text has another form; the message is one sentence.
     """
     found = _ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found["port"]) < 65536:
@@ -37,11 +37,11 @@ def parse_address(text: str) -> ServerAddress:
 
 
 def find_own_address(url: str) -> str:
-    """This machine's address as the host of ``url`` sees it; an IPv6 address without brackets.
+    """Return this machine's address as the host of ``url`` sees it; an IPv6 address has no brackets.
 
     Raises:
         OSError: that host is not known, or there is no route to it.
-        ValueError: as ``parse_address``.
+        ValueError: ``parse_address`` cannot parse ``url``.
     """
     server = parse_address(url)
     host = server.host.strip("[]")

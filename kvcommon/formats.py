@@ -6,7 +6,7 @@ __all__ = ["format_bytes"]
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes in the largest unit that leaves a digit before the point, with four digits, such as ``1.5 GiB``."""
+    """Format a number of bytes with four digits, in the largest unit with a digit before the point: ``1.5 GiB``."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""The known name that is nearest to a mistyped one, for the end of an error's sentence."""
+"""Suggestions for mistyped names: the nearest known name, to append to an error message."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Iterable
 
 __all__ = ["did_you_mean", "find_nearest", "list_unknown", "suggest_name"]
 
-# A letter or two are wrong, missing or swapped; --bogus is not near --host.
+# Accepts one or two letters that are wrong, missing or swapped; --bogus is not near --host.
 _NEAR = 0.65
 
 
 def find_nearest(name: str, known: Iterable[str]) -> str:
-    """The name among ``known`` that is nearest to ``name``; ``""`` where none is near."""
+    """Return the name in ``known`` that is nearest to ``name``; ``""`` if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=_NEAR)
     return near[0] if near else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``; did you mean NEAREST?``; ``""`` where no known name is near."""
+    """Return ``; did you mean NEAREST?``; ``""`` if no known name is near."""
     near = find_nearest(name, known)
     return f"; did you mean {near}?" if near else ""
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """As ``did_you_mean``; where no known name is near, a list of all of them."""
+    """Return the same as ``did_you_mean``, or a list of all known names if none is near."""
     known = list(known)
     return did_you_mean(name, known) or f"; valid: {', '.join(known)}"
 
 
 def list_unknown(names: Iterable[str], known: Iterable[str]) -> str:
-    """Unknown names, each with the nearest known one, as a part of a sentence."""
+    """List unknown names for a sentence, each with the nearest known name."""
     known = list(known)
     nearest = [(name, find_nearest(name, known)) for name in names]
     return ", ".join(f"{name} (did you mean {near}?)" if near else name for name, near in nearest)

@@ -1,4 +1,4 @@
-"""Binding a port that the client's end of a closed connection still holds."""
+"""Binding of a port that the client's end of a closed connection still holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["bind_patiently"]
 
-# Linux takes clients' ports from 32768 to 60999, and keeps one for 60 s after its connection was closed.
+# Linux takes clients' ports from 32768 to 60999, and reserves each for 60 s after its connection is closed.
 CLOSED_CONNECTION_SECONDS = 70.0
 _PAUSE_SECONDS = 0.2
 

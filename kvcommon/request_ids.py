@@ -1,4 +1,4 @@
-"""The header ``X-Request-Id``, by which clients name their requests."""
+"""The header ``X-Request-Id``, with which clients name their requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MAX_ID_CHARACTERS = 256
 
 
 def find_request_id(headers: Iterable[tuple[bytes, bytes]], server: str) -> str:
-    """The id that the header gives; "" where there is none.
+    """Return the id in the header; "" if there is none.
 
     Args:
-        headers: their names are lower-case.
+        headers: headers with lower-case names.
         server: ``this router`` or ``this instance``, for the message.
 
     Raises:
-        ValueError: it cannot be an id, in one sentence.
+        ValueError: the header is not a valid id; the message is one sentence.
     """
     for name, value in headers:
         if name == REQUEST_ID:
@@ -36,5 +36,5 @@ def find_request_id(headers: Iterable[tuple[bytes, bytes]], server: str) -> str:
 
 
 def encode_request_id(request_id: str) -> tuple[bytes, bytes]:
-    """The header of a response."""
+    """Encode the header of a response."""
     return REQUEST_ID, request_id.encode()

@@ -1,4 +1,4 @@
-"""Files with one token: no message repeats their content."""
+"""Files with one token. No error message repeats their content."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["read_lines", "read_token"]
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file that are neither empty nor a comment.
+    """Return the lines of a file that are neither empty nor a comment.
 
     Raises:
-        ValueError: the file cannot be read, in one sentence that begins with its path.
+        ValueError: the file cannot be read; the message is one sentence that begins with its path.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -23,10 +23,11 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file of its own.
+    """Return the token from a file that has only a token.
 
     Raises:
-        ValueError: the file cannot be read, or has more than one word; in one sentence that begins with its path.
+        ValueError: the file cannot be read, is empty, or has more than one word; the message is one sentence that
+            begins with its path.
     """
     words = [word for line in read_lines(path) for word in line.split()]
     if not words:

@@ -1,4 +1,4 @@
-"""The exporter of OpenTelemetry's spans, with a log line where the receiver is gone."""
+"""Exporter of OpenTelemetry spans that logs when the receiver is not available."""
 
 from __future__ import annotations
 
@@ -13,30 +13,34 @@ if TYPE_CHECKING:
 
 __all__ = ["LoggingExporter", "close_spans", "measure_epoch"]
 
-# The receiver gets so long to take the last spans when the process stops.
+# Time that the receiver has to take the last spans when the process stops.
 CLOSING_SECONDS = 1.0
 
 
 class LoggingExporter:
-    """The SDK's exporter, which logs once that the receiver takes no spans, and once that it does again."""
+    """Wrapper of the SDK's exporter, for logs.
+
+    It logs once when the receiver takes no spans, and once when it takes them again.
+    """
 
     def __init__(self, exporter: Any, receiver: str, log: logging.Logger) -> None:
-        """
+        """Wrap an exporter.
+
         Args:
-            exporter: the SDK's own.
-            receiver: as the operator wrote it, for the log.
+            exporter: the SDK's exporter.
+            receiver: the receiver as the operator wrote it, for the log.
         """
         self._exporter = exporter
         self._receiver = receiver
         self._log = log
         self._lost = 0
         self._is_over = False
-        # These would log the same for each batch, with the messages of the libraries below them.
+        # These loggers would repeat the message for each batch, with messages of the libraries below them.
         for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
     def export(self, spans: Sequence[ReadableSpan]) -> Any:
-        """Send spans; on the SDK's thread."""
+        """Send spans. The SDK calls this on its own thread."""
         result = self._exporter.export(spans)
         if not result.value:
             if self._lost:
@@ -50,20 +54,20 @@ class LoggingExporter:
         return result
 
     def give_up(self) -> None:
-        """The process stops, and the receiver has not taken the last spans in time."""
+        """Stop without the last spans, because the receiver did not take them in time."""
         if not self._lost:
             text = "%s did not take the last spans within %g s; they are lost"
             self._log.warning(text, self._receiver, CLOSING_SECONDS)
         self.shutdown()
 
     def shutdown(self) -> None:
-        """End, and drop spans that wait to be sent again."""
+        """Stop the exporter, and drop spans that wait for another try."""
         if not self._is_over:
             self._is_over = True
             self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing is held here."""
+        """Return True: this exporter buffers nothing."""
         return True
 
 
@@ -77,9 +81,9 @@ def close_spans(processor: Any, exporter: LoggingExporter) -> None:
 
 
 def measure_epoch(clock: Callable[[], float]) -> float:
-    """The moment when ``clock`` was 0, in seconds since 1970.
+    """Return the time when ``clock`` was 0, in seconds since 1970.
 
-    The best of several readings, as a thread may be suspended between one clock and the other.
+    Takes the best of several readings, because a thread may be suspended between the readings of the two clocks.
     """
     readings = [(clock(), time.time(), clock()) for _ in range(3)]
     before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])

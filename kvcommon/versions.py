@@ -10,7 +10,7 @@ DISTRIBUTION = "fastdeploy-kvstore"
 
 
 def find_version() -> str:
-    """The installed version, or a remark that the code runs from its folder."""
+    """Return the installed version, or a remark that the code runs from its folder."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""KV blocks in one shared pool: put, get and look up, with honest answers however the pool fails.
+"""KV blocks in one shared pool: put, get and look up. Answers are reliable even if the pool fails.
 
 >>> config = load_config("memory")
 >>> namespace = Namespace("fingerprint", "float32", 64, 24, 2, 64, "layer,kv,head,token,dim")
@@ -6,28 +6,28 @@
 ...     pool.lookup([b"hash of the first block"])
 0
 
-An engine sees a ``BlockPool``; under it stand wrappers, one around the other, and at the bottom a store:
+An engine uses a ``BlockPool``. Below it are wrappers, one around the other, and at the bottom a store:
 
 pool.py        BlockPool: the engine's view, block hashes in and block bytes out; open_pool puts the parts together
 block_hash.py  token ids -> chained block hashes
-namespace.py   Namespace: everything that makes blocks interchangeable; a key is built and parsed here alone
-manifest.py    the manifest of a namespace: a small JSON object in the pool, the meaning of its digest
-manifest_keeper.py  writes it, on a thread of its own, and again where the pool lost it
+namespace.py   Namespace: everything that makes blocks interchangeable; only this file builds and parses keys
+manifest.py    the manifest of a namespace: a small JSON object in the pool that explains the namespace's digest
+manifest_keeper.py  writes the manifest on its own thread, and writes it again if the pool loses it
 backend.py     StorageBackend, the interface of stores and wrappers; Status, its three answers; Span; the errors
-threads.py     threads that the end of the process does not wait for; what a fork leaves
-transfers.py   loads and saves on their way, for engines that do not wait for the pool
-staging/       by way of host memory, for KV in a device's memory; needs torch, and is imported by those who do
+threads.py     threads that the end of the process does not wait for; the state of a process after a fork
+transfers.py   asynchronous loads and saves, for engines that do not wait for the pool
+staging/       KV in a device's memory, copied through host memory; needs torch, so only its users import it
 cuts/          blocks of the same model under another tensor-parallel size or block size: found, and gathered
 load_or_compute.py  whether loading blocks from the pool is quicker than computing them
-pool_timing.py  the same for a whole pool and an instance, measured: kvstore doctor --instance
-refill.py      blocks that the pool has lost are put again by an instance that still holds them
-clear_marks.py  marks of an operator's clear, after which nothing is put again that was saved before
+pool_timing.py  the same decision for a whole pool and an instance, measured: kvstore doctor --instance
+refill.py      puts blocks that the pool has lost again, from an instance that still has them
+clear_marks.py  marks that an operator's clear leaves; no instance puts older blocks again after it
 wrappers/      backends around a backend, one concern each: headers, deadlines, writes in the background, tiers, metrics
-stores/        where bytes live: a Mooncake cluster, a folder, this process's memory
+stores/        where bytes are stored: a Mooncake cluster, a folder, this process's memory
 config/        every dialect of configuration -> one PoolConfig
-integrations/  other engines' contracts, met by this pool
-why_miss/      why blocks were not there: two set-ups, or a prompt and the pool, beside each other
-cli/           kvstore doctor, bench, stats, master, and an operator's: ls, pin, clear, warm, export, import, why-miss
+integrations/  adapters that let other engines use this pool
+why_miss/      why blocks were not found: compares two set-ups, or a prompt with the pool
+cli/           kvstore doctor, bench, stats, master, and for operators: ls, pin, clear, warm, export, import, why-miss
 """
 
 from kvstore_backend.backend import (

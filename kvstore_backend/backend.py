@@ -1,4 +1,4 @@
-"""The one interface of every store and of every wrapper around one, and the answers it may give.
+"""The interface that every store and every wrapper implements, and the answers it may give.
 
 Exceptions that leave this package::
 
@@ -6,8 +6,8 @@ Exceptions that leave this package::
     ├── ConfigError        a configuration that cannot be used; also a ValueError
     └── PoolUnavailable    the store could not be opened (no master, no folder, library missing)
 
-A *caller's* mistake in a call (lengths that differ, a negative size, an empty key) is a plain
-``ValueError``, raised at once. Nothing a *pool* does raises out of a call: it is a ``Status``.
+A *caller's* mistake in a call (lengths that differ, a negative size, an empty key) raises a plain ``ValueError``
+immediately. A *pool's* failure never raises: the call returns a ``Status``.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ __all__ = [
 ]
 
 HEADROOM_BYTES = 128
-"""Bytes that memory registered with ``headroom`` leaves free before each value, which stays aligned by that."""
+"""Free bytes before each value in memory that is registered with ``headroom``. Values stay aligned to this size."""
 
 
 class KVStoreError(Exception):
-    """Base of every exception this package raises on its own account."""
+    """Base of every exception that this package itself raises."""
 
 
 class ConfigError(KVStoreError, ValueError):
-    """A configuration that cannot be used: one sentence, naming the key, the value and a right one."""
+    """A configuration that cannot be used. The message is one sentence with the key, the value and a correct value."""
 
 
 class PoolUnavailable(KVStoreError):
-    """The store could not be opened: one sentence, naming the address or folder and a remedy.
+    """The store could not be opened. The message is one sentence with the address or folder and a remedy.
 
     Attributes:
-        pause_seconds: opening it stopped the whole process for a while; it should not be tried again before.
+        pause_seconds: the failed opening stopped the whole process for a while; callers should wait this long before
+            the next try.
     """
 
     def __init__(self, message: str, pause_seconds: float = 0.0) -> None:
@@ -62,14 +63,16 @@ class PoolUnavailable(KVStoreError):
 
 
 class Status(enum.Enum):
-    """The answer for one key. Only ``OK`` is true, so ``if status:`` never takes a failure for a hit."""
+    """Answer for one key. Only ``OK`` is true, so ``if status:`` never takes a failure for a hit."""
 
     OK = "ok"
-    """Stored, read in full, present, or removed."""
+    """The value was stored, read in full, present, or removed."""
     ABSENT = "absent"
-    """The pool answered, and it does not have this value: not the key, or, of a read, another size under it."""
+    """The pool answered, and it does not have this value: the key is absent or, for a read, the value has another
+    size.
+    """
     FAILED = "failed"
-    """Nothing may be concluded: an error, a time-out, no room."""
+    """The state is not known: an error, a time-out, or no capacity."""
 
     def __bool__(self) -> bool:
         return self is Status.OK
@@ -83,11 +86,11 @@ class Span(NamedTuple):
 
 
 Value = Sequence[Span]
-"""One value as scatter/gather: its bytes are the spans' bytes, one after another."""
+"""A value as scatter/gather list: its bytes are the bytes of the spans, one after another."""
 
 
 class Health(NamedTuple):
-    """The state of a store as it sees it: ``ok`` and one sentence of detail for an operator."""
+    """State of a store as the store sees it: ``ok``, and one sentence of detail for an operator."""
 
     ok: bool
     detail: str
@@ -95,10 +98,10 @@ class Health(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Figures a store knows of itself; ``None`` where it cannot know.
+    """Measurements that a store has of itself; ``None`` where it cannot know.
 
-    ``keys`` and ``used_bytes`` count the values in this store (for Mooncake: the whole cluster, as its master
-    reports it); ``capacity_bytes`` is the limit it evicts at.
+    ``keys`` and ``used_bytes`` count the values in this store (for Mooncake: in the whole cluster, as its master
+    reports it). The store evicts when ``capacity_bytes`` is reached.
     """
 
     kind: str
@@ -110,29 +113,29 @@ class StoreStats:
 class StorageBackend(abc.ABC):
     """Batched put / get / exists / remove of immutable values.
 
-    Callers call ``put``, ``keep``, ``get``, ``exists``, ``remove`` and ``clear``, which check their arguments and hand
-    them to ``_put``, ``_keep``, ``_get``, ``_exists``, ``_remove`` and ``_clear``: those are a store's to write, and
-    trust their arguments. A backend around a backend calls those of the inner one, so that a batch is checked once, at
-    the door it came in by.
+    Callers use ``put``, ``keep``, ``get``, ``exists``, ``remove`` and ``clear``. These check their arguments and pass
+    them to ``_put``, ``_keep``, ``_get``, ``_exists``, ``_remove`` and ``_clear``, which a store implements and which
+    trust their arguments. A wrapper calls the methods with an underscore of the inner backend, so that a batch is
+    checked once, where it enters.
 
-    Rules that every implementation keeps, and ``tests/kvstore_backend/conformance`` checks:
+    Rules that every implementation follows, and that ``tests/kvstore_backend/conformance`` checks:
 
-    - All calls are batches, answered by one ``Status`` per key in the order asked. An empty batch answers ``[]``.
-    - A value is immutable: a put of a key that is present answers ``OK`` and changes nothing.
-    - ``get`` fills *all* of the target's bytes or does not answer ``OK``. A stored value of any other size than the
-      target's is ``ABSENT``. After an answer other than ``OK`` the target's contents are unspecified.
-    - Memory is the caller's: spans are read (put) or written (get) only while the call runs. (A backend that gives
+    - All calls are batches. They return one ``Status`` per key, in the order of the keys. An empty batch gives ``[]``.
+    - A value is immutable: a put of a key that is present returns ``OK`` and changes nothing.
+    - ``get`` fills *all* of the target's bytes or does not return ``OK``. A stored value of another size than the
+      target is ``ABSENT``. After an answer other than ``OK`` the target's contents are unspecified.
+    - The caller owns the memory: spans are read (put) or written (get) only while the call runs. (A backend that gives
       calls up is the exception; ``wait_for_late_calls`` reports when they have ended.)
-    - ``register`` announces memory that spans will point into; stores that need no registration ignore it.
-    - Calls may come from several threads at once.
-    - After ``close`` every call answers ``FAILED`` for each key, and a second ``close`` does nothing.
+    - ``register`` announces memory that later spans are in; stores that need no registration ignore it.
+    - Several threads may call concurrently.
+    - After ``close`` every call returns ``FAILED`` for each key, and a second ``close`` does nothing.
     """
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        """Store ``values[i]`` under ``keys[i]``; ``OK`` means it is readable now.
+        """Store ``values[i]`` under ``keys[i]``; ``OK`` means that clients can read it now.
 
-        The exception is Mooncake, which says so of a key that another client has only begun to write: it is readable
-        in a moment, or, if that client dies, not at all.
+        The exception is Mooncake: it also returns ``OK`` for a key that another client is still writing. That key is
+        readable a moment later, or never if that client dies.
 
         Raises:
             ValueError: lengths differ, an empty key, an empty value or a negative size.
@@ -141,14 +144,15 @@ class StorageBackend(abc.ABC):
         return self._put(keys, values)
 
     def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        """Store ``values[i]`` under ``keys[i]`` also where that is present, and spare it from eviction for a time.
+        """Store ``values[i]`` under ``keys[i]``, also if the key is present, and protect it from eviction for a time.
 
-        For as long as there is something else to evict. A store that knows no such thing stores those that are absent.
+        A protected value is evicted only if there is nothing else to evict. A store without this feature stores only
+        the values that are absent.
 
         Args:
-            keys: of values that are to be kept.
-            values: theirs, whether or not they are stored already.
-            seconds: for how long from now; 0: it is evicted like any other again.
+            keys: keys of the values to protect.
+            values: the values, whether or not they are already stored.
+            seconds: duration from now; with 0 the value can be evicted like any other again.
 
         Raises:
             ValueError: as ``put``, or ``seconds`` is negative.
@@ -168,7 +172,7 @@ class StorageBackend(abc.ABC):
         return self._get(keys, targets)
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
-        """Say which keys are present now; a present one may still be evicted before it is read.
+        """Return which keys are present now; a present value may still be evicted before it is read.
 
         Raises:
             ValueError: an empty key.
@@ -179,7 +183,7 @@ class StorageBackend(abc.ABC):
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         """Remove keys; ``ABSENT`` where there was nothing to remove.
 
-        With ``force`` also those that somebody may be reading now: for values that nobody should read.
+        ``force`` also removes values that a client may be reading now: for values that no client should read.
 
         Raises:
             ValueError: an empty key.
@@ -188,51 +192,51 @@ class StorageBackend(abc.ABC):
         return self._remove(keys, force=force)
 
     def clear(self, prefix: str) -> Status:
-        """Remove every key that begins with ``prefix``, also those that somebody may be reading now.
+        """Remove every key that begins with ``prefix``, also values that a client may be reading now.
 
         Returns:
-            ``OK`` when none is left but those put meanwhile; ``FAILED`` where that cannot be said.
+            ``OK`` if only values that were put during the call are left; ``FAILED`` if that is not certain.
 
         Raises:
-            ValueError: ``prefix`` is empty, which would be everybody's keys.
+            ValueError: ``prefix`` is empty, which would match the keys of all users.
         """
         check_keys([prefix])
         return self._clear(prefix)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:  # noqa: B027 - many need nothing
-        """Announce ``nbytes`` bytes at ``address`` that later spans lie in (RDMA needs it).
+        """Announce ``nbytes`` bytes at ``address`` that later spans will be in (RDMA needs this).
 
         Args:
-            address: where the memory begins.
-            nbytes: its size.
-            headroom: before the first span of every value in this memory there are ``HEADROOM_BYTES`` bytes of it that
-                calls may overwrite. A header then travels in one piece with its value, which over TCP saves as much
-                time as 50 KiB take.
+            address: start of the memory.
+            nbytes: size of the memory.
+            headroom: whether the memory has ``HEADROOM_BYTES`` bytes before the first span of every value, which calls
+                may overwrite. A header then travels in one piece with its value. Over TCP this saves the time of a
+                transfer of 50 KiB.
         """
 
     def unregister(self, address: int, nbytes: int) -> None:  # noqa: B027 - most stores need nothing
-        """Take back a ``register`` of the same memory, before that memory is freed."""
+        """Undo a ``register`` of the same memory, before that memory is freed."""
 
     @property
     def is_ready(self) -> bool:
-        """False while calls are answered ``FAILED`` without being made, so that callers may spare themselves."""
+        """Whether calls reach the store. While False, calls return ``FAILED`` immediately, so callers can skip them."""
         return True
 
     def wait_for_late_calls(self, seconds: float) -> bool:
-        """Wait until no call that was given up touches callers' memory any more.
+        """Wait until no call that was given up can still touch callers' memory.
 
-        After a put or get answered ``FAILED``, its memory may be used for something else once this is true. Only
-        stacks that give up on calls (``guarded.py``) ever have to wait.
+        After a put or get returned ``FAILED``, its memory may be used again only once this returns True. Only wrappers
+        that give calls up (``guarded.py``) ever wait here.
 
         Returns:
-            False if some call still runs after ``seconds``.
+            False if a call still runs after ``seconds``.
         """
         return True
 
     def flush_writes(self, seconds: float) -> bool:
-        """Wait until other clients of the pool can read every value put so far, or it has been given up.
+        """Wait until every earlier put has ended: other clients of the pool can read the value, or it was given up.
 
-        Only stacks that write later (``write_behind.py``) ever have to wait.
+        Only wrappers that write later (``write_behind.py``) ever wait here.
 
         Returns:
             False if ``seconds`` were not enough.
@@ -240,7 +244,7 @@ class StorageBackend(abc.ABC):
         return True
 
     def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
-        """``exists`` as another instance would be answered: without the copies that only this one has.
+        """Return the ``exists`` that another instance would get: without the copies that only this instance has.
 
         Raises:
             ValueError: an empty key.
@@ -249,9 +253,9 @@ class StorageBackend(abc.ABC):
         return self._exists_for_all(keys)
 
     def drop_own_copies(self, prefix: str) -> bool:
-        """Drop what only this process has of the keys that begin with ``prefix``: copies, and writes on their way.
+        """Drop everything that only this process has for keys that begin with ``prefix``: copies, and queued writes.
 
-        The pool that others share is left as it is; a write that is being sent goes on.
+        The shared pool does not change; a write that is being sent continues.
 
         Returns:
             False if some copies may be left.
@@ -260,46 +264,46 @@ class StorageBackend(abc.ABC):
 
     @abc.abstractmethod
     def health(self) -> Health:
-        """Whether the store works now, as far as it can tell without moving data."""
+        """Report whether the store works now, as far as it can know without moving data."""
 
     @abc.abstractmethod
     def stats(self) -> StoreStats:
-        """The store's own figures."""
+        """Return the store's own measurements."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back the connections, threads and memory that were taken."""
+        """Release the connections, threads and memory of the backend."""
 
     @abc.abstractmethod
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        """``put``, of arguments that were checked."""
+        """Implement ``put``; the arguments are checked."""
 
     def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        """``keep``, of arguments that were checked."""
+        """Implement ``keep``; the arguments are checked."""
         return self._put(keys, values)
 
     @abc.abstractmethod
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        """``get``, of arguments that were checked."""
+        """Implement ``get``; the arguments are checked."""
 
     @abc.abstractmethod
     def _exists(self, keys: Sequence[str]) -> list[Status]:
-        """``exists``, of keys that were checked."""
+        """Implement ``exists``; the keys are checked."""
 
     def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
-        """``exists_for_all``, of keys that were checked."""
+        """Implement ``exists_for_all``; the keys are checked."""
         return self._exists(keys)
 
     def _get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        """``get`` without the copies that only this instance has, and without leaving one; of checked arguments."""
+        """Implement ``get`` without using or creating copies that only this instance has; the arguments are checked."""
         return self._get(keys, targets)
 
     @abc.abstractmethod
     def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
-        """``remove``, of keys that were checked."""
+        """Implement ``remove``; the keys are checked."""
 
     def _clear(self, prefix: str) -> Status:
-        """``clear``, of a prefix that was checked; ``FAILED`` for a store that cannot list its keys."""
+        """Implement ``clear``; the prefix is checked. Return ``FAILED`` from a store that cannot list its keys."""
         return Status.FAILED
 
 
@@ -308,14 +312,14 @@ def check_keys(keys: Sequence[str]) -> None:
     with contextlib.suppress(TypeError):
         "".join(keys)
         if all(keys):
-            return  # many times quicker than looking at each
+            return  # many times quicker than a check of each key
     for i, key in enumerate(keys):
         if not isinstance(key, str) or not key:
             raise ValueError(f"keys[{i}] is {key!r}; a key is a non-empty string")
 
 
 def check_values(keys: Sequence[str], values: Sequence[Value]) -> None:
-    """Raise ``ValueError`` unless there is one non-empty value of sane spans for each (valid) key."""
+    """Raise ``ValueError`` unless there is one non-empty value with valid spans for each (valid) key."""
     check_keys(keys)
     if len(keys) != len(values):
         raise ValueError(f"{len(keys)} keys but {len(values)} values; they must correspond one to one")
@@ -332,7 +336,7 @@ def check_values(keys: Sequence[str], values: Sequence[Value]) -> None:
 
 
 def split_by_size(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """The parts of ``sizes``, in their order, that each add up to at most so much, or have one member."""
+    """Split ``sizes``, in order, into parts that each have one member or add up to at most ``most``."""
     first = total = 0
     for i, size in enumerate(sizes):
         if i > first and total + size > most:
@@ -344,5 +348,5 @@ def split_by_size(sizes: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def memory_views(value: Value) -> list[memoryview]:
-    """One writable view of bytes per non-empty span. Valid only as long as the caller's memory is."""
+    """Return one writable view of bytes per non-empty span. Views are valid only while the caller's memory is."""
     return [memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") for address, nbytes in value if nbytes]

@@ -3,9 +3,9 @@
     root   = SHA-256("kvstore.root.v1" || length of salt || salt || extra)
     hash_i = SHA-256(hash_{i-1} || tokens of block i as little-endian uint32)
 
-A block's KV depends on every token before it, so its hash does too: equal hashes mean equal prefixes, and a
-look-up of the longest present prefix is a walk along one list. SHA-256 because a collision would hand one user's
-KV to another (the reason vLLM gives for its own choice of SHA-256).
+A block's KV depends on every token before it, so its hash does too: equal hashes mean equal prefixes, and a look-up of
+the longest present prefix reads one list from its start. SHA-256 is used because a collision would give one user's KV
+to another user (vLLM chose SHA-256 for the same reason).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROOT_TAG = b"kvstore.root.v1\0"
 
 
 def root_hash(salt: str = "", extra: bytes = b"") -> bytes:
-    """The parent of a sequence's first block.
+    """Return the parent of a sequence's first block.
 
     Args:
         salt: a request's ``cache_salt`` (as in vLLM): requests share blocks only if their salts are equal.
@@ -34,9 +34,9 @@ def root_hash(salt: str = "", extra: bytes = b"") -> bytes:
 
 
 def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, root: bytes) -> list[bytes]:
-    """Append to ``hashes`` the hashes of the full blocks of ``token_ids`` it does not cover yet; return it.
+    """Append to ``hashes`` the hashes of the full blocks of ``token_ids`` that it does not cover yet; return it.
 
-    A growing sequence calls this as it grows; only new full blocks are hashed. A partial last block has no hash.
+    Callers call this again as a sequence grows; only new full blocks are hashed. A partial last block has no hash.
 
     Args:
         hashes: the hashes of the first ``len(hashes)`` blocks of ``token_ids``; changed in place.
@@ -46,7 +46,7 @@ def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_siz
 
     Raises:
         ValueError: ``block_size`` is not positive, ``hashes`` covers more than ``token_ids`` has, or a token id is
-            no integer or does not fit in 32 bits.
+            not an integer or does not fit in 32 bits.
     """
     if block_size <= 0:
         raise ValueError(f"block_size is {block_size}; it must be positive")

@@ -3,10 +3,10 @@
     kvstore-cleared/<32 hex digits: digest of the Namespace>      that namespace was cleared, or a part of it
     kvstore-cleared/all                                           all namespaces were
 
-A pool that lost blocks and one that was cleared look alike to an instance, which puts the blocks of the former again
-(``refill.py``). The value of a mark is an id that no other clear has: an instance that finds an id which it did not
-know puts nothing again that it had saved before. It remembers the id, so a mark that the pool loses changes nothing
-for those who have seen it. No clocks are compared.
+An instance cannot distinguish a pool that lost blocks from a pool that was cleared, and it puts lost blocks again
+(``refill.py``). The value of a mark is an id that no other clear has. An instance that finds a new id stops putting the
+blocks that it had saved before. It remembers the id, so a mark that the pool loses later changes nothing for an
+instance that has seen it. No clocks are compared.
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ from kvstore_backend.backend import Span, Status, StorageBackend
 from kvstore_backend.namespace import BLOCK_PREFIX, Namespace
 from kvstore_backend.wrappers.checked import seal_bytes
 
-__all__ = ["ALL", "MARK_PREFIX", "ClearMarks", "ClearWatch", "make_mark", "mark_key"]
+__all__ = ["ALL", "MARK_PREFIX", "ClearMarks", "ClearWatch", "Pool", "make_mark", "mark_key"]
 
 logger = logging.getLogger(__name__)
 
 MARK_PREFIX = "kvstore-cleared/"
-"""The beginning of the keys of all marks; no block's key begins so."""
+"""Beginning of the keys of all marks; no block's key begins with it."""
 
 ALL = "all"
-"""In the place of a digest: all namespaces."""
+"""Text in the place of a digest that means all namespaces."""
 
 _PERIOD_SECONDS = 5.0
-# Longer than the deadline of a read, after which a hung pool's answer is not waited for.
+# Longer than the deadline of a read; after that the instance does not wait for a hung pool.
 _CLOSE_SECONDS = 2.0
 _ID_BYTES = 32
 _ID = re.compile(rb"[0-9a-f]{32}")
 
 
 def mark_key(digest: str) -> str:
-    """The key of the mark of the namespace with this digest, or of ``ALL``."""
+    """Return the key of the mark of the namespace with this digest, or of ``ALL``."""
     return f"{MARK_PREFIX}{digest}"
 
 
 def make_mark(key: str) -> NDArray[np.uint8]:
-    """The bytes to store under ``key``: those of a clear that begins now."""
+    """Return the bytes to store under ``key`` for a clear that begins now."""
     return seal_bytes(key, secrets.token_hex(_ID_BYTES // 2).encode())
 
 
 class Pool(Protocol):
-    """The part of ``BlockPool`` that is used here."""
+    """Part of ``BlockPool`` that this module uses."""
 
     namespace: Namespace
 
     @property
     def is_ready(self) -> bool:
-        """Whether calls are answered now."""
+        """Whether the pool answers calls now."""
 
     @property
     def stack(self) -> StorageBackend:
-        """The stack of backends."""
+        """The backend of the pool, with its wrappers."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Announce memory that is read into."""
+        """Register memory that reads write to."""
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Take back a ``register``."""
+        """Undo a ``register``."""
 
 
 class ClearMarks:
-    """The marks of some namespaces, as an instance knows them.
+    """Marks of some namespaces, as an instance knows them.
 
     Args:
-        pool: asked for them.
-        digests: of the namespaces that the instance saves blocks of.
+        pool: the pool with the marks.
+        digests: digests of the namespaces whose blocks the instance saves.
     """
 
     def __init__(self, pool: Pool, digests: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ class ClearMarks:
         self._found: dict[str, bytes] = {}
 
     def look(self) -> bool | None:
-        """Whether the pool was cleared since the last ``accept``; None where it does not say."""
+        """Return whether the pool was cleared since the last ``accept``; None if the pool does not answer."""
         base: int = self._memory.ctypes.data
         targets = [[Span(base + i * _ID_BYTES, _ID_BYTES)] for i in range(len(self._keys))]
         statuses = self._pool.stack._get_for_all(self._keys, targets)
@@ -101,22 +101,22 @@ class ClearMarks:
         return any(self._known.get(key) != text for key, text in self._found.items())
 
     def close(self) -> None:
-        """Give the memory back; ``look`` is not called any more."""
+        """Unregister the memory; callers do not call ``look`` after this."""
         self._pool.unregister(self._memory.ctypes.data, self._memory.nbytes)
 
     def accept(self) -> None:
-        """Take the marks that the last ``look`` found for known."""
+        """Remember the marks that the last ``look`` found."""
         self._known |= self._found
 
 
 class ClearWatch:
-    """Drops what only this process has of a pool after a clear: its fast tier, and writes on their way.
+    """Watcher that, after a clear, drops everything that only this process has: its fast tier, and queued writes.
 
-    Reads the marks on a thread of its own. A mark that is there at the first look counts as new, as a fast tier in a
-    folder may hold copies of before.
+    It reads the marks on its own thread. A mark that exists at the first look counts as new, because a fast tier in a
+    folder may hold older copies.
 
     Args:
-        pool: of one namespace, which may change; the copies of all namespaces are dropped.
+        pool: a pool of one namespace, which may change; the copies of all namespaces are dropped.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -127,7 +127,7 @@ class ClearWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the looks, and wait until the memory of the marks is unregistered, unless a pool hangs."""
+        """Stop the thread, and wait until it has unregistered the memory of the marks, unless the pool hangs."""
         self._closed.set()
         self._thread.join(_CLOSE_SECONDS)
 
@@ -144,5 +144,5 @@ class ClearWatch:
 
     def _look(self, marks: ClearMarks) -> None:
         if self._pool.is_ready and marks.look() and self._pool.stack.drop_own_copies(BLOCK_PREFIX):
-            marks.accept()  # else once more in the next period
+            marks.accept()  # otherwise it tries again in the next period
             logger.info("An operator cleared the pool: the copies that only this process has were dropped")

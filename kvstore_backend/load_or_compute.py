@@ -1,7 +1,7 @@
-"""Whether blocks that the pool has are worth loading: where the pool is slow, computing them is quicker.
+"""Decision whether to load the pool's blocks: with a slow pool, computing them is quicker.
 
-Learned from the time that loads and steps took lately. Until enough is known, and now and then after that,
-blocks are loaded. The reference engine and the vLLM connector decide by it for each request.
+It is based on the recent durations of loads and steps. Until enough is known, and at intervals after that, blocks are
+loaded. The reference engine and the vLLM connector use it for each request.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ __all__ = ["DECISIONS", "Decision", "LoadOrCompute"]
 Decision = Literal["load", "compute"]
 
 DECISIONS: tuple[Decision, ...] = ("load", "compute")
-"""The possible decisions, as labels of a metric."""
+"""Possible decisions, as labels of a metric."""
 
-# The quickest of so many loads counts: one that stalled says little about the pool, all of them say enough.
+# The quickest of the last four loads counts: one slow load says little about the pool, four say enough.
 _NUM_LOADS = 4
-# After so many decisions to compute a load is tried again: the pool may have recovered.
+# Number of decisions to compute after which a load is tried again: the pool may have recovered.
 _TRY_AGAIN_AFTER = 15
-# Steps count half when this many prompt tokens were computed after them.
+# The weight of a step is halved when this many prompt tokens were computed after it.
 _HALF_LIFE_TOKENS = 4096
-# Expected to take less, a load is never skipped: there is nothing to win.
+# Loads that are expected to be shorter are never skipped: computing would save no time.
 _NEGLIGIBLE_SECONDS = 0.05
 
 
 class LoadOrCompute:
-    """Compares loading with computing.
+    """Comparison of loading with computing.
 
-    ``record_load`` and ``decide`` are for the thread that loads, ``record_step`` for the one that computes; no
-    lock is needed between the two, for neither minds a figure that is a step old.
+    The loading thread calls ``record_load`` and ``decide``, the computing thread ``record_step``. They need no lock,
+    because a measurement that is one step old is good enough for both.
 
     Args:
         block_size: tokens in a block.
@@ -43,22 +43,28 @@ class LoadOrCompute:
         self._times_skipped = 0
 
     def record_load(self, num_blocks: int, seconds: float) -> None:
-        """``num_blocks`` arrived in so many seconds; where none did, ``GuardedBackend`` sees to it."""
+        """Record that ``num_blocks`` arrived in ``seconds``.
+
+        A load without blocks is ignored: ``GuardedBackend`` handles it.
+        """
         if num_blocks:
             self._seconds_per_block.append(seconds / num_blocks)
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """A step with chunks of prompts took so many seconds for ``num_tokens`` tokens."""
+        """Record that a step with chunks of prompts took ``seconds`` for ``num_tokens`` tokens."""
         latest = seconds / num_tokens
         known = latest if self._seconds_per_token is None else self._seconds_per_token
         self._seconds_per_token = known + (latest - known) * (1 - 0.5 ** (num_tokens / _HALF_LIFE_TOKENS))
 
     def decide(self, num_blocks: int, num_running: int) -> Decision:
-        """Load ``num_blocks``, or compute their tokens, which would delay ``num_running`` others too."""
+        """Decide to load ``num_blocks``, or to compute their tokens.
+
+        Computing them would also delay ``num_running`` other requests.
+        """
         if len(self._seconds_per_block) < _NUM_LOADS or self._seconds_per_token is None:
             return "load"
         load = num_blocks * min(self._seconds_per_block)
-        # A load runs beside all computing; computing is in everybody's way.
+        # A load runs concurrently with computing, but computing delays all other requests.
         compute = num_blocks * self._block_size * self._seconds_per_token * (1 + num_running)
         if load <= max(compute, _NEGLIGIBLE_SECONDS) or self._times_skipped == _TRY_AGAIN_AFTER:
             self._times_skipped = 0

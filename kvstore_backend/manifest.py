@@ -1,14 +1,14 @@
-"""The manifest of a namespace: one small JSON object in the pool that says whose blocks a digest stands for.
+"""Manifest of a namespace: a small JSON object in the pool that explains a namespace's digest.
 
     kvstore-manifest/<32 hex digits: digest of the Namespace>
 
-A namespace is a digest, from which nobody can read why another one differs. Its manifest has the fields that the digest
-was made of, and *facts* that help a person, such as the model's name. It is written by the instances of the
-namespace (``manifest_keeper.py``), and read by ``kvstore why-miss`` and ``kvstore ls``.
+A namespace is a digest, which does not show why another one differs. Its manifest has the fields from which the digest
+was made, and *facts* for operators, such as the model's name. The instances of the namespace write it
+(``manifest_keeper.py``), and ``kvstore why-miss`` and ``kvstore ls`` read it.
 
-A pool may return anything. Fields are believed only where they make the very digest in the key, so that nobody can say
-an untruth of a namespace; facts are believed as far as they go: they explain a difference that the fields
-have proven, and never decide whether there is one. Text that is not printable is refused, as it is shown on terminals.
+A pool may return anything. Fields are accepted only if they give exactly the digest in the key, so no manifest can have
+false fields. Facts cannot be checked: they explain a difference that the fields have proven, and never decide whether
+there is one. Text that is not printable is refused, because it is shown on terminals.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 MANIFEST_PREFIX = "kvstore-manifest/"
-"""The beginning of the keys of all manifests; no block's key begins so."""
+"""Beginning of the keys of all manifests; no block's key begins with it."""
 
 MANIFEST_BYTES = 2048
-"""The size of every manifest: stores read values of a known size only, so spaces follow the JSON."""
+"""Size of every manifest: stores read only values of a known size, so spaces follow the JSON."""
 
 _MANIFEST_VERSION = 1
 _MAX_TEXT = 400
@@ -48,18 +48,18 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 class ManifestError(ValueError):
-    """Something else lies in the place of a manifest: the end of a sentence that says why."""
+    """Error: the value is not a manifest; the message is the end of a sentence with the reason."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A namespace, in words.
+    """Readable description of a namespace.
 
     Attributes:
-        fields: those of its ``Namespace``, or of that of another version of this package.
-        facts: help a person who compares two, and decide nothing.
+        fields: fields of its ``Namespace``, which may be of another version of this package.
+        facts: help for an operator who compares two namespaces; they decide nothing.
         block_format: version of the format of its blocks.
-        written_at: when it was first written, in UTC as ``2026-11-22T15:04:05Z``; empty: it was not yet.
+        written_at: time of the first write, in UTC as ``2026-11-22T15:04:05Z``; empty: not written yet.
     """
 
     fields: Mapping[str, str | int]
@@ -69,17 +69,17 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The namespace's."""
+        """Digest of the namespace."""
         return digest_fields(self.fields, self.block_format)
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block; 0 where it does not say so."""
+        """Tokens in a block; 0 if the manifest does not say."""
         size = self.fields.get("block_size")
         return size if isinstance(size, int) else 0
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written, for reports."""
+        """Return the manifest as it is written, for reports."""
         return {
             "manifest": _MANIFEST_VERSION,
             "block_format": self.block_format,
@@ -90,32 +90,32 @@ class Manifest:
 
 
 def collect_facts(model: str | Path, software: str, block_hashes: str, **more: object) -> dict[str, str]:
-    """The facts of a namespace.
+    """Collect the facts of a namespace.
 
     Args:
         model: the folder of the checkpoint.
-        software: the engine, and its version where it says one.
-        block_hashes: who names the blocks: ``kvstore`` (``block_hash.py``), or the engine.
-        more: further facts, such as the settings that went into ``Namespace.model`` beside the checkpoint.
+        software: the engine, and its version if it reports one.
+        block_hashes: the software that names the blocks: ``kvstore`` (``block_hash.py``), or the engine.
+        more: further facts, such as the settings that are part of ``Namespace.model`` in addition to the checkpoint.
 
     Raises:
         ConfigError: the folder has no configuration that can be read.
     """
     known = {"name": Path(model).name, "architecture": fingerprint_config(model)}
-    told = {name: str(value) for name, value in more.items()}
-    return {**known, "software": software, "block_hashes": block_hashes, **told}
+    others = {name: str(value) for name, value in more.items()}
+    return {**known, "software": software, "block_hashes": block_hashes, **others}
 
 
 def manifest_key(digest: str) -> str:
-    """The key of the manifest of the namespace with this digest."""
+    """Return the key of the manifest of the namespace with this digest."""
     return f"{MANIFEST_PREFIX}{digest}"
 
 
 def parse_manifest_key(key: str) -> str:
-    """The digest of the namespace whose manifest has this key.
+    """Return the digest of the namespace with this key of its manifest.
 
     Raises:
-        ValueError: ``manifest_key`` makes no such key.
+        ValueError: the key is not one that ``manifest_key`` makes.
     """
     digest = key.removeprefix(MANIFEST_PREFIX)
     if digest == key or not _DIGEST.fullmatch(digest):
@@ -124,13 +124,13 @@ def parse_manifest_key(key: str) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Its ``MANIFEST_BYTES`` bytes: one line of JSON, and spaces.
+    """Encode a manifest to ``MANIFEST_BYTES`` bytes: one line of JSON, and spaces.
 
     Facts that are not printable, too long or too many are left out, the last first: a manifest without them is better
     than none.
 
     Raises:
-        ManifestError: the fields alone do not fit, or are none that could be read again.
+        ManifestError: the fields alone do not fit, or could not be read again.
     """
     facts = {name: text for name, text in manifest.facts.items() if _is_plain(name) and _is_plain(text)}
     names = list(facts)[:_MAX_FACTS]
@@ -148,10 +148,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, digest: str) -> Manifest:
-    """The manifest in ``data``, which was read under the key of the namespace ``digest``.
+    """Decode the manifest in ``data``, which was read under the key of the namespace ``digest``.
 
     Raises:
-        ManifestError: it is none, or another namespace's.
+        ManifestError: the data is not a manifest, or another namespace's.
     """
     try:
         value = json.loads(data)
@@ -164,10 +164,10 @@ def decode_manifest(data: bytes, digest: str) -> Manifest:
 
 
 def parse_manifest(value: object) -> Manifest:
-    """The manifest that ``Manifest.to_json`` made ``value`` of.
+    """Parse the manifest from the result of ``Manifest.to_json``.
 
     Raises:
-        ManifestError: there is no such manifest.
+        ManifestError: the value is not a manifest.
     """
     if not isinstance(value, dict):
         raise ManifestError("it is not a JSON object")
@@ -190,5 +190,5 @@ def _is_field(name: object, value: object) -> bool:
 
 
 def _is_plain(text: object) -> bool:
-    """Whether it is short and harmless on a terminal."""
+    """Return whether a text is short and harmless on a terminal."""
     return isinstance(text, str) and len(text) <= _MAX_TEXT and text.isprintable()

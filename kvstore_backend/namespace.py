@@ -1,10 +1,10 @@
-"""Everything that must match for two blocks' bytes to be interchangeable, and the text of a key.
+"""Namespace: everything that must match for two blocks' bytes to be interchangeable, and the text of a key.
 
-Everybody who can reach a pool shares it: two models, two dtypes, two block sizes. A key therefore is
+All clients that can reach a pool share it, with different models, dtypes and block sizes. So a key is
 
     kv1-<32 hex digits: digest of the Namespace>-<64 hex digits: block hash>
 
-and nothing outside this file builds or parses one.
+and no code outside this file builds or parses one.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 2
-"""Raised when the stored bytes of a block change their meaning; blocks of another version are never read."""
+"""Version that is raised when the meaning of a block's stored bytes changes; blocks of other versions are never
+read.
+"""
 
 BLOCK_PREFIX = "kv1-"
-"""The beginning of the keys of all blocks."""
+"""Beginning of the keys of all blocks."""
 
 _KEY_LENGTH = len("kv1-") + 32 + len("-") + 64
 _SAMPLE_BYTES = 64
-# Keys of a checkpoint's config.json that tell its origin and change nothing of its results.
+# Keys of a checkpoint's config.json that record its origin and do not change its results.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version")
-# What else in a folder changes results: how images become inputs, how weights are quantized,
-# what an adapter does with its weights, the model's code, FastDeploy's scales of a quantized cache.
+# Other files in a folder that change results: how images become inputs, how weights are quantized, what an adapter does
+# with its weights, the model's code, FastDeploy's scales of a quantized cache.
 _MORE_SETTINGS = (
     "*processor_config.json",
     "*quant*config.json",
@@ -65,14 +67,14 @@ class Namespace:
         weights_version: raised by a process that updates weights in place (reinforcement learning, hot swaps).
         kv_dtype: element type of K and V, such as ``"float32"`` or ``"bfloat16"``.
         block_size: tokens in a block.
-        num_layers: layers whose KV a block holds.
+        num_layers: number of layers in a block.
         num_kv_heads: KV heads per rank.
         head_size: elements per head.
         layout: order of a block's axes, such as ``"layer,kv,head,token,dim"``.
         tp_size: tensor-parallel size.
         tp_rank: this rank.
-        tenant: whose blocks these are; empty: everybody's. Where a pool's master keeps tenants apart, it does so by
-            itself; this keeps them apart where it does not.
+        tenant: owner of the blocks; empty: all clients. A pool's master may separate tenants itself; this field
+            separates them if it does not.
     """
 
     model: str
@@ -89,7 +91,10 @@ class Namespace:
 
     @cached_property
     def fields(self) -> dict[str, str | int]:
-        """Names and values; no tenant where it is empty, as blocks of before there were tenants keep their digest."""
+        """Names and values.
+
+        An empty tenant is left out, so that blocks from before tenants existed keep their digest.
+        """
         fields = asdict(self)
         if not self.tenant:
             del fields["tenant"]
@@ -97,26 +102,26 @@ class Namespace:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits that differ whenever any field or the format version does."""
+        """Digest of 32 hex digits that differs whenever any field or the format version does."""
         return digest_fields(self.fields, FORMAT_VERSION)
 
     def key(self, block_hash: bytes) -> str:
-        """The key of the block with this hash."""
+        """Return the key of the block with this hash."""
         return f"{self.prefix}{block_hash.hex()}"
 
     @cached_property
     def prefix(self) -> str:
-        """The beginning of all keys of this namespace."""
+        """Beginning of all keys of this namespace."""
         return key_prefix(self.digest)
 
 
 def key_prefix(digest: str) -> str:
-    """The beginning of all keys of the namespace with this digest."""
+    """Return the beginning of all keys of the namespace with this digest."""
     return f"{BLOCK_PREFIX}{digest}-"
 
 
 def digest_fields(fields: Mapping[str, object], block_format: int) -> str:
-    """``Namespace.digest`` of these fields, which another version of this package may have more or fewer of.
+    """Return ``Namespace.digest`` of these fields; another version of this package may have more or fewer of them.
 
     Args:
         fields: names and values, texts and numbers.
@@ -127,10 +132,10 @@ def digest_fields(fields: Mapping[str, object], block_format: int) -> str:
 
 
 def parse_key(key: str) -> tuple[bytes, bytes]:
-    """The namespace's digest (16 bytes) and the block's hash (32 bytes) that ``key`` was made of.
+    """Return the namespace's digest (16 bytes) and the block's hash (32 bytes) of ``key``.
 
     Raises:
-        ValueError: no ``Namespace.key`` makes such a key.
+        ValueError: the key is not one that ``Namespace.key`` makes.
     """
     try:
         parts = bytes.fromhex(key[4:36]), bytes.fromhex(key[37:])
@@ -142,13 +147,13 @@ def parse_key(key: str) -> tuple[bytes, bytes]:
 
 
 def fingerprint_model(folder: str | Path) -> str:
-    """Digest of a checkpoint folder: its configurations, its code, its weights index, and samples of every tensor.
+    """Return a digest of a checkpoint folder: its configurations, code, weights index, and samples of every tensor.
 
-    Two fine-tunes of one base have equal configurations, equal tensor names and equal file sizes, so names alone
-    would let them share KV. Of each safetensors file this reads the header and 64 bytes from the middle and from the
-    end of every tensor (of other weight files, the size and 64 samples), in milliseconds where reading all would take
-    minutes. Equal for a copy of the folder elsewhere. Weights changed in place, in a few rows only, are a case for
-    ``Namespace.weights_version``.
+    Two fine-tunes of one base have equal configurations, equal tensor names and equal file sizes, so names alone would
+    let them share KV. This reads, for each safetensors file, the header and 64 bytes from the middle and from the end
+    of every tensor (for other weight files, the size and 64 samples). That takes milliseconds; reading everything would
+    take minutes. A copy of the folder elsewhere has the same digest. If weights are changed in place, in a few rows
+    only, use ``Namespace.weights_version``.
 
     Raises:
         ConfigError: the folder, its config.json or its weights are missing or unreadable.
@@ -163,7 +168,7 @@ def fingerprint_model(folder: str | Path) -> str:
 
 
 def fingerprint_config(folder: str | Path) -> str:
-    """Digest of a checkpoint's configuration alone, equal for two sets of weights of one architecture.
+    """Return a digest of only a checkpoint's configuration, equal for two sets of weights of one architecture.
 
     Raises:
         ConfigError: the folder's config.json is missing or unreadable.
@@ -172,7 +177,7 @@ def fingerprint_config(folder: str | Path) -> str:
 
 
 def _read_identity(folder: Path) -> Iterator[bytes]:
-    """The pieces of a checkpoint that tell it from others, in one order."""
+    """Yield the pieces of a checkpoint that distinguish it from others, in a fixed order."""
     if not folder.is_dir():
         raise ConfigError(f"model folder {str(folder)!r} does not exist")
     yield _read_configuration(folder)
@@ -192,10 +197,10 @@ def _read_identity(folder: Path) -> Iterator[bytes]:
 
 
 def stat_weights(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """By the names of a checkpoint's weights files what differs once one was written: time, size and inode.
+    """Return time, size and inode of a checkpoint's weights files by name, which differ after a file was written.
 
     Raises:
-        OSError: a file has gone meanwhile.
+        OSError: a file has disappeared meanwhile.
     """
     stats = {path.name: path.stat() for path in _list_weights(Path(folder))}
     return {name: (stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in stats.items()}
@@ -206,7 +211,7 @@ def _list_weights(folder: Path) -> list[Path]:
 
 
 def _read_configuration(folder: Path) -> bytes:
-    """The part of config.json that decides the model's results, in one order."""
+    """Return the part of config.json that determines the model's results, in a fixed order."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -227,10 +232,10 @@ def _sample_file(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _sample_safetensors(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """The header, then bytes from the middle and from the end of each tensor, in the order they lie in the file.
+    """Yield the header, then bytes from the middle and from the end of each tensor, in the order of the file.
 
-    The end, because rows for added tokens come last. Format: 8 bytes little-endian header length, JSON header, data
-    (https://github.com/huggingface/safetensors).
+    The end is read because rows for added tokens come last. Format: 8 bytes little-endian header length, JSON header,
+    data (https://github.com/huggingface/safetensors).
     """
     length = int.from_bytes(file.read(8), "little")
     start = 8 + length
@@ -245,7 +250,7 @@ def _sample_safetensors(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _data_offsets(header: bytes, data_bytes: int, name: str) -> list[tuple[int, int]]:
-    """Where each tensor begins and ends in the data."""
+    """Return the begin and end of each tensor in the data."""
     try:
         tensors: dict[str, Any] = json.loads(header)
         offsets = [tuple(tensor["data_offsets"]) for key, tensor in tensors.items() if key != "__metadata__"]

@@ -1,6 +1,6 @@
 """The engine's view of the pool: block hashes in, block bytes out.
 
-``open_store`` is the one place where a store is chosen, ``open_backend`` the one where it is wrapped.
+Only ``open_store`` chooses a store, and only ``open_backend`` adds wrappers to it.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ _WARN_AFTER_SECONDS = 30.0
 class BlockPool:
     """Look up, load and save the KV blocks of one namespace in one backend.
 
-    Blocks are named by their chained hashes (``block_hash.extend_block_hashes``), in the order of the sequence, so
-    a *leading* run of them is of use, and no other. Nothing a pool does raises: a block that cannot be vouched for
-    counts as not there. Calls may come from several threads; ``close`` makes every later call a miss.
+    Blocks are named by their chained hashes (``block_hash.extend_block_hashes``), in the order of the sequence, so only
+    a *leading* run of them is useful. A failure of the pool never raises: a block that cannot be verified counts
+    as absent. Several threads may call it; after ``close`` every call is a miss.
 
-    **When a call returns, the memory that it was given is the caller's again.** A native call cannot be interrupted:
-    one that is given up at its deadline may still read or write there. So ``load``, ``save``, ``get_blocks`` and
-    ``put_blocks`` then wait until it has ended, and answer as they would have at the deadline.
+    **When a call returns, the caller owns the memory again.** A native call cannot be interrupted: a call that is given
+    up at its deadline may still read or write there. So ``load``, ``save``, ``get_blocks`` and ``put_blocks`` then wait
+    until it has ended, and return the answer from the deadline.
 
-    That wait has no limit, and can have none: whoever is given memory back puts other blocks there, and a late read
-    would write into those. The process can end meanwhile (``threads.py``).
+    That wait has no limit, and can have none: a caller puts other blocks in memory that it owns again, and a late read
+    would overwrite them. The process can end meanwhile (``threads.py``).
 
-    The other way, to move all bytes through memory of the pool's own, costs every call for the sake of very few: 32
-    reads of 1 MiB from a Mooncake client's own memory, on 2 cores, came at 6.4 GB/s directly and at 3.8 GB/s by way of
-    a copy. Waiting costs nothing where no call is late, and else as long as the native client takes: 2 s where the
-    master was stopped, 30 s where the process that holds the bytes was. So these are for threads that can wait; an
-    engine that cannot has its blocks moved by ``transfers.Transfers``, which answers at the deadline and gives blocks
-    back later. Look-ups touch no memory, and never wait beyond their deadline.
+    The alternative, to copy all bytes through the pool's own memory, would make every call slower for the sake of very
+    few: on 2 cores, 32 reads of 1 MiB from a Mooncake client's own memory came at 6.4 GB/s directly and at 3.8 GB/s
+    through a copy. Waiting costs nothing if no call is late. Otherwise it takes as long as the native client: 2 s if
+    the master was stopped, 30 s if the process with the bytes was. So these calls are for threads that can wait. An
+    engine that cannot wait uses ``transfers.Transfers``, which answers at the deadline and releases blocks later.
+    Look-ups touch no memory, and never wait beyond their deadline.
     """
 
     def __init__(self, backend: StorageBackend, namespace: Namespace, keeper: ManifestKeeper | None = None) -> None:
-        """Take over ``backend``, a stack or a store alone, and the keeper of the namespace's manifest, if there is one.
+        """Take over ``backend``, with or without wrappers, and the writer of the namespace's manifest, if there is one.
 
-        Closing this pool closes both.
+        ``close`` closes both.
         """
         self.namespace = namespace
         self._stack = backend
@@ -74,21 +74,24 @@ class BlockPool:
         return f"BlockPool({self._stack!r}, namespace={self.namespace.digest})"
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks the pool has now. A ``load`` may still find fewer: blocks are evicted meanwhile."""
+        """Return how many leading blocks the pool has now.
+
+        A later ``load`` may find fewer, because blocks can be evicted.
+        """
         if not self._stack.is_ready:
-            return 0  # which spares making the keys
+            return 0  # avoids making the keys
         return count_leading(self._stack._exists(self._build_keys(hashes)))
 
     def exists(self, hashes: Sequence[bytes]) -> list[Status]:
-        """Which blocks the pool has now, wherever in the sequence; ``lookup`` counts those of use to a whole prefix."""
+        """Return which blocks the pool has now, at any place in the sequence; ``lookup`` counts only leading blocks."""
         return self._stack._exists(self._build_keys(hashes))
 
     def exists_for_all(self, hashes: Sequence[bytes]) -> list[Status]:
-        """``exists`` as another instance would be answered: without the copies that only this one has."""
+        """Return the ``exists`` that another instance would get: without the copies that only this instance has."""
         return self._stack._exists_for_all(self._build_keys(hashes))
 
     def load(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
-        """Read block ``i`` into ``targets[i]``; how many leading blocks arrived whole.
+        """Read block ``i`` into ``targets[i]``; return how many leading blocks arrived.
 
         The contents of every target from the returned number on are unspecified.
 
@@ -98,10 +101,10 @@ class BlockPool:
         return count_leading(self.get_blocks(hashes, targets))
 
     def save(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
-        """Store block ``i`` from ``sources[i]``, sending only those the pool says it lacks.
+        """Store block ``i`` from ``sources[i]``; send only the blocks that the pool lacks.
 
-        Where the pool could not even say whether it has a block, nothing is sent and the answer is ``FAILED``: a put
-        would wait for the same dead pool once more.
+        If the pool does not answer whether it has a block, nothing is sent and the answer is ``FAILED``: a put would
+        wait for the same unavailable pool again.
 
         Raises:
             ValueError: as ``load``.
@@ -109,7 +112,7 @@ class BlockPool:
         return self._wait_out_late_calls(self._save_missing(hashes, sources))
 
     def get_blocks(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> list[Status]:
-        """Read block ``i`` into ``targets[i]``, wherever in the sequence; ``load`` counts those of use to a prefix.
+        """Read block ``i`` into ``targets[i]``, at any place in the sequence; ``load`` counts those useful to a prefix.
 
         Raises:
             ValueError: as ``load``.
@@ -117,7 +120,7 @@ class BlockPool:
         return self._wait_out_late_calls(self._get_statuses(hashes, targets))
 
     def put_blocks(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
-        """Store block ``i`` from ``sources[i]`` without asking first which the pool lacks, as ``save`` does.
+        """Store block ``i`` from ``sources[i]`` without the look-up of ``save`` for blocks that the pool lacks.
 
         Raises:
             ValueError: as ``load``.
@@ -127,9 +130,10 @@ class BlockPool:
         return self._wait_out_late_calls(self._stack._put(keys, sources))
 
     def keep_blocks(self, hashes: Sequence[bytes], sources: Sequence[Value], seconds: float) -> list[Status]:
-        """Store block ``i`` from ``sources[i]``, also where the pool has it, and have it kept from eviction so long.
+        """Store block ``i`` from ``sources[i]``, also if the pool has it, and protect it from eviction for ``seconds``.
 
-        For as long as there is something else to evict; the time begins anew for blocks that are kept already.
+        A protected block is evicted only if there is nothing else to evict; for a block that is already protected the
+        time starts again.
 
         Raises:
             ValueError: as ``load``, or ``seconds`` is negative.
@@ -139,15 +143,15 @@ class BlockPool:
         return self._wait_out_late_calls(self.keep_by_deadline(hashes, sources, seconds))
 
     def load_by_deadline(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
-        """``load`` for ``transfers.py``, which keeps the targets from others until ``wait_for_late_calls``."""
+        """Call ``load`` for ``transfers.py``, which does not reuse the targets until ``wait_for_late_calls``."""
         return count_leading(self._get_statuses(hashes, targets))
 
     def save_by_deadline(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
-        """``save`` for ``transfers.py``, which keeps the sources as they are until ``wait_for_late_calls``."""
+        """Call ``save`` for ``transfers.py``, which does not change the sources until ``wait_for_late_calls``."""
         return self._save_missing(hashes, sources)
 
     def keep_by_deadline(self, hashes: Sequence[bytes], sources: Sequence[Value], seconds: float) -> list[Status]:
-        """``keep_blocks`` for ``transfers.py``, which keeps the sources as they are until ``wait_for_late_calls``."""
+        """Call ``keep_blocks`` for ``transfers.py``; sources do not change until ``wait_for_late_calls``."""
         keys = self._build_keys(hashes)
         check_values(keys, sources)
         return self._stack._keep(keys, sources, seconds)
@@ -155,38 +159,38 @@ class BlockPool:
     def remove_blocks(self, hashes: Sequence[bytes], *, force: bool = False) -> list[Status]:
         """Remove blocks; ``ABSENT`` where there was nothing to remove.
 
-        With ``force`` also those that somebody may be reading now.
+        ``force`` also removes blocks that a client may be reading now.
         """
         return self._stack._remove(self._build_keys(hashes), force=force)
 
     @property
     def stack(self) -> StorageBackend:
-        """The store in its wrappers, for who has to do with the keys of other namespaces."""
+        """Backend with its wrappers, for callers that need the keys of other namespaces."""
         return self._stack
 
     @property
     def manifest(self) -> Manifest:
-        """The namespace in words, with the facts that were given to ``open_pool``."""
+        """Manifest of the namespace, with the facts that were given to ``open_pool``."""
         return self._keeper.manifest if self._keeper is not None else Manifest(self.namespace.fields)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the pool is in use now; while it is not, every call is a miss that costs next to nothing."""
+        """Whether the pool is in use now; while it is not, every call is a miss that costs almost nothing."""
         return self._stack.is_ready
 
     def wait_for_late_calls(self, seconds: float) -> bool:
-        """Wait until no call that was given up touches callers' memory; False if one still does after ``seconds``.
+        """Wait until no call that was given up touches callers' memory; return False after ``seconds``.
 
-        For ``transfers.py``; after the calls that return memory there is nothing to wait for.
+        This is for ``transfers.py``; the calls that wait themselves leave nothing to wait for.
         """
         return self._stack.wait_for_late_calls(seconds)
 
     def flush_writes(self, seconds: float) -> bool:
-        """Wait until others can read all blocks saved so far, or they were given up; False: ``seconds`` ran out."""
+        """Wait until others can read all saved blocks, or they were given up; return False after ``seconds``."""
         return self._stack.flush_writes(seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Announce memory that sources and targets will lie in; call it once per allocation, before using it.
+        """Register memory that later sources and targets will be in; call it once per allocation, before its first use.
 
         With ``headroom``, each value is preceded by ``HEADROOM_BYTES`` bytes of that memory that calls may overwrite;
         small blocks then move up to twice as fast (``StorageBackend.register``).
@@ -194,23 +198,26 @@ class BlockPool:
         self._stack.register(address, nbytes, headroom=headroom)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Take back a ``register``, before that memory is freed."""
+        """Undo a ``register``, before that memory is freed."""
         self._stack.unregister(address, nbytes)
 
     def health(self) -> Health:
-        """Whether the pool works now, and one sentence on it."""
+        """Return whether the pool works now, and one sentence of detail."""
         return self._stack.health()
 
     def stats(self) -> StoreStats:
-        """The store's own figures."""
+        """Return the store's own measurements."""
         return self._stack.stats()
 
     def clear(self) -> Status:
-        """Remove every block of this namespace, for all who share it; ``FAILED`` where that cannot be said."""
+        """Remove every block of this namespace, for all instances that share it; ``FAILED`` if some may be left."""
         return self._stack.clear(self.namespace.prefix)
 
     def move_to(self, namespace: Namespace) -> None:
-        """Use another namespace from the next call on, as where the weights have changed; its manifest follows."""
+        """Use another namespace from the next call on, for example after the weights changed.
+
+        The manifest changes too.
+        """
         self.namespace = namespace
         self._on_move(namespace)
         if self._keeper is not None:
@@ -256,7 +263,7 @@ class BlockPool:
         return statuses
 
     def _wait_out_late_calls(self, statuses: list[Status]) -> list[Status]:
-        """The statuses, once no call is left that may touch the memory they are about."""
+        """Return the statuses once no call is left that may touch their memory."""
         while Status.FAILED in statuses and not self._stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
             logger.warning("A call that was given up has not come back; its memory cannot be given back yet")
         return statuses
@@ -275,13 +282,13 @@ def open_pool(
     facts: Mapping[str, str] | None = None,
     is_summed: bool = True,
 ) -> BlockPool:
-    """Open the configured store for one namespace, in its wrappers.
+    """Open the configured store for one namespace, with its wrappers.
 
     Args:
-        facts: help a person who asks why two namespaces differ; they go into the namespace's manifest, which is
-            kept in the pool. None: there is no manifest, as for a namespace that is gone soon.
+        facts: help for an operator who asks why two namespaces differ; they are part of the namespace's manifest, which
+            is stored in the pool. None: there is no manifest, as for a namespace with a short life.
 
-    Other arguments and errors are ``open_backend``'s.
+    Other arguments and errors are those of ``open_backend``.
     """
     namespace = name_tenant(config, namespace)
     keeper = None if facts is None else ManifestKeeper(Manifest(namespace.fields, dict(facts)))
@@ -291,7 +298,7 @@ def open_pool(
         keeper.watch_readiness(lambda: stack.is_ready)
     pool = BlockPool(stack, namespace, keeper)
     if registry is not None:
-        info = Info("kvstore_pool", "Whose blocks the pool is asked for", registry=registry)
+        info = Info("kvstore_pool", "The namespace and tenant of the pool's blocks", registry=registry)
 
         def tell_namespace(now: Namespace) -> None:
             info.info({"backend": config.backend, "tenant": now.tenant, "namespace": now.digest})
@@ -304,7 +311,7 @@ def open_pool(
 
 
 def name_tenant(config: PoolConfig, namespace: Namespace) -> Namespace:
-    """``namespace`` with the tenant that ``config`` names; where that names none, as it is."""
+    """Return ``namespace`` with the tenant of ``config``; unchanged if that names none."""
     tenant = config.store.tenant_id if isinstance(config.store, MooncakeSettings) else DEFAULT_TENANT
     return namespace if tenant == DEFAULT_TENANT else replace(namespace, tenant=tenant)
 
@@ -317,21 +324,21 @@ def open_backend(
     on_open: Callable[[StorageBackend], None] | None = None,
     is_summed: bool = True,
 ) -> StorageBackend:
-    """Open the configured store: guarded, checked, and in the other wrappers that the configuration asks for.
+    """Open the configured store: guarded, checked, and with the other wrappers of the configuration.
 
     Args:
-        config: which store.
-        registry: where the pool's metrics are registered; none: there are none. One registry takes one pool.
-        background: return at once and open the store on another thread, trying until it can be opened; the pool is
-            not ready and everything a miss until then. Else open it now.
+        config: the configuration.
+        registry: registry for the pool's metrics; None: there are none. One registry takes one pool.
+        background: return immediately and open the store on another thread, which tries until it succeeds; until then
+            the pool is not ready and everything is a miss. Otherwise open it now.
         on_open: called with the bare store each time that it has been opened.
-        is_summed: whether blocks have checksums; without where this process cannot read the memory that values will lie
-            in, as a GPU's.
+        is_summed: whether blocks have checksums; False if this process cannot read the memory of values, such as a
+            GPU's.
 
     Raises:
-        PoolUnavailable: the library or a part of it is missing, which waiting would not change; with ``background``
-            false any other reason why the store cannot be opened: master unreachable, folder not writable. That a fast
-            tier cannot be opened is said at once, too.
+        PoolUnavailable: the library or a part of it is missing, which waiting would not change; without ``background``
+            also any other reason why the store cannot be opened: master unreachable, folder not writable. A fast tier
+            that cannot be opened always raises immediately.
     """
     if isinstance(config.store, MooncakeSettings):
         mooncake.require_library(config.store)
@@ -370,10 +377,10 @@ def open_backend(
 
 
 def open_store(config: PoolConfig) -> StorageBackend:
-    """Open the configured store, bare.
+    """Open the configured store without wrappers.
 
     Raises:
-        PoolUnavailable: it cannot be opened, in one sentence.
+        PoolUnavailable: the store cannot be opened; the message is one sentence.
     """
     match config.store:
         case MooncakeSettings():
@@ -385,7 +392,7 @@ def open_store(config: PoolConfig) -> StorageBackend:
 
 
 def default_backend() -> str:
-    """``mooncake`` where its library can be loaded, else ``file``, which needs nothing."""
+    """Return ``mooncake`` if its library can be loaded, otherwise ``file``, which needs no library."""
     return "mooncake" if mooncake.is_installed() else "file"
 
 
@@ -399,7 +406,7 @@ def _guard_store(opened: StorageBackend) -> GuardedBackend:
 
 
 def count_leading(statuses: Sequence[Status]) -> int:
-    """How many of the first statuses are ``OK`` without a gap."""
+    """Return how many of the first statuses are ``OK`` without a gap."""
     if statuses.count(Status.OK) == len(statuses):
         return len(statuses)  # the usual answer, found in a tenth of the time
     return next(i for i, status in enumerate(statuses) if status is not Status.OK)

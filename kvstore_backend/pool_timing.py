@@ -1,8 +1,8 @@
-"""Whether a pool pays for an instance: loading KV from the one is timed against computing it on the other.
+"""Whether a pool saves time for an instance: loading KV from the pool is timed against computing it on the instance.
 
-A hit of ``n`` tokens takes ``fixed + n * load`` to load and ``n * compute`` to compute, so it pays from
-``fixed / (compute - load)`` tokens on, or never. Instances find that out by themselves, request by request
-(``load_or_compute.py``); this is for an operator, who wants to know before.
+A hit of ``n`` tokens takes ``fixed + n * load`` to load and ``n * compute`` to compute, so it saves time from ``fixed /
+(compute - load)`` tokens on, or never. Instances measure that themselves, for each request (``load_or_compute.py``);
+this module is for an operator who wants to know earlier.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLOCK_TOKENS = 64
 _MAX_LOAD_BYTES = 64 << 20
 _MAX_BLOCKS = 32
 _TRIES = 3
-# Prompts of so many words, each twice as long as the one before, until one takes long enough to be told from noise.
+# Numbers of words of the prompts; each is twice as long as the last, until one takes long enough to measure.
 _SHORT_WORDS = 32
 _MAX_WORDS = 4096
 _LONG_ENOUGH_SECONDS = 0.5
@@ -37,7 +37,7 @@ _ASK_SECONDS = 60.0
 
 
 class InstanceUnavailable(Exception):
-    """The instance did not answer as one does: one sentence."""
+    """Error: the instance did not answer as expected; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Comparison:
     """Seconds to load and to compute the KV of a prompt.
 
     Attributes:
-        fixed_seconds: a load takes, however short it is.
-        load_seconds: a token takes more to load.
-        compute_seconds: a token takes to compute.
+        fixed_seconds: time of any load, however short.
+        load_seconds: additional time of each token to load.
+        compute_seconds: time of each token to compute.
     """
 
     fixed_seconds: float
@@ -56,22 +56,22 @@ class Comparison:
 
     @property
     def least_tokens(self) -> int | None:
-        """The length from which on a hit pays; ``None``: none does."""
+        """Smallest number of tokens for which a hit saves time; ``None``: there is none."""
         saved = self.compute_seconds - self.load_seconds
         return math.ceil(self.fixed_seconds / saved) if saved > 0 else None
 
     def seconds_to_load(self, num_tokens: int) -> float:
-        """Seconds that a hit of so many tokens takes."""
+        """Return the seconds to load a hit of ``num_tokens`` tokens."""
         return self.fixed_seconds + num_tokens * self.load_seconds
 
 
 def time_loading(config: PoolConfig, token_bytes: int) -> tuple[float, float]:
-    """Seconds that any load from the pool takes, and that each token of ``token_bytes`` adds to them.
+    """Measure the seconds of any load from the pool, and the additional seconds of each token of ``token_bytes``.
 
-    Blocks of random bytes are put, read and removed again, in a namespace that nobody else can know.
+    Blocks of random bytes are put, read and removed again, in a namespace that no other client can know.
 
     Raises:
-        PoolUnavailable: the pool cannot be opened, or does not take or give back these blocks.
+        PoolUnavailable: the pool cannot be opened, or these blocks cannot be put or read.
     """
     block_bytes = _BLOCK_TOKENS * token_bytes
     count = max(2, min(_MAX_BLOCKS, _MAX_LOAD_BYTES // block_bytes))
@@ -89,7 +89,7 @@ def time_loading(config: PoolConfig, token_bytes: int) -> tuple[float, float]:
 
 
 def _time_reads(pool: BlockPool, address: int, block_bytes: int, counts: tuple[int, ...]) -> Iterator[float]:
-    """Seconds of the quickest look-up and read of so many blocks, for each of ``counts``."""
+    """Return the seconds of the quickest look-up and read of that many blocks, for each of ``counts``."""
     hashes = [os.urandom(32) for _ in range(max(counts))]
     values = [(Span(address + i * block_bytes, block_bytes),) for i in range(len(hashes))]
     if not all(pool.put_blocks(hashes, values)):
@@ -106,15 +106,16 @@ def _time_read(pool: BlockPool, hashes: list[bytes], values: list[tuple[Span]]) 
 
 
 def time_computing(instance: str) -> float:
-    """Seconds that each token of a prompt takes on an instance with OpenAI's endpoints, where it is idle.
+    """Measure the seconds that an idle instance with OpenAI's endpoints takes for each token of a prompt.
 
-    It is asked some prompts of random words, for two tokens each; their KV is in the pool afterwards, for nobody's use.
+    The instance receives some prompts of random words, and generates two tokens for each. Their KV is in the pool
+    afterwards, without use.
 
     Args:
         instance: its URL, such as ``http://127.0.0.1:52400``.
 
     Raises:
-        InstanceUnavailable: it does not answer, or says too little.
+        InstanceUnavailable: the instance does not answer, or its answer lacks members.
     """
     with httpx.Client(base_url=instance, timeout=_ASK_SECONDS, trust_env=False) as client:
         try:
@@ -127,9 +128,9 @@ def time_computing(instance: str) -> float:
 
 
 def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
-    """Seconds a token, by ``ask``, which has a prompt of so many words computed: its tokens, and seconds."""
-    ask(_SHORT_WORDS)  # the first of an instance's life may take longer
-    short_tokens, short_seconds = min((ask(_SHORT_WORDS) for _ in range(_TRIES)), key=lambda told: told[1])
+    """Return the seconds per token; ``ask`` sends a prompt of that many words, and returns its tokens and seconds."""
+    ask(_SHORT_WORDS)  # the first request of an instance may take longer
+    short_tokens, short_seconds = min((ask(_SHORT_WORDS) for _ in range(_TRIES)), key=lambda pair: pair[1])
     words, tokens, seconds = 2 * _SHORT_WORDS, short_tokens, short_seconds
     while words <= _MAX_WORDS and seconds - short_seconds < _LONG_ENOUGH_SECONDS:
         try:
@@ -143,9 +144,9 @@ def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
 
 
 def _ask(client: httpx.Client, model: str, words: int) -> tuple[int, float]:
-    """Tokens of a prompt of so many random words, and the seconds until its answer of two tokens.
+    """Send a prompt of random words; return its number of tokens, and the seconds until the answer of two tokens.
 
-    An answer of one token may wait until the prompt's blocks are in the pool: that is how prefill is asked.
+    An answer of one token may wait until the prompt's blocks are in the pool, because such requests are for prefill.
     """
     prompt = " ".join("".join(random.choices(string.ascii_lowercase, k=5)) for _ in range(words))
     start = time.perf_counter()

@@ -1,16 +1,17 @@
-"""Blocks that the pool has lost are put again by an instance that still holds them.
+"""Refill: an instance that still has blocks saves them again after the pool has lost them.
 
-A Mooncake master that is started anew knows of no block, and an owner of memory that ends takes its blocks along. The
-hot ones are in the instances' own caches, too. Each instance asks the pool every few seconds for some blocks that it
-had there. Where clearly fewer are found than the time before, blocks were lost at once: then it offers those it holds,
-the most useful first, in small batches with pauses, for as long as the pool takes them.
+A Mooncake master that is restarted knows no blocks, and when a client with memory in the pool ends, its blocks are
+lost. The hot blocks are also in the instances' own caches. Every few seconds each instance asks the pool for some
+blocks that it had there. If the pool has clearly fewer than the time before, blocks were lost suddenly. Then the
+instance saves the blocks that it still has, the most useful first, in small batches with pauses, as long as the pool
+accepts them.
 
-A pool that is full loses blocks as well, but little by little: that is eviction, and putting those again would only
-evict others. So only a sudden loss counts, and rounds that follow one another keep ever longer pauses.
+A full pool also loses blocks, but gradually: that is eviction, and saving those again would only evict others. So only
+a sudden loss counts, and the pauses between successive rounds become longer.
 
-What an operator removes stays removed: ``kvstore clear`` leaves a mark (``clear_marks.py``) before it removes anything.
-Marks are read in every period, before every batch, and once more between the question that shows a loss and the round
-that would make it good. An instance that finds a new mark takes everything it holds for cleared.
+Blocks that an operator removes stay removed: ``kvstore clear`` leaves a mark (``clear_marks.py``) before it removes
+anything. Marks are read in every period, before every batch, and once more between the look-up that shows a loss and
+the round that would repair it. An instance that finds a new mark treats all its blocks as cleared.
 """
 
 from __future__ import annotations
@@ -32,46 +33,48 @@ __all__ = ["Holder", "LossDetector", "Refill"]
 logger = logging.getLogger(__name__)
 
 _PERIOD_SECONDS = 5.0
-# With 256 blocks a share is known to 3 %, so that a loss of a tenth stands out. The master answers them in 1 ms.
+# With 256 blocks a share is known to 3 %, enough to detect a loss of a tenth. The master answers them in 1 ms.
 _SAMPLE = 256
 _SAMPLED_FROM = 2048
 _MIN_SAMPLE = 8
 _LOST_SHARE = 0.1
 _BATCH = 32
 _MAX_BLOCKS = 16384
-# Of the time a batch took, so that others get the pool, and the cores, for more than half of the time.
+# Pause as a multiple of a batch's time, so that other work gets the pool, and the cores, more than half of the time.
 _PAUSE_FACTOR = 1.5
 _MAX_PAUSE_SECONDS = 600.0
 _CALM_SECONDS = 1800.0
 
 
 class Holder(Protocol):
-    """An instance's own cache, as the refill sees it; asked on the refill's thread."""
+    """An instance's own cache, as the refill uses it; called on the refill's thread."""
 
     def list_saved_blocks(self, most: int) -> Sequence[bytes]:
-        """Hashes of up to ``most`` blocks that are held here and that the pool had, the most useful first."""
+        """Return hashes of up to ``most`` blocks that are cached here and that the pool had, the most useful first."""
 
     def save_again(self, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Save those of these blocks that are still held, and wait for that: how many were tried and are there now.
+        """Save those of these blocks that are still cached, and wait for the end.
+
+        Returns how many were tried, and how many of them are in the pool now.
 
         Blocks that the pool has are not sent.
         """
 
     def end_round(self, hashes: Sequence[bytes]) -> None:
-        """Hear that no more of these, which were listed, are saved again: the first is still the most useful."""
+        """End a round of saves; restore the order of these blocks, of which the first is still the most useful."""
 
     def withhold_blocks(self) -> None:
-        """Hear that an operator cleared the pool: what is held now is neither listed nor saved again from here."""
+        """Stop listing and saving the blocks cached now, because an operator cleared the pool."""
 
 
 class LossDetector:
-    """Tells a sudden loss from the share of blocks that was found each time."""
+    """Detector of sudden losses, from the share of blocks that each look-up found."""
 
     def __init__(self) -> None:
         self._share: float | None = None
 
     def is_loss(self, found: int, asked: int) -> bool:
-        """Whether blocks were lost since the last time; then that time stays the one to compare with."""
+        """Return whether blocks were lost since the last time; after a loss the earlier share stays the reference."""
         if asked < _MIN_SAMPLE:
             return False
         share, before = found / asked, self._share
@@ -81,20 +84,20 @@ class LossDetector:
         return False
 
     def start_anew(self) -> None:
-        """Take the next share for the usual one."""
+        """Take the next share as the reference."""
         self._share = None
 
 
 class Refill:
-    """Watches for losses on a thread of its own, and has blocks saved again.
+    """Watcher for losses on its own thread, which makes the instance save blocks again.
 
     Args:
-        pool: asked which blocks it has.
+        pool: the pool to watch.
         holder: the instance's cache.
         on_blocks: called with the number of blocks of each batch that the pool has again.
         start_thread: called first on the thread.
-        digests: of all namespaces that the instance saves blocks of; default: the pool's.
-        period: seconds between two questions.
+        digests: digests of all namespaces whose blocks the instance saves; default: the pool's.
+        period: seconds between two look-ups.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Refill:
         self._thread.start()
 
     def close(self) -> None:
-        """Begin nothing more; does not wait for a batch on its way."""
+        """Stop; a running batch is not waited for."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -137,20 +140,20 @@ class Refill:
         self._marks.close()
 
     def _look_after_pool(self) -> None:
-        """Hear of a clear, and make a loss good that is no clear."""
+        """Check for a clear, and repair a loss that is not a clear."""
         is_due = time.monotonic() >= self._not_before
         is_loss = is_due and self._has_lost_blocks()
         if self._may_put_again() and is_loss:
             self._put_again()
 
     def _may_put_again(self) -> bool:
-        """Whether the pool says that nobody cleared it; after a clear, all that is held is withheld."""
+        """Return whether the pool reports that it was not cleared; after a clear, withhold all cached blocks."""
         is_cleared = self._marks.look()
         if is_cleared:
             self._holder.withhold_blocks()
             self._detector.start_anew()
             if all(self._pool.stack.drop_own_copies(key_prefix(digest)) for digest in self._digests):
-                self._marks.accept()  # else once more in the next period
+                self._marks.accept()  # otherwise it tries again in the next period
                 logger.info("An operator cleared the pool: blocks that were saved before are not put again")
         return is_cleared is False
 
@@ -167,7 +170,7 @@ class Refill:
         return is_loss
 
     def _put_again(self) -> None:
-        """Offer all that is held, until the pool refuses more than it takes."""
+        """Save all cached blocks again, until the pool refuses more than it accepts."""
         begun = time.monotonic()
         hashes = self._holder.list_saved_blocks(_MAX_BLOCKS)
         count, is_refused = 0, False
@@ -189,7 +192,7 @@ class Refill:
         logger.info("The pool has %d blocks again after %.1f s%s", count, time.monotonic() - begun, how)
 
     def _lengthen_pause(self, begun: float) -> None:
-        """Set the end of the pause before the next round: twice as long as the last, unless that is long ago."""
+        """Set the end of the pause before the next round: twice as long as the last, unless that was long ago."""
         is_calm = begun - self._not_before > _CALM_SECONDS
         self._pause = self._period if is_calm else min(_MAX_PAUSE_SECONDS, 2 * self._pause)
         self._not_before = time.monotonic() + self._pause

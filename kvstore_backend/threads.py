@@ -1,10 +1,10 @@
-"""Threads for calls that may never return: the end of the process does not wait for them; and what a fork leaves.
+"""Threads for calls that may never return: the end of the process does not wait for them; and handling of forks.
 
 ``concurrent.futures.ThreadPoolExecutor`` joins its threads when the interpreter ends, whether or not they are daemons.
-A native call that hangs would keep such a process for ever.
+A native call that hangs would prevent the end of such a process permanently.
 
-A forked child has the memory of its parent and none of its threads, and a lock that a thread held is held for good.
-``after_fork`` has an object make itself of no use, or new, in the child.
+A forked child has the memory of its parent and none of its threads, and a lock that another thread held is never
+released. ``after_fork`` registers an object that disables or renews itself in the child.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _Result = TypeVar("_Result")
 
 
 class DaemonThreads:
-    """Runs work on up to ``count`` daemon threads, which start when they are needed.
+    """Up to ``count`` daemon threads that run work, and start when they are needed.
 
-    They end when nobody has this object any more, or after ``close``.
+    They end when this object has no references any more, or after ``close``.
 
     Args:
-        count: how many.
+        count: maximum number of threads.
         name: the beginning of the threads' names.
-        start_thread: called first on each thread; what it raises is logged.
+        start_thread: called first on each thread; its exceptions are logged.
     """
 
     def __init__(self, count: int, name: str, start_thread: Callable[[], None] | None = None) -> None:
         self._count = count
         self._name = name
         self._start_thread = start_thread
-        self._lock = threading.Lock()  # guards the next two, and that no work is queued after ``close``
+        self._lock = threading.Lock()  # guards the next two, and ensures that no work is queued after ``close``
         self._is_closed = False
         self._started = 0
         self._idle = threading.Semaphore(0)
@@ -49,7 +49,7 @@ class DaemonThreads:
         after_fork(self)
 
     def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
-        """Have ``work`` run; the future has what it returns or raises.
+        """Queue ``work``; the future gets its result or exception.
 
         Raises:
             RuntimeError: after ``close``, or no thread can be started.
@@ -58,13 +58,16 @@ class DaemonThreads:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"the threads {self._name} were closed")
-            self._work.put(_Work(future, work))  # first: a thread without work counts as idle
+            self._work.put(_Work(future, work))  # first, because a thread without work counts as idle
             if self._started < self._count and not self._idle.acquire(blocking=False):
                 self._start_another(future)
         return future
 
     def _start_another(self, future: Future[Any]) -> None:
-        """Start a thread; where there can be none, the others do the work of ``future``, or nobody does."""
+        """Start a thread.
+
+        If that fails, the other threads do the work of ``future``; without other threads it is cancelled.
+        """
         run = _Runner(self._work, self._idle, self._start_thread)
         try:
             threading.Thread(target=run, name=f"{self._name}-{self._started}", daemon=True).start()
@@ -76,7 +79,7 @@ class DaemonThreads:
             self._started += 1
 
     def close(self) -> None:
-        """Take no more work, and drop what has not begun. What runs is not waited for."""
+        """Accept no more work, and drop what has not begun. Running work is not waited for."""
         with self._lock:
             self._is_closed = True
         try:
@@ -87,7 +90,7 @@ class DaemonThreads:
             self._work.put(None)
 
     def on_fork(self) -> None:
-        """Begin without threads in a child, whose parent's work is not its own."""
+        """Remove the threads and the queue in a child; the parent's work belongs to the parent."""
         self._lock = threading.Lock()
         self._started = 0
         self._idle = threading.Semaphore(0)
@@ -116,7 +119,7 @@ class _Work:
 
 
 class _Runner:
-    """A thread's life; it knows the queue and not whom that belongs to, so that its owner can be forgotten."""
+    """Main function of a thread; it refers to the queue only, so that the ``DaemonThreads`` object can be freed."""
 
     def __init__(
         self,
@@ -136,8 +139,8 @@ class _Runner:
                 logger.exception("A thread runs without the setting it was to begin with")
         while (work := self._next()) is not None:
             work.do()
-            del work  # what it refers to is not kept while there is nothing to do
-        self._work.put(None)  # the next thread's end
+            del work  # no references stay while there is nothing to do
+        self._work.put(None)  # ends the next thread
 
     def _next(self) -> _Work | None:
         try:
@@ -148,17 +151,20 @@ class _Runner:
 
 
 class Forked(Protocol):
-    """Something that is not the same in a forked child."""
+    """Object that must change in a forked child."""
 
     def on_fork(self) -> None:
-        """Become of no use, or new, in a child: no other thread is there, and locks may be held for good."""
+        """Disable or renew the object in a child.
+
+        Other threads do not exist there, and their locks are never released.
+        """
 
 
 _FORKED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def after_fork(forked: Forked) -> None:
-    """Have ``forked.on_fork`` called in every child that is forked, for as long as somebody has ``forked``."""
+    """Call ``forked.on_fork`` in every forked child, as long as ``forked`` exists."""
     _FORKED.add(forked)
 
 

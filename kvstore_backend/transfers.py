@@ -1,17 +1,17 @@
-"""Loads and saves on their way, for engines that do not wait for the pool.
+"""Asynchronous loads and saves, for engines that do not wait for the pool.
 
-Each load or save is a *transfer*. It runs on a thread of its own, loads one after another on one thread, saves on
-another, and its owner hears of it twice::
+Each load or save is a *transfer*. Loads run one after another on one thread, saves on another. A transfer calls its
+owner twice::
 
-    load / save ──► on_end(outcome)   once, soon after the pool's deadline at the latest: so many blocks were moved
-                ──► on_release()      once: all of the transfer's blocks are the owner's again
+    load / save ──► on_end(outcome)   once, at the latest soon after the pool's deadline: the number of blocks moved
+                ──► on_release()      once: the owner owns all of the transfer's blocks again
 
-Mostly both come together (``outcome.is_released``), and the release first. Where the pool gave a call up, native code
-may still write into the blocks, or read them, for as long as that call runs: release comes when it has ended and, after
-a load, the blocks that did not come were cleared of anything it left in them.
+Usually both come together (``outcome.is_released``), and the release first. If the pool gave a call up, native code may
+still write into the blocks, or read them, as long as that call runs. Then the release comes when the call has ended
+and, after a load, the blocks that did not arrive were cleared of any bytes that it left in them.
 
-**Ownership.** From ``load`` or ``save`` until ``on_release`` the owner keeps a reference on every block of the
-transfer, so that none becomes another sequence's, and gives it back then. That is all an engine has to know.
+**Ownership.** From ``load`` or ``save`` until ``on_release`` the owner holds a reference on every block of the
+transfer, so that no other sequence gets it, and then drops the reference. An engine has to know no more than this.
 """
 
 from __future__ import annotations
@@ -39,25 +39,30 @@ _LOAD_FAILED = "Loading %d blocks failed; they will be computed"
 _SAVE_FAILED = "Saving %d blocks failed"
 
 ReadBlocks = Callable[[int, Sequence[Value]], int]
-"""Reads the blocks of a load from this one on into these targets; how many leading ones arrived whole."""
+"""Function that reads blocks of a load, from an index on, into targets; returns how many leading blocks arrived."""
 
 
 class ReadLeading(Protocol):
-    """Reads leading blocks of a load."""
+    """Function that reads leading blocks of a load."""
 
     def __call__(self, count: int, read: ReadBlocks | None = None) -> int:
-        """How many of the first ``count`` blocks arrived whole; ``read`` where they are not all the pool's own."""
+        """Read the first ``count`` blocks; return how many leading ones arrived.
+
+        Args:
+            count: number of blocks.
+            read: how to read them, if some are not blocks of the pool's own cut.
+        """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a load or a save.
+    """Result of a load or a save.
 
     Attributes:
-        count: how many leading blocks were loaded; or how many blocks the pool has now.
-        seconds: from when it was its turn.
-        is_released: all of its blocks are the owner's again. Else those that were not moved are of no use until
-            ``on_release``, and a sequence that has to go on does so in others.
+        count: for a load, how many leading blocks arrived; for a save, how many blocks the pool has now.
+        seconds: duration, from when the transfer began to run.
+        is_released: whether the owner owns all blocks again. If not, the blocks that were not moved cannot be used
+            until ``on_release``, and a sequence that must continue uses others.
     """
 
     count: int
@@ -66,26 +71,27 @@ class Outcome:
 
 
 class Event(Protocol):
-    """A moment that comes when work has ended; ``torch.cuda.Event`` is one."""
+    """Event that occurs when work has ended; ``torch.cuda.Event`` is one."""
 
     def synchronize(self) -> None:
-        """Wait until it has come; raises the exception of work that failed."""
+        """Wait until the work has ended; raises the exception of work that failed."""
 
 
 class Window(Protocol):
-    """Memory for some leading blocks of a transfer: as much as one call of the pool is given.
+    """Memory for some leading blocks of a transfer: as much as one call of the pool gets.
 
-    It is opened, given to one call, and taken back when that has ended, at once or, ``set_aside`` meanwhile, later.
+    It is opened, passed to one call, and taken back when that call has ended: immediately, or later after
+    ``set_aside``.
     """
 
     @property
     def values(self) -> Sequence[Value]:
-        """Where the pool writes or reads, for each of these blocks."""
+        """Places that the pool writes or reads, for each of these blocks."""
 
     def deliver(self, count: int) -> None:
-        """After a read: the first ``count`` values arrived, the contents of the others are undefined.
+        """Deliver the first ``count`` values after a read; the contents of the others are undefined.
 
-        Begins to copy those that arrived to their blocks, if they are elsewhere.
+        If the blocks are elsewhere, this begins to copy the values to them.
         """
 
     def wait(self) -> None:
@@ -96,39 +102,38 @@ class Window(Protocol):
         """
 
     def set_aside(self) -> bool:
-        """Use this memory for nothing else until ``take_back``.
+        """Do not reuse this memory until ``take_back``.
 
         Returns:
-            Whether it is the blocks' own, so that they cannot be used either.
+            Whether it is the blocks' own memory, so that they cannot be used either.
         """
 
     def take_back(self) -> None:
-        """Hear, once, that no call touches this memory any more; a copy that was begun may."""
+        """Make the memory available again, once: no call touches it any more, but a copy that was begun may."""
 
 
 class TransferMemory(Protocol):
-    """An engine's KV memory, as transfers reach it."""
+    """KV memory of an engine, as transfers reach it."""
 
     def record_event(self) -> Event | None:
-        """On the thread that asks for a transfer: the end of all that it has begun on blocks; None: it has ended."""
+        """Return an event for all work on blocks that the calling thread has begun; None: it has ended."""
 
     def open_incoming(self, blocks: Sequence[int], after: Event | None) -> Window:
-        """Memory that leading ones of ``blocks``, at least one, are to be read into; touched after ``after``."""
+        """Open memory to read leading ones of ``blocks``, at least one, into; it is touched after ``after``."""
 
     def open_outgoing(self, blocks: Sequence[int], after: Event | None) -> Window:
-        """Memory for the contents of leading ones of ``blocks``, at least one, as they are after ``after``.
+        """Open memory with the contents that leading ones of ``blocks``, at least one, have after ``after``.
 
-        They are there when ``wait`` has returned.
+        The contents are complete when ``wait`` has returned.
         """
 
 
 class DirectMemory:
-    """KV memory that the pool reads and writes itself.
+    """KV memory that the pool itself reads and writes.
 
     Args:
-        values: where each block's bytes lie.
-        clear: makes the contents of blocks finite after a read that failed: attention still meets masked positions,
-            times zero.
+        values: returns the places of each block's bytes.
+        clear: zeroes blocks after a read that failed: attention multiplies masked positions by 0, and 0 * NaN is NaN.
         record_event: as in ``TransferMemory``, for memory of a device.
     """
 
@@ -155,7 +160,7 @@ class DirectMemory:
 
 
 class _DirectWindow:
-    """The memory of ``blocks`` themselves."""
+    """Window on the memory of ``blocks`` themselves."""
 
     def __init__(self, blocks: Sequence[int], values: list[Value], clear: Callable[[Sequence[int]], None]) -> None:
         self.values = values
@@ -179,9 +184,9 @@ class _Transfer:
     """One load or save; only its own thread writes to it.
 
     Attributes:
-        after: the end of all that the owner had begun on the blocks when it asked.
+        after: the end of all work on the blocks that the owner had begun before it requested the transfer.
         set_aside: the window that a call which was given up may still touch.
-        is_released: whether its blocks are the owner's as soon as it has ended.
+        is_released: whether the owner owns the blocks as soon as the transfer has ended.
     """
 
     def __init__(
@@ -205,10 +210,10 @@ class Transfers:
     """Loads and saves of one engine.
 
     Args:
-        pool: closed by ``close``.
-        memory: where blocks lie; the owner has it registered.
-        post: runs a callable where the owner's bookkeeping is, one at a time: on its thread, or under its lock.
-            ``on_end`` and ``on_release`` go through it.
+        pool: the pool; ``close`` closes it.
+        memory: the memory of the blocks; the owner has registered it.
+        post: runs a callable in the owner's context, one at a time: on its thread, or under its lock. It runs
+            ``on_end`` and ``on_release``.
         start_thread: called first on each of the two threads.
     """
 
@@ -236,15 +241,15 @@ class Transfers:
         *,
         decide: Callable[[ReadLeading], int] | None = None,
     ) -> None:
-        """Begin to read ``blocks``, or as many leading ones as ``decide`` asks for.
+        """Begin to read ``blocks``, or as many leading ones as ``decide`` requests.
 
         Args:
             hashes: the blocks' names.
-            blocks: where to.
+            blocks: the blocks to fill.
             on_end: called with the outcome.
-            on_release: called when the blocks are the owner's again.
-            decide: called on the thread that loads, with a function that reads as many leading blocks as it is told;
-                returns that function's answer, or 0 where nothing is to be read. Default: all blocks are read.
+            on_release: called when the owner owns the blocks again.
+            decide: called on the loading thread, with a function that reads a given number of leading blocks; returns
+                that function's answer, or 0 to read nothing. Default: all blocks are read.
         """
         transfer = _Transfer(hashes, blocks, on_end, on_release, self._memory.record_event())
         self._submit_transfer(self._loads, transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED)
@@ -258,9 +263,9 @@ class Transfers:
         *,
         keep_seconds: float = 0.0,
     ) -> None:
-        """Begin to write ``blocks``, whose contents must not change before ``on_release``.
+        """Begin to write ``blocks``; their contents must not change before ``on_release``.
 
-        With ``keep_seconds`` also those that the pool has: to keep them from eviction for so long.
+        With ``keep_seconds`` this also writes blocks that the pool has, to protect them from eviction for that time.
         """
         transfer = _Transfer(hashes, blocks, on_end, on_release, self._memory.record_event())
 
@@ -272,7 +277,7 @@ class Transfers:
         self._submit_transfer(self._saves, transfer, lambda: self._write_blocks(transfer, write), _SAVE_FAILED)
 
     def remove(self, hashes: Sequence[bytes]) -> None:
-        """Begin to remove blocks from the pool, after all saves that have begun; the log shows a failure."""
+        """Begin to remove blocks from the pool, after all saves that have begun; a failure is logged."""
 
         def run() -> None:
             self._pool.flush_writes(_FLUSH_SECONDS)
@@ -286,9 +291,9 @@ class Transfers:
             logger.warning("%d blocks were not removed from the pool: %s", len(hashes), exc)
 
     def call_after_flush(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` on a thread of its own once other instances can read all blocks saved so far.
+        """Call ``callback`` on a new thread once other instances can read all blocks saved so far.
 
-        Or once those were given up, or after some seconds: a look-up tells which are there.
+        It is also called if those were given up, or after some seconds: a look-up shows which blocks are present.
         """
 
         def wait() -> None:
@@ -306,7 +311,7 @@ class Transfers:
             logger.debug("Saves are not waited for: %s", exc)
         self._loads.close()
         self._saves.close()
-        # A native client takes its time to leave; leaving is not worth more than a moment.
+        # A native client is slow to leave; do not wait longer than this for it.
         leaving = threading.Thread(target=self._pool.close, name="pool-close", daemon=True)
         leaving.start()
         leaving.join(flush_seconds)
@@ -314,7 +319,7 @@ class Transfers:
     def _submit_transfer(
         self, thread: DaemonThreads, transfer: _Transfer, move: Callable[[], int], message: str
     ) -> None:
-        """Have a thread run the transfer; where there is none, it ends here, and nothing was moved."""
+        """Run the transfer on a thread; if there is none, it ends here, and nothing was moved."""
         try:
             thread.submit(lambda: self._run_transfer(transfer, move, message))
         except RuntimeError as exc:
@@ -325,7 +330,7 @@ class Transfers:
             self._post(lambda: _release_and_end(transfer, Outcome(0, 0.0, True)))
 
     def _run_transfer(self, transfer: _Transfer, move: Callable[[], int], message: str) -> None:
-        """Move the blocks and tell the owner, by way of its ``post``; ``message`` is logged where that raises."""
+        """Move the blocks and notify the owner through its ``post``; log ``message`` if the move raises."""
         begun = time.monotonic()
         count = 0
         try:
@@ -353,9 +358,9 @@ class Transfers:
         return decide(read_leading) if decide else read_leading(len(transfer.blocks))
 
     def _read_blocks(self, transfer: _Transfer, wanted: int, read: ReadBlocks) -> int:
-        """Read the first ``wanted`` blocks; how many leading ones arrived whole.
+        """Read the first ``wanted`` blocks; return how many leading ones arrived.
 
-        While the contents of a window are copied to its blocks, the next one is read.
+        While the contents of a window are copied to its blocks, the next window is read.
         """
         loaded = 0
         with contextlib.ExitStack() as copies:
@@ -378,7 +383,7 @@ class Transfers:
     def _write_blocks(
         self, transfer: _Transfer, write: Callable[[Sequence[bytes], Sequence[Value]], list[Status]]
     ) -> int:
-        """Write all blocks; how many the pool has now.
+        """Write all blocks; return how many the pool has now.
 
         While a window is written, the contents of the next one are copied to it.
         """
@@ -403,7 +408,7 @@ class Transfers:
         return saved
 
     def _open_outgoing(self, transfer: _Transfer, begin: int, copies: contextlib.ExitStack) -> Window | None:
-        """A window for blocks from this one on, if there are any; ``copies`` waits for the copy that fills it."""
+        """Open a window for blocks from ``begin`` on, if there are any; ``copies`` waits for the copy that fills it."""
         if begin >= len(transfer.blocks):
             return None
         window = self._memory.open_outgoing(transfer.blocks[begin:], transfer.after)
@@ -411,7 +416,7 @@ class Transfers:
         return window
 
     def _end_call(self, transfer: _Transfer, window: Window, *, is_whole: bool) -> None:
-        """After a call on a window: it is taken back, or kept out of use while a call that failed still runs."""
+        """Take a window back after a call on it, or set it aside while a call that failed still runs."""
         if is_whole or self._pool.wait_for_late_calls(0):
             window.take_back()
         else:
@@ -419,7 +424,7 @@ class Transfers:
             transfer.is_released = not window.set_aside()
 
     def _await_late_calls(self, transfer: _Transfer, window: Window) -> None:
-        """Take the window back, and release the blocks if it is theirs, once no late call touches it."""
+        """Take the window back once no late call touches it, and release the blocks if it is their own memory."""
 
         def take_back() -> None:
             try:

@@ -1,4 +1,4 @@
-"""Checks of a machine with Ascend cards: the needs of Mooncake's ascend transport beside a configuration."""
+"""Checks of a machine with Ascend cards: what Mooncake's ascend transport needs for a configuration."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvstore_backend.config import ascend_buffer_pool, library_folders
 __all__ = ["HCCN_FILE", "LIBRARIES", "check_machine"]
 
 HCCN_FILE = Path("/etc/hccn.conf")
-"""The addresses of the cards' own network ports."""
+"""File with the addresses of the cards' own network ports."""
 
 LIBRARIES = ("libmooncake_common.so", "libtransfer_engine.so", "libmooncake_store.so")
-"""The shared libraries of a Mooncake that was built with ``-DBUILD_SHARED_LIBS=ON``."""
+"""Shared libraries of a Mooncake that was built with ``-DBUILD_SHARED_LIBS=ON``."""
 
 _WHEEL = "mooncake-transfer-engine-npu"
 _WITHOUT_ASCEND = "mooncake-transfer-engine-non-cuda"
@@ -26,7 +26,7 @@ _BUFFERS = re.compile(r"(\d+):(\d+)", re.ASCII)
 
 
 def check_machine(*, needs_buffers: bool) -> Iterator[Finding]:
-    """Mooncake's build, its libraries, the cards' network, and the buffers that MindIE, for one, cannot do without."""
+    """Check Mooncake's build, its libraries, the cards' network, and the buffers that MindIE, for example, needs."""
     yield from _check_build()
     yield from _check_libraries()
     yield from _check_network()
@@ -34,7 +34,7 @@ def check_machine(*, needs_buffers: bool) -> Iterator[Finding]:
 
 
 def _check_build() -> Iterator[Finding]:
-    """Whether the Mooncake that is installed can have been built for Ascend cards."""
+    """Check whether the installed Mooncake can have been built for Ascend cards."""
     subject, wheels = "ascend build", find_wheels()
     if _WHEEL in wheels:
         yield ok(subject, f"{_WHEEL} {wheels[_WHEEL]}")
@@ -57,7 +57,7 @@ def _check_build() -> Iterator[Finding]:
 
 
 def _check_libraries() -> Iterator[Finding]:
-    """Whether the loader of shared libraries finds Mooncake's."""
+    """Check whether the loader of shared libraries finds Mooncake's libraries."""
     subject, folders = "LD_LIBRARY_PATH", library_folders()
     missing = [name for name in LIBRARIES if not any((folder / name).is_file() for folder in folders)]
     if not missing:
@@ -89,7 +89,7 @@ def _check_network() -> Iterator[Finding]:
 
 
 def _check_buffers(needs_buffers: bool) -> Iterator[Finding]:
-    """Whether transfers have buffers to go through: ``ASCEND_BUFFER_POOL``, their number and their size in MB."""
+    """Check the buffers for transfers: ``ASCEND_BUFFER_POOL`` gives their number and their size in MB."""
     subject, value = "ASCEND_BUFFER_POOL", ascend_buffer_pool()
     remedy = "export ASCEND_BUFFER_POOL=4:8 in the environment of the server"
     match = _BUFFERS.fullmatch(value)

@@ -1,4 +1,4 @@
-"""Measure a pool: throughput and latency as an engine gets them, beside the bare store's."""
+"""Measure a pool: throughput and latency as an engine gets them, compared with the bare store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["add_arguments", "run"]
 
 @dataclass(frozen=True)
 class _Row:
-    """One operation by one way: bytes moved in a second (None: it moves none), and seconds a batch took."""
+    """Measurements of one operation through one path: bytes per second (None: no data moves), seconds per batch."""
 
     operation: str
     through: str
@@ -56,11 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures; however the measurement ends, take its blocks out of the pool.
+    """Print the measurements; remove the blocks from the pool, however the measurement ends.
 
     Raises:
         ConfigError: the configuration or an argument cannot be used.
-        PoolUnavailable: the pool cannot be opened, or did not do all that was asked of it.
+        PoolUnavailable: the pool cannot be opened, or a call did not succeed for all blocks.
     """
     logging.getLogger("kvstore_backend").setLevel(logging.ERROR)
     config = read_config(arguments.config)
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.warm_up < 0:
         raise ConfigError("--warm-up must not be negative")
     namespace = Namespace(f"kvstore-bench-{os.urandom(8).hex()}", "uint8", 1, 1, 1, 1, "bytes")
-    # Three operations by two ways.
+    # Three operations through two paths.
     with show_progress("bench", 6 * (arguments.warm_up + arguments.batches)) as tell:
         meter = _Meter(block_bytes, arguments.blocks, arguments.batches, arguments.warm_up, tell)
         _measure_bare_store(meter, config, namespace)
@@ -90,10 +90,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Meter:
-    """Memory to move blocks from and to, and a row of figures for each operation measured with it."""
+    """Memory to move blocks from and to, and one row of measurements for each operation."""
 
     def __init__(self, block_bytes: int, blocks: int, batches: int, warm_up: int, tell: Tell | None = None) -> None:
-        """Raises ``ConfigError`` where the machine has no room for one batch's memory."""
+        """Allocate the memory.
+
+        Raises:
+            ConfigError: the machine has not enough memory for one batch.
+        """
         nbytes = block_bytes * blocks
         try:
             self._source = np.frombuffer(os.urandom(nbytes), dtype=np.uint8).copy()
@@ -110,12 +114,12 @@ class _Meter:
         self.rows: list[_Row] = []
 
     def register_memory(self, register: Callable[[int, int], None]) -> None:
-        """Make the memory known to a store or a pool."""
+        """Register the memory with a store or a pool."""
         for memory in (self._source, self._target):
             register(memory.ctypes.data, memory.nbytes)
 
     def measure(self, through: str, put: _Move, get: _Move, exists: _LookUp) -> None:
-        """Put batches of new blocks, look them up and get them; the first find connections and memory still cold."""
+        """Put batches of new blocks, look them up and get them. In the first batches connections are not warm yet."""
         number = self._warm_up + self._batches
         batches = [[os.urandom(32) for _ in range(self._blocks)] for _ in range(number)]
         sources, targets = _values(self._source, self._block_bytes), _values(self._target, self._block_bytes)
@@ -136,7 +140,10 @@ class _Meter:
         call: _LookUp,
         batches: Sequence[Sequence[bytes]],
     ) -> _Row:
-        """Time ``call`` over the batches that count; it must answer how many blocks it was good for."""
+        """Time ``call`` over the batches that count.
+
+        ``call`` must return the number of blocks for which it succeeded.
+        """
         seconds = []
         for hashes in batches:
             start = time.perf_counter()
@@ -178,7 +185,7 @@ def _measure_bare_store(meter: _Meter, config: PoolConfig, namespace: Namespace)
 
 def _measure_full_stack(meter: _Meter, config: PoolConfig, namespace: Namespace) -> None:
     try:
-        # Written at once: the pool is measured, not the queue before it.
+        # The pool is measured, not the queue before it, so writes are synchronous.
         with open_pool(replace(config, async_write=False), namespace, CollectorRegistry(), background=False) as pool:
             meter.register_memory(pool.register)
             meter.measure(
@@ -188,25 +195,25 @@ def _measure_full_stack(meter: _Meter, config: PoolConfig, namespace: Namespace)
                 pool.lookup,
             )
     finally:
-        # Not through the pool: while it is open, a save that Ctrl-C cut off still goes on behind it.
+        # Not through the pool: a save that Ctrl-C interrupted may still run in it while it is open.
         for each in (config, *([PoolConfig(config.fast)] if config.fast else [])):
             with contextlib.closing(open_store(each)) as store:
                 _clear_blocks(store, namespace)
 
 
 def _clear_blocks(store: StorageBackend, namespace: Namespace) -> None:
-    """Remove this run's blocks, leases or not: nobody else can know their keys."""
+    """Remove this run's blocks, also with leases: no other client can know their keys."""
     if not store.clear(namespace.prefix):
         print(f"kvstore: blocks of this run stay in the pool until they are evicted: {store!r}", file=sys.stderr)
 
 
 def _values(memory: np.typing.NDArray[np.uint8], block_bytes: int) -> list[Value]:
-    """A value for each block in ``memory``."""
+    """Return a value for each block in ``memory``."""
     return [[Span(memory.ctypes.data + start, block_bytes)] for start in range(0, memory.nbytes, block_bytes)]
 
 
 def _print_rows(rows: Sequence[_Row], block_bytes: int, blocks: int) -> None:
-    """A table, each operation of the full stack under the bare store's."""
+    """Print a table; each row of the full stack is below the row of the bare store."""
     print(f"{rows[0].batches} batches of {blocks} blocks of {format_bytes(block_bytes)}; times are a batch's")
     bare = {row.operation: row for row in rows if row.through == "bare store"}
     print_table(

@@ -59,18 +59,18 @@ _WHEELS = (
     "mooncake-transfer-engine-cuda13",
     "mooncake-transfer-engine-npu",
 )
-# Of CANN, which the build for Ascend cards needs.
+# Libraries of CANN, which the build for Ascend cards needs.
 _CANN_LIBRARIES = ("libascendcl", "libllm_datadist", "libmetadef", "libhccl", "libhixl")
 _FULL_SHARE = 0.95
-# From here on a master evicts (--eviction_high_watermark_ratio), unless it was told otherwise: it does not tell.
+# A master evicts from here on, unless --eviction_high_watermark_ratio was set; the master does not report it.
 _WATERMARK = 0.9
 _PROMPT_TOKENS = 1000
-# Of the disk, that Mooncake's offloading takes by default.
+# Share of the disk that Mooncake's offloading takes by default.
 _SSD_SHARE = 0.9
 
 
 def check_library(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Mooncake's Python module, the shared libraries it needs, and what these settings need it to be built with."""
+    """Check Mooncake's Python module, its shared libraries, and the build options that these settings need."""
     missing = {name: package for name, package in _SYSTEM_LIBRARIES.items() if not _can_load(name)}
     for name, package in missing.items():
         yield fail("library", f"{name} is missing, which Mooncake needs", f"on Debian: apt-get install {package}")
@@ -95,11 +95,11 @@ def check_library(settings: MooncakeSettings) -> Iterator[Finding]:
             f"several distributions of Mooncake are installed, which overwrite each other's files: {', '.join(wheels)}",
             f"pip uninstall {' '.join(wheels)}, then install one",
         )
-    told = next(iter(wheels.values()), "of unknown version")
+    version = next(iter(wheels.values()), "of unknown version")
     if missing_part := find_missing_backend(settings):
         yield fail("library", *missing_part)
         return
-    yield ok("library", f"Mooncake {told} can be loaded")
+    yield ok("library", f"Mooncake {version} can be loaded")
 
 
 def _can_load(name: str) -> bool:
@@ -111,7 +111,7 @@ def _can_load(name: str) -> bool:
 
 
 def find_wheels() -> dict[str, str]:
-    """The distributions of Mooncake that are installed, with their versions; a build of one's own has another name."""
+    """Return the installed distributions of Mooncake with their versions; a build from source has another name."""
     versions = {}
     for wheel in _WHEELS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -120,7 +120,7 @@ def find_wheels() -> dict[str, str]:
 
 
 def check_protocol(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Whether this machine has the devices that the protocol needs."""
+    """Check whether this machine has the devices that the protocol needs."""
     present = list_rdma_devices()
     if settings.protocol == "ascend":
         yield warn("protocol", "ascend is passed on to Mooncake as it is; its links cannot be checked from here")
@@ -130,7 +130,7 @@ def check_protocol(settings: MooncakeSettings) -> Iterator[Finding]:
             yield warn(
                 "protocol",
                 f"tcp is used though this machine has RDMA devices ({', '.join(present)})",
-                "say protocol rdma, in every client of the pool, unless that is meant",
+                "say protocol rdma, in every client of the pool, unless tcp is intended",
             )
         else:
             yield ok("protocol", "tcp; this machine has no RDMA device")
@@ -158,7 +158,7 @@ def check_protocol(settings: MooncakeSettings) -> Iterator[Finding]:
 
 
 def check_hostname(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Whether the others could reach this machine by the name it gives them."""
+    """Check whether other machines can reach this machine by the name that it announces."""
     name, subject = settings.local_hostname, "local_hostname"
     remedy = "leave local_hostname out, or give an address of this machine that the others reach"
     if not name and settings.ha_backend == "k8s":
@@ -190,7 +190,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def check_memory(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Whether the machine has the memory that the configuration gives away."""
+    """Check whether the machine has the memory that the configuration gives to the pool."""
     needed = settings.global_segment_size + settings.local_buffer_size
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -205,7 +205,7 @@ def check_memory(settings: MooncakeSettings) -> Iterator[Finding]:
 
 
 def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Whether Mooncake would take the folder for blocks that its memory has no room for, and the folder has room."""
+    """Check whether Mooncake accepts the folder for blocks that do not fit in memory, and the disk has space."""
     if not settings.enable_ssd_offload:
         return
     path = Path(settings.ssd_offload_path or DEFAULT_FOLDER)
@@ -213,7 +213,7 @@ def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = No
         yield fail("ssd", f"{path} {refusal}, so Mooncake would not start", "name another folder with ssd_offload_path")
         return
     if (blocks := offload_bucket(environ)) != "1":
-        text = f"MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT is {blocks}: Mooncake loses blocks that fill no bucket of so many"
+        text = f"MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT is {blocks}: Mooncake loses blocks in buckets that are not full"
         yield warn("ssd", text, "unset it: each block is then a file of its own")
     limit = offload_limit(environ)
     disk = os.statvfs(path)
@@ -234,7 +234,7 @@ def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = No
 
 
 def _find_ssd_refusal(path: Path) -> str:
-    """Why Mooncake (``FileStorageConfig::ValidatePath``) would not take this folder; empty: it would."""
+    """Return why Mooncake (``FileStorageConfig::ValidatePath``) would refuse this folder; empty if it would not."""
     if not path.is_absolute() or ".." in path.parts:
         return "is no absolute path without .."
     if path.is_symlink():
@@ -245,7 +245,10 @@ def _find_ssd_refusal(path: Path) -> str:
 
 
 def check_master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
-    """Whether a master can be reached, and the ``host:port`` of the one that leads; empty where it is not known."""
+    """Check whether a master can be reached.
+
+    Returns the findings, and the ``host:port`` of the leading master, which is empty if it is not known.
+    """
     if settings.ha_backend == "etcd":
         return _find_leader(settings)
     if settings.ha_backend:
@@ -304,7 +307,7 @@ def _find_leader(settings: MooncakeSettings) -> tuple[list[Finding], str]:
 
 
 def _listens_on_all(port: int) -> bool:
-    """Whether somebody on this machine listens at this port of every address, as far as /proc tells."""
+    """Whether a process on this machine listens at this port on every address, as far as /proc shows."""
     try:
         lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     except OSError:
@@ -313,7 +316,7 @@ def _listens_on_all(port: int) -> bool:
 
 
 def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Whether the metadata server answers as one."""
+    """Check whether the metadata server answers like one."""
     url = settings.metadata_server
     scheme = url.partition("://")[0]
     if scheme in ("etcd", "redis"):
@@ -345,7 +348,7 @@ def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
 
 
 def _check_metadata_in(scheme: str, url: str, servers: Sequence[str]) -> Iterator[Finding]:
-    """Whether one of the servers of etcd, or the one of Redis, can be reached."""
+    """Check whether one of the etcd servers, or the Redis server, can be reached."""
     for server in servers:
         host, _, port = server.rpartition(":")
         with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):
@@ -357,14 +360,14 @@ def _check_metadata_in(scheme: str, url: str, servers: Sequence[str]) -> Iterato
 
 
 def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> MasterAdmin:
-    """The HTTP side of a cluster's master.
+    """Return the HTTP interface of a cluster's master.
 
     Args:
-        settings: name the master.
-        metrics_address: where that side is, as the user gave it.
+        settings: settings that name the master.
+        metrics_address: address of that interface, as the user gave it.
 
     Raises:
-        PoolUnavailable: there is no master, or it tells nothing there.
+        PoolUnavailable: there is no master, or it does not answer on that interface.
     """
     findings, address = check_master(settings)
     if not address:
@@ -372,17 +375,17 @@ def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> Ma
     admin = find_admin(address, metrics_address)
     if admin is None:
         raise PoolUnavailable(
-            f"the master at {address} tells nothing on the usual ports: give --master-metrics HOST:PORT"
+            f"the master at {address} has no metrics on the usual ports: give --master-metrics HOST:PORT"
         )
     return admin
 
 
 def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Finding]:
-    """Whether the master is ready, and its flags and counters are as they should be."""
+    """Check whether the master is ready, and whether its flags and counters are as they should be."""
     if admin is None:
         yield warn(
             "master's flags",
-            f"the master at {address} tells nothing: its metrics are not on the usual ports",
+            f"the master at {address} does not answer: its metrics are not on the usual ports",
             "give --master-metrics HOST:PORT (its --metrics_port)",
         )
         return
@@ -394,7 +397,7 @@ def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Find
         return
     yield ok(
         "master's flags",
-        "lease, eviction watermark and threads cannot be told from outside; wanted: a lease of 10 s "
+        "lease, eviction watermark and threads cannot be read from outside; recommended: a lease of 10 s "
         "(--default_kv_lease_ttl), a watermark below 1 (--eviction_high_watermark_ratio)",
     )
     metrics = admin.fetch_metrics()
@@ -408,14 +411,14 @@ def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Find
 
 
 def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Finding]:
-    """Whether the master knows this tenant, and keeps each from evicting the others' blocks."""
+    """Check whether the master knows this tenant, and prevents each tenant from evicting the others' blocks."""
     subject, name = "tenant", settings.tenant_id
     if not admin.has_tenants():
-        yield ok(subject, "the master knows one: whoever reaches it may read and remove every block")
+        yield ok(subject, "the master has one tenant: every client that reaches it may read and remove every block")
         if name != DEFAULT_TENANT:
             yield warn(
                 subject,
-                f"{name!r} has no quota of its own: the master keeps no tenants apart; only names of blocks do",
+                f"{name!r} has no quota of its own: the master does not separate tenants; only the names of blocks do",
                 "start the master with --tenants FILE, or leave tenant_id out",
             )
         return
@@ -435,7 +438,7 @@ def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Fi
         yield warn(
             subject,
             f"all quotas together are {format_bytes(promised)} of a pool of {format_bytes(capacity)}: when "
-            f"{_WATERMARK:.0%} are full the master evicts the oldest blocks, whosever they are",
+            f"{_WATERMARK:.0%} are full the master evicts the oldest blocks of all tenants",
             "lower the quotas, so that together they stay below --eviction_high_watermark_ratio of the memory",
         )
 
@@ -443,7 +446,7 @@ def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Fi
 def check_capacity(
     settings: MooncakeSettings | FileSettings, admin: MasterAdmin | None, kv_bytes: int | None
 ) -> Iterator[Finding]:
-    """Whether the pool has room, and for how much of the model's KV."""
+    """Check whether the pool has capacity, and for how much of the model's KV."""
     others = used = 0
     if isinstance(settings, FileSettings):
         own, setting = find_size(settings.path, settings.size), "size"
@@ -466,7 +469,9 @@ def check_capacity(
             return
         text += f", so it holds {total // kv_bytes} tokens"
     if total == 0:
-        yield fail("capacity", "nobody gives the pool memory", "set global_segment_size in some client, such as 4GiB")
+        yield fail(
+            "capacity", "no client gives the pool memory", "set global_segment_size in some client, such as 4GiB"
+        )
     elif others and used > _FULL_SHARE * others:
         yield warn("capacity", f"{text}; {used / others:.0%} are used", "it evicts; give it more memory")
     else:
@@ -474,7 +479,7 @@ def check_capacity(
 
 
 def check_sharing(settings: MooncakeSettings, admin: MasterAdmin | None) -> Iterator[Finding]:
-    """Whether those that have joined could read our memory and we theirs."""
+    """Check whether this process and the clients that have joined can read each other's memory."""
     segments = admin.list_segments() if admin is not None else []
     shaking = settings.metadata_server == "P2PHANDSHAKE"
     strangers = [each.name for each in segments if each.is_handshaking != shaking]
@@ -491,7 +496,7 @@ def check_sharing(settings: MooncakeSettings, admin: MasterAdmin | None) -> Iter
 
 
 def check_folder(settings: FileSettings) -> Iterator[Finding]:
-    """Whether the folder can be used, and has the room that is promised."""
+    """Check whether the folder can be used, and has the space that the configuration promises."""
     path = settings.path
     existing = next(each for each in (path, *path.parents) if each.exists())
     if not existing.is_dir():
@@ -513,7 +518,7 @@ def check_folder(settings: FileSettings) -> Iterator[Finding]:
     size = find_size(path, settings.size)
     text = f"{path} {holds} {format_bytes(size)}; its filesystem has {format_bytes(room)} free"
     if held + room < size:
-        remedy = "lower size, or make room: blocks that nobody uses may be deleted with the whole folder"
+        remedy = "lower size, or make room: unused blocks may be deleted with the whole folder"
         if str(path).startswith("/dev/shm"):
             remedy += "; a container gets more with --shm-size"
         yield warn("folder", text, remedy)

@@ -30,12 +30,12 @@ _COMMANDS = {
     "master": Command.of_module(master),
     **OPERATOR_COMMANDS,
 }
-# A command that takes longer to stop says so.
+# A command that takes longer to stop prints a message.
 _SILENT_SECONDS = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status: 0 done, 1 something is wrong, 2 the command line is."""
+    """Run one command; return its exit status: 0 for success, 1 for a failure, 2 for a wrong command line."""
     arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         with _silence_native_log(is_wanted=arguments.command == "master"), _announce_slow_stop():
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KVStoreError as exc:
         print(f"kvstore: {exc}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command and its arguments; ends the process with a sentence on a command or flag that is not known."""
+    """Parse the command and its arguments; end the process with a message if a command or flag is not known."""
     parser = argparse.ArgumentParser(prog="kvstore", description="Look after a pool of KV blocks.")
     parser.add_argument("--version", action="version", version=_describe_version())
     parser.add_argument(
@@ -82,26 +82,26 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class _PrintCompletion(argparse.Action):
-    """Ends the process, as ``--version`` does."""
+    """Action that ends the process, as ``--version`` does."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, values: object, __: object = None) -> NoReturn:
-        shtab = importlib.import_module("shtab")  # nothing else needs it
+        shtab = importlib.import_module("shtab")  # imported here, because nothing else needs it
         print(shtab.complete(parser, shell=values))
         parser.exit()
 
 
 def _describe_version() -> str:
-    """Our version, and those of the distributions of Mooncake that are installed."""
+    """Return our version, and those of the installed distributions of Mooncake."""
     wheels = ", ".join(f"{wheel} {version}" for wheel, version in find_wheels().items())
     return f"kvstore {find_version()}; {wheels or 'no Mooncake'}"
 
 
 @contextlib.contextmanager
 def _silence_native_log(*, is_wanted: bool) -> Iterator[None]:
-    """Keep what Mooncake's library writes to standard error from the operator; ours goes on to come.
+    """Hide the messages that Mooncake's library writes to standard error; our own messages still appear.
 
-    It complains of each metadata that it looks for and does not find, as of a fault, and before that of its own log.
-    ``MC_LOG_LEVEL`` shows all of it.
+    It reports each metadata entry that it does not find as an error, and also complains about its own log before that.
+    ``MC_LOG_LEVEL`` shows all of its messages.
     """
     errors = sys.__stderr__
     if is_wanted or wants_native_log() or errors is None or sys.stderr is not errors:
@@ -126,10 +126,10 @@ def _silence_native_log(*, is_wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _announce_slow_stop() -> Iterator[None]:
-    """Say "stopping ..." where a command takes long to leave its pool after Ctrl-C."""
+    """Print "stopping ..." if a command takes long to leave its pool after Ctrl-C."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield  # Ctrl-C is ignored here, or somebody else's
+        yield  # Ctrl-C is ignored here, or has another handler
         return
 
     def on_interrupt(_: int, __: FrameType | None) -> None:

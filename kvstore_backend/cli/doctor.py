@@ -35,7 +35,7 @@ from kvstore_backend.stores.mooncake_admin import find_admin
 __all__ = ["add_arguments", "diagnose", "run"]
 
 
-# Tokens; engines share no less than a block.
+# Tokens; the smallest unit that engines share is a block.
 _SMALLEST_BLOCK = 16
 
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cards",
         type=int,
-        help="HCCL-based pools: cards or dies in the pool; without CONFIG only their sizing is told",
+        help="HCCL-based pools: cards or dies in the pool; without CONFIG only their sizing is reported",
     )
     parser.add_argument(
         "--memory-factor", type=float, default=0.92, help="HCCL-based pools: the engine's (default 0.92)"
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings; 0 only if the pool can be used."""
+    """Print the findings; return 0 only if the pool can be used."""
     logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)  # its warnings are findings here
     findings = list(diagnose(arguments))
     usable = all(finding.level != "fail" for finding in findings)
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _conclude(usable: bool, is_tried: bool, arguments: argparse.Namespace) -> str:
-    """The last line for people: no more than was tried."""
+    """Return the last line for the operator; it claims no more than was tried."""
     if arguments.cards is not None and arguments.config is None:
         return f"{'such a pool can be built' if usable else 'no such pool can be built'}; only sizes were computed"
     if usable and is_tried:
@@ -84,7 +84,7 @@ def _conclude(usable: bool, is_tried: bool, arguments: argparse.Namespace) -> st
 
 
 def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """All findings, in the order in which they should be put right."""
+    """Return all findings, in the order in which they should be repaired."""
     kv_bytes = None
     if arguments.model is not None:
         try:
@@ -104,7 +104,7 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
             return
     elif arguments.cards is not None:
         yield from _size_links(arguments.cards, arguments.memory_factor, kv_bytes)
-    # MindIE's server reads its files alone.
+    # MindIE's server reads only its files, not the environment.
     environ: dict[str, str] | None = {} if is_mindie else None
     try:
         config = read_config(arguments.config, environ=environ)
@@ -132,7 +132,7 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _size_links(cards: int, memory_factor: float, kv_bytes: int | None, cards_per_model: int = 1) -> Iterator[Finding]:
-    """The memory that the links of a pool's cards take, and the context that this costs."""
+    """Report the memory that the links of a pool's cards take, and the context length that this costs."""
     findings = hccl_sizing(cards, memory_factor)
     yield from findings
     if all(finding.level != "fail" for finding in findings):
@@ -140,7 +140,7 @@ def _size_links(cards: int, memory_factor: float, kv_bytes: int | None, cards_pe
 
 
 def _diagnose_mindie(path: Path, arguments: argparse.Namespace, kv_bytes: int | None) -> Iterator[Finding]:
-    """Mistakes that MindIE's server would find in its ``config.json``, and the memory that its cards' links take."""
+    """Report mistakes that MindIE's server would find in its ``config.json``, and the memory of its cards' links."""
     mistakes = list(find_mistakes(path))
     yield from (fail("MindIE", each.text) if each.is_fatal else warn("MindIE", each.text) for each in mistakes)
     if any(mistake.is_fatal for mistake in mistakes):
@@ -151,7 +151,7 @@ def _diagnose_mindie(path: Path, arguments: argparse.Namespace, kv_bytes: int | 
         return
     yield ok("MindIE", f"its server would take {path}: the prefix cache is on in every model")
     if kv_bytes is None and server.model is not None:
-        with contextlib.suppress(ConfigError):  # the weights need not be on this machine
+        with contextlib.suppress(ConfigError):  # the weights may be missing on this machine
             kv_bytes = kv_bytes_per_token(server.model)
     if arguments.cards is None and server.cards:
         yield warn(
@@ -189,15 +189,16 @@ def _diagnose_mooncake(
         if admin is not None:
             findings += checks.check_tenants(settings, admin)
             if any(segment.capacity for segment in admin.list_segments()):
-                # From others' memory, as most hits come, not from this process's own.
+                # Measure the memory of other processes, where most hits come from, not this process's own.
                 measured = replace(settings, global_segment_size=0)
         findings += [*checks.check_capacity(settings, admin, kv_bytes), *checks.check_sharing(settings, admin)]
     except (httpx.HTTPError, ValueError) as exc:
-        text = f"what the master tells of itself cannot be read: {exc}"
+        text = f"what the master reports about itself cannot be read: {exc}"
         findings.append(warn("master's flags", text, "check that --master-metrics is this master's --metrics_port"))
     yield from findings
     if all(finding.level != "fail" for finding in findings):
-        # Not in the folder itself: a client that joins with it clears away what another is just writing there.
+        # Not in the folder itself: a client that joins with the folder removes files that another client is still
+        # writing.
         with tempfile.TemporaryDirectory(prefix="kvstore-doctor-") as folder:
             tried, measured = (replace(each, ssd_offload_path=folder) for each in (settings, measured))
             yield from _try_and_compare(
@@ -215,7 +216,8 @@ def _diagnose_file(
     if settings.path.exists():
         yield from _try_and_compare(config, config, kv_bytes, instance)
         return
-    # Another folder of the same filesystem: looking at a pool that nobody has used yet, or misspelt, must not make it.
+    # The trial uses another folder of the same filesystem: a trial must not create the folder of a pool that is unused
+    # or misspelt.
     parent = next(each for each in settings.path.parents if each.exists())
     with tempfile.TemporaryDirectory(prefix=".kvstore-doctor-", dir=parent) as folder:
         elsewhere = replace(config, store=replace(settings, path=Path(folder)))
@@ -225,7 +227,7 @@ def _diagnose_file(
 def _try_and_compare(
     config: PoolConfig, measured: PoolConfig, kv_bytes: int | None, instance: str | None
 ) -> Iterator[Finding]:
-    """The trial of ``config``, and where all is well, how loading from ``measured`` compares with an instance."""
+    """Try ``config``; if the trial succeeds, compare loading from ``measured`` with computing on an instance."""
     findings = try_pool(config)
     yield from findings
     if instance is None or any(finding.level == "fail" for finding in findings):
@@ -247,7 +249,7 @@ def _try_and_compare(
 
 
 def _judge_pool(comparison: Comparison, kv_bytes: int) -> Finding:
-    """The verdict, in figures of a prompt of 1000 tokens."""
+    """Judge the pool, with measurements for a prompt of 1000 tokens."""
     load, compute = comparison.seconds_to_load(1000), 1000 * comparison.compute_seconds
     text = (
         f"1000 tokens of KV ({format_bytes(1000 * kv_bytes)}) take {_format_ms(load)} to load, and this instance "

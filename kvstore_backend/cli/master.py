@@ -1,4 +1,4 @@
-"""Start a Mooncake master with sensible flags, and say how clients join it."""
+"""Start a Mooncake master with sensible flags, and print how clients join it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvstore_backend.stores.mooncake_build import find_missing_coordinator
 __all__ = ["add_arguments", "build_command", "run"]
 
 _PROGRAM = "mooncake_master"
-# A master answers within a second or two, and logs some seconds more what it started with.
+# A master answers within one or two seconds; its log of the start continues for some seconds more.
 _READY_SECONDS, _QUIET_SECONDS, _POLL_SECONDS = 60.0, 3.0, 0.1
-_LEASE = re.compile(r"\d+(ms|s|m|h)?", re.ASCII)  # as Mooncake reads it; a number alone is of milliseconds
+_LEASE = re.compile(r"\d+(ms|s|m|h)?", re.ASCII)  # as Mooncake reads it; a number without a unit means milliseconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def _add_eviction(add: Callable[..., object]) -> None:
         "--default_kv_lease_ttl",
         default="10s",
         metavar="TIME",
-        help="how long a block that was looked up is kept from eviction (default %(default)s)",
+        help="how long a block that was looked up is protected from eviction (default %(default)s)",
     )
     add(
         "--eviction-watermark",
@@ -107,9 +107,9 @@ def _add_behaviour(add: Callable[..., object]) -> None:
         "--tenants",
         "--tenant_quota_connector_uri",
         metavar="FILE",
-        help="keep tenants apart, with the quotas in this file (default: one tenant)",
+        help="separate tenants, with the quotas in this file (default: one tenant)",
     )
-    add("--ssd", action="store_true", help="let clients keep on SSD what memory has no room for")
+    add("--ssd", action="store_true", help="let clients store on SSD what does not fit in memory")
     add(
         "--etcd",
         "--etcd_endpoints",
@@ -143,8 +143,8 @@ def _add_keeping(add: Callable[..., object]) -> None:
     add(
         "--snapshot-dir",
         metavar="FOLDER",
-        help="write there what is stored where, and know it again when started anew: for pools whose clients check "
-        "what they read, as ours do (docs/pool_survival.md); default: a master that was started anew knows nothing",
+        help="write there what is stored where, and read it at the next start: for pools with clients that check "
+        "what they read, as ours do (docs/pool_survival.md); default: a restarted master knows nothing",
     )
     add(
         "--snapshot-interval",
@@ -168,17 +168,17 @@ def _add_keeping(add: Callable[..., object]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Become the master; does not return where it can be started.
+    """Replace this process by the master; does not return if the master can be started.
 
     Raises:
-        PoolUnavailable: the program is missing or a port is taken.
+        PoolUnavailable: the program is missing or a port is in use.
         ConfigError: a flag's value cannot be used.
     """
     if not arguments.enable_http_metadata_server:
         arguments.metadata_port = 0
     command = build_command(arguments)
     if not arguments.print:
-        # A program from elsewhere may be another build than the library here.
+        # A program from another place may be another build than the library here.
         is_ours = Path(command[0]).parent == Path(sys.executable).parent
         named = f"--ha_backend_type is {arguments.ha_backend_type}"
         if is_ours and (missing := find_missing_coordinator(arguments.ha_backend_type, named)):
@@ -198,9 +198,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_when_ready(lines: Sequence[str], host: str, port: int) -> None:
-    """Print the lines once more behind all that the master logs as it starts, from a process that ends then."""
+    """Start a process that prints the lines again after the master's start-up log, and then ends."""
     if os.fork():
-        os.wait()  # for the first child, which ends at once, so that nobody has to wait for the second
+        os.wait()  # for the first child, which ends immediately; then nothing has to wait for the second
         return
     if os.fork() == 0:
         address = "127.0.0.1" if host == "0.0.0.0" else host
@@ -215,10 +215,10 @@ def _print_when_ready(lines: Sequence[str], host: str, port: int) -> None:
 
 
 def build_command(arguments: argparse.Namespace) -> list[str]:
-    """The program with its flags.
+    """Return the program with its flags.
 
     Raises:
-        PoolUnavailable: it is not installed.
+        PoolUnavailable: the program is not installed.
         ConfigError: a flag's value cannot be used.
     """
     beside = Path(sys.executable).with_name(_PROGRAM)
@@ -262,7 +262,10 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def _find_coordinator(arguments: argparse.Namespace) -> str:
-    """The address by which clients ask who leads, such as ``etcd://h1:2379;h2:2379``; empty: there is one master."""
+    """Return the address where clients ask which master leads.
+
+    For example ``etcd://h1:2379;h2:2379``; empty for one master.
+    """
     backend, where = arguments.ha_backend_type, arguments.ha_backend_connstring
     if not where and backend != "etcd":
         raise ConfigError(f"--ha_backend_type {backend} needs --ha_backend_connstring, which says where that is")
@@ -278,7 +281,7 @@ def _find_coordinator(arguments: argparse.Namespace) -> str:
 
 
 def _name_coordinator(coordinator: str) -> dict[str, str]:
-    """Mooncake's own flags for it."""
+    """Return Mooncake's own flags for the coordinator."""
     backend, _, where = coordinator.partition("://")
     if backend == "etcd":
         return {"etcd_endpoints": ";".join(f"http://{each}" for each in where.split(";"))}
@@ -286,7 +289,7 @@ def _name_coordinator(coordinator: str) -> dict[str, str]:
 
 
 def _check_values(arguments: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` for a value that Mooncake would refuse in its log, or die of."""
+    """Raise ``ConfigError`` for a value that Mooncake would refuse only in its log, or that would crash it."""
     for name, least in (("port", 1), ("metadata_port", 0), ("metrics_port", 1)):
         if not least <= (port := getattr(arguments, name)) < 65536:
             raise ConfigError(f"{_flag_of(name)} is {port}; it must be from {least} to 65535")
@@ -296,7 +299,7 @@ def _check_values(arguments: argparse.Namespace) -> None:
     if not _LEASE.fullmatch(arguments.lease):
         raise ConfigError(f"--lease is {arguments.lease!r}; it must be a whole number of ms, s, m or h, such as 10s")
     if arguments.oplog and not _find_coordinator(arguments).startswith("etcd://"):
-        raise ConfigError("--oplog needs --etcd, where it is written; a master alone keeps --snapshot-dir")
+        raise ConfigError("--oplog needs --etcd, where it is written; a single master uses --snapshot-dir")
     if arguments.snapshot_dir and _find_coordinator(arguments):
         raise ConfigError(
             "--snapshot-dir is of no use with --etcd or --ha_backend_connstring: "
@@ -314,7 +317,7 @@ def _flag_of(name: str) -> str:
 
 
 def _client_lines(arguments: argparse.Namespace) -> Iterator[str]:
-    """The lines of a client's environment."""
+    """Return the lines of a client's environment."""
     host = arguments.host if arguments.host != "0.0.0.0" else socket.gethostname()
     coordinator = _find_coordinator(arguments)
     if coordinator:
@@ -343,5 +346,5 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as exc:
             raise PoolUnavailable(
-                f"port {port} of {host} cannot be had ({exc.strerror}); ss -tlnp shows what uses it"
+                f"port {port} of {host} is not available ({exc.strerror}); ss -tlnp shows what uses it"
             ) from exc

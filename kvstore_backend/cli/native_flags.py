@@ -1,4 +1,4 @@
-"""The flags of ``mooncake_master`` itself, as its ``--help`` lists them, for those who write them by habit."""
+"""Flags of ``mooncake_master`` itself, as its ``--help`` lists them, for operators who are used to them."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from kvstore_backend.backend import ConfigError, PoolUnavailable
 __all__ = ["list_native_flags", "parse_native_flags"]
 
 _HELP_SECONDS = 20.0
-# "    -rpc_port (Port for RPC server ...) type: int32 default: 0", over several lines.
+# Matches " -rpc_port (Port for RPC server ...) type: int32 default: 0", over several lines.
 _FLAG = re.compile(r"^ +-(\w+) \(.*?\)\s+type: (\w+)\s+default:", re.MULTILINE | re.DOTALL)
 
 
 def list_native_flags(program: str) -> dict[str, bool]:
-    """The flags that the program knows, each with whether it is a switch.
+    """Return the flags that the program knows, each with whether it is a switch.
 
     Raises:
         PoolUnavailable: the program cannot be run.
     """
     try:
-        told = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=_HELP_SECONDS, check=False)
+        shown = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=_HELP_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as exc:
         raise PoolUnavailable(f"{program} --help cannot be run: {exc}") from exc
-    return {name: kind == "bool" for name, kind in _FLAG.findall(told.stdout)}
+    return {name: kind == "bool" for name, kind in _FLAG.findall(shown.stdout)}
 
 
 def parse_native_flags(words: Sequence[str], native: dict[str, bool], own: Collection[str]) -> dict[str, str]:
-    """The values of flags on a command line that are the program's: ``--name value``, ``--name=value``, ``--switch``.
+    """Parse flags of the program from a command line: ``--name value``, ``--name=value``, ``--switch``.
 
     Args:
-        words: all that is on the command line beside our own flags.
+        words: the words of the command line except our own flags.
         native: the flags of the program, each with whether it is a switch.
-        own: our flags, for the sentence on one that neither has.
+        own: our flags, for the message about a flag that neither knows.
 
     Raises:
-        ConfigError: a word is no flag of either, or a flag has no value.
+        ConfigError: a word is not a flag of either, or a flag has no value.
     """
     values: dict[str, str] = {}
     rest = list(words)
@@ -59,14 +59,14 @@ def parse_native_flags(words: Sequence[str], native: dict[str, bool], own: Colle
 
 
 def _take_value(name: str, rest: list[str]) -> str:
-    """Take the value of a flag from the words behind it."""
+    """Take the value of a flag from the words after it."""
     if not rest or rest[0].startswith("--"):
         raise ConfigError(f"--{name} of mooncake_master needs a value: --{name}=VALUE")
     return rest.pop(0)
 
 
 def _refuse_flag(name: str, native: dict[str, bool], own: Collection[str]) -> ConfigError:
-    """The refusal of a flag that neither we nor the program have."""
+    """Return the error for a flag that neither we nor the program know."""
     near = suggest_name(f"--{name}", [*own, *(f"--{each}" for each in native)])
     hint = near if "did you mean" in near else ": kvstore master --help and mooncake_master --help list them"
     return ConfigError(f"--{name} is no flag of kvstore master, nor of mooncake_master{hint}")

@@ -1,4 +1,4 @@
-"""How far long work is, on standard error: a bar on a terminal, else a line each few seconds."""
+"""Progress of long work, on standard error: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 __all__ = ["Tell", "show_progress"]
 
 LINE_SECONDS = 5.0
-"""Between two lines, and before the first: what takes less time tells nothing into a pipe."""
+"""Seconds between two lines, and before the first; shorter work writes nothing to a pipe."""
 
 
 class Tell(Protocol):
-    """Is told how much is done, and in a word or two the step under way."""
+    """Callback that receives how much is done, and a word or two for the current step."""
 
     def __call__(self, done: float, now: str = "") -> None: ...
 
@@ -28,7 +28,7 @@ def show_progress(title: str, total: float, file: IO[str] | None = None) -> Iter
     """Show how much of ``total`` is done.
 
     Args:
-        file: standard error, unless another one is given.
+        file: where to show it; standard error by default.
     """
     console = Console(file=file or sys.stderr, highlight=False)
     if not console.is_terminal:
@@ -45,7 +45,7 @@ def show_progress(title: str, total: float, file: IO[str] | None = None) -> Iter
 
 
 class _Lines:
-    """A line each few seconds."""
+    """Progress as one line every few seconds."""
 
     def __init__(self, title: str, total: float, file: IO[str]) -> None:
         self._title = title

@@ -1,4 +1,4 @@
-"""A command's findings and figures, printed for people and for machines."""
+"""Findings and measurements of a command, printed as text or as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: how it stands with ``subject``, in one sentence, and a remedy."""
+    """One line: the state of ``subject`` in one sentence, and a remedy."""
 
     level: Literal["ok", "warn", "fail"]
     subject: str
@@ -31,22 +31,22 @@ class Finding:
 
 
 def ok(subject: str, text: str) -> Finding:
-    """All is well."""
+    """Return a finding without a problem."""
     return Finding("ok", subject, text)
 
 
 def warn(subject: str, text: str, remedy: str = "") -> Finding:
-    """The pool can be used, but somebody should know this."""
+    """Return a finding that the operator should know, although the pool can be used."""
     return Finding("warn", subject, text, remedy)
 
 
 def fail(subject: str, text: str, remedy: str = "") -> Finding:
-    """The pool cannot be used as configured."""
+    """Return a finding that prevents the use of the pool as configured."""
     return Finding("fail", subject, text, remedy)
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """A line each, and under it the remedy."""
+    """Print a line for each finding, and its remedy below it."""
     width = max((len(finding.subject) for finding in findings), default=0)
     for finding in findings:
         print(f"{finding.level:<5} {finding.subject:<{width}}  {finding.text}")
@@ -55,18 +55,18 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 
 def print_json(value: object) -> None:
-    """One JSON document; findings and other dataclasses as objects."""
+    """Print one JSON document; findings and other dataclasses become objects."""
     json.dump(value, sys.stdout, indent=2, default=asdict)
     print()
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """``rows`` under ``heads``: the first column to the left, the others to the right."""
+    """Print ``rows`` below ``heads``: the first column aligned left, the others right."""
     print("\n".join(format_table(heads, rows)))
 
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """The lines of such a table."""
+    """Return the lines of a table as ``print_table`` prints it."""
     cells = [list(heads), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []

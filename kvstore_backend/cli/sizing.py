@@ -1,4 +1,4 @@
-"""Sizes: of a model's KV, and of the device memory that the links of an HCCL-based pool take."""
+"""Sizes of a model's KV, and of the device memory that the links of an HCCL-based pool take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore_backend.cli.report import Finding, fail, ok, warn
 
 __all__ = ["context_cost", "hccl_sizing", "kv_bytes_per_token"]
 
-# MindIE's figures for pools whose cards are linked by HCCL.
+# MindIE's numbers for pools whose cards are linked by HCCL.
 _MB_PER_LINK = 4
 _MAX_LINKS = 512
 _MB_PER_HUNDREDTH = 600
@@ -23,10 +23,10 @@ _ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def kv_bytes_per_token(model: Path) -> int:
-    """Bytes of K and V that one token takes over all layers and heads, in the checkpoint's own dtype.
+    """Return the bytes of K and V for one token over all layers and heads, in the checkpoint's own dtype.
 
     Raises:
-        ConfigError: the folder has no config.json, or that does not say enough.
+        ConfigError: the folder has no config.json, or that lacks a needed value.
     """
     path = model / "config.json"
     try:
@@ -34,7 +34,7 @@ def kv_bytes_per_token(model: Path) -> int:
         config = outer.get("text_config", outer)
         dtype = config.get("dtype") or config.get("torch_dtype") or outer.get("dtype") or outer.get("torch_dtype")
         element_bytes = _ELEMENT_BYTES[str(dtype).removeprefix("torch.")] if dtype else 2
-        if "kv_lora_rank" in config:  # multi-head latent attention keeps one compressed vector and one rotary key
+        if "kv_lora_rank" in config:  # multi-head latent attention stores one compressed vector and one rotary key
             return int(
                 config["num_hidden_layers"] * (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * element_bytes
             )
@@ -52,7 +52,7 @@ def kv_bytes_per_token(model: Path) -> int:
 
 
 def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
-    """Whether ``cards`` can be linked in one HCCL-based pool, and how far the memory factor must be lowered for it."""
+    """Report whether one HCCL-based pool can link ``cards``, and how far the memory factor must be lowered for that."""
     subject = "HCCL links"
     if cards < 1:
         return [fail(subject, f"{cards} cards make no pool", "give --cards the number of cards or dies in the pool")]
@@ -84,11 +84,11 @@ def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
 
 
 def context_cost(cards: int, kv_bytes: int | None, cards_per_model: int = 1) -> list[Finding]:
-    """How much shorter a context fits once the memory factor is lowered for the links of ``cards``.
+    """Report how much shorter a context fits after the memory factor is lowered for the links of ``cards``.
 
     Args:
-        cards: in the pool, no more than it can link.
-        kv_bytes: of one token of the model; None: not known.
+        cards: number of cards in the pool, at most as many as it can link.
+        kv_bytes: bytes of one token of the model; None: not known.
         cards_per_model: cards that may share one sequence's KV.
     """
     hundredths = _count_hundredths(cards)
@@ -98,7 +98,7 @@ def context_cost(cards: int, kv_bytes: int | None, cards_per_model: int = 1) -> 
     text = f"the lower factor leaves {mb} MB less for KV on every card, so a shorter context fits"
     remedy = "keep maxSeqLen and the number of sequences within what is left"
     if kv_bytes is None:
-        return [warn("context", text, f"{remedy}; --model FOLDER tells how many tokens less")]
+        return [warn("context", text, f"{remedy}; --model FOLDER shows how many tokens less")]
     tokens = mb * 10**6 // kv_bytes
     text += f": about {tokens} tokens less at {format_bytes(kv_bytes)} of KV a token, if one card holds all of it"
     if cards_per_model > 1:
@@ -107,5 +107,5 @@ def context_cost(cards: int, kv_bytes: int | None, cards_per_model: int = 1) -> 
 
 
 def _count_hundredths(cards: int) -> int:
-    """By how many hundredths the memory factor must be lowered for the links of so many cards."""
+    """Return the reduction of the memory factor, in steps of 0.01, that the links of ``cards`` need."""
     return math.ceil((cards - 1) * _MB_PER_LINK / _MB_PER_HUNDREDTH)

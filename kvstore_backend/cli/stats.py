@@ -1,4 +1,4 @@
-"""Tell how much a pool holds, and how often it is asked in vain."""
+"""Report how much a pool holds, and how often look-ups find nothing."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _WATCH_SECONDS = 2.0
 
 @dataclass
 class _PoolFigures:
-    """Figures of a pool; None: cannot be known.
+    """Measurements of a pool; None: cannot be known.
 
     Attributes:
-        clients: that give memory and are there; the master knows no others.
-        clients_gone: that the master still counts, as it does for ten seconds after one has left or crashed.
+        clients: connected clients that give memory; the master knows no others.
+        clients_gone: clients that the master still counts, as it does for ten seconds after one has left or crashed.
     """
 
     backend: str
@@ -63,7 +63,7 @@ class _PoolFigures:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Figures, and when they were read."""
+    """Measurements, and the time when they were read."""
 
     figures: _PoolFigures
     time: float = field(default_factory=time.monotonic)
@@ -87,18 +87,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_seconds,
         const=_WATCH_SECONDS,
         metavar="SECONDS",
-        help=f"read again each so many seconds (default {_WATCH_SECONDS:g}), and tell how fast figures grow; "
-        "until Ctrl-C",
+        help=f"read again every SECONDS (default {_WATCH_SECONDS:g}), and show how fast numbers grow; until Ctrl-C",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures, with ``--watch`` again and again.
+    """Print the measurements, with ``--watch`` repeatedly.
 
     Raises:
-        ConfigError: the configuration cannot be used, or says that there is no pool; an instance is no HOST:PORT; or
-            ``--watch`` is to write JSON.
-        PoolUnavailable: nobody answers, or not an instance that has a pool.
+        ConfigError: the configuration cannot be used, or has no pool; an instance is not HOST:PORT; or ``--watch`` is
+            combined with JSON.
+        PoolUnavailable: no server answers, or it is not an instance with a pool.
     """
     logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)
     for each in arguments.instances:
@@ -122,10 +121,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_figures(config: PoolConfig, arguments: argparse.Namespace) -> _PoolFigures:
-    """
+    """Read the measurements.
+
     Raises:
-        ConfigError: nobody but the pool's own process could tell.
-        PoolUnavailable: nobody answers, or not an instance that has a pool.
+        ConfigError: only the pool's own process could read them.
+        PoolUnavailable: no server answers, or it is not an instance with a pool.
     """
     match config.store:
         case MooncakeSettings() as store:
@@ -133,16 +133,16 @@ def _read_figures(config: PoolConfig, arguments: argparse.Namespace) -> _PoolFig
         case FileSettings() as store:
             figures = _figures_of_folder(store)
         case MemorySettings():
-            raise ConfigError("memory is each process's own: only that process can tell what it holds")
+            raise ConfigError("memory is each process's own: only that process can list what it holds")
     figures.instances = {address: _figures_of_instance(address) for address in arguments.instances}
     return figures
 
 
 def _watch_figures(config: PoolConfig, arguments: argparse.Namespace) -> NoReturn:
-    """Read again and again; on a terminal each table takes the place of the last one.
+    """Read the measurements repeatedly; on a terminal each table replaces the last one.
 
     Raises:
-        KVStoreError: the first reading fails. If a later one does, that is told, and the next one follows.
+        KVStoreError: the first reading fails. The error of a later reading is shown, and the next reading follows.
     """
     console = Console(highlight=False)
     figures = _Reading(_read_figures(config, arguments))
@@ -163,7 +163,7 @@ def _watch_figures(config: PoolConfig, arguments: argparse.Namespace) -> NoRetur
 
 
 def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None) -> _PoolFigures:
-    """The figures that a cluster's master tells."""
+    """Read the measurements that a cluster's master reports."""
     admin = checks.require_admin(settings, metrics_address)
     try:
         metrics = admin.fetch_metrics()
@@ -191,19 +191,19 @@ def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None
 
 
 def _count_clients(admin: MasterAdmin, settings: MooncakeSettings, active: int) -> tuple[int, int | None]:
-    """Clients that are there, and that are gone; all that are ``active`` where the master tells no more."""
+    """Return how many clients are connected and how many have gone; ``active`` and None if the master gives no list."""
     try:
         segments = admin.list_segments()
     except (httpx.HTTPError, ValueError):
         return active, None
     listed = {segment.client for segment in segments}
     gone = find_clients_gone(segments, settings.metadata_server)
-    # One that took its leave is no longer listed.
+    # A client that has left in an orderly way is no longer listed.
     return len(listed - gone), len(gone) + max(0, active - len(listed))
 
 
 def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
-    """The figures of a folder, by looking through it: opening it as a store would make it."""
+    """Read the measurements of a folder by scanning it: opening it as a store would create it."""
     if not settings.path.is_dir():
         raise PoolUnavailable(f"folder {settings.path} does not exist: no process has opened this pool yet")
     try:
@@ -218,7 +218,7 @@ def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
 
 
 def _namespace_of(key: str) -> str:
-    """The digest in a block's key."""
+    """Return the digest in a block's key."""
     if key.startswith(MANIFEST_PREFIX):
         return "(manifests)"
     if key.startswith(MARK_PREFIX):
@@ -231,14 +231,14 @@ def _namespace_of(key: str) -> str:
 
 
 def _figures_of_instance(address: str) -> dict[str, float]:
-    """An instance's counters: tokens of its prompts by where their KV came from, and blocks looked up."""
+    """Read an instance's counters: tokens of its prompts by the source of their KV, and blocks looked up."""
     try:
         page = httpx.get(f"http://{address}/metrics", timeout=5, trust_env=False).raise_for_status().text
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
         raise PoolUnavailable(f"the instance at {address} gives no metrics: {str(exc).partition(chr(10))[0]}") from exc
     try:
         families = list(text_string_to_metric_families(page))
-    except ValueError:  # a page of something else
+    except ValueError:  # a page of other software
         families = []
     if not any(family.name.startswith("kvstore_") for family in families):
         raise PoolUnavailable(
@@ -263,10 +263,10 @@ def _figures_of_instance(address: str) -> dict[str, float]:
 
 
 def _describe_figures(figures: _PoolFigures, before: _PoolFigures | None = None, seconds: float = 0.0) -> list[str]:
-    """The lines of the tables.
+    """Return the lines of the tables.
 
     Args:
-        before: an earlier reading, so many ``seconds`` ago: with it the tables tell how fast figures grow.
+        before: a reading from ``seconds`` ago; with it the tables also show growth per second.
     """
     lines = _describe_pool(figures, before, seconds)
     lines += ["", *format_table(("namespace", "keys"), list(figures.keys_by_namespace.items()) or [("(none)", 0)])]
@@ -301,12 +301,12 @@ def _describe_pool(figures: _PoolFigures, before: _PoolFigures | None, seconds: 
         now, then = getattr(figures, name), getattr(before, name)
         return "" if now is None or then is None else _format_growth(then, now, seconds)
 
-    told = [(title, value, tell_growth(name) if name else "") for title, value, name in rows]
-    return format_table(("pool", "", "a second"), told)
+    growing = [(title, value, tell_growth(name) if name else "") for title, value, name in rows]
+    return format_table(("pool", "", "a second"), growing)
 
 
 def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seconds: float) -> list[str]:
-    """The tables of instances' counters; arguments are those of ``_describe_figures``."""
+    """Return the tables of instances' counters; arguments are those of ``_describe_figures``."""
     heads = ("prompt tokens", "own cache", "pool", "blocks found", "absent", "unknown")
     total = [(name, *(f"{each:.0f}" for each in row.values())) for name, row in figures.instances.items()]
     lines = format_table(("instance", *heads), total)
@@ -321,7 +321,7 @@ def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seco
 
 
 def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:
-    """The table of accounts, and a line on namespaces."""
+    """Return the table of accounts, and a line on namespaces."""
     heads = ("tenant", "used", "of", "", "asked for", "evicted for itself", "writes without room")
     rows = [
         (
@@ -342,7 +342,7 @@ def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:
 
 
 def _format_growth(then: float, now: float, seconds: float) -> str:
-    """How much more in a second."""
+    """Format the growth per second."""
     growth = (now - then) / seconds if seconds > 0 else 0.0
     return f"{growth:+.4g}" if growth else "0"
 

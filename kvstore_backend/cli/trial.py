@@ -1,4 +1,4 @@
-"""A trial of a pool with a block that nobody else can meet."""
+"""Trial of a pool with a block that no other client uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def try_pool(config: PoolConfig) -> list[Finding]:
     """Put, find, get and remove a block; a pool that hangs is given up after a minute."""
     findings: list[Finding] = []
     steps: list[str] = []
-    # A daemon: a native call that never returns must not keep the process.
+    # A daemon thread, because a native call that never returns must not prevent the end of the process.
     thread = threading.Thread(target=lambda: findings.extend(_run_trial(config, steps.append)), daemon=True)
     with tempfile.TemporaryFile() as native_log:
         with native_log_to(native_log) as outside, show_progress("trial", len(_STEPS), outside) as tell:
@@ -57,7 +57,7 @@ def try_pool(config: PoolConfig) -> list[Finding]:
 
 @contextlib.contextmanager
 def native_log_to(file: IO[bytes]) -> Iterator[IO[str]]:
-    """Send standard error to ``file``, as Mooncake complains on it even when all is well; give the one from before."""
+    """Redirect standard error to ``file``, because Mooncake writes to it even without an error; yield the original."""
     sys.stderr.flush()
     outside = os.dup(2)
     os.dup2(file.fileno(), 2)
@@ -93,7 +93,7 @@ def _round_trip(store: StorageBackend, on_step: Callable[[str], None]) -> Findin
             return fail(
                 "trial",
                 f"a block of {_BLOCK_BYTES >> 10} KiB could not be put",
-                "the pool is full of blocks in use, nobody gives it memory, or a client that died is still listed; "
+                "the pool is full of blocks in use, no client gives it memory, or a client that died is still listed; "
                 "kvstore stats shows which",
             )
         on_step("exists")

@@ -4,8 +4,8 @@ settings.py      the settings of each store and of the pool, field by field: var
 values.py        parsers of values: sizes, addresses, switches, folders; and defaults that depend on the machine
 dialects.py      other engines' files and our URLs, translated to our names
 sources.py       load_config, read_config: explicit values, URL, JSON file, environment, default: the first one wins,
-                 but for MOONCAKE_PROTOCOL, which comes before a file
-environment.py   variables that are no pool's setting: other engines', and those that Mooncake's library reads
+                 except for MOONCAKE_PROTOCOL, which overrides a file
+environment.py   variables that are not settings of a pool: those of other engines and of Mooncake's library
 checkpoints.py   a model's name at a hub -> the folder of its download
 rdma.py          the RDMA devices of this machine
 """

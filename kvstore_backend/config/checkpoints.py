@@ -1,4 +1,7 @@
-"""A model's name at a hub -> the folder on this machine that its checkpoint was downloaded to. Downloads nothing."""
+"""A model's name at a hub -> the folder on this machine with its downloaded checkpoint.
+
+This module downloads nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether it can be a model's name at a hub: ORGANISATION/NAME, and no folder here."""
+    """Return whether the text can be a model's name at a hub: ORGANISATION/NAME, and not a folder here."""
     return _HUB_NAME.fullmatch(model) is not None and not Path(model).is_dir()
 
 
 def find_checkpoint(model: str, environ: Mapping[str, str] | None = None, revision: str = "") -> str:
-    """The folder of a model that is named as at a hub; any other text is a folder's, and is returned as it is.
+    """Return the folder of a model that is named as at a hub; return any other text, which is a folder, unchanged.
 
     Args:
         model: a folder, or ORGANISATION/NAME.
         revision: a branch, tag or commit at the hub; empty: its default.
-        environ: where ``FD_MODEL_CACHE``, ``HF_HOME`` and their like are looked up; not given, the process's.
+        environ: environment with ``FD_MODEL_CACHE``, ``HF_HOME`` and similar variables; by default the process's.
 
     Raises:
-        ConfigError: it is a hub's name, and none of the places that hubs' downloads go to has a checkpoint of it.
+        ConfigError: the text is a hub's name, and no download folder of a hub has a checkpoint of it.
     """
     if not is_hub_name(model):
         return model
@@ -44,17 +47,17 @@ def find_checkpoint(model: str, environ: Mapping[str, str] | None = None, revisi
 
 
 def _places(model: str, environ: Mapping[str, str], revision: str) -> Iterator[Path]:
-    """Where its checkpoint is if it was downloaded, FastDeploy's place first: there FastDeploy itself looks."""
+    """Yield the possible folders of a downloaded checkpoint, FastDeploy's own folder first."""
     home = Path(environ.get("HOME") or Path.home())
     organisation, _, name = model.partition("/")
-    # FastDeploy downloads from AI Studio, ModelScope or Hugging Face into a folder by the model's name, where Baidu's
-    # models go by the name that they have at the former two.
+    # FastDeploy downloads from AI Studio, ModelScope or Hugging Face to a folder with the model's name. For Baidu's
+    # models it uses the name that they have at AI Studio and ModelScope.
     folder = Path(environ.get("FD_MODEL_CACHE") or home)
     if organisation.lower() == "baidu":
         yield folder / "PaddlePaddle" / name
     yield folder / model
     cache = _hugging_face_cache(home, environ) / f"models--{organisation}--{name}"
-    # AI Studio's and ModelScope's name for it, which FastDeploy translates.
+    # "master" is AI Studio's and ModelScope's name for this branch; FastDeploy translates it.
     branch = "main" if revision in ("", "master") else revision
     try:
         commit = (cache / "refs" / branch).read_text().strip()
@@ -65,7 +68,7 @@ def _places(model: str, environ: Mapping[str, str], revision: str) -> Iterator[P
 
 
 def _hugging_face_cache(home: Path, environ: Mapping[str, str]) -> Path:
-    """The hub's cache as Hugging Face's own library finds it."""
+    """Return the hub's cache folder, found as Hugging Face's own library finds it."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if environ.get(variable):
             return Path(environ[variable]).expanduser()

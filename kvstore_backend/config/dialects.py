@@ -1,14 +1,14 @@
-"""The dialects a configuration may be written in: their names for our settings, and how to tell them apart.
+"""Dialects of a configuration: their names for our settings, and how to distinguish them.
 
-- FastDeploy's JSON: the names of our settings are its own.
-- Mooncake's JSON, as vLLM, SGLang, LMCache and MindIE have it: ``master_server_address``, ``device_name``; a size of
+- FastDeploy's JSON: our settings have the same names.
+- Mooncake's JSON, as vLLM, SGLang, LMCache and MindIE use it: ``master_server_address``, ``device_name``; a size of
   ``"1GB"`` means 2**30 bytes there.
-- MindIE's server configuration, whose ``kvPoolConfig`` (an object, or JSON in a string) names such a file, or nothing:
-  then the pool is off.
+- MindIE's server configuration: its ``kvPoolConfig`` (an object, or JSON in a string) names such a file; if it names
+  none, the pool is off.
 - A URL: ``mooncake://host:15001?protocol=tcp``, ``etcd://host:2379;host:2379?cluster_id=c`` (Mooncake's masters behind
   etcd; ``redis://`` and ``k8s://`` the same), ``file:///dev/shm/kvpool?size=4GiB``, ``memory:?size=1GiB``.
 
-Here values only get our names; values.py says how each must be, and sources.py which of them counts.
+This module only translates names; values.py checks values, and sources.py decides which source of a value wins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["FOREIGN_KEYS", "NATIVE_NAMES", "ParsedConfig", "is_url", "parse_mind
 logger = logging.getLogger(__name__)
 
 NATIVE_NAMES = {"master_server_address": "master_server_addr", "device_name": "rdma_devices"}
-"""Mooncake's names for settings that we, with FastDeploy, call otherwise."""
+"""Mooncake's names for settings that have other names here and in FastDeploy."""
 
 FOREIGN_KEYS = {
     **dict.fromkeys(("mode", "enable_offload", "metadata_backend"), "vLLM"),
@@ -42,7 +42,7 @@ FOREIGN_KEYS = {
     **dict.fromkeys(("transfer_timeout", "storage_root_dir", "mooncake_prefer_local_alloc"), "LMCache"),
     "mooncake_page_first_multi_buffer": "LMCache",
 }
-"""Keys that an engine adds to Mooncake's file format for its own side alone -> that engine. They are passed over."""
+"""Keys that an engine adds to Mooncake's file format for its own use -> that engine. They are skipped."""
 
 _LOOSE_SIZE = re.compile(r"(\d+(?:\.\d+)?\s*[KMGT])B?", re.IGNORECASE)
 _MINDIE_KEYS = ("backend", "configPath", "asyncWrite")
@@ -52,13 +52,13 @@ _SCHEMES = {**dict.fromkeys(("mooncake", *_HA_SCHEMES), "mooncake"), "file": "fi
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """The settings that a file or a URL names, not yet checked.
+    """Settings that a file or a URL names, not yet checked.
 
     Attributes:
         backend: ``mooncake``, ``file`` or ``memory``; empty: the pool is off.
-        values: by our names of settings, or by names that nobody knows.
-        places: for each of them, how to tell an operator where it stands.
-        where: how to tell an operator where all of them stand.
+        values: values by our names of settings, or by unknown names.
+        places: for each value, text that shows an operator where it is.
+        where: text that shows an operator where all of them are.
     """
 
     backend: str
@@ -68,12 +68,12 @@ class ParsedConfig:
 
 
 def is_url(text: str) -> bool:
-    """Whether this is a URL, not the path of a file or the name of a backend."""
+    """Return whether this is a URL, not the path of a file or the name of a backend."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text) is not None
 
 
 def read_url(url: str) -> ParsedConfig:
-    """The pool a URL names.
+    """Read the pool that a URL names.
 
     Raises:
         ConfigError: the scheme is not known, or the URL lacks a part that its scheme needs.
@@ -116,14 +116,14 @@ def read_url(url: str) -> ParsedConfig:
 
 
 def read_file(path: str | Path, named_by: str = "") -> ParsedConfig:
-    """The pool a JSON file describes, in any dialect.
+    """Read the pool that a JSON file describes, in any dialect.
 
     Args:
         path: the file.
         named_by: for errors, the variable or file that named it: ``" (named by MOONCAKE_CONFIG_PATH)"``.
 
     Raises:
-        ConfigError: the file cannot be read, is not one JSON object, or says one thing under two names.
+        ConfigError: the file cannot be read, is not one JSON object, or sets one value under two names.
     """
     values = _load_json_object(Path(path), named_by)
     pool = values.get("kvPoolConfig")
@@ -138,7 +138,7 @@ def read_file(path: str | Path, named_by: str = "") -> ParsedConfig:
 
 
 def parse_mindie_pool(pool: object, where: str) -> dict[str, Any]:
-    """The members of MindIE's ``kvPoolConfig``: an object, or the same as JSON in a string; an empty string has none.
+    """Parse MindIE's ``kvPoolConfig``: an object, or the same as JSON in a string; an empty string has no members.
 
     Raises:
         ConfigError: it is neither, or has a member that MindIE does not know.
@@ -161,7 +161,7 @@ def parse_mindie_pool(pool: object, where: str) -> dict[str, Any]:
 
 
 def _read_mindie_pool(value: object, where: str, folder: Path) -> ParsedConfig:
-    """The pool of MindIE's ``kvPoolConfig``, and of the file that it names."""
+    """Read the pool of MindIE's ``kvPoolConfig``, and of the file that it names."""
     pool = parse_mindie_pool(value, where)
     backend, config_path = pool.get("backend", ""), pool.get("configPath", "")
     if backend not in ("", *_SCHEMES.values()):
@@ -191,7 +191,7 @@ def _load_json_object(path: Path, named_by: str) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{name} is not JSON: {exc}") from exc
     except ValueError as exc:
-        raise ConfigError(f"{name} cannot be meant so: {exc}") from None
+        raise ConfigError(f"{name} cannot be used: {exc}") from None
     except RecursionError:
         raise ConfigError(f"{name} is nested too deep") from None
     if not isinstance(values, dict):
@@ -200,7 +200,7 @@ def _load_json_object(path: Path, named_by: str) -> dict[str, Any]:
 
 
 def _refuse_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object's members; ``ValueError`` where one comes twice, as only the last would count."""
+    """Return an object's members; raise ``ValueError`` for a repeated member, because only the last would count."""
     members = dict(pairs)
     if len(members) < len(pairs):
         names = [name for name, _ in pairs]
@@ -209,7 +209,7 @@ def _refuse_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _translate_names(values: Mapping[str, object], where: str, *, binary_sizes: bool) -> ParsedConfig:
-    """The same values under our names; those that only another engine needs are left out, with a line in the log."""
+    """Return the values under our names; members that only another engine needs are left out, with a log line."""
     ours: dict[str, object] = {}
     places: dict[str, str] = {}
     for key, value in values.items():
@@ -225,11 +225,11 @@ def _translate_names(values: Mapping[str, object], where: str, *, binary_sizes: 
 
 
 def _infer_backend(values: Mapping[str, object]) -> str:
-    """The backend that has such settings."""
+    """Return the backend that has these settings."""
     return "file" if "path" in values else "memory" if "size" in values else "mooncake"
 
 
 def _read_as_binary(value: object) -> object:
-    """``"1GB"`` and ``"1g"`` as ``"1GiB"``, as Mooncake understands them; everything else as it is."""
+    """Return ``"1GB"`` and ``"1g"`` as ``"1GiB"``, as Mooncake understands them; other values unchanged."""
     match = _LOOSE_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     return f"{match[1]}iB" if match else value

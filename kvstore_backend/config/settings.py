@@ -1,7 +1,7 @@
-"""The settings of each store and of the pool, field by field: environment variable, parser, default.
+"""Settings of each store and of the pool, field by field: environment variable, parser, default.
 
-A field's name is its key in the JSON file. For Mooncake keys and variables are FastDeploy's, so that its files and
-scripts work; dialects.py translates those of others, and sources.py says which source of a value wins.
+A field's name is its key in the JSON file. For Mooncake, keys and variables are FastDeploy's, so that its files and
+scripts work; dialects.py translates the names of others, and sources.py decides which source of a value wins.
 """
 
 from __future__ import annotations
@@ -41,40 +41,41 @@ __all__ = [
 ]
 
 DEFAULT_TENANT = "default"
-"""Mooncake's name for the tenant of those who name none."""
+"""Mooncake's name for the tenant of clients that name none."""
 
 
 def _read_from(variable: str, parse: Callable[[object], object] | None = None, also: str = "") -> dict[str, object]:
-    """A field's metadata.
+    """Return a field's metadata.
 
     Args:
-        variable: carries the value in the environment.
-        also: carries it where ``variable`` does not, by another engine's name.
-        parse: checks the value or raises ``ValueError``; not given: the value is the URL of a store of its own, whose
-            settings sources.py puts together.
+        variable: the environment variable with the value.
+        also: another engine's variable, used if ``variable`` is not set.
+        parse: checks the value or raises ``ValueError``; not given: the value is the URL of a separate store, whose
+            settings sources.py builds.
     """
     return {"variable": variable, "parse": parse, "also": also}
 
 
 @dataclass(frozen=True)
 class MooncakeSettings:
-    """How to join a Mooncake cluster.
+    """Settings to join a Mooncake cluster.
 
     Attributes:
         master_server_addr: ``host:port`` of the master; with several masters ``etcd://host:port;host:port``,
-            ``redis://host:port`` or ``k8s://namespace/lease``, where it is known which of them leads. In its place
-            ``file:///folder`` may stand; then these are the settings of a folder, and all others here are not read.
-        metadata_server: URL of the metadata server (``http://``, ``etcd://``, ``redis://``), or ``P2PHANDSHAKE`` to do
-            without. Clients that differ in it cannot read each other's memory.
-        local_hostname: by which the others reach this machine; empty: the address it reaches the master from.
+            ``redis://host:port`` or ``k8s://namespace/lease``, where the leading master is registered. With
+            ``file:///folder`` these are the settings of a folder, and all other settings here are ignored.
+        metadata_server: URL of the metadata server (``http://``, ``etcd://``, ``redis://``), or ``P2PHANDSHAKE`` for
+            none. Clients with different values cannot read each other's memory.
+        local_hostname: name by which other clients reach this machine; empty: the address from which it reaches the
+            master.
         protocol: ``tcp``, ``rdma`` or ``ascend``.
         rdma_devices: names separated by commas; empty: Mooncake's choice.
         global_segment_size: bytes of this machine's memory given to the pool; 0 for none.
         local_buffer_size: bytes of Mooncake's own staging, which our calls do not need.
-        cluster_id: of several masters of which one leads, as their ``--cluster_id`` says.
-        tenant_id: whose blocks these are, and whose quota they count against, where the master keeps tenants apart
+        cluster_id: with several masters, the cluster that they belong to, as their ``--cluster_id`` says.
+        tenant_id: owner of the blocks; they count against its quota, if the master separates tenants
             (``--enable_multi_tenants``).
-        enable_ssd_offload: let Mooncake keep blocks on this machine's SSD where its memory has no room; its master must
+        enable_ssd_offload: let Mooncake store blocks on this machine's SSD when its memory is full; its master must
             run with ``--enable_offload=true``.
         ssd_offload_path: the folder for that.
     """
@@ -99,29 +100,29 @@ class MooncakeSettings:
 
     @property
     def ha_backend(self) -> str:
-        """Who knows which of several masters leads: ``etcd``, ``redis`` or ``k8s``; empty where one master is named."""
+        """Service that knows the leading master: ``etcd``, ``redis`` or ``k8s``; empty for a single master."""
         scheme, separator, _ = self.master_server_addr.partition("://")
         return scheme if separator else ""
 
     @property
     def etcd_addresses(self) -> list[str]:
-        """Where the etcd servers are that know the leading master; empty where another knows it, or there is one."""
+        """Addresses of the etcd servers that know the leading master; empty for another service or a single master."""
         return self.list_servers(self.master_server_addr) if self.ha_backend == "etcd" else []
 
     @staticmethod
     def list_servers(url: str) -> list[str]:
-        """``host:port`` of each server of an address or a URL of these settings."""
+        """Return ``host:port`` of each server of an address or a URL of these settings."""
         return url.rpartition("://")[2].split(";")
 
 
 @dataclass(frozen=True)
 class FileSettings:
-    """A folder that processes of this machine share.
+    """Settings of a folder that processes of this machine share.
 
     Attributes:
-        path: the folder, on a tmpfs (quick) or an SSD (large). FastDeploy's variable for it is read, too.
-        size: bytes at which the least recently used blocks are evicted, the same for all who have it open; None: as
-            the folder has it, and 1 GiB for a new one.
+        path: the folder, on a tmpfs (quick) or an SSD (large). FastDeploy's variable for it is also read.
+        size: bytes at which the least recently used blocks are evicted, the same for all processes that have it open;
+            None: the size stored in the folder, and 1 GiB for a new folder.
     """
 
     backend: ClassVar[str] = "file"
@@ -135,7 +136,7 @@ class FileSettings:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """This process's own memory, shared with nobody.
+    """Settings of this process's own memory, which no other process shares.
 
     Attributes:
         size: bytes at which the least recently used blocks are evicted.
@@ -147,24 +148,24 @@ class MemorySettings:
 
 
 StoreSettings: TypeAlias = MooncakeSettings | FileSettings | MemorySettings
-"""The settings of any one store."""
+"""Settings of any one store."""
 
 STORE_SETTINGS: dict[str, type[StoreSettings]] = {
     kind.backend: kind for kind in (MooncakeSettings, FileSettings, MemorySettings)
 }
-"""The settings class of each backend, by its name."""
+"""Settings class of each backend, by its name."""
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Which store to open, and how. ``load_config`` made and checked it.
+    """Configuration of a pool: which store to open, and how. ``load_config`` makes and checks it.
 
     Attributes:
-        store: the store that is shared.
-        async_write: save in the background, as MindIE's ``asyncWrite`` says; where there is a fast store, from that.
-        fast: a smaller, quicker store of this machine's own before the shared one.
+        store: the shared store.
+        async_write: save in the background, like MindIE's ``asyncWrite``; with a fast store, saves start from there.
+        fast: a smaller, quicker store of this machine in front of the shared store.
         kv: the form in which blocks are stored, ``int8`` or ``fp8``, half or a quarter as large and not exactly as
-            computed; empty: as they are. Only the reference engine knows other forms.
+            computed; empty: unchanged. Only the reference engine knows other forms.
     """
 
     store: MooncakeSettings | FileSettings | MemorySettings
@@ -175,14 +176,14 @@ class PoolConfig:
 
     @property
     def backend(self) -> str:
-        """``mooncake``, ``file`` or ``memory``."""
+        """Name of the shared store: ``mooncake``, ``file`` or ``memory``."""
         return self.store.backend
 
     def require_plain(self, who: str) -> PoolConfig:
-        """This configuration, for ``who`` stores blocks as they are.
+        """Return this configuration for ``who``, an engine that stores blocks only unchanged.
 
         Raises:
-            ConfigError: it says otherwise.
+            ConfigError: the configuration has another form.
         """
         if self.kv:
             raise ConfigError(

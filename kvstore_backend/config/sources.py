@@ -1,8 +1,8 @@
 """Every source of configuration -> one ``PoolConfig``.
 
 A value is taken from the first of these that has it: explicit values, a URL, a JSON file, the environment, a default.
-With one exception: ``MOONCAKE_PROTOCOL`` comes before the ``protocol`` of a file. One file serves a whole cluster, and
-whether there is RDMA is a matter of the machine.
+There is one exception: ``MOONCAKE_PROTOCOL`` overrides the ``protocol`` of a file, because one file serves a whole
+cluster, but each machine may or may not have RDMA.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# As near as a typo, and nearer to ours than any other variable that Mooncake or its users define, but for one.
+# A typo is at least this similar; variables of Mooncake or its users are less similar to ours, except _NOT_A_TYPO.
 _NEAR = 0.85
-_NEAR_OURS = 0.8  # of variables that begin with KVSTORE_: KVSTORE_SIZE; Kubernetes makes others of a service's name
+_NEAR_OURS = 0.8  # for KVSTORE_..., such as KVSTORE_SIZE; Kubernetes makes others from a service's name
 _NOT_A_TYPO = "MOONCAKE_TE_META_DATA_SERVER"
 
 _OPTIONS = {option.name: option for option in fields(PoolConfig) if option.metadata}
 
 
 class _Source(NamedTuple):
-    """Values by field name, how to tell an operator where one of them stands, and whether that is a file."""
+    """Values by field name, a function that shows an operator where a value is, and whether the source is a file."""
 
     values: Mapping[str, object]
     place: Callable[[str], str]
@@ -67,17 +67,18 @@ def load_config(
     config_path: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> PoolConfig:
-    """The configuration of ``backend``: each value from ``explicit``, else file, else environment, else a default.
+    """Load the configuration of ``backend``: each value from ``explicit``, else file, else environment, else a default.
 
     Args:
-        backend: ``mooncake``, ``file`` or ``memory``; or a URL that names one of them and says more of it.
+        backend: ``mooncake``, ``file`` or ``memory``; or a URL that names one of them and some of its settings.
         explicit: values by the field names of the backend's settings; ``None`` values count as not given.
-        config_path: a JSON file in any dialect; not given, the one that ``MOONCAKE_CONFIG_PATH`` names, for ``file``
-            and ``memory`` if it describes such a store.
-        environ: the environment; not given, the process's own. An empty variable counts as not given.
+        config_path: a JSON file in any dialect; by default the file that ``MOONCAKE_CONFIG_PATH`` names, for ``file``
+            and ``memory`` only if it describes such a store.
+        environ: the environment; by default the process's own. An empty variable counts as not given.
 
     Raises:
-        ConfigError: one sentence naming the value, file key or variable at fault and its remedy.
+        ConfigError: a value cannot be used; the message is one sentence with the value, file key or variable, and its
+            remedy.
     """
     parsed_url = read_url(backend) if is_url(backend) else None
     kind = STORE_SETTINGS.get(parsed_url.backend if parsed_url else backend)
@@ -108,7 +109,7 @@ def load_config(
 
 
 def _find_folder(sources: Sequence[_Source]) -> _Source | None:
-    """The settings of a folder that is named as the master, for engines that name a pool by no other means."""
+    """Return the settings of a folder that is named as the master, for engines that can name a pool in no other way."""
     source = _first_source(sources, "master_server_addr")
     address = source.values["master_server_addr"] if source is not None else None
     if not isinstance(address, str) or not address.startswith("file:"):
@@ -117,14 +118,14 @@ def _find_folder(sources: Sequence[_Source]) -> _Source | None:
 
 
 def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> PoolConfig | None:
-    """The configuration that ``source`` describes; ``None`` where that says that there is no pool.
+    """Read the configuration that ``source`` describes; ``None`` if it says that there is no pool.
 
     Args:
-        source: a URL, or the path of a JSON file in any dialect; not given: the environment decides.
+        source: a URL, or the path of a JSON file in any dialect; by default the environment decides.
         environ: as in ``load_config``.
 
     Raises:
-        ConfigError: as ``load_config``; also where neither ``source`` nor the environment names a pool.
+        ConfigError: as ``load_config``; also if neither ``source`` nor the environment names a pool.
     """
     environ = os.environ if environ is None else environ
     if source is not None and is_url(str(source)):
@@ -142,13 +143,13 @@ def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] 
 
 
 def names_pool(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment names a pool, or says that there is none."""
+    """Return whether the environment names a pool, or says that there is none."""
     environ = os.environ if environ is None else environ
     return _file_of_environment(environ)[0] is not None or _find_kind(environ) is not None
 
 
 def _find_kind(environ: Mapping[str, str]) -> type[StoreSettings] | None:
-    """The kind of store of which the environment sets something."""
+    """Return the first kind of store with a setting in the environment."""
     for kind in STORE_SETTINGS.values():
         if any(environ.get(setting.metadata["variable"]) for setting in fields(kind)):
             return kind
@@ -156,7 +157,7 @@ def _find_kind(environ: Mapping[str, str]) -> type[StoreSettings] | None:
 
 
 def describe_url(config: PoolConfig) -> str:
-    """The URL of the pool, for ``read_config`` in another process of this machine or one that reaches the pool."""
+    """Return the pool's URL, for ``read_config`` in another process on this machine or on one that reaches the pool."""
     match config.store:
         case MooncakeSettings() as store:
             scheme = "" if store.ha_backend else "mooncake://"
@@ -173,7 +174,7 @@ def describe_url(config: PoolConfig) -> str:
 
 
 def describe_override(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> str:
-    """A sentence on the value by which ``MOONCAKE_PROTOCOL`` replaces that of the file of ``read_config``; or empty."""
+    """Return a sentence if ``MOONCAKE_PROTOCOL`` replaces the protocol in the file of ``read_config``; otherwise ""."""
     environ = os.environ if environ is None else environ
     path = source if source is not None else _file_of_environment(environ)[0]
     if path is None or is_url(str(path)):
@@ -183,7 +184,7 @@ def describe_override(source: str | Path | None = None, *, environ: Mapping[str,
 
 
 def describe_unknown(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> str:
-    """A sentence on members of the file of ``read_config`` that are not known and so not used; or empty."""
+    """Return a sentence on unknown members of the file of ``read_config``, which are not used; otherwise ""."""
     environ = os.environ if environ is None else environ
     path = source if source is not None else _file_of_environment(environ)[0]
     if path is None or is_url(str(path)):
@@ -193,20 +194,20 @@ def describe_unknown(source: str | Path | None = None, *, environ: Mapping[str, 
 
 
 def names_protocol(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment says which protocol the pool has, by its variable or in the file that it names."""
+    """Return whether the environment sets the pool's protocol, in its variable or in the file that it names."""
     environ = os.environ if environ is None else environ
     path, named_by = _file_of_environment(environ)
     return bool(named_protocol(environ)) or (path is not None and "protocol" in read_file(path, named_by).values)
 
 
 def _overriding_source(file: _Source, environment: _Source) -> _Source:
-    """The one value of the environment that comes before a file's."""
+    """Return the one value of the environment that overrides a file's."""
     both = {"protocol"} & file.values.keys() & environment.values.keys()
     return _Source({name: environment.values[name] for name in both}, environment.place)
 
 
 def _describe_override(file: _Source, environ: Mapping[str, str]) -> str:
-    """A sentence on a protocol that a file says and ``MOONCAKE_PROTOCOL`` says otherwise."""
+    """Return a sentence if a file and ``MOONCAKE_PROTOCOL`` have different protocols."""
     written, named = file.values.get("protocol"), named_protocol(environ)
     if written is None or not named or str(written).strip().lower() == named:
         return ""
@@ -219,7 +220,7 @@ def _log_once(sentence: str) -> None:
 
 
 def _fill_settings(kind: type[StoreSettings], sources: Sequence[_Source]) -> StoreSettings:
-    """Settings made of the first source that has each value."""
+    """Build settings, each value from the first source that has it."""
     values: dict[str, Any] = {}
     for setting in fields(kind):
         source = _first_source(sources, setting.name)
@@ -260,10 +261,10 @@ def _file_source(
     *,
     is_named: bool,
 ) -> _Source:
-    """The JSON file's values; none where no file is named, or the environment names one of another backend.
+    """Return the JSON file's values; none if no file is named, or if the environment's file is for another backend.
 
     Args:
-        is_named: the backend was asked for by its name, not by a URL that says where it is.
+        is_named: whether the backend was requested by its name, not by a URL with its address.
     """
     named_by = ""
     if config_path is None and (is_named or kind is MooncakeSettings):
@@ -272,7 +273,7 @@ def _file_source(
         return _Source({}, str)
     parsed = read_file(config_path, named_by)
     if named_by and kind is not MooncakeSettings and parsed.backend != kind.backend:
-        return _Source({}, str)  # it is Mooncake's variable, first of all
+        return _Source({}, str)  # the variable is meant for Mooncake first
     if not parsed.backend:
         raise ConfigError(f'there is to be no pool ("backend": ""{parsed.where}), but {kind.backend} is asked for')
     if unknown := _describe_unknown(names, parsed):
@@ -286,7 +287,7 @@ def _file_of_environment(environ: Mapping[str, str]) -> tuple[str | None, str]:
 
 
 def _environment_source(kind: type[StoreSettings], environ: Mapping[str, str]) -> _Source:
-    """The environment's values; a variable that is nearly one of ours is refused, as its value would be lost."""
+    """Return the environment's values; raise for a misspelt variable: its value would be lost."""
     settings = [*fields(kind), *_OPTIONS.values()]
     variables: dict[str, str] = {setting.name: setting.metadata["variable"] for setting in settings}
     ours = [*variables.values(), "MOONCAKE_CONFIG_PATH"]
@@ -310,9 +311,9 @@ def _check_names(names: Sequence[str], values: Mapping[str, object], where: str)
 
 
 def _describe_unknown(names: Sequence[str], parsed: ParsedConfig) -> str:
-    """A sentence on the members of a file that are no settings, each with the setting nearest to it; or empty.
+    """Return a sentence on members of a file that are not settings, each with the nearest setting; otherwise "".
 
-    FastDeploy and Mooncake pass over such members without a word, and files have comments and others' settings in them.
+    FastDeploy and Mooncake ignore such members silently, and files contain comments and settings of other software.
     """
     unknown = []
     for name in parsed.values:
@@ -323,7 +324,7 @@ def _describe_unknown(names: Sequence[str], parsed: ParsedConfig) -> str:
 
 
 def _nearest_name(name: str, names: Sequence[str]) -> str:
-    """The setting, or Mooncake's name of it, that was probably meant; empty: none is near."""
+    """Return the setting, or Mooncake's name for it, that was probably meant; empty: none is near."""
     aliases = [alias for alias, meant in NATIVE_NAMES.items() if meant in names]
     return next(iter(difflib.get_close_matches(name, [*names, *aliases], 1)), "")
 
@@ -334,14 +335,14 @@ def _parse_value(setting: Field[Any], source: _Source) -> Any:
     try:
         return parse(value)
     except ValueError as exc:
-        # The variable is another remedy only where it would be heard.
+        # The variable is another remedy only where it would take effect.
         is_overridable = isinstance(exc, MissingDeviceError) and source.is_file
         remedy = ", or set MOONCAKE_PROTOCOL=tcp, which comes before the file" if is_overridable else ""
         raise ConfigError(f"{source.place(setting.name)} is {hide_password(value)!r}; {exc}{remedy}") from None
 
 
 def _parse_store_url(value: object) -> MemorySettings | FileSettings:
-    """The settings of a store of this machine, by its URL alone."""
+    """Return the settings of a store on this machine, from its URL alone."""
     try:
         parsed = read_url(value) if isinstance(value, str) else None
         if parsed is None or parsed.backend == "mooncake":

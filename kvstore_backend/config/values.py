@@ -1,7 +1,7 @@
-"""The values of settings, from text or JSON: each parser returns the checked value, or says how it must be.
+"""Values of settings, from text or JSON: each parser returns the checked value, or says what would be right.
 
-A parser raises ``ValueError`` with the end of a sentence ("it must be host:port, ..."); the beginning, which names the
-setting and the value, is put before it by the caller.
+A parser raises ``ValueError`` with the end of a sentence ("it must be host:port, ..."); the caller adds the beginning,
+which names the setting and the value.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "default_folder",
     "default_metadata_server",
     "default_protocol",
+    "hide_password",
     "parse_device_names",
     "parse_folder",
     "parse_kv_form",
@@ -40,26 +41,26 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-"""A tmpfs, on most machines."""
+"""Folder of a tmpfs on most machines."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)", re.IGNORECASE)
 # Mooncake cannot allocate a smaller segment.
 _MIN_SEGMENT_BYTES = 16 << 20
 _KV_FORMS = ("int8", "fp8")
-# A namespace of Kubernetes and its lease, or a lease of the namespace "default".
+# A Kubernetes namespace and its lease, or a lease of the namespace "default".
 _LEASE = re.compile(r"(?:[a-z0-9-]+/)?[a-z0-9.-]+", re.ASCII)
 _SWITCHES = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 
 
 class MissingDeviceError(ValueError):
-    """A protocol needs devices that this machine lacks."""
+    """Error: a protocol needs devices that this machine lacks."""
 
 
 def parse_size(value: object) -> int:
-    """A number of bytes from a number or from text: ``1073741824``, ``"1GiB"`` (2**30), ``"1GB"`` (10**9).
+    """Parse a number of bytes from a number or from text: ``1073741824``, ``"1GiB"`` (2**30), ``"1GB"`` (10**9).
 
     Raises:
-        ValueError: the end of a sentence that says how it must be written.
+        ValueError: the text has another form; the message is the end of a sentence that says how to write it.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -71,38 +72,38 @@ def parse_size(value: object) -> int:
 
 
 def parse_positive_size(value: object) -> int:
-    """A size of at least one byte."""
+    """Parse a size of at least one byte."""
     if (size := parse_size(value)) == 0:
         raise ValueError("it must be more than 0 bytes")
     return size
 
 
 def parse_segment_size(value: object) -> int:
-    """The size of the memory given to a Mooncake cluster, which may be none."""
+    """Parse the size of the memory given to a Mooncake cluster, which may be 0."""
     if 0 < (size := parse_size(value)) < _MIN_SEGMENT_BYTES:
         raise ValueError("Mooncake needs at least 16MiB, or 0 to contribute no memory to the pool")
     return size
 
 
 def parse_text(value: object) -> str:
-    """Text without the blanks around it."""
+    """Return text without the blanks around it."""
     if not isinstance(value, str):
         raise ValueError("it must be text")
     return value.strip()
 
 
 def parse_tenant(value: object) -> str:
-    """The name of a tenant, as Mooncake's master takes it."""
+    """Parse the name of a tenant, as Mooncake's master accepts it."""
     if not (text := parse_text(value)) or text.startswith("_") or not text.isprintable():
         raise ValueError("a tenant's name has printable characters and does not begin with _, such as team-a")
     return text
 
 
 def parse_master_address(value: object) -> str:
-    """One master's address, or where it is known which of several masters leads.
+    """Parse one master's address, or the place where the leader of several masters is registered.
 
-    That is ``etcd://`` and the addresses of the etcd servers, ``redis://`` and the address of the Redis server, or
-    ``k8s://`` and the lease in Kubernetes. All but etcd must be built into Mooncake, which PyPI's wheels are without.
+    The place is ``etcd://`` and the addresses of the etcd servers, ``redis://`` and the address of the Redis server, or
+    ``k8s://`` and the lease in Kubernetes. Redis and Kubernetes must be built into Mooncake; PyPI's wheels lack them.
     """
     text = value.strip() if isinstance(value, str) else ""
     scheme, separator, rest = text.partition("://")
@@ -121,7 +122,7 @@ def parse_master_address(value: object) -> str:
 
 
 def _parse_servers(scheme: str, rest: str) -> str:
-    """Servers of etcd, each with ``http://`` before it or not, or one of Redis; with ``;`` between them."""
+    """Parse etcd servers with ``;`` between them, each with or without ``http://``, or one Redis server."""
     try:
         if scheme == "redis":
             return f"redis://{_parse_address(rest.removesuffix('/'))}"
@@ -134,7 +135,7 @@ def _parse_servers(scheme: str, rest: str) -> str:
 
 
 def hide_password(value: object) -> object:
-    """``value`` as a sentence may show it: without what stands before the ``@`` of its addresses."""
+    """Return ``value`` for a message: without the user and password before the ``@`` of its addresses."""
     return re.sub("(^|://)[^/@]*@", r"\1...@", value) if isinstance(value, str) else value
 
 
@@ -149,7 +150,7 @@ def _parse_address(value: object) -> str:
 
 
 def parse_metadata_server(value: object) -> str:
-    """A metadata server's URL, of Mooncake's own server, of etcd or of Redis; or ``P2PHANDSHAKE``."""
+    """Parse the URL of a metadata server (Mooncake's own, etcd or Redis), or ``P2PHANDSHAKE``."""
     text = value.strip() if isinstance(value, str) else ""
     scheme, _, rest = text.partition("://")
     if scheme in ("etcd", "redis") and rest:
@@ -157,7 +158,7 @@ def parse_metadata_server(value: object) -> str:
     try:
         url = urlsplit(text)
         usable = text == "P2PHANDSHAKE" or bool(url.scheme in ("http", "https") and url.hostname and url.port != 0)
-    except ValueError:  # a port that is no number, a bracket that is not closed
+    except ValueError:  # a port that is not a number, a bracket that is not closed
         usable = False
     if not usable:
         raise ValueError(
@@ -168,11 +169,11 @@ def parse_metadata_server(value: object) -> str:
 
 
 def parse_protocol(value: object) -> str:
-    """A protocol that this machine has the devices for.
+    """Parse a protocol for which this machine has the devices.
 
     Raises:
-        MissingDeviceError: it has none for RDMA.
-        ValueError: this is no protocol.
+        MissingDeviceError: the machine has no device for RDMA.
+        ValueError: the value is not a protocol.
     """
     if not isinstance(value, str) or value.strip().lower() not in ("tcp", "rdma", "ascend"):
         raise ValueError("it must be tcp or rdma, or ascend where Mooncake was built for it")
@@ -183,14 +184,17 @@ def parse_protocol(value: object) -> str:
 
 
 def parse_device_names(value: object) -> str:
-    """Names of RDMA devices, separated by commas; JSON, which others allow for several ranks, is refused."""
+    """Parse names of RDMA devices, separated by commas.
+
+    JSON, which other software allows for several ranks, is refused.
+    """
     if (text := parse_text(value)).startswith("{"):
         raise ValueError("it must be names separated by commas; give each rank its own configuration instead")
     return text
 
 
 def parse_switch(value: object) -> bool:
-    """``True`` or ``False``, in JSON or in the words that people write for them."""
+    """Parse ``True`` or ``False``, from JSON or from the usual words."""
     if isinstance(value, bool):
         return value
     if not isinstance(value, str) or value.strip().lower() not in _SWITCHES:
@@ -199,22 +203,22 @@ def parse_switch(value: object) -> bool:
 
 
 def parse_kv_form(value: object) -> str:
-    """The form in which blocks are stored, one that ``engine/pool/kv_codec.py`` knows; empty: as they are."""
+    """Parse the form in which blocks are stored, one that ``engine/pool/kv_codec.py`` knows; empty: unchanged."""
     if not isinstance(value, str) or value.strip().lower() not in ("", *_KV_FORMS):
         raise ValueError(f"it must be {' or '.join(_KV_FORMS)}, or left out to store blocks as they are")
     return value.strip().lower()
 
 
 def parse_folder(value: object) -> Path:
-    """The absolute path of a folder, which need not be there yet."""
+    """Return the absolute path of a folder, which may not exist yet."""
     if not isinstance(value, (str, Path)) or not str(value).strip():
         raise ValueError("it must be the path of a folder")
     try:
         path = Path(value).expanduser().absolute()
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return path  # opening the store tells the reason
-    except (OSError, RuntimeError, ValueError) as exc:  # too long, nobody's home, a zero byte
+        return path  # opening the store reports the reason
+    except (OSError, RuntimeError, ValueError) as exc:  # too long, a home folder of no user, a zero byte
         raise ValueError(f"it must be the path of a folder: {getattr(exc, 'strerror', None) or exc}") from None
     if not is_folder:
         raise ValueError("it must be the path of a folder, and this is a file")
@@ -222,19 +226,19 @@ def parse_folder(value: object) -> Path:
 
 
 def default_folder() -> Path:
-    """A folder of this user's own, in memory where the machine has a tmpfs for that."""
+    """Return a folder for this user only, in memory if the machine has a tmpfs for that."""
     shared = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     return shared / f"kvstore-{os.getuid()}"
 
 
 def default_protocol() -> str:
-    """``rdma`` where this machine has a device for it, else ``tcp``; the choice is logged."""
+    """Return ``rdma`` if this machine has a device for it, otherwise ``tcp``; the choice is logged."""
     protocol, reason = ("rdma", "an") if list_rdma_devices() else ("tcp", "no")
     logger.info("protocol is not given: using %s, as this machine has %s RDMA device", protocol, reason)
     return protocol
 
 
 def default_metadata_server() -> str:
-    """``P2PHANDSHAKE``, logged as all clients of a pool must agree on it."""
+    """Return ``P2PHANDSHAKE``, and log it, because all clients of a pool must agree on it."""
     logger.info("metadata_server is not given: using P2PHANDSHAKE, as every other client of the pool must")
     return "P2PHANDSHAKE"

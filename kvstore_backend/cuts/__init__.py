@@ -1,11 +1,11 @@
-"""Blocks of one model under another cut: another tensor-parallel size, or another block size, than one's own.
+"""Blocks of one model under another cut than one's own: another tensor-parallel size, or another block size.
 
-Nothing that is written is ever cut again: an instance stores whole blocks of its own rank, in one piece each. Who reads
-another cut's blocks gathers: it reads the pieces that hold its heads and tokens into memory of its own, has them
-verified as ever, and copies its share of them to where it wants it.
+Stored blocks are never cut again: an instance stores whole blocks of its own rank, in one piece each. A reader of
+another cut's blocks gathers: it reads the pieces with its heads and tokens into separate memory, verifies them as
+always, and copies its share of them to the target.
 
-family.py    Family: a namespace, those of the same model in other cuts, and which bytes of their blocks are whose
-siblings.py  Siblings: which other cuts live in a pool, how much of a prompt they have, and how it is read
+family.py    Family: a namespace and its siblings (the same model in other cuts), and where their blocks overlap
+siblings.py  Siblings: which other cuts are in a pool, how much of a prompt they have, and how it is read
 gather.py    Gatherer: pieces of another cut in, own blocks out
 """
 

@@ -1,8 +1,8 @@
-"""A namespace and its siblings: those of the same model whose blocks are cut otherwise, and which bytes are whose.
+"""A namespace and its siblings (the same model's blocks in other cuts), and where the bytes of their blocks overlap.
 
 A model's KV is cut twice: by heads among the ranks of an instance, and by tokens into blocks. Two namespaces that
-differ in nothing else hold the same numbers. Where there are more ranks than KV heads, several successive ranks hold
-the same head, as vLLM has it.
+differ in nothing else contain the same numbers. If there are more ranks than KV heads, several successive ranks hold
+the same head, as in vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEAD, TOKEN = "head", "token"
 """Names of the two axes that cuts differ in."""
 
 TP_SIZES = (1, 2, 4, 8, 16)
-"""The tensor-parallel sizes that siblings are looked for under."""
+"""Tensor-parallel sizes under which siblings are looked for."""
 
 
 class Extent(NamedTuple):
@@ -30,20 +30,20 @@ class Extent(NamedTuple):
     tokens: range
 
     def overlap(self, other: Extent) -> Extent:
-        """The part that both hold; a range of it is empty where they have nothing in common."""
+        """Return the part that both contain; one of its ranges is empty if they have nothing in common."""
         return Extent(_common(self.heads, other.heads), _common(self.tokens, other.tokens))
 
 
 @dataclass(frozen=True)
 class Family:
-    """A namespace, and where its blocks' bytes lie in those of its siblings.
+    """Namespace, and the places of its blocks' bytes in the blocks of its siblings.
 
     Attributes:
-        own: the namespace of who reads.
+        own: the namespace of the reader.
         num_heads: KV heads of the whole model.
         axes: name and size of each axis of one of ``own``'s blocks, the outermost in memory first; the last one's size
-            is in bytes. One is called ``HEAD``. Where block sizes may differ, one is called ``TOKEN``.
-        siblings: the other cuts that may exist, by the namespace of their rank 0.
+            is in bytes. One is called ``HEAD``. If block sizes may differ, one is called ``TOKEN``.
+        siblings: the other cuts that may exist, each as the namespace of its rank 0.
     """
 
     own: Namespace
@@ -52,32 +52,32 @@ class Family:
     siblings: tuple[Namespace, ...]
 
     def of_tenant(self, tenant: str) -> Family:
-        """The same family among the blocks of ``tenant``."""
+        """Return the same family for the blocks of ``tenant``."""
         siblings = tuple(replace(cut, tenant=tenant) for cut in self.siblings)
         return replace(self, own=replace(self.own, tenant=tenant), siblings=siblings)
 
     def shape_of(self, cut: Namespace) -> tuple[int, ...]:
-        """The sizes of the axes of one block of ``cut``."""
+        """Return the sizes of the axes of one block of ``cut``."""
         sizes = {HEAD: cut.num_kv_heads, TOKEN: cut.block_size}
         return tuple(sizes.get(name, size) for name, size in self.axes)
 
     def block_bytes(self, cut: Namespace) -> int:
-        """The size of one block of ``cut``."""
+        """Return the size of one block of ``cut`` in bytes."""
         return math.prod(self.shape_of(cut))
 
     def heads_of(self, cut: Namespace) -> range:
-        """The heads that the rank of ``cut`` holds."""
+        """Return the heads that the rank of ``cut`` holds."""
         first = cut.tp_rank * self.num_heads // cut.tp_size
         return range(first, first + cut.num_kv_heads)
 
     def ranks_with(self, cut: Namespace, heads: range) -> list[Namespace]:
-        """The fewest ranks of ``cut`` that hold all of ``heads``."""
-        step = max(1, cut.tp_size // self.num_heads)  # so many ranks hold the same
+        """Return the smallest set of ranks of ``cut`` that hold all of ``heads``."""
+        step = max(1, cut.tp_size // self.num_heads)  # this many ranks hold the same head
         ranks = (replace(cut, tp_rank=rank) for rank in range(0, cut.tp_size, step))
         return [rank for rank in ranks if _common(self.heads_of(rank), heads)]
 
     def index_of(self, part: Extent, whole: Extent) -> tuple[slice, ...]:
-        """Where ``part`` lies in an array that holds ``whole``."""
+        """Return the index of ``part`` in an array that holds ``whole``."""
         places = {HEAD: (part.heads, whole.heads), TOKEN: (part.tokens, whole.tokens)}
         return tuple(_place(*places[name]) if name in places else slice(None) for name, _ in self.axes)
 
@@ -90,17 +90,17 @@ def find_family(
     block_sizes: Iterable[int] = (),
     layout_of: Callable[[int], str] | None = None,
 ) -> Family:
-    """The family of ``own``, with every other cut that divides, or is divided by, its own.
+    """Return the family of ``own``, with every other cut that divides its cut, or is divided by it.
 
     Args:
-        own: whose.
+        own: the namespace of the reader.
         num_heads: KV heads of the whole model.
-        axes: as ``Family`` has them.
-        block_sizes: others that siblings may have, where the axes have a ``TOKEN``.
-        layout_of: the layout in the namespace of a rank that holds so many heads; default: always the own one.
+        axes: as in ``Family``.
+        block_sizes: other block sizes that siblings may have, if the axes have a ``TOKEN``.
+        layout_of: returns the layout in the namespace of a rank with that many heads; default: the layout of ``own``.
 
     Returns:
-        A family without siblings, if the heads are not divided evenly among the ranks of ``own``.
+        A family without siblings if the heads are not divided evenly among the ranks of ``own``.
     """
     family = Family(own, num_heads, tuple(axes), ())
     if not _divides(num_heads, own.tp_size) or own.num_kv_heads != _heads_per_rank(num_heads, own.tp_size):
@@ -127,7 +127,7 @@ def _heads_per_rank(num_heads: int, tp_size: int) -> int:
 
 
 def _divides(one: int, other: int) -> bool:
-    """Whether one of the two is a multiple of the other."""
+    """Return whether one of the two is a multiple of the other."""
     return one % other == 0 or other % one == 0
 
 

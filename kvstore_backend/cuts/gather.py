@@ -1,9 +1,9 @@
 """Gatherer: pieces of another cut in, own blocks out.
 
-Pieces are read into memory of the gatherer's own, and copied from there. A piece may hold heads or tokens that the
-reader has no use for; a value in many spans takes a transfer over TCP as long for each of them as 50 KiB do; and bytes
-that do not verify, or come from a call that was given up at its deadline, never reach the reader's memory. Such a call
-may write for as long as it runs: the memory that it was given is set aside until then.
+Pieces are read into the gatherer's own memory, and copied from there, for three reasons. A piece may contain heads or
+tokens that the reader does not need. Over TCP, each span of a value takes as long as 50 KiB of data. And bytes that do
+not verify, or that come from a call that was given up at its deadline, must never reach the reader's memory. Such a
+call may write as long as it runs, so its memory is not used again until it ends.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ __all__ = ["Gatherer", "Unit"]
 
 Bytes = NDArray[np.uint8]
 
-# One read: enough that the time of a call does not count, and little enough to stay in a processor's cache.
+# Bytes of one read: large enough to hide the time of a call, small enough for a processor's cache.
 _BUFFER_BYTES = 16 << 20
 
 
 class Unit:
-    """The fewest successive tokens that are whole blocks both of the reader and of another cut.
+    """Smallest number of successive tokens that are whole blocks both of the reader and of another cut.
 
     Args:
-        family: the reader's.
-        cut: the other one.
-        heads: those that are wanted.
+        family: the reader's family.
+        cut: the other cut.
+        heads: the heads to read.
 
     Attributes:
-        num_blocks: of the reader's, in a unit.
+        num_blocks: number of the reader's blocks in a unit.
     """
 
     def __init__(self, family: Family, cut: Namespace, heads: range) -> None:
@@ -48,15 +48,15 @@ class Unit:
         self.num_stored = tokens // cut.block_size
 
     def cover(self, blocks: range) -> range:
-        """The units that ``blocks`` of the reader lie in, counted from the beginning of the sequence."""
+        """Return the units that contain ``blocks`` of the reader, counted from the beginning of the sequence."""
         return range(blocks.start // self.num_blocks, -(-blocks.stop // self.num_blocks))
 
     def keys(self, unit: int, names: Sequence[bytes]) -> list[str]:
-        """The keys of the pieces of a unit, rank by rank for each block; none where a block of it has no name.
+        """Return the keys of a unit's pieces, rank by rank for each block; none if a block of the unit has no name.
 
         Args:
-            unit: which.
-            names: of the cut's blocks, from the beginning of the sequence.
+            unit: number of the unit.
+            names: names of the cut's blocks, from the beginning of the sequence.
         """
         stored = range(unit * self.num_stored, (unit + 1) * self.num_stored)
         if stored.stop > len(names):
@@ -64,7 +64,7 @@ class Unit:
         return [rank.key(names[block]) for block in stored for rank in self.ranks]
 
     def extents(self, unit: int, family: Family) -> list[Extent]:
-        """The heads and tokens of each of the pieces, in the order of the keys."""
+        """Return the heads and tokens of each piece, in the order of the keys."""
         size, first = self.cut.block_size, unit * self.num_stored
         return [
             Extent(family.heads_of(rank), range(block * size, (block + 1) * size))
@@ -74,11 +74,11 @@ class Unit:
 
 
 class Gatherer:
-    """Reads blocks of the other cuts of one family. Calls may come from several threads.
+    """Reader of blocks of the other cuts of one family. Several threads may call it.
 
     Args:
-        stack: where from.
-        family: the reader's.
+        stack: the backend to read from.
+        family: the reader's family.
     """
 
     def __init__(self, stack: StorageBackend, family: Family) -> None:
@@ -88,15 +88,15 @@ class Gatherer:
         self._heads = family.heads_of(family.own)
 
     def read_blocks(self, cut: Namespace, names: Sequence[bytes], first: int, targets: Sequence[Value]) -> int:
-        """Read successive blocks; how many leading ones arrived whole. The other targets are left as they are.
+        """Read successive blocks; return how many leading blocks arrived. The targets of other blocks do not change.
 
-        No call touches the targets, so they are the caller's as soon as this returns.
+        No call of the pool touches the targets, so the caller owns them as soon as this returns.
 
         Args:
-            cut: rank 0 of whom to read.
-            names: of that cut's blocks, from the beginning of the sequence.
-            first: the reader's own first block, counted from there.
-            targets: where each of the reader's blocks is to lie.
+            cut: rank 0 of the cut to read.
+            names: names of that cut's blocks, from the beginning of the sequence.
+            first: the reader's own first block, counted from the beginning of the sequence.
+            targets: memory for each of the reader's blocks.
 
         Raises:
             ValueError: a target has another size than a block.
@@ -121,7 +121,7 @@ class Gatherer:
     def _read_units(
         self, unit: Unit, units: range, names: Sequence[bytes], blocks: range, targets: Sequence[Value]
     ) -> int:
-        """Read ``units`` at once; how many leading ones arrived, and were copied to the targets."""
+        """Read ``units`` in one call; return how many leading units arrived and were copied to the targets."""
         keys = [unit.keys(number, names) for number in units]
         if not all(keys):
             keys = keys[: keys.index([])]
@@ -144,7 +144,7 @@ class Gatherer:
             self._buffers.give_back(buffer, maybe_late=Status.FAILED in statuses)
 
     def _copy_unit(self, unit: Unit, number: int, pieces: Bytes, blocks: range, targets: Sequence[Value]) -> None:
-        """Copy the share of ``blocks`` in the pieces of a unit to where they are wanted."""
+        """Copy the parts of a unit's pieces that belong to ``blocks`` to their targets."""
         family, size = self._family, self._family.own.block_size
         extents, shape = unit.extents(number, family), family.shape_of(unit.cut)
         first = number * unit.num_blocks
@@ -162,15 +162,15 @@ class Gatherer:
 
 
 class _Buffers:
-    """Registered memory for reads, each piece used by one at a time."""
+    """Registered memory for reads; each buffer is used by one read at a time."""
 
     def __init__(self, stack: StorageBackend) -> None:
         self._stack = stack
-        self._lock = threading.Lock()  # guards the next one
+        self._lock = threading.Lock()  # guards _free
         self._free: list[Bytes] = []
 
     def take(self, nbytes: int) -> Bytes:
-        """Memory of at least ``nbytes``, until ``give_back``."""
+        """Return a buffer of at least ``nbytes``, for use until ``give_back``."""
         with self._lock:
             buffer = self._free.pop() if self._free else None
         if buffer is not None and len(buffer) >= nbytes:
@@ -182,7 +182,11 @@ class _Buffers:
         return buffer
 
     def give_back(self, buffer: Bytes, *, maybe_late: bool) -> None:
-        """``maybe_late``: a call with this memory failed, and may have been given up while it runs."""
+        """Take a buffer back.
+
+        Args:
+            maybe_late: whether a call with this memory failed, so it may have been given up and still run.
+        """
 
         def put_back() -> None:
             with self._lock:
@@ -195,7 +199,7 @@ class _Buffers:
 
 
 def _slot_bytes(nbytes: int) -> int:
-    """A piece of ``nbytes`` with its headroom, so that the next one is as well aligned."""
+    """Return the bytes of a piece with its headroom, rounded up so that the next piece has the same alignment."""
     return HEADROOM_BYTES + -(-nbytes // HEADROOM_BYTES) * HEADROOM_BYTES
 
 

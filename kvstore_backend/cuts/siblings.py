@@ -1,11 +1,11 @@
-"""Which other cuts of a model live in a pool, how much of a prompt they have, and how it is read.
+"""Other cuts of a model: which are in a pool, how much of a prompt they have, and how it is read.
 
-One's own cut is always asked first, in one call, as if there were no other. Only where that lacks a block are others
-asked, and of those only the ones that left their manifest in the pool, which is looked for in one call every 10 s. So
-where all instances have one cut, that call is all that siblings cost.
+The own cut is always looked up first, in one call, as if there were no other. Other cuts are looked up only if the own
+cut lacks a block, and only those with a manifest in the pool; one call every 10 s looks for manifests. So if all
+instances have one cut, this call is the only cost of siblings.
 
-Own blocks and another cut's may alternate in one prompt: who goes on from blocks of another cut saves in its own
-the blocks that it computes.
+Blocks of the own cut and of another cut may alternate in one prompt: an instance that continues from another cut's
+blocks saves the blocks that it computes in its own cut.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LOOK_AROUND_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Run:
-    """The leading blocks of a prompt that a pool has, in one's own cut and in another.
+    """Leading blocks of a prompt that a pool has, in the own cut and in another.
 
     Attributes:
-        count: how many.
-        cut: the other one, by the namespace of its rank 0.
-        gathered: which of them, counted from the first that was asked for, are to come from there.
+        count: number of blocks.
+        cut: the other cut, as the namespace of its rank 0.
+        gathered: the blocks that come from the other cut, counted from the first requested block.
     """
 
     count: int
@@ -45,7 +45,7 @@ class Run:
     gathered: tuple[range, ...]
 
     def count_foreign(self, count: int) -> int:
-        """How many of the first ``count`` blocks come from the other cut."""
+        """Return how many of the first ``count`` blocks come from the other cut."""
         return sum(len(part[: max(0, count - part.start)]) for part in self.gathered)
 
     def __str__(self) -> str:
@@ -54,12 +54,13 @@ class Run:
 
 
 class Siblings:
-    """The other cuts of one family in one pool. Calls may come from several threads.
+    """Other cuts of one family in one pool. Several threads may call it.
 
     Args:
-        pool: of the family's own namespace; one of another namespace has no siblings, as its blocks have other bytes.
-        family: whose.
-        heads: those that are wanted; default: those of the own rank.
+        pool: pool of the family's own namespace; with another namespace there are no siblings, because its blocks have
+            other bytes.
+        family: the reader's family.
+        heads: the heads to read; default: those of the own rank.
     """
 
     def __init__(self, pool: BlockPool, family: Family, heads: range | None = None) -> None:
@@ -68,26 +69,26 @@ class Siblings:
         self._family = family if family.own == pool.namespace else replace(family, siblings=())
         self._heads = family.heads_of(family.own) if heads is None else heads
         self._gatherer = Gatherer(pool.stack, family)
-        self._lock = threading.Lock()  # guards the next one
+        self._lock = threading.Lock()  # guards the next two attributes
         self._look_again_at = -math.inf
         self._alive: Sequence[Namespace] = ()
 
     def is_alone(self) -> bool:
-        """Whether no other cut lives in the pool, as far as is known."""
+        """Return whether the pool has no other cut, as far as is known."""
         return not self._list_alive()
 
     def extend_run(
         self, statuses: Sequence[Status], first: int, names_of: Callable[[int], Sequence[bytes]]
     ) -> Run | None:
-        """More leading blocks than the own cut has, with the help of the one other that adds most; None: none does.
+        """Find more leading blocks than the own cut has, in the one other cut that adds most; None if none adds any.
 
         Args:
             statuses: the pool's answers for the own blocks of a prompt from ``first`` on.
-            first: counted from the beginning of the sequence.
-            names_of: the names of all blocks of the sequence under a block size.
+            first: first block, counted from the beginning of the sequence.
+            names_of: returns the names of all blocks of the sequence for a block size.
         """
         if not self._alive and time.monotonic() < self._look_again_at:
-            return None  # the usual answer, before anything is counted
+            return None  # the usual answer, before any block is counted
         own = count_leading(statuses)
         if own == len(statuses) or statuses[own] is not Status.ABSENT:
             return None
@@ -100,13 +101,13 @@ class Siblings:
         return best if best.count > own else None
 
     def reader_of(self, run: Run, hashes: Sequence[bytes], first: int, names: Sequence[bytes]) -> ReadBlocks:
-        """Reads the blocks of ``run``, by the pool's deadline (``BlockPool.load_by_deadline``).
+        """Return a function that reads blocks of ``run`` with the pool's deadline (``BlockPool.load_by_deadline``).
 
         Args:
-            run: from ``extend_run``, here or in another process.
+            run: from ``extend_run``, in this or another process.
             hashes: the names of own blocks, from ``first`` on.
-            first: counted from the beginning of the sequence.
-            names: of the other cut's blocks, from the beginning of the sequence.
+            first: first block, counted from the beginning of the sequence.
+            names: names of the other cut's blocks, from the beginning of the sequence.
         """
 
         def read(begin: int, targets: Sequence[Value]) -> int:
@@ -125,13 +126,13 @@ class Siblings:
         return read
 
     def _list_alive(self) -> Sequence[Namespace]:
-        """The siblings whose manifests the pool has, as of some seconds ago."""
+        """Return the siblings with a manifest in the pool some seconds ago."""
         now = time.monotonic()
         with self._lock:
             if now < self._look_again_at or not self._family.siblings:
                 return self._alive
             self._look_again_at = now + _LOOK_AROUND_SECONDS
-        # Not among the look-ups of blocks, whose share that is there is the hit rate.
+        # Not counted among the look-ups of blocks, whose success rate is the hit rate.
         statuses = self._pool.stack._exists_for_all([manifest_key(cut.digest) for cut in self._family.siblings])
         if Status.FAILED not in statuses:
             self._alive = [cut for cut, status in zip(self._family.siblings, statuses, strict=True) if status]
@@ -139,7 +140,7 @@ class Siblings:
 
 
 class _Asked:
-    """One other cut that is asked for blocks of a prompt."""
+    """One other cut, and the look-up of its blocks of a prompt."""
 
     def __init__(
         self, family: Family, cut: Namespace, heads: range, names_of: Callable[[int], Sequence[bytes]]
@@ -150,13 +151,13 @@ class _Asked:
         self._keys: list[list[str]] = []
 
     def list_keys(self, blocks: range) -> Iterator[str]:
-        """The keys of all pieces that hold something of ``blocks``."""
+        """Return the keys of all pieces with a part of ``blocks``."""
         self._units = self._unit.cover(blocks)
         self._keys = [self._unit.keys(number, self._names) for number in self._units]
         return (key for keys in self._keys for key in keys)
 
     def find_run(self, statuses: Sequence[Status], first: int, blocks: range, answers: Iterator[Status]) -> Run:
-        """The run with this cut's help, by the pool's answers for the keys."""
+        """Return the run with this cut's blocks, from the pool's answers for the keys."""
         has_unit = [bool(keys) and all(list(islice(answers, len(keys)))) for keys in self._keys]
 
         def is_there(block: int) -> bool:
@@ -173,7 +174,7 @@ class _Asked:
 
 
 def _split(run: Run, wanted: range) -> Iterator[tuple[bool, range]]:
-    """``wanted`` blocks of a run in pieces, each either gathered or not."""
+    """Split ``wanted`` blocks of a run into pieces that are either gathered or not."""
     begin = wanted.start
     for each in run.gathered:
         start, stop = max(each.start, begin), min(each.stop, wanted.stop)
@@ -187,7 +188,7 @@ def _split(run: Run, wanted: range) -> Iterator[tuple[bool, range]]:
 
 
 def join_runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Rising numbers as ranges."""
+    """Convert ascending numbers to ranges."""
     begin = 0
     for i in range(1, len(numbers) + 1):
         if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:

@@ -1,19 +1,20 @@
-"""FastDeploy joins the pool by ``FD_PLUGINS=kvstore`` beside ``--kvcache-storage-backend mooncake``, without a patch.
+"""FastDeploy joins the pool with ``FD_PLUGINS=kvstore`` and ``--kvcache-storage-backend mooncake``, without a patch.
 
-The seam. Every process that imports FastDeploy loads the entry points of ``fastdeploy.tool_parser_plugins``; ours,
-``activate``, puts ``FastDeployClient`` in the place of ``mooncake.store.MooncakeDistributedStore``, which FastDeploy's
-storage classes import only when they are built. It does not replace those classes: they are bound by name in modules
-that may have been imported before the plugin is loaded, importing them from the plugin would be a circle, and they have
-two shapes already (one class per rank; or a scheduler's and a worker's, in two processes), where the client below both
-has one. All of FastDeploy's calls that reach data go through it: ``register_buffer``, ``batch_put_from``,
+The extension point. Every process that imports FastDeploy loads the entry points of ``fastdeploy.tool_parser_plugins``;
+ours, ``activate``, replaces ``mooncake.store.MooncakeDistributedStore`` by ``FastDeployClient``. FastDeploy's storage
+classes import that name only when they are built. The plugin does not replace the storage classes themselves: modules
+may have imported them by name before the plugin is loaded, an import of them from the plugin would be circular, and
+they exist in two forms (one class per rank; or a scheduler's and a worker's, in two processes), while both use the same
+client. All of FastDeploy's calls that reach data go through the client: ``register_buffer``, ``batch_put_from``,
 ``batch_get_into``, ``batch_is_exist``, ``put``/``get``/``is_exist`` (its warm-up), ``remove``, ``remove_all``.
 
-FastDeploy's keys name a version of the weights (those of its cache manager v1 do not), a prefix's hash, a rank and a
-part (K, V, their scales), but no model, dtype, tensor-parallel size or layout. The namespace adds these, the version of
-FastDeploy and every setting that may change KV (``fastdeploy_settings.py``): from the engine's command line and
-environment, which its children read as well (``fastdeploy_engine.py``), and the shapes from the transfer process's own
-(``--cache_dtype --mp_num --num_layers --key_cache_shape ...``). With the cache manager v1 the engine looks blocks up
-and its workers read them: all of it is then the engine's. The rank is not part of it, as look-ups ask for rank 0.
+FastDeploy's keys contain a version of the weights (not with its cache manager v1), a prefix's hash, a rank and a part
+(K, V, their scales), but no model, dtype, tensor-parallel size or layout. The namespace adds these, the version of
+FastDeploy and every setting that may change KV (``fastdeploy_settings.py``). The settings come from the engine's
+command line and environment, which its children read as well (``fastdeploy_engine.py``), and the shapes from the
+transfer process's own command line (``--cache_dtype --mp_num --num_layers --key_cache_shape ...``). With the cache
+manager v1 the engine looks blocks up and its workers read them, so everything comes from the engine. The rank is not
+part of the namespace, because look-ups ask for rank 0.
 """
 
 from __future__ import annotations
@@ -54,24 +55,24 @@ __all__ = ["FastDeployClient", "activate", "process_namespace"]
 logger = logging.getLogger(__name__)
 
 _PLUGIN = "kvstore"
-# As FastDeploy's EngineArgs have them, where its own parser cannot be asked.
+# Defaults of FastDeploy's EngineArgs, for processes without FastDeploy's own parser.
 _DEFAULTS = {"tensor_parallel_size": 1, "block_size": 64}
-# Of the methods of speculation the only one that adds layers to a block.
+# The only speculation method that adds layers to a block.
 _DRAFTING = "mtp"
-# Of an outage. Its tasks are a look-up and a copy, one task after another. For one that writes, prefill waits 60 s and
-# then gives the request's blocks to others, from which the task would copy nevertheless (``wait_write_storage_task``).
-# For one that reads, decode waits without limit, and takes no request meanwhile, for which prefill waits 30 s
-# (``FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS``).
+# Seconds of an outage. FastDeploy runs its tasks, a look-up and a copy each, one after another. For a task that writes,
+# prefill waits 60 s and then gives the request's blocks to other requests, and the task would still copy from them
+# (``wait_write_storage_task``). For a task that reads, decode waits without limit and accepts no request meanwhile;
+# prefill waits 30 s for that (``FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS``).
 _HAND_OVER_SECONDS = 10.0
-# How FastDeploy 2.6 begins its keys, before the step of the weights.
+# First part of FastDeploy 2.6's keys, before the step of the weights.
 _VERSIONED = "prefix"
 
 
 def activate() -> None:
-    """Put our client in the place of Mooncake's, if ``FD_PLUGINS`` names ``kvstore``; FastDeploy calls this.
+    """Replace Mooncake's client by ours if ``FD_PLUGINS`` names ``kvstore``; FastDeploy calls this.
 
-    FastDeploy loads all plugins where ``FD_PLUGINS`` is not set, and this one changes where a cache lives: so it wants
-    to be named. Where Mooncake's library cannot be loaded it says so and leaves everything as it is.
+    FastDeploy loads all plugins if ``FD_PLUGINS`` is not set. This plugin changes where a cache is stored, so it works
+    only if it is named. If Mooncake's library cannot be loaded, it logs that and changes nothing.
     """
     if _PLUGIN not in fastdeploy_plugins():
         return
@@ -87,7 +88,7 @@ class FastDeployClient(PooledClient):
     def __init__(self) -> None:
         super().__init__()
         self._weights: Weights | None = None
-        self._read_namespace: Callable[[], Namespace] | None = None  # anew, where weights may change
+        self._read_namespace: Callable[[], Namespace] | None = None  # reads again, if weights may change
 
     def namespace(self) -> Namespace:
         engine = find_engine()
@@ -116,9 +117,10 @@ class FastDeployClient(PooledClient):
         return _HAND_OVER_SECONDS
 
     def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
-        """The pool, in the namespace of the weights that the model has now.
+        """Return the pool, in the namespace of the weights that the model has now.
 
-        None where that cannot be told: also while FastDeploy's keys still name other weights than the model's folder.
+        None if the weights are not known, also while FastDeploy's keys still name other weights than the model's
+        folder.
         """
         pool = super()._find_pool(keys)
         weights = self._weights.read() if self._weights is not None else None
@@ -140,14 +142,14 @@ class FastDeployClient(PooledClient):
 
 
 def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
-    """The namespace of the blocks that a process of FastDeploy with this command line holds.
+    """Return the namespace of the blocks that a process of FastDeploy with this command line holds.
 
     Args:
-        argv: of the transfer process, a worker, or the engine.
-        engine: what the engine was started with.
+        argv: command line of the transfer process, a worker, or the engine.
+        engine: the arguments and environment with which the engine was started.
 
     Raises:
-        ConfigError: the model is not named, or is no folder of a checkpoint; or a shape is none.
+        ConfigError: the model is not named, or is not the folder of a checkpoint; or a shape is invalid.
     """
     options = _parse_options(argv)
     model = digest_settings(fingerprint_model(_find_model(argv, engine)), _read_engine(engine))
@@ -156,7 +158,7 @@ def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
     arguments = {**_DEFAULTS, **engine.arguments}
     return Namespace(
         model=model,
-        # By the model and the engine's settings, as are the shapes; a worker's command line does not say them.
+        # The model and the engine's settings determine the dtype and the shapes; a worker's command line lacks them.
         kv_dtype="",
         block_size=_parse_number(arguments, "block_size"),
         num_layers=0,
@@ -168,7 +170,7 @@ def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
 
 
 def _read_engine(engine: Engine) -> dict[str, str]:
-    """The settings of the engine that decide on KV."""
+    """Return the settings of the engine that determine KV."""
     arguments = {name: value for name, value in engine.arguments.items() if name not in CANNOT_CHANGE_KV}
     for name, find_effect in _EFFECTS.items():
         arguments[name] = find_effect(arguments.get(name))
@@ -179,7 +181,7 @@ def _read_engine(engine: Engine) -> dict[str, str]:
 
 
 def _find_drafting(value: object) -> object:
-    """The settings of speculation where it adds layers to blocks: all of them, the draft model by its content."""
+    """Return the settings of speculation if it adds layers to blocks: all of them, the draft model by its content."""
     settings = read_json(value)
     if not isinstance(settings, Mapping):
         return value
@@ -187,43 +189,46 @@ def _find_drafting(value: object) -> object:
 
 
 def _find_compilation(value: object) -> object:
-    """The settings of graphs but for CUDA graphs, which replay the kernels that would be launched one by one."""
+    """Return the settings of graphs, without those of CUDA graphs, which replay the same kernels."""
     settings = read_json(value)
     if not isinstance(settings, Mapping):
         return value
     return {name: each for name, each in settings.items() if "cuda" not in name} or None
 
 
-# Arguments of which only a part decides on KV; None: nothing of it.
+# Arguments of which only a part determines KV; None: no part does.
 _EFFECTS = {"speculative_config": _find_drafting, "graph_optimization_config": _find_compilation}
 
 
 def _find_model(argv: Sequence[str], engine: Engine) -> str:
-    """The folder of the checkpoint that a process with this command line serves.
+    """Return the folder of the checkpoint that a process with this command line serves.
 
     Raises:
-        ConfigError: the model is not named, or is no folder here.
+        ConfigError: the model is not named, or is not a folder here.
     """
-    told = _parse_options(argv).get("model_path") or str(engine.arguments.get("model") or "")
+    argument = _parse_options(argv).get("model_path") or str(engine.arguments.get("model") or "")
     named = named_model(engine.environ)
-    if not told and not named:
+    if not argument and not named:
         raise ConfigError(
             "FastDeploy's command line names no --model, and without it models would read each other's blocks: set "
             "KVSTORE_MODEL to the model's folder"
         )
     try:
-        model = find_checkpoint(told or named, engine.environ, str(engine.arguments.get("revision") or ""))
+        model = find_checkpoint(argument or named, engine.environ, str(engine.arguments.get("revision") or ""))
     except ConfigError as exc:
         if not named:
             raise ConfigError(f"{exc}, or set KVSTORE_MODEL to it") from None
         model = named
     if not Path(model).is_dir():
-        raise ConfigError(f"the model {model!r} is no folder here: set KVSTORE_MODEL to where its checkpoint lies")
+        raise ConfigError(f"the model {model!r} is no folder here: set KVSTORE_MODEL to the folder of its checkpoint")
     return model
 
 
 def _transfer_process_namespace(options: Mapping[str, str], model: str) -> Namespace:
-    """``--key_cache_shape`` is ``blocks,heads,block_size,head_dim``, of one layer and rank."""
+    """Return the namespace of a transfer process.
+
+    Its ``--key_cache_shape`` is ``blocks,heads,block_size,head_dim``, for one layer and rank.
+    """
     shape = options["key_cache_shape"].split(",")
     if len(shape) != 4 or not all(size.strip().isdigit() for size in shape):
         raise ConfigError(f"--key_cache_shape is {options['key_cache_shape']!r}; four numbers are known here")
@@ -242,7 +247,7 @@ def _transfer_process_namespace(options: Mapping[str, str], model: str) -> Names
 
 
 def _parse_options(argv: Sequence[str]) -> dict[str, str]:
-    """The values of ``--name value`` and ``--name=value``, names with underscores; the last of a name counts."""
+    """Parse ``--name value`` and ``--name=value``, names with underscores; the last value of a name counts."""
     options: dict[str, str] = {}
     for word, after in zip(argv, [*argv[1:], ""], strict=True):
         if word.startswith("--"):

@@ -1,8 +1,8 @@
-"""FastDeploy's engine as each of its processes can see it: its command line, its environment, its version, its weights.
+"""FastDeploy's engine as each of its processes can see it: command line, environment, version, and weights.
 
-The engine looks blocks up, and its children move them: transfer processes, or workers. They are told different parts of
-the settings, and in other forms. What decides on KV is therefore read by all of them at one place: the process that
-a person started, FastDeploy's API server, which is the process itself or one above it.
+The engine looks blocks up, and its children move them: transfer processes, or workers. They receive different parts of
+the settings, in different forms. So all of them read the settings that determine KV from one place: FastDeploy's API
+server, which the operator started. It is the process itself or an ancestor of it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _SHORT = {"-tp": "--tensor-parallel-size"}
 
 @dataclass(frozen=True)
 class Engine:
-    """What the engine was started with.
+    """Arguments and environment with which the engine was started.
 
     Attributes:
-        arguments: by their names with underscores; values as FastDeploy reads them.
-        defaults: of these arguments, as far as they are known.
-        environ: of the engine's process, when it was started: what it has set since follows from the arguments.
+        arguments: values as FastDeploy reads them, by names with underscores.
+        defaults: the defaults of these arguments, as far as they are known.
+        environ: environment of the engine's process when it was started; later changes follow from the arguments.
     """
 
     arguments: Mapping[str, Any]
@@ -48,15 +48,15 @@ class Engine:
 
     @property
     def hands_over_by_storage(self) -> bool:
-        """Whether decode reads prefill's blocks from the pool, and fails a request whose blocks are not there."""
+        """Whether decode reads prefill's blocks from the pool, and fails a request if they are missing."""
         return self.environ.get("FD_PD_TRANSFER_VIA_STORAGE", "0") != "0"
 
 
 def find_engine(proc: Path = _PROC, pid: str = "self") -> Engine:
-    """The engine that this process is, or that started it.
+    """Find the engine that this process is, or that started it.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: there is no engine, or it cannot be read.
     """
     while pid != "0":
         try:
@@ -71,16 +71,18 @@ def find_engine(proc: Path = _PROC, pid: str = "self") -> Engine:
         found = re.search(r"^PPid:\s*(\d+)$", status, re.MULTILINE)
         pid = found[1] if found else "0"
     raise ConfigError(
-        "neither this process nor one above it is FastDeploy's API server, whose command line tells the settings that "
-        "decide on KV: start FastDeploy with python -m fastdeploy.entrypoints.openai.api_server"
+        "neither this process nor one above it is FastDeploy's API server, whose command line has the settings that "
+        "determine KV: start FastDeploy with python -m fastdeploy.entrypoints.openai.api_server"
     )
 
 
 def parse_arguments(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a command line and their defaults: by FastDeploy's own parser; where it is not, those given.
+    """Parse a command line with FastDeploy's own parser; return its arguments and their defaults.
+
+    Without FastDeploy, return the given arguments and no defaults.
 
     Raises:
-        ConfigError: FastDeploy would not take it.
+        ConfigError: FastDeploy would not accept the command line.
     """
     try:
         from fastdeploy.entrypoints.openai.utils import make_arg_parser
@@ -96,7 +98,7 @@ def parse_arguments(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _read_words(words: Sequence[str]) -> dict[str, Any]:
-    """The arguments as argparse reads them, from a command line and the YAML file that it names."""
+    """Parse arguments as argparse does, from a command line and the YAML file that it names."""
     given: dict[str, Any] = {}
     name = ""
     for word in words:
@@ -120,7 +122,7 @@ def _read_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _complete(name: str) -> str:
-    """The one argument that ``name`` begins the name of; an unknown name stays as it is."""
+    """Return the only argument that begins with ``name``; return an unknown name unchanged."""
     found = [name] if name in _ARGUMENTS else [each for each in _ARGUMENTS if each.startswith(name)]
     return found[0] if len(found) == 1 else name
 
@@ -131,30 +133,30 @@ def _read_environ(path: Path) -> dict[str, str]:
 
 
 def find_version() -> str:
-    """The version of the FastDeploy that this process has loaded, and a digest that differs for each build.
+    """Return the version of the FastDeploy that this process has loaded, and a digest that differs for each build.
 
-    A build has a ``version.txt``; without one, as in a tree of sources, the cache manager's own files count.
+    A build has a ``version.txt``; without it, as in a source tree, the digest covers the cache manager's files.
     """
     module = sys.modules.get("fastdeploy")
     if module is None or not getattr(module, "__file__", None):
         return "of no known version"
     folder = Path(str(module.__file__)).parent
     try:
-        told = (folder / "version.txt").read_bytes()
+        content = (folder / "version.txt").read_bytes()
     except OSError:
         files = sorted((folder / "cache_manager").rglob("*.py"))
-        told = b"\0".join(file.read_bytes() for file in files)
+        content = b"\0".join(file.read_bytes() for file in files)
     version = getattr(module, "__version__", "Unknown")
-    return f"{version} {hashlib.sha256(told).hexdigest()[:8]}"
+    return f"{version} {hashlib.sha256(content).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
 class WeightsVersion:
-    """Which weights a model has: ``text`` differs whenever they do.
+    """Version of a model's weights: ``text`` differs whenever the weights do.
 
     Attributes:
-        text: for the namespace.
-        step: how FastDeploy 2.6 begins its keys after ``prefix``; empty: there is no ``version.yaml``.
+        text: text for the namespace.
+        step: text with which FastDeploy 2.6 begins its keys after ``prefix``; empty: there is no ``version.yaml``.
     """
 
     text: str
@@ -162,15 +164,15 @@ class WeightsVersion:
 
 
 class Weights:
-    """``version.yaml`` in a model's folder, which a trainer writes; read again when it has changed.
+    """Reader of ``version.yaml`` in a model's folder, which a trainer writes; it reads the file again after a change.
 
     Args:
-        folder: the model's.
-        may_change: whether weights can be updated while the instance runs; then there must be that file, and it must
-            change whenever the files of weights do.
+        folder: the model's folder.
+        may_change: whether weights can be updated while the instance runs; then the file must exist, and it must change
+            whenever the files of weights do.
 
     Raises:
-        ConfigError: it is missing or says no version, where weights may change.
+        ConfigError: weights may change, and the file is missing or has no version.
     """
 
     def __init__(self, folder: str | Path, *, may_change: bool) -> None:
@@ -179,20 +181,20 @@ class Weights:
         self._file = self._folder / "version.yaml"
         self._seen: tuple[int, ...] | None = ()
         self._version: WeightsVersion | None = None
-        self._named: WeightsVersion | None = None  # the last version that was told
-        self._files: dict[str, tuple[int, ...]] | None = None  # of the weights, when it was read
-        self._is_told = False  # that they have changed since
+        self._named: WeightsVersion | None = None  # the last version that was read
+        self._files: dict[str, tuple[int, ...]] | None = None  # state of the files of weights at that time
+        self._is_told = False  # whether the log has reported that they have changed since
         if self.read() is None:
             raise ConfigError(
-                f"--dynamic-load-weight lets weights change, and {self._file} does not tell which they are, so that KV "
+                f"--dynamic-load-weight lets weights change, and {self._file} does not say which they are, so that KV "
                 'of old weights would be read: write one there, as FastDeploy wants it ("version: RL-STEP1-...")'
             )
 
     def read(self) -> WeightsVersion | None:
-        """The version that the folder names now; None: it cannot be told, so no block can be used.
+        """Return the version that the folder names now; None: it is not known, so no block can be used.
 
-        So it is where files of weights were written and the version is that of before: nobody says whether the model
-        has loaded them.
+        It is not known, for example, after files of weights were written and before the version changes: it is not
+        visible whether the model has loaded them.
         """
         try:
             stat = self._file.stat()

@@ -1,9 +1,9 @@
-"""Settings of FastDeploy: which decide on the bytes of a block, and which cannot, and why.
+"""Settings of FastDeploy: which determine the bytes of a block, which cannot, and why.
 
-Made of the arguments of FastDeploy 2.6's API server and ``EngineArgs``, all of them, of those that newer versions add,
-and of the variables in ``envs.py``; ``scripts/watch-fastdeploy`` reports others. An argument that is not listed here,
-and a variable ``FD_*`` or ``FLAGS_*`` that is not, go into the namespace: a miss that need not be costs time, and a hit
-that must not be costs an answer.
+The lists have all arguments of FastDeploy 2.6's API server and ``EngineArgs``, those that newer versions add, and the
+variables in ``envs.py``; ``scripts/watch-fastdeploy`` reports missing ones. An argument, or a variable ``FD_*`` or
+``FLAGS_*``, that is not listed here becomes part of the namespace: an unnecessary miss only costs time, but a false hit
+gives a wrong answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOLD_OTHERWISE = {
     "tensor_parallel_size": "tp_size",
     "block_size": "block_size",
 }
-"""Arguments whose effect is in the namespace by another field of ``Namespace``, by this field's name."""
+"""Arguments that another field of ``Namespace`` already represents -> that field's name."""
 
 _DECIDING = """
     model_config_name max_model_len task runner convert limit_mm_per_prompt mm_processor_kwargs enable_mm
@@ -34,7 +34,7 @@ _DECIDING = """
 """
 
 DECIDE_ON_KV = frozenset(_DECIDING.split())
-"""Arguments in the namespace."""
+"""Arguments that are part of the namespace."""
 
 _REASONS = {
     "it decides only how requests come in and answers go out; blocks are named by their tokens": """
@@ -61,7 +61,7 @@ _REASONS = {
         enable_keep_sampling_mask max_logprobs logprobs_mode seed enable_early_stop early_stop_config
         lm_head_fp32 logits_processors enable_entropy
     """,
-    "it decides only where weights and blocks lie, how many fit and which of them are kept": """
+    "it decides only where weights and blocks are stored, how many fit and which of them stay": """
         max_encoder_cache max_processor_cache num_gpu_blocks_override gpu_memory_utilization kv_cache_ratio
         swap_space prealloc_dec_block_slot_num_threshold static_decode_blocks kvcache_storage_backend
         kvcache_storage_config write_policy write_through_threshold enable_prefix_caching
@@ -81,7 +81,7 @@ CANNOT_CHANGE_KV = {name: reason for reason, names in _REASONS.items() for name 
 """Arguments that are not in the namespace, and the end of the sentence "it cannot change KV bytes, because ..."."""
 
 VARIABLE_PREFIXES = ("FD_", "FLAGS_")
-"""Beginnings of variables of the environment that are in the namespace where they are not listed as neutral."""
+"""Prefixes of environment variables that are part of the namespace unless they are listed as neutral."""
 
 _DECIDING_VARIABLES = """
     FD_CPU_USE_BF16 FD_CACHE_PARAMS FD_ATTENTION_BACKEND USE_DECODE_UNIFIED_ATTENTION FD_MOE_BACKEND
@@ -99,7 +99,7 @@ _DECIDING_VARIABLES = """
 """
 
 VARIABLES_ON_KV = frozenset(_DECIDING_VARIABLES.split())
-"""Variables in the namespace, with the text that they are set to."""
+"""Variables that are part of the namespace, with their values."""
 
 _VARIABLE_REASONS = {
     "it only reports what happens": """
@@ -136,7 +136,7 @@ _VARIABLE_REASONS = {
         FLAGS_selected_gpus FLAGS_use_pd_disaggregation FLAGS_use_pd_disaggregation_per_chunk
         FLAGS_fmt_write_cache_completed_signal FLAGS_enable_async_fast_gc
     """,
-    "it decides only where weights and blocks lie, how many fit and which of them are kept": """
+    "it decides only where weights and blocks are stored, how many fit and which of them stay": """
         FD_DISABLED_RECOVER FD_ENC_DEC_BLOCK_NUM FD_ENABLE_CACHE_TASK FD_ENABLE_SWAP_SPACE_CLEARING
         FD_AS_ONLY_FLUSH FILE_BACKEND_STORAGE_DIR FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST
         FD_ILUVATAR_KVCACHE_MEM FD_METAX_KVCACHE_MEM FLAGS_allocator_strategy

@@ -1,16 +1,16 @@
 """MindIE's server configuration, read and checked as MindIE's own server does before it joins a pool.
 
-MindIE joins by its ``config.json`` alone: ``BackendConfig.kvPoolConfig`` names a backend and the file that describes
-it, and each model must run with the prefix cache plugin, on which pooling stands::
+MindIE's ``config.json`` is enough to join: ``BackendConfig.kvPoolConfig`` names a backend and the file that describes
+it. Each model must run with the prefix cache plugin, on which pooling depends::
 
     {"BackendConfig": {
         "npuDeviceIds": [[0, 1, 2, 3]],
         "kvPoolConfig": {"backend": "mooncake", "configPath": "/path/mooncake.json", "asyncWrite": false},
         "ModelDeployConfig": {"ModelConfig": [{"plugin_params": "{\\"plugin_type\\":\\"prefix_cache\\"}"}]}}}
 
-Its server would tell of a mistake only after its weights are loaded, so this is for finding it before. The rules are
-those of MindIE's documentation (KV cache pooling, prefix cache) and of ``mempool/mooncake_mempool.py`` in its source;
-MindIE itself needs Ascend cards and has not been run here.
+MindIE's server reports a mistake only after its weights are loaded; this module finds it earlier. The rules are those
+of MindIE's documentation (KV cache pooling, prefix cache) and of ``mempool/mooncake_mempool.py`` in its source; MindIE
+itself needs Ascend cards and has not been run here.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["MindieServer", "Mistake", "find_mistakes", "is_server_config", "read
 
 _PLUGIN = "prefix_cache"
 _BACKEND = "mooncake"
-# MindIE wants these in the pool's file, and has no defaults for them.
+# MindIE needs these in the pool's file, and has no defaults for them.
 _REQUIRED_KEYS = ("local_hostname", "master_server_address")
-# And these as they stand.
+# MindIE needs these with exactly these values.
 _REQUIRED_VALUES: dict[str, object] = {
     "metadata_server": "P2PHANDSHAKE",
     "protocol": "ascend",
@@ -40,7 +40,7 @@ _REQUIRED_VALUES: dict[str, object] = {
 
 
 class Mistake(NamedTuple):
-    """One sentence on a mistake, and whether it keeps the server from its pool."""
+    """One sentence on a mistake, and whether it prevents the server from joining its pool."""
 
     text: str
     is_fatal: bool = True
@@ -48,13 +48,13 @@ class Mistake(NamedTuple):
 
 @dataclass(frozen=True)
 class MindieServer:
-    """A server's pool, cards and model, by its configuration.
+    """Pool, cards and model of a server, from its configuration.
 
     Attributes:
         path: the server's ``config.json``.
         pool: the pool it joins; None: pooling is off.
-        cards: cards that this server's instances use, 0 where it does not say. All servers of a pool are linked.
-        model: the folder of the first model's weights; None where it does not say.
+        cards: cards that this server's instances use; 0 if the file does not say. All servers of a pool are linked.
+        model: the folder of the first model's weights; None if the file does not say.
         cards_per_model: cards over which that model is spread, its ``worldSize``.
     """
 
@@ -65,11 +65,11 @@ class MindieServer:
     cards_per_model: int = 1
 
     def open_pool(self, protocol: str = "") -> StorageBackend:
-        """Open the pool, as the file says, or by another ``protocol``: where there are no Ascend cards, ``tcp``.
+        """Open the pool as in the file, or with another ``protocol``: without Ascend cards, ``tcp``.
 
         Raises:
             ConfigError: pooling is off.
-            PoolUnavailable: nobody answers there, or Mooncake was not built for the protocol.
+            PoolUnavailable: no server answers there, or Mooncake was not built for the protocol.
         """
         if self.pool is None:
             raise ConfigError(f'"BackendConfig.kvPoolConfig" in {self.path} says that there is no pool')
@@ -79,7 +79,7 @@ class MindieServer:
 
 
 def is_server_config(path: str | Path) -> bool:
-    """Whether this file is a MindIE server's ``config.json``, not one that describes a pool alone."""
+    """Return whether this file is a MindIE server's ``config.json``, not one that describes only a pool."""
     try:
         values = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -91,7 +91,8 @@ def read_server(path: str | Path) -> MindieServer:
     """Read and check a server's ``config.json`` and the file it names.
 
     Raises:
-        ConfigError: MindIE's server would not start with it, or would start without its pool: one sentence.
+        ConfigError: MindIE's server would not start with it, or would start without its pool; the message is one
+            sentence.
     """
     path = Path(path)
     if fatal := next((mistake for mistake in find_mistakes(path) if mistake.is_fatal), None):
@@ -111,7 +112,7 @@ def read_server(path: str | Path) -> MindieServer:
 
 
 def find_mistakes(path: str | Path) -> Iterator[Mistake]:
-    """All that is wrong with a server's ``config.json`` and the file that it names, as far as they tell."""
+    """Find all mistakes in a server's ``config.json`` and the file that it names, as far as the files show them."""
     path = Path(path)
     try:
         backend = _load_backend(path)
@@ -134,7 +135,7 @@ def find_mistakes(path: str | Path) -> Iterator[Mistake]:
 
 
 def _load_backend(path: Path) -> dict[str, Any]:
-    """``BackendConfig``, whose rules for a pool's file are otherwise those of every dialect."""
+    """Load ``BackendConfig``; the other rules for a pool's file are those of every dialect."""
     if not is_server_config(path):
         raise ConfigError(f'{path} is no configuration of a MindIE server: that is JSON with a "BackendConfig"')
     backend = json.loads(path.read_bytes())["BackendConfig"]
@@ -144,7 +145,7 @@ def _load_backend(path: Path) -> dict[str, Any]:
 
 
 def _check_models(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:
-    """Pooling is a second tier of the prefix cache, so every model must have that."""
+    """Check that every model has the prefix cache, because pooling is its second tier."""
     models = list(_list_models(backend))
     if not models:
         yield Mistake(f'"BackendConfig.ModelDeployConfig.ModelConfig" in {path} names no model')
@@ -160,7 +161,7 @@ def _check_models(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:
         if _PLUGIN not in [kind.strip() for kind in kinds]:
             yield Mistake(
                 f"{where} is {text!r}; a pool needs the prefix cache: "
-                'say "{\\"plugin_type\\":\\"prefix_cache\\"}", beside other plugins with a comma'
+                'say "{\\"plugin_type\\":\\"prefix_cache\\"}", after other plugins and a comma'
             )
 
 
@@ -173,19 +174,19 @@ def _list_models(backend: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _check_pool(pool: dict[str, Any], where: str, path: Path) -> Iterator[Mistake]:
-    """The place of the pool's file, the rules of every dialect for it, and those that MindIE has besides."""
+    """Check the path of the pool's file, the rules of every dialect for it, and MindIE's additional rules."""
     config_path = pool.get("configPath", "")
     if config_path and not Path(config_path).is_absolute():
         whole = str((path.parent / config_path).absolute())
         yield Mistake(
             f'{where} says "configPath": {config_path!r}, which MindIE looks for from the folder that its server is '
-            f"started in, and this command beside the configuration: say {whole!r}",
+            f"started in, and this command next to the configuration: say {whole!r}",
             is_fatal=False,
         )
     try:
         values = json.loads((path.parent / config_path).read_bytes()) if config_path else None
     except (OSError, ValueError, RecursionError):
-        values = None  # told below, in the words of every dialect
+        values = None  # reported below, in the words of every dialect
     own = list(_check_values(values, path.parent / config_path)) if isinstance(values, dict) else []
     yield from own
     if not own:
@@ -208,7 +209,7 @@ def _check_values(values: dict[str, Any], file: Path) -> Iterator[Mistake]:
 
 
 def _check_cards(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:
-    """``npuDeviceIds`` has a list of card ids for each instance."""
+    """Check that ``npuDeviceIds`` has a list of card ids for each instance."""
     listed = backend.get("npuDeviceIds", [])
     if not isinstance(listed, list) or not all(isinstance(ids, list) for ids in listed):
         yield Mistake(f'"npuDeviceIds" in {path} is {listed!r}; it must be a list of card ids for each instance')

@@ -1,10 +1,10 @@
 """A client with the calls and codes of ``mooncake.store.MooncakeDistributedStore``, over our ``BlockPool``.
 
-Engines that use Mooncake by its own client get more than that: a look-up whose answer is not known says 0, *not
-there*, where Mooncake says -900, which is true; calls end by a deadline; bytes are checked; keys belong to a namespace.
+Engines that use Mooncake's client get more from this one. A look-up without a known answer returns 0, *absent*, where
+Mooncake returns -900, which is true; calls end by a deadline; bytes are checked; keys belong to a namespace.
 
-The codes are Mooncake's: 0 stored, removed or done; 1 and 0 of a look-up; of a read the number of bytes; -704 not
-there, -800 anything else. Keys are any text: the value of ``key`` here is the block of hash SHA-256(key) in
+The codes are Mooncake's: 0 for stored, removed or done; 1 and 0 for a look-up; the number of bytes for a read; -704 for
+absent, -800 for any other failure. Keys are any text: the value of ``key`` here is the block with hash SHA-256(key) in
 the namespace.
 """
 
@@ -33,58 +33,59 @@ logger = logging.getLogger(__name__)
 _DONE, _NOT_FOUND, _FAILED = 0, -704, -800
 _CODES = {Status.OK: _DONE, Status.ABSENT: _NOT_FOUND, Status.FAILED: _FAILED}
 _SIZE = struct.Struct("<Q")
-# Where a value of bytes that nobody knows the size of keeps its size.
+# Suffix of the key under which ``put`` stores a value's size, so that ``get`` can find it.
 _SIZE_SUFFIX = "\0size"
-# An engine stores a value when it starts, and ends where that fails: because the pool is full of leased blocks, or
-# gives away memory of a client that crashed. Either is over after some 10 s.
+# An engine stores a value when it starts, and stops if that fails. It fails if the pool is full of leased blocks, or
+# assigns memory of a client that crashed. Both end after about 10 s.
 _WARM_UP_SECONDS = 15.0
 _PAUSE_SECONDS = 0.25
-# The time that bytes take, without that for an answer.
+# The time for the bytes of a transfer, without the time for an answer.
 _MOVING = Deadlines(transfer_seconds=0.0)
 
 
 class PooledClient:
-    """Stands in for the native client, for as much of it as the storage classes of engines call.
+    """Replacement of the native client, with the calls that the storage classes of engines use.
 
-    Subclasses say whose blocks these are, in ``namespace``. Any call before ``setup``, and after ``close``, fails.
+    Subclasses return the namespace of the blocks from ``namespace``. Any call before ``setup``, and after ``close``,
+    fails.
     """
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
         self._warm_up_until = 0.0
-        self._patience = 0.0  # seconds for which what failed is tried again
-        self._failing_since: float | None = None  # since when the pool has not answered; None: it did last
+        self._patience = 0.0  # seconds for which failed calls are repeated
+        self._failing_since: float | None = None  # first failure since the last answer; None: no failure
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'not set up' if self._pool is None else repr(self._pool)})"
 
     def namespace(self) -> Namespace:
-        """Whose blocks the keys of this process name; asked once, by ``setup``.
+        """Return the namespace of the blocks that this process's keys name; ``setup`` calls this once.
 
         Raises:
-            ConfigError: that cannot be told, in one sentence.
+            ConfigError: the namespace cannot be determined; the message is one sentence.
         """
         raise NotImplementedError
 
     def facts(self) -> dict[str, str]:
-        """Facts for the namespace's manifest; asked once, by ``setup``."""
+        """Return facts for the namespace's manifest; ``setup`` calls this once."""
         return {}
 
     def patience(self, config: PoolConfig) -> float:
-        """Seconds without the pool that calls may wait for it, where the engine cannot go on without its blocks.
+        """Return how many seconds calls may wait for the pool, if the engine cannot continue without its blocks.
 
-        For so long a call waits for an answer, and tries again what failed; a transfer has the time that its bytes take
-        besides, up to twice as long. They count from the first call that failed: once they are over, calls are as those
-        of other engines, until one is answered. A put is done when others can read it. Asked once, by ``setup``.
-        0: what fails is a miss, at once.
+        For that time a call waits for an answer, and repeats what failed; a transfer also gets the time for its bytes,
+        up to twice as long. The time counts from the first call that failed. After it, calls behave as for other
+        engines until one is answered. A put succeeds when other instances can read the block. ``setup`` calls this
+        once. With 0, a failure is a miss immediately.
 
         Raises:
-            ConfigError: the engine cannot use such a pool, in one sentence.
+            ConfigError: the engine cannot use such a pool; the message is one sentence.
         """
         return 0.0
 
     def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
-        """The pool for a call on these keys; None: the call fails."""
+        """Return the pool for a call on these keys; None: the call fails."""
         return self._pool
 
     def setup(
@@ -101,18 +102,20 @@ class PooledClient:
         ssd_offload_path: str = "",
         tenant_id: str = "",
     ) -> int:
-        """Join the pool, as the arguments say; further settings (asynchronous writes, a fast tier) as configured.
+        """Join the pool that the arguments name.
 
-        ``engine`` is a transfer engine that the native client would share; ours takes none. A ``master_server_addr``
-        such as ``file:///dev/shm/kvpool?size=4GiB`` names a folder of this machine instead, and then no other argument
-        counts.
+        Other settings (asynchronous writes, a fast tier) come from the configuration.
+
+        ``engine`` is a transfer engine that the native client would share; this client ignores it. A
+        ``master_server_addr`` such as ``file:///dev/shm/kvpool?size=4GiB`` names a folder of this machine instead; then
+        the other arguments are ignored.
 
         Returns:
-            0; the reason why it could not join is raised, as a code would not tell it.
+            0; a failure raises, because a code would not show the reason.
 
         Raises:
-            ConfigError: an argument makes no sense, or whose blocks these are cannot be told.
-            PoolUnavailable: nobody answers there.
+            ConfigError: an argument is invalid, or the namespace cannot be determined.
+            PoolUnavailable: no server answers there.
         """
         namespace = self.namespace()
         config = load_config(
@@ -122,7 +125,7 @@ class PooledClient:
                 "metadata_server": metadata_server,
                 "global_segment_size": global_segment_size,
                 "local_buffer_size": local_buffer_size,
-                # What an engine read from the environment or its file we read there ourselves: by one rule for all.
+                # The engine may have read the protocol from the environment or its file; read it there by our own rule.
                 "protocol": None if names_protocol() else protocol,
                 "rdma_devices": rdma_devices,
                 "master_server_addr": master_server_addr,
@@ -132,7 +135,7 @@ class PooledClient:
             },
         ).require_plain("this client for other engines")
         self._patience = self.patience(config)
-        # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
+        # Engines may collect their processes' metrics (PROMETHEUS_MULTIPROC_DIR); these metrics are then collected too.
         registry, facts = CollectorRegistry(), self.facts()
         self._pool = open_pool(config, namespace, registry, background=False, facts=facts)
         self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS
@@ -147,22 +150,25 @@ class PooledClient:
         return _DONE
 
     def health_check(self) -> int:
-        """0 if the pool is in use now, else 1."""
+        """Return 0 if the pool is in use now, otherwise 1."""
         return int(self._pool is None or not self._pool.health().ok)
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Announce memory that blocks will be put from and read into."""
+        """Register memory for later puts and reads of blocks."""
         if self._pool is None:
             return _FAILED
         self._pool.register(buffer_ptr, size)
         return _DONE
 
     def is_exist(self, key: str) -> int:
-        """1 if the pool has ``key`` and said so in time, else 0."""
+        """Return 1 if the pool has ``key`` and answered in time, otherwise 0."""
         return self.batch_is_exist([key])[0]
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """1 for each key that the pool has and said so in time, else 0: engines read any other code as a hit."""
+        """Return 1 for each key that the pool has, if it answered in time, otherwise 0.
+
+        Engines take any other code for a hit.
+        """
         pool = self._find_pool(keys)
         if pool is None:
             return [0] * len(keys)
@@ -171,9 +177,9 @@ class PooledClient:
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: object = None
     ) -> list[int]:
-        """Store ``sizes[i]`` bytes at ``buffer_ptrs[i]``; how blocks are replicated (``config``) is the pool's to say.
+        """Store ``sizes[i]`` bytes at ``buffer_ptrs[i]``; the pool decides on replication, so ``config`` is ignored.
 
-        When it returns, nothing reads that memory any more, even if that takes longer than the deadline.
+        When this returns, no call reads that memory any more, even if that takes longer than the deadline.
 
         Raises:
             ValueError: lengths differ, or a size is not positive.
@@ -187,13 +193,13 @@ class PooledClient:
         all_sizes: Sequence[Sequence[int]],
         config: object = None,
     ) -> list[int]:
-        """The same with several pieces of memory to each key."""
+        """Store values as ``batch_put_from`` does, from several pieces of memory for each key."""
         return self._put_values(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Read exactly ``sizes[i]`` bytes to ``buffer_ptrs[i]``; their number, or a negative code.
+        """Read exactly ``sizes[i]`` bytes to ``buffer_ptrs[i]``; return their number, or a negative code.
 
-        When it returns, nothing writes to that memory any more, even if that takes longer than the deadline.
+        When this returns, no call writes to that memory any more, even if that takes longer than the deadline.
 
         Raises:
             ValueError: lengths differ, or a size is not positive.
@@ -207,21 +213,21 @@ class PooledClient:
         all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
-        """The same with several pieces of memory to each key."""
+        """Read values as ``batch_get_into`` does, to several pieces of memory for each key."""
         return self._get_values(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: object = None) -> int:
-        """``batch_put_from`` of one key."""
+        """Store one key as ``batch_put_from`` does."""
         return self.batch_put_from([key], [buffer_ptr], [size])[0]
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
-        """``batch_get_into`` of one key."""
+        """Read one key as ``batch_get_into`` does."""
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
     def put(self, key: str, value: bytes, config: object = None) -> int:
-        """Store bytes that ``get`` gives back without being told how many they are; -800 for none.
+        """Store bytes that ``get`` returns without knowing their number; -800 for an empty value.
 
-        The first value after ``setup``, an engine's warm-up, is tried for some seconds.
+        The first value after ``setup``, an engine's warm-up, is tried again for some seconds.
         """
         if not value:
             return _FAILED
@@ -237,16 +243,16 @@ class PooledClient:
         return code
 
     def get(self, key: str) -> bytes:
-        """The bytes that ``put`` stored under ``key``; none where they are not there whole."""
+        """Return the bytes that ``put`` stored under ``key``; b"" if the value is absent or incomplete."""
         size = self._read_bytes(key + _SIZE_SUFFIX, _SIZE.size)
         return self._read_bytes(key, _SIZE.unpack(size)[0]) if size else b""
 
     def remove(self, key: str, force: bool = False) -> int:
-        """Remove one key; -704 where it is not there."""
+        """Remove one key; -704 if it is absent."""
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
-        """Remove keys, and the sizes of those that ``put`` stored."""
+        """Remove keys, and the sizes that ``put`` stored for them."""
         pool = self._find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
@@ -254,10 +260,10 @@ class PooledClient:
         return [_CODES[status] for status in pool.remove_blocks(hashes, force=force)[: len(keys)]]
 
     def remove_all(self, force: bool = False) -> int:
-        """Remove everything of this namespace, read or not; others' blocks stay.
+        """Remove everything in this namespace, in use or not; other namespaces do not change.
 
         Returns:
-            0, where Mooncake tells how many there were; negative if it failed.
+            0 (Mooncake returns the number of keys); negative if it failed.
         """
         pool = self._find_pool()
         return _FAILED if pool is None else _CODES[pool.clear()]
@@ -282,7 +288,7 @@ class PooledClient:
     def _insist(
         self, ask: Callable[..., list[Status]], hashes: Sequence[bytes], *values: Sequence[Value]
     ) -> list[Status]:
-        """The answers to ``ask``, which takes hashes and ``values``; while patience lasts, again for what failed."""
+        """Return the answers of ``ask``, which takes hashes and ``values``; repeat failed ones while patience lasts."""
         if not self._patience or not hashes:
             return ask(hashes, *values)
         columns, left = (hashes, *values), list(range(len(hashes)))
@@ -314,7 +320,7 @@ class PooledClient:
 
     @contextlib.contextmanager
     def _announce(self, spans: Sequence[Span]) -> Iterator[None]:
-        """Have memory of our own registered for as long as calls use it: RDMA reaches no other memory."""
+        """Register our own memory while calls use it: RDMA reaches no other memory."""
         pool = self._pool
         if pool is None:
             yield
@@ -329,7 +335,10 @@ class PooledClient:
 
 
 def _put_visibly(pool: BlockPool) -> Callable[[Sequence[bytes], Sequence[Value]], list[Status]]:
-    """Puts that fail where nobody can read the block yet: also where another instance is still writing it."""
+    """Return a put that fails for blocks that are not readable yet.
+
+    For example, another instance may still write them.
+    """
 
     def put(hashes: Sequence[bytes], values: Sequence[Value]) -> list[Status]:
         stored = pool.put_blocks(hashes, values)

@@ -1,7 +1,7 @@
-"""Settings of another engine that decide on the bytes of its blocks, as the namespace and its manifest have them.
+"""Settings of another engine that determine the bytes of its blocks, for the namespace and its manifest.
 
-Which of an engine's settings do not is a table of that engine (``sglang_settings.py``, ``fastdeploy_settings.py``);
-all others count, also those that nobody has looked at yet.
+A table for each engine lists the settings that do not (``sglang_settings.py``, ``fastdeploy_settings.py``); all others
+count, also settings that are not known yet.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvstore_backend.namespace import fingerprint_model
 __all__ = ["digest_settings", "list_facts", "read_json", "read_settings"]
 
 _CHUNK_BYTES = 1 << 20
-# A manifest takes sixteen facts, of which ``collect_facts`` and the integrations give five.
+# A manifest has room for sixteen facts; ``collect_facts`` and the integrations give five of them.
 _MAX_FACTS = 10
 _MAX_TEXT = 80
-# Names and texts that a manifest, which everybody at the pool may read, does not repeat.
+# Names and texts that must not be repeated in a manifest, which every client of the pool may read.
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -30,15 +30,15 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def read_settings(
     values: Mapping[str, object], neutral: Container[str] = (), paths: Container[str] = ()
 ) -> dict[str, str]:
-    """The texts of all settings but the neutral ones, equal for two that have one effect.
+    """Return the texts of all settings except the neutral ones; settings with the same effect have equal texts.
 
-    A file or folder that a setting names is given by its content: it may lie elsewhere on another machine, and may
-    change where it lies.
+    A file or folder that a setting names is represented by its content: on another machine its path may differ, and its
+    content may change under the same path.
 
     Args:
-        values: of all settings, by their names.
+        values: values of all settings, by name.
         neutral: names of settings that cannot change KV bytes.
-        paths: names of settings whose texts are all files or folders, here or in Hugging Face's cache.
+        paths: names of settings that contain only files or folders, here or in Hugging Face's cache.
 
     Raises:
         ConfigError: a file cannot be read, or is neither here nor in the cache.
@@ -51,7 +51,7 @@ def read_settings(
 
 
 def read_json(value: object) -> object:
-    """What a text says in JSON; all else as it is."""
+    """Parse a text as JSON; return any other value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -59,19 +59,19 @@ def read_json(value: object) -> object:
 
 
 def digest_settings(fingerprint: str, settings: Mapping[str, str]) -> str:
-    """``Namespace.model`` of a checkpoint that an engine serves with these settings.
+    """Return ``Namespace.model`` for a checkpoint that an engine serves with these settings.
 
     Args:
         fingerprint: ``fingerprint_model()`` of the checkpoint.
-        settings: as ``read_settings`` gives them.
+        settings: settings from ``read_settings``.
     """
     return hashlib.sha256(json.dumps([fingerprint, dict(settings)], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def list_facts(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
-    """Facts for a manifest: the settings that are not at their defaults; beyond ten, the digest of the others.
+    """Return facts for a manifest: settings that are not at their defaults; beyond ten, a digest of the others.
 
-    Of what may be a secret the digest stands there.
+    A value that may be a secret is replaced by its digest.
     """
     changed = {name: text for name, text in settings.items() if text != defaults.get(name)}
     names = list(changed)
@@ -81,7 +81,7 @@ def list_facts(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict
 
 
 def _write(value: object) -> str:
-    """One line of text; JSON but for texts."""
+    """Write a value as one line of text; JSON except for texts."""
     value = read_json(value)
     if isinstance(value, str):
         return _write_text(value)
@@ -101,7 +101,7 @@ def _replace_paths(value: object) -> object:
 
 
 def _digest_paths(setting: str, value: object) -> object:
-    """``value`` with the contents of the files and folders that it names in the place of their names."""
+    """Return ``value`` with the names of files and folders replaced by their contents."""
     if isinstance(value, Mapping):
         return {name: _digest_paths(setting, each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -110,7 +110,7 @@ def _digest_paths(setting: str, value: object) -> object:
 
 
 def _find_path(setting: str, text: str) -> Path:
-    """The file or folder: a path, or ``owner/name`` or ``owner/name/file`` of Hugging Face's hub."""
+    """Find a file or folder: a path, or ``owner/name`` or ``owner/name/file`` of Hugging Face's hub."""
     path = Path(text)
     if path.exists():
         return path
@@ -119,7 +119,7 @@ def _find_path(setting: str, text: str) -> Path:
 
         owner, name, *rest = text.split("/")
         path = Path(snapshot_download(f"{owner}/{name}", local_files_only=True), *rest)
-    except Exception as exc:  # no such package, no such name, not in the cache
+    except Exception as exc:  # package not installed, no such name, not in the cache
         raise ConfigError(_missing(setting, text)) from exc
     if not path.exists():
         raise ConfigError(_missing(setting, text))
@@ -129,7 +129,7 @@ def _find_path(setting: str, text: str) -> Path:
 def _missing(setting: str, text: str) -> str:
     return (
         f"{setting} names {text!r}, which is neither a file or folder here nor in Hugging Face's cache, so what it "
-        "holds cannot be told from others'; give the path of a file or folder"
+        "holds cannot be compared with others; give the path of a file or folder"
     )
 
 
@@ -149,12 +149,15 @@ def _write_path(path: Path) -> str:
 
 
 def _digest_path(path: Path) -> str:
-    """What a file or folder holds; of a checkpoint, which is no adapter, as much as ``fingerprint_model`` reads."""
+    """Return a digest of a file or folder.
+
+    For a checkpoint, which is not an adapter, it covers the part that ``fingerprint_model`` reads.
+    """
     if path.is_dir() and not (path / "adapter_config.json").exists():
         try:
             return f"checkpoint {fingerprint_model(path)}"
         except ConfigError:
-            pass  # no checkpoint, such as an adapter: all files are read
+            pass  # not a checkpoint, for example an adapter: all files are read
     digest = hashlib.sha256()
     for file in sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]:
         digest.update(f"{file.name if path.is_dir() else ''}\0{file.stat().st_size}\0".encode())
@@ -165,7 +168,7 @@ def _digest_path(path: Path) -> str:
 
 
 def _name_object(value: object) -> str:
-    """A name for what JSON has no form of: one that is the same in the next process."""
+    """Return a name, equal in every process, for a value that JSON cannot represent."""
     return str(value.value) if isinstance(value, enum.Enum) else _ADDRESS.sub("", repr(value))
 
 

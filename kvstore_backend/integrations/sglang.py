@@ -1,4 +1,4 @@
-"""SGLang joins the pool by ``--hicache-storage-backend dynamic``, as the storage tier of its hierarchical cache.
+"""SGLang joins the pool with ``--hicache-storage-backend dynamic``, as the storage tier of its hierarchical cache.
 
 Its configuration names this class::
 
@@ -6,20 +6,20 @@ Its configuration names this class::
         "module_path": "kvstore_backend.integrations.sglang", "class_name": "KvstoreHiCache", "interface_v1": 1,
         "pool": "mooncake://127.0.0.1:15001"}'
 
-``pool`` is a URL or a configuration file; without it the environment decides (``MOONCAKE_CONFIG_PATH`` and so on).
-``interface_v1`` asks SGLang to hand over addresses instead of copies, which makes this quick; without it
-pages come as flat tensors. The model's folder is SGLang's own, or ``model_path`` here where that is a name.
-``weights_version``, any text, sets instances apart whose KV differs for one folder: SGLang does not tell a storage
-class of weights updated in place. All settings of the server are read where SGLang keeps them for its process; those
-that decide on KV (``sglang_settings.py``) are in the namespace, as SGLang resolved them. ``kv_cache_dtype`` here names
-the type of KV that lies as plain bytes in host memory, where SGLang's setting leaves it to the checkpoint.
+``pool`` is a URL or a configuration file; without it the environment decides (``MOONCAKE_CONFIG_PATH`` and so on). With
+``interface_v1`` SGLang passes addresses instead of copies, which makes this quick; without it pages come as flat
+tensors. The model's folder is SGLang's own; if SGLang has only a name, ``model_path`` here gives the folder.
+``weights_version``, any text, separates instances with one folder and different KV: SGLang does not notify a storage
+class of weights that are updated in place. All settings of the server are read from SGLang's state in this process;
+those that determine KV (``sglang_settings.py``) are part of the namespace, as SGLang resolved them. ``kv_cache_dtype``
+here names the type of KV that is stored as plain bytes in host memory if SGLang's setting leaves it to the checkpoint.
 
-One page is one object, of one span where the host memory's layout keeps K and V of a page together in all layers, of
-two with ``page_first``, of two a layer with ``layer_first``: nothing is copied together. The layout is part of the
-namespace, as is how pages come, so that only instances that lay pages out alike share them. Pages of a model whose KV
-all ranks hold alike (MLA) are shared by them, which is how SGLang writes them: on one rank only.
+One page is one object. It has one span if the host memory's layout stores K and V of a page together in all layers, two
+with ``page_first``, and two per layer with ``layer_first``: no pieces are copied together. The layout and the form in
+which pages come are part of the namespace, so only instances with the same layout share pages. If all ranks hold the
+same pages of a model (MLA), they share them; SGLang writes such pages on one rank only.
 
-Loaded by SGLang alone: it derives from SGLang's own class.
+Only SGLang loads this module: its class derives from SGLang's own class.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ __all__ = ["KvstoreHiCache"]
 
 logger = logging.getLogger(__name__)
 
-# Two types of fp8, and of types of four bits, lie in host memory as these.
+# Host memory has two types of fp8, and types of four bits, as these.
 _PLAIN_BYTES = ("torch.uint8", "torch.int8")
 _ENVELOPES = "unified-token-major"
 _NO_ENVELOPES = (
     "this server keeps all kinds of state in one memory (--enable-unified-memory), whose pages this backend does not "
     "serve; start it without that"
 )
-# What tells two kinds of state of one name apart, as far as a host pool has it.
+# Attributes of a host pool that distinguish two kinds of state with one name.
 _STATE_ATTRIBUTES = (
     *("layout", "page_size", "size_per_token", "layer_num", "dtype", "conv_dtype", "temporal_dtype", "indexer_dtype"),
     *("head_num", "head_dim", "v_head_dim", "kv_cache_dim", "storage_format_tag"),
@@ -69,7 +69,7 @@ _STATE_ATTRIBUTES = (
 
 
 class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not here when types are checked
-    """The pool as one rank of SGLang sees it. A page that cannot be had is a miss, and never an error.
+    """Pool as one rank of SGLang sees it. A page that cannot be read is a miss, and never an error.
 
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``: ranks, the model, the extra configuration.
@@ -77,7 +77,8 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     """
 
     def __init__(self, storage_config: Any, options: Any = None) -> None:
-        """
+        """Read the configuration and the server's settings; the pool is opened later, with the host memory.
+
         Raises:
             ConfigError: the pool's configuration, or the model's folder, cannot be used.
         """
@@ -105,8 +106,8 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         }
         self._host_pools: dict[str, Any] = {}
         self._pools: dict[bool, BlockPool] = {}
-        self._regions: list[Span] = []  # host memory that the pool knows
-        self._suffixes: dict[str, str] = {"kv": ""}  # of keys, by the kind of state
+        self._regions: list[Span] = []  # host memory that is registered with the pool
+        self._suffixes: dict[str, str] = {"kv": ""}  # suffix of the keys for each kind of state
 
     def __repr__(self) -> str:
         return f"KvstoreHiCache({', '.join(map(repr, self._pools.values())) or 'no host memory registered'})"
@@ -117,11 +118,11 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return bool(self._pools) and all(pool.is_ready for pool in self._pools.values())
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take the host memory that pages lie in, and open the pool in the background.
+        """Register the host memory of the pages, and open the pool in the background.
 
         Raises:
-            ConfigError: the memory has no KV of its own (a logical anchor, as with DeepSeek V4), or what lies there
-                cannot be told.
+            ConfigError: the memory has no KV of its own (a logical anchor, as with DeepSeek V4), or its contents are
+                not known.
             PoolUnavailable: Mooncake's library is missing.
         """
         super().register_mem_pool_host(mem_pool_host)
@@ -133,7 +134,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take the host memory of one more kind of state."""
+        """Register the host memory of one more kind of state."""
         name = str(host_pool_name)
         if self._host_pools.get(name) is host_pool:
             return
@@ -148,26 +149,26 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
                 self._pool_of(name).register(*region)
                 self._regions.append(region)
 
-    # Pages by address, of KV: version 1.
+    # Version 1: pages of KV, by address.
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many leading pages the pool has."""
+        """Return how many leading pages the pool has."""
         return self._pool_of("kv").lookup(self._hash_keys("kv", keys))
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Read pages to where ``host_indices`` say; from the first that is missing on, none."""
+        """Read pages to the places that ``host_indices`` name; no page after the first missing one is read."""
         return self._load_pages("kv", keys, self._locate_pages("kv", keys, host_indices))
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Store the pages that the pool lacks."""
         return self._save_pages("kv", keys, self._locate_pages("kv", keys, host_indices))
 
-    # Pages by address, of any state that a model keeps: version 2.
+    # Version 2: pages of any state of a model, by address.
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """How many leading pages are there in every pool, by each pool's own rule."""
+        """Return how many leading pages are present in every pool, by each pool's own rule."""
         leading = self.batch_exists(keys)
         hits: dict[str, int] = {PoolName.KV: leading} if leading else {}
         restorable = set(range(1, leading + 1))
@@ -175,7 +176,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             if not restorable:
                 break
             if transfer.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
-                continue  # block groups are a second form of the pages; they never gate a hit, and are not stored here
+                continue  # block groups are another form of the pages; they never prevent a hit, and are not stored
             present = self._find_pages(str(transfer.name), keys[:leading])
             needed = (
                 max(1, len(transfer.keys or [])) if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES else leading
@@ -187,21 +188,21 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """Read each pool's pages; from the first that is missing on, none."""
+        """Read each pool's pages; no page after the first missing one is read."""
         return {each.name: self._move_pages(self._load_pages, each) for each in transfers}
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """Store each pool's pages that are not there."""
+        """Store each pool's pages that are absent."""
         return {each.name: self._move_pages(self._save_pages, each) for each in transfers}
 
-    # Pages as flat tensors, where SGLang was not told "interface_v1".
+    # Pages as flat tensors, if SGLang was not started with "interface_v1".
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """The page in the tensor ``target_location``, or None."""
+        """Read the page to the tensor ``target_location`` and return it, or None."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Each page in its tensor, or None."""
+        """Read each page to its tensor; return the tensors, with None for a page that was not read."""
         targets = [_tensor_value(tensor) for tensor in target_locations]
         with self._announce(targets):
             loaded = self._load_pages("kv", keys, targets)
@@ -214,14 +215,14 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store pages; whether all are in the pool."""
+        """Store pages; return whether all are in the pool."""
         kept = [tensor.contiguous() for tensor in values]
         sources = [_tensor_value(tensor) for tensor in kept]
         with self._announce(sources):
             return all(self._save_pages("kv", keys, sources))
 
     def exists(self, key: str) -> bool:
-        """Whether the pool has this page."""
+        """Return whether the pool has this page."""
         return self.batch_exists([key]) == 1
 
     def clear(self) -> None:
@@ -241,7 +242,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return answers
 
     def _find_pages(self, name: str, keys: Sequence[str]) -> list[bool]:
-        """Which pages of one pool are there; none of a pool whose memory is not known."""
+        """Return which pages of one pool are present; none for a pool without registered memory."""
         if name not in self._host_pools:
             return [False] * len(keys)
         return [status is Status.OK for status in self._pool_of(name).exists(self._hash_keys(name, keys))]
@@ -258,14 +259,14 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return [bool(status) for status in self._pool_of(name).save(self._hash_keys(name, keys), sources)]
 
     def _locate_pages(self, name: str, keys: Sequence[str], host_indices: Any) -> list[Value] | None:
-        """Where each page lies; None where that cannot be told, which is a miss for this pool and for no other."""
+        """Return where each page is in memory; None if that is not known, which is a miss for this pool only."""
         if not keys:
             return []
         try:
             addresses, sizes = self._host_pools[name].get_page_buffer_meta(host_indices)
             pieces = [Span(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
-        except Exception as exc:  # whatever SGLang's pool raises for this layout
-            logger.warning("The memory of %d pages of %s cannot be told: %r", len(keys), name, exc)
+        except Exception as exc:  # any exception that SGLang's pool raises for this layout
+            logger.warning("The memory of %d pages of %s is not known: %r", len(keys), name, exc)
             return None
         each, left = divmod(len(pieces), len(keys))
         if left or not each:
@@ -277,7 +278,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
 
     @contextlib.contextmanager
     def _announce(self, values: Sequence[Value]) -> Iterator[None]:
-        """Have tensors that lie outside host memory registered for as long as a call uses them: RDMA needs that."""
+        """Register tensors outside host memory while a call uses them: RDMA needs that."""
         pool = self._pool_of("kv")
         spans = [span for span in dict.fromkeys(span for value in values for span in value) if not self._holds(span)]
         for span in spans:
@@ -293,15 +294,15 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return any(region.address <= span.address and end <= region.address + region.nbytes for region in self._regions)
 
     def _pool_of(self, name: str) -> BlockPool:
-        """Mamba's state is each rank's own even where the KV is shared."""
+        """Return the pool for a kind of state: Mamba's state differs on each rank even if the KV is shared."""
         is_shared = bool(self._storage_config.is_mla_model) and name != PoolName.MAMBA.value
         if is_shared not in self._pools:
             self._open_pool(self._host_pools["kv"], is_shared=is_shared)
         return self._pools[is_shared]
 
     def _open_pool(self, host: Any, *, is_shared: bool) -> None:
-        # Where SGLang gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), those of the first pool are gathered
-        # too; a second one's would be written over them.
+        # Engines may collect their processes' metrics (PROMETHEUS_MULTIPROC_DIR); the metrics of the first pool are
+        # then collected too. Those of a second pool would overwrite them.
         registry = None if self._pools else CollectorRegistry()
         namespace = self._build_namespace(host, is_shared=is_shared)
         self._pools[is_shared] = open_pool(self._config, namespace, registry, facts=self._facts)
@@ -335,10 +336,10 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
 
 
 def _read_server(weights_version: str) -> Mapping[str, object]:
-    """All settings of this process's server, as SGLang resolved them.
+    """Return all settings of this process's server, as SGLang resolved them.
 
     Raises:
-        ConfigError: SGLang does not tell, and ``weights_version`` does not stand in for it.
+        ConfigError: SGLang does not expose them, and there is no ``weights_version`` to replace them.
     """
     try:
         from sglang.srt.runtime_context import get_server_args
@@ -348,14 +349,14 @@ def _read_server(weights_version: str) -> Mapping[str, object]:
         if weights_version:
             return {}
         raise ConfigError(
-            f"this version of SGLang does not tell its server's settings ({exc}), and servers that differ would "
+            f"this version of SGLang does not expose its server's settings ({exc}), and servers that differ would "
             'read each other\'s KV: say "weights_version" in the extra configuration, another for each set'
         ) from exc
     return settings
 
 
 def _list_adapters(server: Mapping[str, object]) -> Mapping[str, object]:
-    """The settings with the path of each adapter by its name; SGLang resolves what it was given to its ``LoRARef``."""
+    """Return the settings with the path of each adapter by its name; SGLang resolves the setting to its ``LoRARef``."""
     adapters = server.get("lora_paths")
     if not isinstance(adapters, list | tuple):
         return server
@@ -363,7 +364,7 @@ def _list_adapters(server: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _read_defaults() -> Mapping[str, object]:
-    """The defaults of the server's settings, as far as they can be had: they only help people."""
+    """Return the defaults of the server's settings, as far as they are available: they only help operators."""
     try:
         from sglang.srt.arg_groups.arg_utils import record_fields
         from sglang.srt.runtime_context import get_server_args
@@ -377,13 +378,16 @@ def _read_defaults() -> Mapping[str, object]:
 
 
 def _read_variables() -> dict[str, str]:
-    """SGLang's variables of the environment, but for those of places, times and reports; its libraries' on numbers."""
+    """Return the environment variables of SGLang and its libraries that may change KV.
+
+    These are SGLang's, without those for places, times and reports, and its libraries' variables on calculation.
+    """
     known = engine_variables(("SGLANG_", *VARIABLES_ON_NUMBERS))
     return {name: text for name, text in known.items() if not name.startswith(NEUTRAL_VARIABLES)}
 
 
 def _find_model(name: str) -> str:
-    """The model's folder; SGLang appends the format of pages to its name where they have one of their own.
+    """Return the model's folder; SGLang appends the format of pages to its name if they have a special one.
 
     Raises:
         ConfigError: there is no such folder.
@@ -396,24 +400,24 @@ def _find_model(name: str) -> str:
 
 
 def _check_host(host: Any, kv_dtype: str) -> None:
-    """Refuse host memory whose pages cannot be told from others'.
+    """Refuse host memory with pages that cannot be distinguished from others.
 
     Raises:
-        ConfigError: in one sentence.
+        ConfigError: the memory is refused; the message is one sentence.
     """
     if getattr(host, "stores_page_envelope", False):
         raise ConfigError(_NO_ENVELOPES)
     if getattr(host, "kv_cache_dim", None) is None and getattr(host, "head_dim", None) is None:
-        raise ConfigError(f"a host pool of the kind {type(host).__name__} does not tell its shape; it cannot be served")
+        raise ConfigError(f"a host pool of the kind {type(host).__name__} has no known shape; it cannot be served")
     if str(host.dtype) in _PLAIN_BYTES and kv_dtype == "auto":
         raise ConfigError(
-            f"this server's KV lies in host memory as {host.dtype}, which does not tell fp8_e4m3 from fp8_e5m2: start "
+            f"this server's KV is in host memory as {host.dtype}, which may be fp8_e4m3 or fp8_e5m2: start "
             'it with --kv-cache-dtype, or say "kv_cache_dtype" in the extra configuration'
         )
 
 
 def _describe_state(host: Any) -> str:
-    """What a page of a side pool consists of, as far as its host memory tells."""
+    """Describe the parts of a side pool's page, as far as its host memory shows them."""
     known = {name: getattr(host, name, None) for name in _STATE_ATTRIBUTES}
     return json.dumps({name: str(value) for name, value in known.items() if value is not None})
 

@@ -1,7 +1,7 @@
-"""Settings of SGLang's ``ServerArgs``: which decide on the bytes of a page, and which cannot, and why.
+"""Settings of SGLang's ``ServerArgs``: which determine the bytes of a page, which cannot, and why.
 
-Made of the fields of SGLang 0.5.23, all of them. Whatever is not listed here, such as a field of a later version, goes
-into the namespace: a miss that need not be costs time, and a hit that must not be costs an answer.
+The lists have all fields of SGLang 0.5.23. A field that is not listed, such as a field of a later version, becomes part
+of the namespace: an unnecessary miss only costs time, but a false hit gives a wrong answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOLD_OTHERWISE = {
     "page_size": "block_size",
     "hicache_mem_layout": "layout",
 }
-"""Settings whose effect is in the namespace by another field of ``Namespace``, by this field's name."""
+"""Settings that another field of ``Namespace`` already represents -> that field's name."""
 
 _DECIDING = """
     device encoder_only language_only language_model_only encoder_urls enable_tf32_matmul
@@ -79,7 +79,7 @@ _DECIDING = """
 """
 
 DECIDE_ON_KV = frozenset(_DECIDING.split())
-"""Settings in the namespace, with the value that SGLang resolved them to."""
+"""Settings that are part of the namespace, with the value that SGLang resolved them to."""
 
 _FILES = """
     debug_tensor_dump_input_file decrypted_config_file decrypted_draft_config_file dllm_algorithm_config kt_weight_path
@@ -88,7 +88,7 @@ _FILES = """
 """
 
 NAMES_OF_FILES = frozenset(_FILES.split())
-"""Settings that name files or folders, by a path or by a name of Hugging Face's hub; they count by the content."""
+"""Settings that name files or folders, by path or by a name of Hugging Face's hub; their contents count."""
 
 _REASONS = {
     "it decides only how requests come in and answers go out; pages are named by their tokens": """
@@ -153,7 +153,7 @@ _REASONS = {
         disable_outlines_disk_cache sampling_backend grammar_backend enable_dp_lm_head
         enable_tp_lm_head_all_to_all
     """,
-    "it decides only where weights and pages lie, how many fit and how long they stay": """
+    "it decides only where weights and pages are stored, how many fit and how long they stay": """
         strip_thinking_cache enable_memory_saver enable_weights_cpu_backup enable_draft_weights_cpu_backup
         mamba_max_states_per_path int8_mamba_ckpt_size cpu_offload_gb offload_group_size offload_num_in_group
         offload_prefetch_step offload_mode ple_offload_embedding ple_offload_backend ple_offload_dir
@@ -257,11 +257,11 @@ NEUTRAL_VARIABLES = (
     "SGLANG_USE_MODELSCOPE",
     "SGLANG_IS_IN_CI",
 )
-"""Beginnings of variables of the environment that name places, times and reports; others named SGLANG_* count."""
+"""Prefixes of environment variables for places, times and reports; other variables SGLANG_* count."""
 
 VARIABLES_ON_NUMBERS = (
     "NVIDIA_TF32_OVERRIDE",
     "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH",
     "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH",
 )
-"""Variables of SGLang's libraries that count, too: they change how the libraries calculate."""
+"""Variables of SGLang's libraries that also count: they change how the libraries calculate."""

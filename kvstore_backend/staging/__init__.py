@@ -1,17 +1,19 @@
-"""KV blocks between a device's memory and the pool, by way of host memory; only this package of the three needs torch.
+"""KV blocks between a device's memory and the pool, copied through host memory.
+
+Only this package of the three needs torch.
 
 >>> from kvstore_backend.staging import KVTensors, StagedMemory
 >>> transfers = Transfers(pool, StagedMemory(KVTensors(layers, num_blocks), pool), post)  # doctest: +SKIP
 
-memory.py    StagedMemory: KV memory as ``Transfers`` reach it; windows, one ring and one stream for each direction
+memory.py    StagedMemory: KV memory for ``Transfers``; windows, one ring and one stream for each direction
 tensors.py   KVTensors: KV memory of any layout as rows of bytes, one for each block
 codec.py     the interface of another form of blocks in the pool
 ring.py      host buffers, registered with the pool, that are used one after another
 device.py    the interface of a device: streams, events, memory
 cuda.py      a device: CUDA's streams, events and pinned memory
-stand_in.py  another: threads, and host memory in the place of a device's
+stand_in.py  a replacement of a device: threads and host memory
 
-``docs/internals/staging.md`` tells a block's way and the rules of order.
+``docs/internals/staging.md`` describes the path of a block and the rules of order.
 """
 
 from kvstore_backend.staging.codec import Codec

@@ -1,4 +1,4 @@
-"""Another form of blocks in the pool than in KV memory: on the device, before they are copied from it."""
+"""Conversion of blocks between KV memory's form and another form in the pool; runs on the device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["Codec"]
 
 
 class Codec(Protocol):
-    """Blocks as rows of bytes, from KV memory's form into the pool's and back.
+    """Converter of blocks, as rows of bytes, from KV memory's form to the pool's and back.
 
     Attributes:
-        nbytes: of one encoded block.
+        nbytes: bytes of one encoded block.
     """
 
     nbytes: int
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encoded rows, uint8 ``[block, nbytes]``, of rows of KV memory, uint8 ``[block, bytes]``, which may change."""
+        """Encode rows of KV memory, uint8 ``[block, bytes]``, to uint8 ``[block, nbytes]``; the input may change."""
 
     def decode(self, encoded: torch.Tensor) -> torch.Tensor:
-        """Rows of KV memory again; ``encoded`` may have gaps between its rows."""
+        """Decode rows to KV memory's form; ``encoded`` may have gaps between its rows."""

@@ -1,4 +1,4 @@
-"""CUDA as staging sees it: a stream and events beside the engine's own, and pinned host memory."""
+"""CUDA for staging: a stream and events next to the engine's own, and pinned host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CudaDevice:
     """One GPU.
 
     Args:
-        device: which one.
+        device: torch's device of the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,11 +30,11 @@ class CudaDevice:
         return event
 
     def make_mark(self) -> torch.cuda.Event:
-        """An event that keeps the time; the caller records it."""
+        """Return an event with timing; the caller records it."""
         return torch.cuda.Event(enable_timing=True)
 
     def bind_thread(self) -> None:
-        """Make this the calling thread's GPU: where it waits for an event, it else opens a context on the first one."""
+        """Make this GPU the calling thread's; otherwise a wait for an event opens a context on the first GPU."""
         torch.cuda.set_device(self._device)
 
     def open_stream(self) -> Stream:
@@ -48,11 +48,11 @@ class CudaDevice:
 
 
 class _CudaStream:
-    """A CUDA stream; memory that torch allocates while steps are queued belongs to it, too."""
+    """CUDA stream; memory that torch allocates while steps are queued also belongs to it."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._lock = threading.Lock()  # the steps of two copies do not mingle
+        self._lock = threading.Lock()  # the steps of two copies must not be mixed
 
     def queue(self, steps: Sequence[Step], after: Event | None) -> Event:
         with self._lock:
@@ -73,7 +73,7 @@ class _CudaStream:
 
 
 class _Failed:
-    """The end of steps of which one could not be queued."""
+    """Event for steps, one of which could not be queued."""
 
     def __init__(self, error: Exception, stream: torch.cuda.Stream) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""KV memory as ``Transfers`` reach it by way of host buffers; the pool touches nothing else."""
+"""KV memory that ``Transfers`` reach through host buffers; the pool touches only those buffers."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from kvstore_backend.transfers import Event, Window
 
 __all__ = ["StagedMemory"]
 
-# At 3 GB/s of a pool a buffer takes 10 ms, and at 25 GB/s of a GPU's bus 1 ms: copies end while the pool works.
-# Headroom included, as torch rounds pinned memory up to a power of two.
+# A buffer takes 10 ms at a pool's 3 GB/s, and 1 ms at a GPU bus's 25 GB/s: copies end while the pool works. The size
+# includes headroom, because torch rounds pinned memory up to a power of two.
 _BUFFER_BYTES = 32 << 20
 
-# One that the pool reads or writes, and one that is copied meanwhile.
+# One buffer for the pool to read or write, and one for a copy at the same time.
 _DEPTH = 2
 
 
 class StagedMemory:
-    """Blocks on their way through two rings of buffers, one for loads and one for saves. For any thread.
+    """KV memory with two rings of buffers, one for loads and one for saves. Any thread may call it.
 
     Args:
         kv: the KV memory.
-        registry: told of every buffer: the pool.
-        codec: the form of blocks in the pool; not given: as in KV memory.
-        device: of the KV memory; not given: CUDA for tensors there, else the stand-in.
-        buffer_bytes: as many blocks as fit with their headroom pass at once, but one at least and no more than there
-            are.
-        incoming_bytes: buffers for loads that are kept, in all; two at least.
+        registry: where every buffer is registered: the pool.
+        codec: the form of blocks in the pool; default: the form in KV memory.
+        device: the device of the KV memory; default: CUDA for CUDA tensors, otherwise the stand-in.
+        buffer_bytes: size of a buffer with headroom, which limits the blocks of one window: at least one, at most all.
+        incoming_bytes: total size of the ring for loads; at least two buffers.
     """
 
     def __init__(
@@ -73,9 +72,9 @@ class StagedMemory:
 
 
 class _Lane:
-    """One direction: a ring of buffers, a stream, and memory of the device laid out as a buffer.
+    """One direction: a ring of buffers, a stream, and device memory with the layout of a buffer.
 
-    The stream runs one copy after another, so one piece of such memory serves all of them.
+    The stream runs one copy after another, so all of them use the same device memory.
     """
 
     def __init__(
@@ -96,7 +95,8 @@ class _Lane:
         self._staging = device.allocate(self.capacity * self._stride)
         self._index = device.allocate(self.capacity * 8).view(torch.int64)
         depth = max(_DEPTH, total_bytes // (self.capacity * self._stride))
-        self.ring = Ring(device, registry, self.capacity, nbytes, depth)  # last: what is registered is taken back
+        # Last, so that a failure leaves nothing registered.
+        self.ring = Ring(device, registry, self.capacity, nbytes, depth)
 
     def fetch(self, buffer: Buffer, blocks: Sequence[int], after: Event | None) -> Event:
         """Begin to copy ``blocks`` to the beginning of the buffer."""
@@ -141,12 +141,12 @@ class _Lane:
         self._kv.scatter(self._index[:count], self._codec.decode(rows) if self._codec else rows)
 
     def _rows(self, count: int) -> torch.Tensor:
-        """The first ``count`` rows in the device's memory, ``[count, bytes]`` without their headroom."""
+        """Return the first ``count`` rows in the device's memory, ``[count, bytes]`` without their headroom."""
         return self._staging.view(-1, self._stride)[:count, HEADROOM_BYTES:]
 
 
 class _StagedWindow:
-    """A buffer that holds leading ones of ``blocks``."""
+    """Window of a buffer with the leading ones of ``blocks``."""
 
     def __init__(self, lane: _Lane, blocks: Sequence[int], after: Event | None) -> None:
         self._lane = lane

@@ -1,4 +1,4 @@
-"""Host buffers through which blocks pass, used one after another, and registered with whoever moves their bytes."""
+"""Host buffers for the transfer of blocks, used one after another, and registered with the pool."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class Registry(Protocol):
-    """Whoever has to know the memory that bytes are moved from and to; a ``BlockPool`` is one."""
+    """Object that must know the memory of transfers; a ``BlockPool`` is one."""
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Hear of memory; ``headroom``: values in it have ``HEADROOM_BYTES`` before them."""
+        """Register memory; ``headroom``: values in it have ``HEADROOM_BYTES`` before them."""
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Forget it."""
+        """Unregister memory."""
 
 
 class Buffer:
@@ -33,9 +33,9 @@ class Buffer:
 
     Args:
         memory: uint8 ``[capacity * stride]``: the rows with their headroom.
-        blocks: int64 ``[capacity]``: the numbers of the blocks that are in it.
-        nbytes: of a block.
-        is_spare: it was registered by itself, and can be forgotten.
+        blocks: int64 ``[capacity]``: the numbers of the blocks in it.
+        nbytes: bytes of a block.
+        is_spare: whether it was registered separately, so that it can be unregistered separately.
 
     Attributes:
         copied: the end of the last copy to or from it; None: there was none.
@@ -50,27 +50,27 @@ class Buffer:
 
     @property
     def span(self) -> Span:
-        """Where it lies."""
+        """Place of the buffer in memory."""
         return Span(self.memory.data_ptr(), self.memory.nbytes)
 
     def values(self, count: int) -> list[Value]:
-        """Where its first ``count`` blocks lie, for the pool."""
+        """Return the places of its first ``count`` blocks, for the pool."""
         address, stride = self.memory.data_ptr() + HEADROOM_BYTES, HEADROOM_BYTES + self._nbytes
         return [(Span(address + i * stride, self._nbytes),) for i in range(count)]
 
 
 class Ring:
-    """The buffers of one direction. A buffer is here, or with whoever took it, until that gives it back.
+    """Buffers of one direction. A buffer is either here, or with its taker until that gives it back.
 
-    They lie in one piece of memory, which takes one allocation and one registration. A buffer that stays away, as a
-    call of the pool that was given up may still touch it, is made up for by a spare one.
+    They are in one piece of memory, which takes one allocation and one registration. A buffer that does not come back,
+    because a call that was given up may still touch it, is replaced by a spare one.
 
     Args:
         device: copies to and from the buffers.
-        registry: told of their memory.
+        registry: where their memory is registered.
         capacity: blocks of a buffer.
-        nbytes: of a block.
-        depth: how many buffers there are.
+        nbytes: bytes of a block.
+        depth: number of buffers.
     """
 
     def __init__(self, device: Device, registry: Registry, capacity: int, nbytes: int, depth: int) -> None:
@@ -86,7 +86,7 @@ class Ring:
         self._free = deque(buffers)
 
     def take(self) -> Buffer:
-        """The buffer that was given back first, once its copy has ended."""
+        """Take the buffer that was given back first, after its copy has ended."""
         with self._lock:
             buffer = self._free.popleft() if self._free else None
         if buffer is None:
@@ -94,7 +94,7 @@ class Ring:
         if buffer.copied is not None:
             try:
                 buffer.copied.synchronize()
-            except Exception as exc:  # whoever began the copy hears how it went
+            except Exception as exc:  # the owner of the copy receives the error
                 logger.debug("The last copy of a buffer failed: %s", exc)
             except BaseException:
                 self.give_back(buffer)
@@ -102,7 +102,7 @@ class Ring:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Let the buffer be taken again; no call of the pool touches it, but a copy may. From any thread."""
+        """Make the buffer available again; no call of the pool touches it, but a copy may. Any thread may call this."""
         surplus = None
         with self._lock:
             self._free.append(buffer)
@@ -113,7 +113,7 @@ class Ring:
             self._registry.unregister(*surplus.span)
 
     def close(self) -> None:
-        """Have the registry forget the buffers, all of which are here."""
+        """Unregister the buffers, all of which are here."""
         for buffer in self._free:
             if buffer.is_spare:
                 self._registry.unregister(*buffer.span)
@@ -126,7 +126,7 @@ class Ring:
         return buffer
 
     def _make(self, count: int, *, is_spare: bool) -> list[Buffer]:
-        """Buffers that lie one behind the other."""
+        """Return buffers in one piece of memory, one after another."""
         size = self._capacity * (HEADROOM_BYTES + self._nbytes)
         memory = self._device.allocate_host(count * size).split(size)
         numbers = self._device.allocate_host(count * self._capacity * 8).view(torch.int64).split(self._capacity)

@@ -1,4 +1,4 @@
-"""Threads and host memory in the place of a device's streams and memory: staging runs the very same steps on both."""
+"""Threads and host memory in place of a device's streams and memory: staging runs the same steps on both."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["StandInDevice"]
 
 
 class StandInDevice:
-    """The host as a device; its engine works on KV memory in its own calls, so nothing is under way after them.
+    """Host as a device; its engine works on KV memory in its own calls, so no work continues after them.
 
     Args:
         start_thread: called first on each stream's thread.
-        before_step: called before each step, on its stream's thread; a test delays copies by it.
+        before_step: called before each step, on its stream's thread; tests delay copies with it.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StandInDevice:
 
 
 class _ThreadStream:
-    """A thread that runs queued steps; it ends when nobody has the stream any more."""
+    """Thread that runs queued steps; it ends when the stream has no user any more."""
 
     def __init__(self, start_thread: Callable[[], None] | None, before_step: Callable[[], None]) -> None:
         self._thread = DaemonThreads(1, "staging", start_thread)
@@ -63,7 +63,7 @@ class _ThreadStream:
 
 
 class _End:
-    """The end of steps, which tells how they went."""
+    """Event for the end of steps; it raises their exception."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future

@@ -1,4 +1,4 @@
-"""KV memory of any layout as rows of bytes, one for each block: gathered and scattered by one operation a tensor."""
+"""KV memory of any layout as rows of bytes, one for each block: one operation per tensor gathers or scatters them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 class KVTensors:
     """Blocks of KV memory in one tensor or several, such as one for each layer.
 
-    A block's row is, for each tensor in turn, the block's elements in the order in which they lie in memory, outermost
-    axis first: the bytes that ``DirectMemory`` moves with ``KVMemory.locate_blocks``, wherever the block axis
-    lies among the others in memory.
+    A block's row has, for each tensor in turn, the block's elements in memory order, outermost axis first. These are
+    the bytes that ``DirectMemory`` moves with ``KVMemory.locate_blocks``, wherever the block axis is among the others
+    in memory.
 
     Args:
-        tensors: ``[kernel block, ...]`` of any dtype, on one device, no two in the same memory; where the block axis is
+        tensors: ``[kernel block, ...]`` of any dtype, on one device, no two in the same memory; if the block axis is
             not the first, as in ``[K or V, block, ...]``, the caller moves it there (``movedim``, a view).
-        num_blocks: how many blocks there are; each is as many kernel blocks in a row as make up for it.
+        num_blocks: number of blocks; each consists of the same number of successive kernel blocks.
 
     Attributes:
-        num_blocks: how many blocks there are.
-        block_bytes: of one block, in all tensors.
+        num_blocks: number of blocks.
+        block_bytes: bytes of one block, in all tensors.
         device: where the tensors are.
 
     Raises:
-        ValueError: a tensor has a number of kernel blocks that is no multiple of ``num_blocks``, or the tensors are
-            on several devices.
+        ValueError: a tensor's number of kernel blocks is not a multiple of ``num_blocks``, or the tensors are on
+            several devices.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
@@ -44,7 +44,7 @@ class KVTensors:
         layouts = [_describe(tensor, num_blocks) for tensor in tensors]
         ends = list(itertools.accumulate(layout.nbytes for layout in layouts))
         self.block_bytes = ends[-1]
-        # Integers as wide as the layout allows: every dtype can be moved so, and wide ones are moved fastest.
+        # Integers as wide as the layout allows: this moves every dtype, and wide integers are fastest.
         unit = math.gcd(8, self.block_bytes, *(number for layout in layouts for number in layout.numbers))
         self._unit = _UNITS[unit]
         self._parts = [
@@ -57,24 +57,24 @@ class KVTensors:
 
         Args:
             index: the blocks, int64 ``[n]``, on the device.
-            rows: uint8 ``[n, block_bytes]`` on the device; gaps between rows that are multiples of 8 bytes are left.
+            rows: uint8 ``[n, block_bytes]`` on the device; rows may have gaps that are multiples of 8 bytes.
         """
         for part, row in self._pairs(rows):
             torch.index_select(part, 0, index, out=row)
 
     def scatter(self, index: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy ``rows`` to blocks; both as ``gather`` has them, and no block twice."""
+        """Copy ``rows`` to blocks; both as in ``gather``, and no block twice."""
         for part, row in self._pairs(rows):
             part.index_copy_(0, index, row)
 
     def _pairs(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor, ``[block, ...]``, with its part of the rows in the same shape, ``[n, ...]``."""
+        """Return each tensor, ``[block, ...]``, with its part of the rows in the same shape, ``[n, ...]``."""
         units = rows.view(self._unit)
         return [(part.tensor, units[:, part.columns].unflatten(1, part.tensor.shape[1:])) for part in self._parts]
 
 
 class _Part:
-    """One tensor, and which columns of a row are its."""
+    """One tensor, and its columns of a row."""
 
     def __init__(self, tensor: torch.Tensor, columns: slice) -> None:
         self.tensor = tensor
@@ -82,27 +82,27 @@ class _Part:
 
 
 class _Layout:
-    """How one tensor's blocks lie in its storage, in bytes: those of an axis follow each other at its stride."""
+    """Layout of one tensor's blocks in its storage, in bytes: the entries of an axis follow at its stride."""
 
     def __init__(self, tensor: torch.Tensor, blocks: tuple[int, int], axes: list[tuple[int, int]], run: int) -> None:
         self._tensor = tensor
         self._blocks = blocks  # number and stride
         self._axes = axes  # number and stride of each, outermost first
-        self._run = run  # bytes that lie together
+        self._run = run  # contiguous bytes
         self._offset = int(tensor.storage_offset()) * tensor.element_size()
 
     @property
     def nbytes(self) -> int:
-        """Of one block."""
+        """Bytes of one block."""
         return math.prod(size for size, _ in self._axes) * self._run
 
     @property
     def numbers(self) -> list[int]:
-        """All that a unit of several bytes has to divide."""
+        """All numbers that a unit of several bytes must divide."""
         return [self._offset, self._blocks[1], self._run, self.nbytes, *(stride for _, stride in self._axes)]
 
     def view_as(self, unit: int) -> torch.Tensor:
-        """``[block, *axes, unit]`` in the tensor's own memory."""
+        """Return ``[block, *axes, unit]`` in the tensor's own memory."""
         axes = [self._blocks, *self._axes, (self._run // unit, unit)]
         shape, strides = [size for size, _ in axes], [stride // unit for _, stride in axes]
         view = torch.empty(0, dtype=_UNITS[unit], device=self._tensor.device)
@@ -110,7 +110,7 @@ class _Layout:
 
 
 def _describe(tensor: torch.Tensor, num_blocks: int) -> _Layout:
-    """The layout of a tensor ``[kernel block, ...]``; neighbouring axes of a block that lie densely count as one."""
+    """Return the layout of a tensor ``[kernel block, ...]``; contiguous neighbouring axes of a block count as one."""
     if tensor.shape[0] % num_blocks:
         raise ValueError(f"a tensor has {tensor.shape[0]} kernel blocks, no multiple of {num_blocks} blocks")
     size = tensor.element_size()
@@ -124,7 +124,7 @@ def _describe(tensor: torch.Tensor, num_blocks: int) -> _Layout:
 
 
 def _merge(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same memory with as few axes as can be: one steps over all of the next one, they are one."""
+    """Merge axes of the same memory: if one steps over all of the next one, they become one."""
     merged: list[tuple[int, int]] = []
     for size, stride in axes:
         if merged and merged[-1][1] == size * stride:

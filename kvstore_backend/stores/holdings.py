@@ -1,7 +1,7 @@
-"""The values of a pool, for an operator: listed, measured, copied, kept and removed, by the means of each store.
+"""Values of a pool, for operator commands: listed, measured, copied, pinned and removed, in the way of each store.
 
-An engine knows the keys that it asks for, and no others. An operator wants to know which there are: a Mooncake master
-lists them over HTTP, a folder has them as files. Values are bytes here, as they are stored.
+An engine knows only the keys that it requests. An operator needs a list of all keys: a Mooncake master lists them over
+HTTP, a folder has them as files. Values are the stored bytes here.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["FolderHoldings", "Holdings", "MooncakeHoldings", "StoredBytes", "wra
 _Answer = TypeVar("_Answer")
 
 StoredBytes = NDArray[np.uint8]
-"""A value as it is stored: of a block, header and payload."""
+"""Value as it is stored; for a block, header and payload."""
 
 
 class _Values:
-    """Values that are moved through a store, which is joined when that is first needed: listing takes none.
+    """Values that are moved through a store, which is joined at the first need: listing does not need it.
 
     Args:
-        join: opens the store, giving it nothing: memory that a command gave would be gone with its end.
+        join: opens the store without giving it memory: a command's memory would disappear with its end.
     """
 
     def __init__(self, join: Callable[[], StorageBackend]) -> None:
@@ -46,7 +46,7 @@ class _Values:
         self._joined: StorageBackend | None = None
 
     def read_values(self, keys: Sequence[str], sizes: Sequence[int]) -> list[StoredBytes | None]:
-        """The values, whose sizes are known; None where one is not there any more."""
+        """Read values with known sizes; None for a value that is absent now."""
         memory = np.empty(sum(sizes), dtype=np.uint8)
         ends = list(accumulate(sizes))
         values = [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
@@ -55,17 +55,17 @@ class _Values:
         return [value if status else None for value, status in zip(values, statuses, strict=True)]
 
     def write_values(self, keys: Sequence[str], values: Sequence[StoredBytes]) -> list[Status]:
-        """Store values under keys that are absent; the others stay as they are."""
+        """Store values under keys that are absent; the others do not change."""
         with self._register(values):
             return self._store.put(keys, [_as_spans(value) for value in values])
 
     def keep_values(self, keys: Sequence[str], values: Sequence[StoredBytes], seconds: float) -> list[Status]:
-        """Spare values, which are stored so already, from eviction for ``seconds``; with 0 no longer."""
+        """Pin values, which are already stored, against eviction for ``seconds``; 0 unpins them."""
         with self._register(values):
             return self._store.keep(keys, [_as_spans(value) for value in values], seconds)
 
     def remove_keys(self, keys: Sequence[str]) -> list[Status]:
-        """Remove keys, also those that somebody may be reading now."""
+        """Remove keys, also those that a client may be reading now."""
         return self._store.remove(keys, force=True)
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class _Values:
 
     @contextlib.contextmanager
     def _register(self, values: Sequence[StoredBytes]) -> Iterator[None]:
-        """Have the store know the memory of ``values`` in the block: RDMA moves no other bytes."""
+        """Register the memory of ``values`` with the store during the block: RDMA moves no other bytes."""
         with contextlib.ExitStack() as registered:
             for span in {span for value in values for span in _as_spans(value) if span.nbytes}:
                 self._store.register(*span)
@@ -91,13 +91,13 @@ class _Values:
 
 
 class MooncakeHoldings(_Values):
-    """The values of one tenant of a Mooncake cluster.
+    """Values of one tenant of a Mooncake cluster.
 
-    Mooncake 0.3.13's master lists the keys of the tenant ``default`` and of no other.
+    Mooncake 0.3.13's master lists only the keys of the tenant ``default``.
     """
 
     can_keep = True
-    """Whether it can spare values from eviction."""
+    """Whether the pool can pin values."""
 
     def __init__(self, settings: MooncakeSettings, admin: MasterAdmin) -> None:
         super().__init__(lambda: MooncakeStore(replace(settings, global_segment_size=0, enable_ssd_offload=False)))
@@ -106,33 +106,33 @@ class MooncakeHoldings(_Values):
 
     @cached_property
     def is_listed(self) -> bool:
-        """Whether it tells its keys: without tenants everybody's are those of ``default``."""
+        """Whether the master lists the keys: without tenants all keys belong to ``default``."""
         return self._settings.tenant_id == DEFAULT_TENANT or not self._ask(self._admin.has_tenants)
 
     def list_keys(self) -> list[str]:
-        """Every key."""
+        """Return every key."""
         if self.is_listed:
             return self._ask(lambda: list(self._admin.stream_keys()))
         raise PoolUnavailable(
             f"Mooncake lists the keys of no tenant but {DEFAULT_TENANT!r}, so those of {self._settings.tenant_id!r} "
-            "cannot be listed: name a namespace, or a prefix whose keys can be told"
+            "cannot be listed: name a namespace, or a prefix whose keys can be computed"
         )
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """The bytes of each value; None where there is none."""
+        """Return the size of each value in bytes; None if there is none."""
         if self.is_listed:
             return self._ask(lambda: self._admin.fetch_sizes(keys))
         return self._client.measure_values(keys)
 
     def remove_prefix(self, prefix: str) -> int:
-        """Remove every key that begins with ``prefix``, which must not be empty; how many were removed."""
+        """Remove every key that begins with ``prefix``, which must not be empty; return how many were removed."""
         removed = self._client.clear_and_count(prefix)
         if removed is None:
             raise PoolUnavailable(f"the master at {self._settings.master_server_addr} did not say what it removed")
         return removed
 
     def count_pins(self) -> int | None:
-        """How many values are spared from eviction now; None: that cannot be said."""
+        """Return how many values are pinned now; None: not known."""
         kept = self._ask(self._admin.fetch_metrics).get("master_soft_pin_key_count")
         return None if kept is None else int(kept)
 
@@ -140,7 +140,7 @@ class MooncakeHoldings(_Values):
         try:
             return ask()
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as exc:
-            text = f"what the master at {self._admin.address} tells of its keys cannot be read: {exc}"
+            text = f"what the master at {self._admin.address} reports of its keys cannot be read: {exc}"
             raise PoolUnavailable(text) from exc
 
     @property
@@ -150,16 +150,16 @@ class MooncakeHoldings(_Values):
 
 
 class FolderHoldings(_Values):
-    """The values in the folder of a file store."""
+    """Values in the folder of a file store."""
 
     can_keep = False
     is_listed = True
 
     def __init__(self, settings: FileSettings) -> None:
-        """Look at the folder, which must be a pool's already.
+        """Check the folder, which must already be a pool's.
 
         Raises:
-            PoolUnavailable: it is not there, or not a pool's.
+            PoolUnavailable: the folder does not exist, or is not a pool's.
         """
         super().__init__(lambda: FileStore(settings.path, settings.size))
         self._settings = settings
@@ -170,22 +170,22 @@ class FolderHoldings(_Values):
             raise PoolUnavailable(f"folder {settings.path} {reason}: {remedy}")
 
     def list_keys(self) -> list[str]:
-        """Every key."""
+        """Return every key."""
         return list(self._scan())
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """The bytes of each value; None where there is none."""
+        """Return the size of each value in bytes; None if there is none."""
         blocks = self._scan()
         return [blocks[key].nbytes if key in blocks else None for key in keys]
 
     def count_pins(self) -> None:
-        """There are none."""
+        """Return None: a folder has no pins."""
 
     def remove_prefix(self, prefix: str) -> int:
-        """Remove every key that begins with ``prefix``; how many were removed.
+        """Remove every key that begins with ``prefix``; return how many were removed.
 
         Raises:
-            PoolUnavailable: some of them are still there, or may be.
+            PoolUnavailable: some of them are still in the pool, or may be.
         """
         statuses = self.remove_keys([key for key in self._scan() if key.startswith(prefix)])
         removed, failed = statuses.count(Status.OK), statuses.count(Status.FAILED)
@@ -194,7 +194,7 @@ class FolderHoldings(_Values):
         return removed
 
     def _scan(self) -> dict[str, Block]:
-        """The values by their keys; of a key too long for a file's name, by the name that it has instead."""
+        """Return the values by key; a key that is too long for a file's name is replaced by the name of its file."""
         try:
             return {unquote(Path(block.path).stem): block for block in scan_blocks(self._settings.path / "blocks")}
         except OSError as exc:
@@ -202,11 +202,11 @@ class FolderHoldings(_Values):
 
 
 Holdings: TypeAlias = MooncakeHoldings | FolderHoldings
-"""The values of one pool; methods raise ``PoolUnavailable`` where it cannot be reached."""
+"""Values of one pool; methods raise ``PoolUnavailable`` if it cannot be reached."""
 
 
 def wrap_bytes(data: bytes) -> StoredBytes:
-    """A value of these bytes."""
+    """Return a value of these bytes."""
     return np.frombuffer(data, dtype=np.uint8)
 
 

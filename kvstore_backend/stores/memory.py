@@ -1,4 +1,4 @@
-"""A store in this process's own memory: for tests, for one process, and as the fast half of two tiers."""
+"""Store in this process's own memory: for tests, for one process, and as the fast half of two tiers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ __all__ = ["MemoryStore"]
 class MemoryStore(StorageBackend):
     """Values copied in and out of a dictionary that evicts the least recently used beyond ``capacity_bytes``.
 
-    Bytes are copied outside the lock: a stored value is immutable, so a reader with a reference may take its time.
+    Bytes are copied outside the lock: a stored value is immutable, so a reader with a reference needs no lock.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Raises ``ValueError`` unless ``capacity_bytes`` is positive."""
+        """Make an empty store.
+
+        Raises:
+            ValueError: ``capacity_bytes`` is not positive.
+        """
         if capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes is {capacity_bytes}; it must be positive")
         self._capacity = capacity_bytes

@@ -1,7 +1,7 @@
-"""A store in a Mooncake cluster: ``mooncake.store.MooncakeDistributedStore`` with honest answers.
+"""Store in a Mooncake cluster: ``mooncake.store.MooncakeDistributedStore`` with reliable answers.
 
-The native client answers with codes, and calls it cannot make sense of with fewer codes than keys. Here each becomes
-a ``Status``; a code that is not known to mean success is never ``OK``. Of the package only this file, when a store is
+The native client answers with codes, and answers invalid calls with fewer codes than keys. Here each becomes a
+``Status``; a code that is not known to mean success is never ``OK``. In this package only this file, when a store is
 opened, and ``kvstore doctor`` import mooncake.
 """
 
@@ -61,69 +61,70 @@ INSTALL = (
     "pip install mooncake-transfer-engine-non-cuda (with CUDA 12: mooncake-transfer-engine, "
     "with CUDA 13: mooncake-transfer-engine-cuda13, on Ascend: mooncake-transfer-engine-npu)"
 )
-"""The remedy where Mooncake is missing."""
+"""Remedy for a missing Mooncake."""
 
 _NOT_FOUND, _UNREACHABLE, _NO_OFFLOADING = -704, -800, -1300
-# Of a read: an argument makes no sense. Ours are checked, so the target is smaller than the value.
+# Code of a read for an invalid argument. Our arguments are checked, so the target is smaller than the value.
 _TOO_SMALL = -600
-# The codes that mean something; every other is a failure.
+# The codes with a known meaning; every other code is a failure.
 _STORED: dict[int | None, Status] = {0: Status.OK}
 _EXISTS: dict[int | None, Status] = {1: Status.OK, 0: Status.ABSENT}
 _REMOVED: dict[int | None, Status] = {0: Status.OK, _NOT_FOUND: Status.ABSENT}
 _PROBE_SECONDS = 1.5
-# Setting the native client up holds Python's lock, 6 s where another server listens at the master's address. The pause
-# after a try that failed is so many times as long as the try, so that tries cost the process no more than a twentieth.
+# The setup of the native client holds Python's lock, for 6 s if another server listens at the master's address. The
+# pause after a failed try is this many times as long as the try, so that tries cost the process at most a twentieth of
+# its time.
 _PAUSE_FACTOR = 20
-# The master gives puts memory of a client that crashed until it has missed that client for 10 s (--client_ttl), and
-# they fail: after 1 s with a metadata server, at once without.
+# The master assigns memory of a crashed client to puts until it has missed that client for 10 s (--client_ttl). Such
+# puts fail: after 1 s with a metadata server, immediately without one.
 _ORPHANED_SECONDS = 15.0
-# A put that failed later than this met a client that hangs, where the next might hang as well.
+# A put that failed later than this met a client that hangs; the next put might hang as well.
 _MAX_FAILING_SECONDS = 2.0
-# Where one client of two has died, every try goes to its memory by chance, once in two: 31 tries fail once in 2^31, 11
-# failed one batch of a dozen blocks in 170. A try takes 0.3 ms, and up to 20 where 24 processes want two processors;
-# those who put wait for 1 s.
+# If one client of two has crashed, every try goes to its memory with probability 1/2: 31 tries fail once in 2^31; with
+# 11 tries, one batch of a dozen blocks in 170 failed. A try takes 0.3 ms, and up to 20 ms with 24 processes on two
+# processors; callers of put wait for 1 s.
 _MAX_RETRIES = 30
 _RETRY_SECONDS = 0.5
-# Longer than any native call was seen to last (30 s, where a user raised MC_RPC_TIMEOUT_MS to Mooncake's default).
+# Longer than any observed native call (30 s, after a user raised MC_RPC_TIMEOUT_MS to Mooncake's default).
 _MAX_CALL_SECONDS = 40.0
-# Values that lie in several pieces are copied together for ``keep``, so many bytes at a time.
+# Values in several pieces are copied together for ``keep``, this many bytes at a time.
 _STAGING_BYTES = 16 << 20
 # Native clients that were not closed: dropping the last reference would close them.
 _LEFT_OPEN: list[Any] = []
-# The native client's class, where another stands in its place for everybody else.
+# The native client's class, if it is replaced by another for all other importers.
 _REPLACED: list[Any] = []
 
 
 class MooncakeStore(StorageBackend):
     """One client of a Mooncake cluster, which also gives the cluster ``global_segment_size`` bytes of memory.
 
-    ``remove`` answers ``FAILED`` while somebody holds a lease on the key (10 s after each look-up or read by default);
-    forced, it pulls the memory away under a reader, who may then read other bytes.
+    ``remove`` returns ``FAILED`` while a client holds a lease on the key (10 s after each look-up or read by default);
+    with ``force`` it frees the memory during a read, and the reader may then get other bytes.
 
     The native client crashes the process when it is called after it was closed, so calls are counted in and out, and
-    ``close`` waits for those that run. Closing the native client takes one to two seconds and holds Python's lock all
-    the while; with the master gone it would be some 15, so then it is left open until the process ends.
+    ``close`` waits for those that run. Closing the native client takes one to two seconds, during which it holds
+    Python's lock; without a master it would take about 15 s, so then it is left open until the process ends.
 
-    ``put`` answers ``OK`` as soon as another client has *begun* to write the same key, as Mooncake does: it may become
+    ``put`` returns ``OK`` as soon as another client has *begun* to write the same key, as Mooncake does: it may become
     readable only a moment later.
 
-    Puts go to anybody's memory, but to this client's own first for a while after it joined, and after a put failed on
-    its way: then somebody may have crashed whose memory the master still gives away. Values that failed are put again
-    at once, some times where this client has no memory.
+    Puts go to any client's memory. For some time after this client joined, and after a put failed during the transfer,
+    they go to its own memory first: the master may still assign the memory of a crashed client. Values that
+    failed are put again immediately, several times if this client has no memory.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
         """Join the cluster.
 
         Raises:
-            PoolUnavailable: the library cannot be loaded, nobody answers at the master's or the metadata server's
-                address (said within two seconds), or the cluster does not let us join.
+            PoolUnavailable: the library cannot be loaded, no server answers at the master's or the metadata server's
+                address (detected within two seconds), or the cluster refuses this client.
         """
         self._settings = settings
         self._calls = threading.Condition()
         self._running = 0
         self.raised_calls = 0
-        """How many native calls raised; the first is logged."""
+        """Number of native calls that raised; the first is logged."""
         self._closed = False
         self._ssd = SsdFolder(settings.ssd_offload_path) if settings.enable_ssd_offload else None
         with contextlib.ExitStack() as undo:
@@ -148,9 +149,9 @@ class MooncakeStore(StorageBackend):
         return [_STORED.get(code, Status.FAILED) for code in codes]
 
     def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        """Writes the values once more, in place: only a write changes how long Mooncake keeps them.
+        """Write the values again, in place: only a write changes how long Mooncake pins them.
 
-        For the moment that the write takes, others do not find them.
+        During the write, other clients do not find them.
         """
         pin = _pin_for(seconds)
         statuses: list[Status] = []
@@ -171,7 +172,7 @@ class MooncakeStore(StorageBackend):
 
     def _exists(self, keys: Sequence[str]) -> list[Status]:
         codes = self._call_native(keys, self._native.batch_is_exist)
-        if codes.count(codes[0] if codes else None) == len(codes):  # usual, and quick to tell
+        if codes.count(codes[0] if codes else None) == len(codes):  # the usual case, and quick to detect
             return [_EXISTS.get(code, Status.FAILED) for code in codes[:1]] * len(codes)
         return list(map(_EXISTS.get, codes, repeat(Status.FAILED)))
 
@@ -182,15 +183,15 @@ class MooncakeStore(StorageBackend):
         return Status.OK if self.clear_and_count(prefix) is not None else Status.FAILED
 
     def clear_and_count(self, prefix: str) -> int | None:
-        """``clear``; how many keys were removed, or None where that cannot be said."""
+        """Clear a prefix; return how many keys were removed, or None if that is not known."""
         pattern = f"^{re.escape(prefix)}.*"
         removed = self._call_native([prefix], lambda _: [self._native.remove_by_regex(pattern, True)])[0]
         return removed if removed is not None and removed >= 0 else None
 
     def measure_values(self, keys: Sequence[str]) -> list[int | None]:
-        """The bytes of each value; None: there is none.
+        """Return the size of each value in bytes; None: there is none.
 
-        Like a read it grants a lease, so values that were found are not evicted for a while.
+        Like a read this grants a lease, so values that were found are not evicted for some time.
 
         Raises:
             PoolUnavailable: the cluster does not answer.
@@ -213,7 +214,10 @@ class MooncakeStore(StorageBackend):
                 logger.warning("Mooncake refused to unregister %d bytes at %#x: code %d", nbytes, address, code)
 
     def health(self) -> Health:
-        """Asks the master for a key: the client's own health check still says healthy when the master has died."""
+        """Look up a key at the master.
+
+        The client's own health check still reports healthy after the master has died.
+        """
         if self._closed:
             return Health(False, "closed")
         try:
@@ -226,7 +230,7 @@ class MooncakeStore(StorageBackend):
         return Health(ok, f"the Mooncake master at {self._settings.master_server_addr} answers a look-up with {code}")
 
     def stats(self) -> StoreStats:
-        """Only the kind: the client is told none of the cluster's figures."""
+        """Return only the kind: the client does not receive the cluster's measurements."""
         return StoreStats("mooncake")
 
     def close(self) -> None:
@@ -245,7 +249,7 @@ class MooncakeStore(StorageBackend):
             logger.warning("The pool's client was not closed cleanly: %s", health.detail if idle else "calls still run")
 
     def _put_once(self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int | None]:
-        # Not the call for one buffer a value: that fails where another writer has begun with the same key.
+        # Not the call with one buffer per value: it fails if another writer has begun with the same key.
         put = self._native.batch_put_from_multi_buffers
         if self._own_memory is not None and time.monotonic() < self._prefer_own_until:
             return self._call_native(keys, put, addresses, sizes, self._own_memory)
@@ -254,7 +258,7 @@ class MooncakeStore(StorageBackend):
     def _put_again(
         self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]], codes: list[int | None]
     ) -> None:
-        """Put those once more that the master gave memory which cannot be reached, and correct their ``codes``."""
+        """Put values again if the memory from the master could not be reached, and correct their ``codes``."""
         self._prefer_own_until = time.monotonic() + _ORPHANED_SECONDS
         give_up_at = time.monotonic() + _RETRY_SECONDS
         for _ in range(_MAX_RETRIES):
@@ -268,9 +272,9 @@ class MooncakeStore(StorageBackend):
     def _find_larger_targets(
         self, keys: Sequence[str], wanted: list[int], codes: list[int | None], statuses: list[Status]
     ) -> None:
-        """Correct the answers for values smaller than the target: a dead owner gives the same code.
+        """Correct the answers for values smaller than the target: a crashed owner gives the same code.
 
-        Asks for their sizes one by one, and no further where one is as it should be: then the owner is dead.
+        This queries their sizes one by one, and stops at the first correct size: then the owner has crashed.
         """
         for i in (i for i, code in enumerate(codes) if code == _UNREACHABLE):
             size = self._call_native([keys[i]], lambda asked: [self._native.get_size(asked[0])])[0]
@@ -280,7 +284,7 @@ class MooncakeStore(StorageBackend):
 
     @contextlib.contextmanager
     def _stage_values(self, values: Sequence[Value]) -> Iterator[tuple[list[int], list[int]]]:
-        """The address of each value in one piece, and its size: the pieces of others are copied together."""
+        """Yield the address of each value in one piece, and its size; values in several pieces are copied together."""
         sizes = [sum([nbytes for _, nbytes in value]) for value in values]
         if all(len(value) == 1 for value in values):
             yield [value[0].address for value in values], sizes
@@ -299,7 +303,7 @@ class MooncakeStore(StorageBackend):
 
     @contextlib.contextmanager
     def _enter_call(self) -> Iterator[bool]:
-        """Count one native call in and out; false where the client is closed and must not be called."""
+        """Count one native call in and out; yield False if the client is closed and must not be called."""
         with self._calls:
             if may_call := not self._closed:
                 self._running += 1
@@ -312,7 +316,7 @@ class MooncakeStore(StorageBackend):
                     self._calls.notify_all()
 
     def _call_native(self, keys: Sequence[str], call: Callable[..., list[int]], *arguments: object) -> list[int | None]:
-        """One code per key; ``None`` where there is none: closed, an exception, fewer answers than keys."""
+        """Return one code per key; ``None`` without a code: closed, an exception, fewer answers than keys."""
         codes: list[int | None] = []
         with self._enter_call() as may_call:
             if may_call and keys:
@@ -327,7 +331,7 @@ class MooncakeStore(StorageBackend):
 
 
 def require_library(settings: MooncakeSettings | None = None) -> None:
-    """Raise ``PoolUnavailable`` where Mooncake's library cannot be loaded, or lacks what these settings need."""
+    """Raise ``PoolUnavailable`` if Mooncake's library cannot be loaded, or lacks what these settings need."""
     try:
         load_client_class()
     except ImportError as exc:
@@ -339,7 +343,7 @@ def require_library(settings: MooncakeSettings | None = None) -> None:
 
 
 def is_installed() -> bool:
-    """Whether Mooncake's library can be loaded here."""
+    """Return whether Mooncake's library can be loaded here."""
     try:
         load_client_class()
     except ImportError:
@@ -348,9 +352,9 @@ def is_installed() -> bool:
 
 
 def replace_client(client: type) -> None:
-    """Let everybody who imports ``mooncake.store.MooncakeDistributedStore`` from now on get ``client`` instead.
+    """Replace ``mooncake.store.MooncakeDistributedStore`` by ``client`` for later imports.
 
-    All but this file, which goes on with the native one, so that ``client`` may stand on a ``MooncakeStore``.
+    This file continues to use the native class, so ``client`` may itself use a ``MooncakeStore``.
 
     Raises:
         PoolUnavailable: Mooncake's library cannot be loaded.
@@ -372,7 +376,7 @@ def restore_client() -> None:
 
 
 def load_client_class() -> Any:
-    """The native client's class; importing it loads shared libraries that a machine may lack."""
+    """Return the native client's class; its import loads shared libraries that a machine may lack."""
     if _REPLACED:
         return _REPLACED[0]
     set_native_defaults()
@@ -382,18 +386,18 @@ def load_client_class() -> Any:
 
 
 def join_cluster(settings: MooncakeSettings) -> Any:
-    """A native client that is part of the cluster.
+    """Return a native client that has joined the cluster.
 
     Raises:
-        PoolUnavailable: as ``MooncakeStore`` says.
+        PoolUnavailable: as ``MooncakeStore``.
     """
     require_library(settings)
     native = load_client_class()()
     with _connect_to_master(settings) as connection:
         local_hostname = _drop_port(settings) or _find_own_address(connection)
     _check_servers(settings)
-    # With a metadata server Mooncake gives itself an address, and passes loopback over unless told to take it. It fails
-    # then, 30 s a try where the masters are behind etcd.
+    # With a metadata server Mooncake chooses its own address, and skips loopback unless configured otherwise. Without
+    # another network it fails, after 30 s a try if the masters are behind etcd.
     if "://" in settings.metadata_server and not binds_address() and not _has_network():
         raise PoolUnavailable("this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1")
     if settings.ha_backend:
@@ -411,7 +415,7 @@ def join_cluster(settings: MooncakeSettings) -> Any:
             None,
             settings.enable_ssd_offload,
             settings.ssd_offload_path,
-            # Versions before 0.3.13 know no tenants.
+            # Versions before 0.3.13 have no tenants.
             *([settings.tenant_id] if settings.tenant_id != DEFAULT_TENANT else []),
         )
     except ValueError as exc:
@@ -426,7 +430,7 @@ def join_cluster(settings: MooncakeSettings) -> Any:
 
 
 def _prefer_memory_of(native: Any) -> Any:
-    """The configuration of puts that go to this client's own memory, or to another's where that is full."""
+    """Return the configuration of puts to this client's own memory, or to another's if that is full."""
     from mooncake.store import ReplicateConfig
 
     config = ReplicateConfig()
@@ -435,7 +439,7 @@ def _prefer_memory_of(native: Any) -> Any:
 
 
 def _pin_for(seconds: float) -> Any:
-    """The configuration of writes that keep values for so long, or no longer than others."""
+    """Return the configuration of writes that pin values for ``seconds``; 0 unpins them."""
     from mooncake.store import ReplicateConfig, SoftPinAction
 
     config = ReplicateConfig()
@@ -446,10 +450,10 @@ def _pin_for(seconds: float) -> Any:
 
 
 def _drop_port(settings: MooncakeSettings) -> str:
-    """The host of ``local_hostname``, to which Mooncake adds a port that is free.
+    """Return the host of ``local_hostname``, to which Mooncake adds a free port.
 
-    A client that came back under the name of one that crashed would take that one's memory for its own, and be killed
-    by writing there; nothing listens at that port by default, it is a name only. Not so with Ascend's cards.
+    A client with the same name as a crashed one would take the crashed client's memory for its own, and be killed when
+    it writes there. By default nothing listens at that port, which is only a name. Ascend's cards are an exception.
     """
     host, colon, port = settings.local_hostname.rpartition(":")
     is_named = colon and port.isdigit() and (":" not in host or host.endswith("]"))
@@ -459,7 +463,7 @@ def _drop_port(settings: MooncakeSettings) -> str:
 
 
 def _check_servers(settings: MooncakeSettings) -> None:
-    """Raise ``PoolUnavailable`` for a server that hangs: setting the native client up would hang with it."""
+    """Raise ``PoolUnavailable`` for a server that hangs: the setup of the native client would hang with it."""
     if not settings.ha_backend and send_http_probe(settings.master_server_addr) is None:
         raise PoolUnavailable(
             f"what listens at {settings.master_server_addr} does not answer: it is not a Mooncake master, or one that "
@@ -495,7 +499,7 @@ def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
         )
     if settings.ha_backend:
         return (
-            f"joining the Mooncake cluster {settings.cluster_id!r} by way of {settings.master_server_addr} failed with "
+            f"joining the Mooncake cluster {settings.cluster_id!r} through {settings.master_server_addr} failed with "
             f"code {code}: check that a mooncake_master with --enable_ha=true and --cluster_id={settings.cluster_id} "
             "runs (MC_LOG_LEVEL=INFO shows Mooncake's own log)"
         )
@@ -507,12 +511,12 @@ def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
 
 
 def send_http_probe(address: str) -> bytes | None:
-    """The first bytes that a listener at ``host:port`` sends back to an HTTP request; None: nothing in time.
+    """Return the first bytes that a listener at ``host:port`` answers to an HTTP request; None: nothing in time.
 
     A Mooncake master sends none, and closes the connection.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: no server listens there.
     """
     host, _, port = address.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as connection:
@@ -526,17 +530,20 @@ def send_http_probe(address: str) -> bytes | None:
 
 
 def _has_network() -> bool:
-    """Whether there is a way to another machine: connecting a datagram socket looks for one, and sends nothing."""
+    """Return whether there is a route to another machine.
+
+    Connecting a datagram socket finds the route without sending data.
+    """
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address that is nobody's
+            probe.connect(("192.0.2.1", 9))  # an address without a host
         except OSError:
             return False
     return True
 
 
 def _connect_to_master(settings: MooncakeSettings) -> AbstractContextManager[socket.socket | None]:
-    """A connection to the master, or to a server that knows it; none where Kubernetes does."""
+    """Connect to the master, or to a server that knows it; None for Kubernetes."""
     if not settings.ha_backend:
         return _open_connection(settings.master_server_addr, "Mooncake master", "start mooncake_master there")
     if settings.ha_backend == "k8s":
@@ -545,7 +552,7 @@ def _connect_to_master(settings: MooncakeSettings) -> AbstractContextManager[soc
 
 
 def _connect_to_any(addresses: Sequence[str], role: str) -> socket.socket:
-    """A connection to the first of these servers that answers."""
+    """Connect to the first of these servers that answers."""
     for address in addresses[:-1]:
         with contextlib.suppress(PoolUnavailable):
             return _open_connection(address, role, "")
@@ -553,7 +560,7 @@ def _connect_to_any(addresses: Sequence[str], role: str) -> socket.socket:
 
 
 def _open_connection(address: str, role: str, remedy: str) -> socket.socket:
-    """A connection to ``host:port``; setting the native client up would try for 90 s where nobody answers."""
+    """Connect to ``host:port``; the setup of the native client would try for 90 s if no server answers."""
     host, _, port = address.rpartition(":")
     try:
         return socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS)
@@ -563,7 +570,7 @@ def _open_connection(address: str, role: str, remedy: str) -> socket.socket:
 
 
 def _status_of_read(code: int | None, nbytes: int) -> Status:
-    """The meaning of a get's code for a target of ``nbytes``, whose value may be larger, smaller or missing."""
+    """Return the status for a get's code with a target of ``nbytes``; the value may be larger, smaller or absent."""
     if code == nbytes:
         return Status.OK
     is_other = code is not None and (code > 0 or code in (_NOT_FOUND, _TOO_SMALL))

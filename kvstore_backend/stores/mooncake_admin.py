@@ -1,4 +1,4 @@
-"""A Mooncake master's HTTP side, on the port its ``--metrics_port`` names, and the masters that etcd knows."""
+"""A Mooncake master's HTTP interface, at its ``--metrics_port``, and the masters that etcd knows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIMEOUT_SECONDS = 2.0
 _METRICS_OFFSET = 2
 _MOONCAKE_METRICS_PORT = 9003
 _MAX_PROBES = 32
-# Keys in one question: they stand in its URL.
+# Keys in one query: they are part of its URL.
 _MAX_KEYS = 100
 _NOBODY_LISTENS = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.EHOSTDOWN)
 _VIEW_PREFIX = "mooncake-store/"
@@ -30,15 +30,15 @@ _VIEW_PREFIX = "mooncake-store/"
 
 @dataclass(frozen=True)
 class TenantAccount:
-    """The memory of one tenant, in bytes.
+    """Memory of one tenant, in bytes.
 
     Attributes:
-        name: by which its clients name it.
-        quota: its promise.
-        granted: so much of that as it gets: all quotas are cut alike where they are more than the pool has.
-        used: by its blocks now.
-        evicted: for its own later blocks, ever.
-        refused: how many of its writes found no room.
+        name: the name that its clients use.
+        quota: the bytes promised to it.
+        granted: the bytes it gets: all quotas are reduced in proportion if they are more than the pool has.
+        used: bytes of its blocks now.
+        evicted: total bytes evicted for its own later blocks.
+        refused: number of its writes that found no free memory.
     """
 
     name: str
@@ -50,24 +50,27 @@ class TenantAccount:
 
 
 class MasterAdmin:
-    """One master's HTTP side; methods raise ``httpx.HTTPError`` or ``ValueError`` for a response of another server."""
+    """One master's HTTP interface.
+
+    Methods raise ``httpx.HTTPError`` or ``ValueError`` for the response of another kind of server.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
 
     def fetch_health(self) -> dict[str, Any]:
-        """``role``, ``ha_state``, ``service_ready``, ``leader_address``."""
+        """Return ``role``, ``ha_state``, ``service_ready``, ``leader_address``."""
         health = self._fetch_page("/health").json()
         if not isinstance(health, dict) or "role" not in health:
             raise ValueError(f"{self.address}/health is not a Mooncake master's")
         return health
 
     def fetch_metrics(self) -> dict[str, float]:
-        """All metrics without labels."""
+        """Return all metrics without labels."""
         return parse_plain_metrics(self._fetch_page("/metrics").text)
 
     def list_segments(self) -> list[Segment]:
-        """The memory of the pool, client by client."""
+        """Return the memory of the pool, client by client."""
         page = self._fetch_page("/get_segments_detail").json()
         try:
             return [read_segment(each) for each in page["segments"]]
@@ -75,25 +78,25 @@ class MasterAdmin:
             raise ValueError(f"{self.address}/get_segments_detail lacks {exc}") from exc
 
     def stream_keys(self) -> Iterator[str]:
-        """Every key of the pool."""
+        """Yield every key of the pool."""
         with httpx.stream("GET", f"http://{self.address}/get_all_keys", timeout=30, trust_env=False) as response:
             response.raise_for_status()
             yield from filter(None, response.iter_lines())
 
     def fetch_sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """The bytes of each value of the tenant ``default``; None: there is none, or it lies on a disk only.
+        """Return the size in bytes of each value of the tenant ``default``; None: there is none, or no reported size.
 
-        Unlike a client's question, this grants no lease.
+        Unlike a client's query, this grants no lease.
         """
         sizes: list[int | None] = []
         for first in range(0, len(keys), _MAX_KEYS):
             asked = keys[first : first + _MAX_KEYS]
-            told = self._fetch_page("/batch_query_keys", keys=",".join(asked)).json()["data"]
-            sizes += [_size_of_value(told.get(key)) for key in asked]
+            found = self._fetch_page("/batch_query_keys", keys=",".join(asked)).json()["data"]
+            sizes += [_size_of_value(found.get(key)) for key in asked]
         return sizes
 
     def fetch_accounts(self) -> list[TenantAccount]:
-        """The tenants that have a quota, or use memory; none where the master keeps no tenants apart."""
+        """Return the tenants that have a quota, or use memory; none if the master does not separate tenants."""
         response = httpx.get(f"http://{self.address}/api/v1/tenant_quotas", timeout=_TIMEOUT_SECONDS, trust_env=False)
         if response.status_code in (httpx.codes.CONFLICT, httpx.codes.NOT_FOUND):  # without tenants; without the path
             return []
@@ -105,12 +108,12 @@ class MasterAdmin:
             raise ValueError(f"{self.address}/api/v1/tenant_quotas lacks {exc}") from exc
 
     def has_tenants(self) -> bool:
-        """Whether the master keeps tenants apart (``--enable_multi_tenants``)."""
+        """Return whether the master separates tenants (``--enable_multi_tenants``)."""
         url = f"http://{self.address}/api/v1/tenant_quotas"
         return httpx.get(url, timeout=_TIMEOUT_SECONDS, trust_env=False).status_code == httpx.codes.OK
 
     def _fetch_labelled_metrics(self) -> list[tuple[str, float]]:
-        """The metrics with labels: name and labels as they are written, and the value."""
+        """Return the metrics with labels: name and labels as text, and the value."""
         lines = (line.rpartition(" ") for line in self._fetch_page("/metrics").text.splitlines() if "{" in line)
         return [(name, float(value)) for name, _, value in lines if not name.startswith("#")]
 
@@ -119,34 +122,34 @@ class MasterAdmin:
         return httpx.get(url, params=params, timeout=_TIMEOUT_SECONDS, trust_env=False).raise_for_status()
 
 
-def _size_of_value(told: dict[str, Any] | None) -> int | None:
-    """The bytes of a value, as ``/batch_query_keys`` tells of its first copy."""
-    if not told or not told.get("ok"):
+def _size_of_value(entry: dict[str, Any] | None) -> int | None:
+    """Return the size of a value in bytes, from its first copy in ``/batch_query_keys``."""
+    if not entry or not entry.get("ok"):
         return None
-    in_memory, on_disk = told.get("values") or [], told.get("local_disk_values") or told.get("disk_values") or []
+    in_memory, on_disk = entry.get("values") or [], entry.get("local_disk_values") or entry.get("disk_values") or []
     if in_memory:
         return int(in_memory[0]["size_"])
     return int(on_disk[0]["object_size"]) if on_disk else None
 
 
-def _read_account(told: dict[str, Any], labelled: Sequence[tuple[str, float]]) -> TenantAccount:
-    label = f'tenant_id="{told["tenant_id"]}"'
+def _read_account(entry: dict[str, Any], labelled: Sequence[tuple[str, float]]) -> TenantAccount:
+    label = f'tenant_id="{entry["tenant_id"]}"'
 
     def add_up(metric: str) -> int:
         return int(sum(value for name, value in labelled if name.startswith(metric + "{") and label in name))
 
     return TenantAccount(
-        told["tenant_id"],
-        quota=int(told["requested_quota_bytes"]),
-        granted=int(told["effective_quota_bytes"]),
-        used=int(told["charged_bytes"]),
+        entry["tenant_id"],
+        quota=int(entry["requested_quota_bytes"]),
+        granted=int(entry["effective_quota_bytes"]),
+        used=int(entry["charged_bytes"]),
         evicted=add_up("mooncake_tenant_evict_bytes_total"),
         refused=add_up("mooncake_tenant_quota_reject_total"),
     )
 
 
 def find_admin(master: str, given: str | None = None) -> MasterAdmin | None:
-    """The HTTP side of the master at ``host:port``: at ``given``, else where masters usually have it."""
+    """Find the HTTP interface of the master at ``host:port``: at ``given``, otherwise on the usual ports."""
     host, _, port = master.rpartition(":")
     usual = [f"{host}:{int(port) + _METRICS_OFFSET}", f"{host}:{_MOONCAKE_METRICS_PORT}"]
     for address in [given] if given else usual:
@@ -160,9 +163,9 @@ def find_admin(master: str, given: str | None = None) -> MasterAdmin | None:
 
 
 def find_clients_gone(segments: Sequence[Segment], metadata_server: str) -> set[str]:
-    """The clients that are listed and gone: a master lists one that crashed for ten seconds more.
+    """Return the listed clients that have gone: a master lists a crashed client for ten seconds more.
 
-    A client that does not answer in time may be behind a firewall: that is not taken for gone.
+    A client that does not answer in time may be behind a firewall, so it does not count as gone.
     """
     with ThreadPoolExecutor(_MAX_PROBES) as threads:
         are_gone = threads.map(lambda segment: _is_gone(segment, metadata_server), segments)
@@ -170,14 +173,14 @@ def find_clients_gone(segments: Sequence[Segment], metadata_server: str) -> set[
 
 
 def _is_gone(segment: Segment, metadata_server: str) -> bool:
-    """Whether nobody listens any more where the client of this segment did."""
+    """Return whether nothing listens any more at the address of this segment's client."""
     try:
         host, _, port = (
             segment.endpoint if segment.is_handshaking else _look_up_endpoint(segment.name, metadata_server)
         ).rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT_SECONDS).close()
     except LookupError:
-        return True  # it took its leave of the metadata server
+        return True  # it has removed itself from the metadata server
     except OSError as exc:
         return exc.errno in _NOBODY_LISTENS
     except (httpx.HTTPError, ValueError):
@@ -186,24 +189,24 @@ def _is_gone(segment: Segment, metadata_server: str) -> bool:
 
 
 def _look_up_endpoint(name: str, metadata_server: str) -> str:
-    """Where a client listens, as it told the metadata server; ``LookupError`` where that knows no such client."""
+    """Look up where a client listens in the metadata server; raise ``LookupError`` if it does not know the client."""
     params = {"key": f"mooncake/rpc_meta/{name}"}
     response = httpx.get(metadata_server, params=params, timeout=_TIMEOUT_SECONDS, trust_env=False)
     if response.status_code == httpx.codes.NOT_FOUND:
         raise LookupError(name)
-    told = response.raise_for_status().json()
+    entry = response.raise_for_status().json()
     try:
-        return f"{told['ip_or_host_name']}:{told['rpc_port']}"
+        return f"{entry['ip_or_host_name']}:{entry['rpc_port']}"
     except (KeyError, TypeError) as exc:
-        raise ValueError(f"{metadata_server} tells no address of {name}") from exc
+        raise ValueError(f"{metadata_server} has no address of {name}") from exc
 
 
 def list_clusters_in_etcd(settings: MooncakeSettings) -> dict[str, str]:
-    """Cluster id -> address of its leading master, as the first etcd server that answers tells.
+    """Return cluster id -> address of its leading master, from the first etcd server that answers.
 
     Raises:
         httpx.HTTPError: none of them answers.
-        ValueError: the response is not of etcd.
+        ValueError: the response is not etcd's.
     """
     response: httpx.Response | None = None
     for address in settings.etcd_addresses:

@@ -1,7 +1,7 @@
-"""What this machine's build of Mooncake was compiled without, of that which a configuration asks for.
+"""Parts that a configuration needs and this machine's build of Mooncake lacks.
 
-Mooncake ends the process that names a metadata server it has no client for, so it is asked in another process. The
-address is left out there, so that the answer comes at once (0.2 s) and no server sees it.
+Mooncake ends the process if it has no client for a given kind of metadata server, so the check runs in another process.
+It omits the address, so that the answer comes quickly (0.2 s) and no server sees it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from kvstore_backend.config import MooncakeSettings
 
 __all__ = ["find_missing_backend", "find_missing_coordinator"]
 
-_SECONDS = 20.0  # a machine under load; a build that has the backend may try to connect
-# What a build without the backend logs, and the programs that make it do so.
+_SECONDS = 20.0  # for a machine under load; a build that has the backend may try to connect
+# Messages that a build without the backend logs, and the programs that cause them.
 _NO_COORDINATOR, _NO_METADATA = "Invalid HA backend entry", "Unable to find metadata storage plugin"
 _QUICKLY = """
 import os, sys
@@ -37,7 +37,7 @@ _METADATA_FLAGS = {"etcd": "-DUSE_ETCD=ON", "redis": "-DUSE_REDIS=ON"}
 
 
 def find_missing_backend(settings: MooncakeSettings) -> tuple[str, str] | None:
-    """What is missing and the remedy, where Mooncake was built without what the settings name; ``None``: nothing."""
+    """Return what Mooncake's build lacks for the settings, and the remedy; ``None``: nothing."""
     if missing := find_missing_coordinator(settings.ha_backend, f"master_server_addr is {settings.master_server_addr}"):
         return missing
     scheme = settings.metadata_server.partition("://")[0]
@@ -52,13 +52,13 @@ def find_missing_backend(settings: MooncakeSettings) -> tuple[str, str] | None:
 
 
 def find_missing_coordinator(backend: str, named: str) -> tuple[str, str] | None:
-    """What is missing and the remedy, where Mooncake was built without the means to elect a master there.
+    """Return what Mooncake's build lacks to elect masters through ``backend``, and the remedy; ``None``: nothing.
 
-    Of masters behind etcd it is not asked: their backend is in PyPI's wheels.
+    For etcd no check is made: PyPI's wheels have that backend.
 
     Args:
         backend: ``etcd``, ``redis`` or ``k8s``.
-        named: for the sentence, where somebody has named it.
+        named: text for the message on where the backend is configured.
     """
     if backend not in ("redis", "k8s"):
         return None
@@ -71,7 +71,10 @@ def find_missing_coordinator(backend: str, named: str) -> tuple[str, str] | None
 
 
 def _ask(program: str, scheme: str, complaint: str, missing: tuple[str, str]) -> tuple[str, str] | None:
-    """``missing``, unless Mooncake takes an address of this scheme; or that it cannot be asked."""
+    """Return ``missing`` if Mooncake refuses an address of this scheme; ``None`` if it accepts it.
+
+    If this cannot be checked, return that instead.
+    """
     try:
         return None if _has(program, scheme, complaint) else missing
     except OSError as exc:
@@ -84,7 +87,7 @@ def _ask(program: str, scheme: str, complaint: str, missing: tuple[str, str]) ->
 
 @cache
 def _has(program: str, scheme: str, complaint: str) -> bool:
-    """Whether Mooncake takes an address of this scheme.
+    """Return whether Mooncake accepts an address of this scheme.
 
     Raises:
         OSError: no process can be started.

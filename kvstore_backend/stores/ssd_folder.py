@@ -1,8 +1,8 @@
-"""The folder of Mooncake's SSD offload, and when its last owner left it.
+"""Folder of Mooncake's SSD offload, and the time when its last owner left it.
 
-A client that joins tells the master of the blocks in its folder. The master takes no notice while it still lists them
-as another client's, and drops them when it has missed that client for 10 s (Mooncake 0.3.13), whether that one crashed
-or left in order: an owner that is back sooner loses all that is on its disk. So it joins later.
+A client that joins reports the blocks in its folder to the master. The master ignores that while it still lists them as
+another client's, and drops them when it has missed that client for 10 s (Mooncake 0.3.13), whether that client crashed
+or left in order: an owner that returns earlier loses everything on its disk. So it waits before it joins.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["DEFAULT_FOLDER", "SsdFolder"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_FOLDER = "/data/file_storage"
-"""Mooncake's own, where none is named."""
+"""Mooncake's own default folder."""
 _PREFIX = "kvstore-owner-"
 _LEFT = "left"
-# The master's --client_ttl, 10 s by default, and the second after which it looks again.
+# The master's --client_ttl, 10 s by default, and about one second until its next check.
 _MISSED_SECONDS = 12.0
 
 
 class SsdFolder:
-    """A mark in the folder that is locked for as long as this process lives.
+    """Mark in the folder that is locked as long as this process lives.
 
-    Several processes may use one folder. One that cannot be written is left alone: Mooncake refuses it.
+    Several processes may use one folder. A folder that cannot be written is not changed: Mooncake refuses it.
     """
 
     def __init__(self, path: str) -> None:
@@ -54,7 +54,7 @@ class SsdFolder:
                 time.sleep(seconds)
 
     def leave(self) -> None:
-        """Note that this process, which has been in the pool, leaves it now."""
+        """Record that this process, which has been in the pool, leaves it now."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.write(f"{_LEFT} {_boot_id()} {time.monotonic()}".encode())
@@ -62,7 +62,7 @@ class SsdFolder:
             self._mark = None
 
     def give_up(self) -> None:
-        """Take the mark away: this process could not join the pool."""
+        """Remove the mark: this process could not join the pool."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._name)
@@ -71,7 +71,7 @@ class SsdFolder:
 
 
 def _take_dead_marks(folder: Path) -> float:
-    """Remove the marks of processes that are gone; for how many seconds the master may still list one of them."""
+    """Remove the marks of ended processes; return for how many seconds the master may still list one of them."""
     seconds = 0.0
     for mark in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), mark.open("rb") as file:
@@ -83,9 +83,9 @@ def _take_dead_marks(folder: Path) -> float:
 
 
 def _seconds_since(mark: str) -> float:
-    """How long ago the owner of a mark left; 0 where that cannot be said: it crashed, or the machine was started since.
+    """Return the seconds since the owner of a mark left; 0 if that is not known: a crash, or a restart of the machine.
 
-    By a clock that nobody sets, and that all processes have in common from one start of the machine to the next.
+    It uses a clock that is never set, and that is the same in all processes until the next start of the machine.
     """
     left, _, left_at = mark.rpartition(" ")
     try:

@@ -1,9 +1,9 @@
-"""Why was it a miss? The questions of ``kvstore why-miss`` and of instances, and their answers.
+"""Reasons for misses: the queries of ``kvstore why-miss`` and of instances, and their answers.
 
-verdict.py  Verdict: a reason, and a sentence that tells it
-setups.py   two set-ups beside each other, by the manifests of their namespaces
-parting.py  where two prompts part, and the kind of the difference
-prompt.py   a prompt and the pool beside each other
+verdict.py  Verdict: a reason, and a sentence that explains it
+setups.py   a comparison of two set-ups, from the manifests of their namespaces
+parting.py  where two prompts differ first, and the kind of the difference
+prompt.py   a comparison of a prompt with the pool
 """
 
 from kvstore_backend.why_miss.parting import count_common, describe_parting, hide_words

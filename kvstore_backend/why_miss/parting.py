@@ -1,8 +1,8 @@
-"""Where two prompts part, and the thing that stands there: a timestamp, a counter, white space, or simply other text.
+"""First difference of two prompts, and the kind of text there: a timestamp, a counter, white space, or other text.
 
-A block's hash covers all tokens before it, so everything behind the first token that differs is a miss. That token is
-seldom the thing that a person looks for: a clock in the system prompt changes one digit. So the text around it is
-looked at, and named by its kind.
+A block's hash covers all tokens before it, so everything after the first token that differs is a miss. That token alone
+seldom explains the difference: a clock in the system prompt changes one digit. So this module looks at the text around
+it, and names its kind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 OTHER_TEXT = "other text"
-"""The kind of a difference that is none of the usual suspects."""
+"""Kind of a difference that is none of the usual ones."""
 
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 _PATTERNS = {
@@ -44,24 +44,25 @@ _PATTERNS = {
 _NUMBER = re.compile(r"\d+")
 _WORD = re.compile(r"\S+")
 _WORD_OR_SPACE = re.compile(r"\S+|\s+")
-# Two numbers no further apart are taken for a counter's.
+# Two numbers with at most this difference are taken for a counter's.
 _COUNTER_STEP = 1000
 _SHOWN_CHARACTERS = 48
-# Enough to the left for the longest pattern, where every character is a token of its own.
+# Enough tokens to the left for the longest pattern, even if every character is one token.
 _TOKENS_BEFORE, _TOKENS_BEHIND = 96, 64
 _SAME_AGAIN = 12
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where the asked prompt parts from a stored one.
+    """First difference of a prompt from a stored one.
 
     Attributes:
         token: index of the first token that differs.
-        kind: of the difference, such as ``a timestamp``; ``OTHER_TEXT`` where it is none of the usual ones.
+        kind: kind of the difference, such as ``a timestamp``; ``OTHER_TEXT`` if it is none of the usual ones.
         stored: the word there in the stored prompt, shortened; empty: it ends there.
-        asked: the word there in the asked one.
-        is_edit: whether the prompts are alike behind it again, or it is a usual suspect: else they just begin alike.
+        asked: the word there in the new prompt.
+        is_edit: whether the prompts are equal again after it, or its kind is a usual one; otherwise only their
+            beginnings are equal.
     """
 
     token: int
@@ -72,7 +73,7 @@ class Parting:
 
 
 def count_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many leading tokens two prompts have in common."""
+    """Return how many leading tokens two prompts have in common."""
     length = min(len(first), len(second))
     differs = np.asarray(first[:length]) != np.asarray(second[:length])
     return int(differs.argmax()) if differs.any() else length
@@ -81,11 +82,11 @@ def count_common(first: Sequence[int], second: Sequence[int]) -> int:
 def describe_parting(
     stored: Sequence[int], asked: Sequence[int], decode: Callable[[Sequence[int]], str] | None = None
 ) -> Parting:
-    """Where and how two prompts part.
+    """Describe where and how two prompts differ first.
 
     Args:
-        stored: the tokens of one that was there before.
-        asked: the tokens of the one that was a miss.
+        stored: the tokens of an earlier prompt.
+        asked: the tokens of the prompt that was a miss.
         decode: tokens -> text, special ones too; None: there is no tokenizer.
     """
     token = count_common(stored, asked)
@@ -100,12 +101,12 @@ def describe_parting(
 
 
 def compare_texts(stored: str, asked: str) -> tuple[str, str, str, bool]:
-    """The kind of the first difference of two texts, the words there in each, and whether it is an edit.
+    """Return the kind of the first difference of two texts, the words there in each, and whether it is an edit.
 
-    The two begin alike, unless they differ at once.
+    The two texts usually have equal beginnings.
     """
     place = next((i for i, pair in enumerate(zip(stored, asked, strict=False)) if pair[0] != pair[1]), None)
-    if place is None:  # tokens may differ where texts do not
+    if place is None:  # tokens may differ where texts are equal
         return "other tokens of the same text", "", "", True
     for kind, pattern in _PATTERNS.items():
         was, now = _match_at(pattern, stored, place), _match_at(pattern, asked, place)
@@ -124,10 +125,10 @@ def compare_texts(stored: str, asked: str) -> tuple[str, str, str, bool]:
 
 
 def find_suspect(text: str, start: int = 0, end: int | None = None) -> tuple[str, str] | None:
-    """The first thing in a text that is likely to be new in every request: its kind and itself; None: nothing is.
+    """Find the first part of a text that is probably new in every request: its kind and text; None: there is none.
 
     Args:
-        start: a find must reach into the characters from here on ...
+        start: the part must reach into the characters from here on ...
         end: ... and begin before here; None: anywhere.
     """
     found = [
@@ -140,15 +141,15 @@ def find_suspect(text: str, start: int = 0, end: int | None = None) -> tuple[str
 
 
 def find_message(messages: Sequence[tuple[str, str]], text: str, place: int) -> tuple[int, str] | None:
-    """The number, from 1 on, and the role of the message that stands at ``place`` of a rendered prompt.
+    """Return the number, from 1 on, and the role of the message at ``place`` of a rendered prompt.
 
     Args:
         messages: role and text of each.
-        text: of the prompt, as a chat template rendered it.
-        place: in characters.
+        text: the prompt, as a chat template rendered it.
+        place: index of a character.
 
     Returns:
-        None where the template has put something of its own before the first message that was found.
+        None if the template has put its own text before the first message that was found.
     """
     found, begin = None, 0
     for number, (role, content) in enumerate(messages, 1):
@@ -162,7 +163,7 @@ def find_message(messages: Sequence[tuple[str, str]], text: str, place: int) -> 
 
 
 def hide_words(text: str) -> str:
-    """The shape of a text that is not everybody's to read: ``2026-11-22 Ann`` becomes ``0000-00-00 Aaa``."""
+    """Return the shape of a text that not every reader may see: ``2026-11-22 Ann`` becomes ``0000-00-00 Aaa``."""
     return "".join(_shapes(text))
 
 
@@ -177,18 +178,18 @@ def _shapes(text: str) -> Iterator[str]:
 
 
 def _match_at(pattern: re.Pattern[str], text: str, place: int) -> str:
-    """The longest find of the pattern around ``place``; empty: nothing."""
+    """Return the longest match of the pattern around ``place``; empty: none."""
     found = (match[0] for match in pattern.finditer(text) if match.start() <= place < match.end() + 1)
     return max(found, key=len, default="")
 
 
 def _word_at(text: str, place: int) -> str:
-    """The word, or the white space, at ``place``."""
+    """Return the word, or the white space, at ``place``."""
     return next((match[0] for match in _WORD_OR_SPACE.finditer(text) if match.start() <= place < match.end()), "")
 
 
 def _agrees_again(stored: str, asked: str) -> bool:
-    """Whether, behind a word or two that differ, texts go on alike."""
+    """Return whether the texts are equal again after a word or two that differ."""
     rest = " ".join(asked.split())
     ends = [match.end() for match in list(_WORD.finditer(stored))[:4]]
     tails = (" ".join(stored[end:].split())[: 2 * _SAME_AGAIN] for end in ends)

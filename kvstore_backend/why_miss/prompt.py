@@ -1,8 +1,8 @@
-"""A prompt and the pool beside each other: which of its leading blocks are there, and why not the next one.
+"""Comparison of a prompt with the pool: which of its leading blocks are present, and why the next one is not.
 
-The pool knows hashes only. That a block is missing is all it says; more can be told where a block
-*behind* the missing one is there (it was evicted), where another salt, adapter or set-up has the blocks, or by the
-prompt that is thought to be stored, if a person has that.
+The pool knows only hashes, so it can only report that a block is missing. More is known if a block *after* the missing
+one is present (then the missing one was evicted), if another salt, adapter or set-up has the blocks, or if the operator
+has the prompt that should be stored.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Exists = Callable[[str, Sequence[bytes]], Sequence[Status]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as an engine hashes it.
+    """Prompt as an engine hashes it.
 
     Attributes:
-        token_ids: all of them.
+        token_ids: all tokens.
         salt: its ``cache_salt``.
         adapter: the name of its adapter.
-        messages: role and text of each message that it was rendered from; none for a plain text.
+        messages: role and text of each message from which it was rendered; none for a plain text.
         decode: tokens -> text, special ones too; None: there is no tokenizer.
     """
 
@@ -42,7 +42,7 @@ class Prompt:
     decode: Decode | None = None
 
     def hashes(self, block_size: int) -> list[bytes]:
-        """Of the blocks that a pool can be of use with: the last token is always computed."""
+        """Return the hashes of the blocks that a pool can supply; the last token is always computed."""
         root = root_hash(self.salt, self.adapter.encode())
         return extend_block_hashes([], self.token_ids[:-1], block_size, root)
 
@@ -50,13 +50,13 @@ class Prompt:
 def explain_prompt(
     exists: Exists, manifest: Manifest, prompt: Prompt, *, stored: Prompt | None = None, others: Sequence[Manifest] = ()
 ) -> Verdict:
-    """Why a prompt is a miss, or how much of it is a hit.
+    """Explain why a prompt is a miss, or how much of it is a hit.
 
     Args:
-        exists: asks the pool for blocks, by the digest of their namespace and their hashes.
-        manifest: of the namespace of the instance that has the prompt.
-        stored: a prompt that is thought to be in the pool.
-        others: further set-ups that have left a manifest there.
+        exists: looks up blocks in the pool, by the digest of their namespace and their hashes.
+        manifest: manifest of the namespace of the prompt's instance.
+        stored: a prompt that should be in the pool.
+        others: other set-ups with a manifest in the pool.
     """
     engine = manifest.facts.get("block_hashes", "kvstore")
     if engine != "kvstore":
@@ -85,7 +85,7 @@ def explain_prompt(
 
 
 def judge_length(num_tokens: int, block_size: int) -> Verdict | None:
-    """That a prompt is too short to be shared; None: it is not."""
+    """Return a verdict if a prompt is too short to be shared; otherwise None."""
     if num_tokens > block_size:
         return None
     return Verdict(
@@ -97,7 +97,7 @@ def judge_length(num_tokens: int, block_size: int) -> Verdict | None:
 
 
 class _Chain:
-    """The blocks of a prompt in one namespace, and which of them the pool has."""
+    """Blocks of a prompt in one namespace, and which of them the pool has."""
 
     def __init__(self, exists: Exists, manifest: Manifest, prompt: Prompt) -> None:
         self.prompt = prompt
@@ -110,7 +110,7 @@ class _Chain:
 
     @property
     def first_missing(self) -> int:
-        """The first token of the first block that is missing."""
+        """First token of the first block that is missing."""
         return self.leading * self.block_size
 
     @property
@@ -118,12 +118,12 @@ class _Chain:
         return {"blocks": len(self.statuses), "leading": self.leading, "block_size": self.block_size}
 
     def tell_tokens(self) -> str:
-        """Which tokens the first missing block has."""
+        """Describe the tokens of the first missing block."""
         return f"tokens {self.first_missing} to {self.first_missing + self.block_size - 1}"
 
 
 def _look_elsewhere(exists: Exists, manifest: Manifest, prompt: Prompt, others: Sequence[Manifest]) -> Verdict | None:
-    """Whether the first block is there without its salt or adapter, or for another set-up."""
+    """Check whether the first block is present without its salt or adapter, or for another set-up."""
     for reason, lacks, variant in _strip_prompt(prompt):
         if _Chain(exists, manifest, variant).leading:
             return Verdict(
@@ -139,7 +139,7 @@ def _look_elsewhere(exists: Exists, manifest: Manifest, prompt: Prompt, others: 
 
 
 def _strip_prompt(prompt: Prompt) -> Iterator[tuple[str, str, Prompt]]:
-    """The prompt without its salt, and without its adapter; the reason that each would be, in words."""
+    """Yield the prompt without its salt, and without its adapter, with the reason and a description of each."""
     if prompt.salt:
         yield "other_salt", "without the cache_salt", replace(prompt, salt="")
     if prompt.adapter:
@@ -168,7 +168,7 @@ def _explain_parting(exists: Exists, manifest: Manifest, chain: _Chain, stored: 
 
 
 def _explain_unseen(chain: _Chain) -> Verdict:
-    """The first missing block, with anything in it that is likely to be new each time."""
+    """Describe the first missing block, with any text in it that is probably new each time."""
     had = (
         f"the pool has the first {chain.leading} of {len(chain.statuses)} blocks, and "
         if chain.leading
@@ -194,7 +194,7 @@ def _explain_unseen(chain: _Chain) -> Verdict:
 
 
 def locate_message(prompt: Prompt, token: int) -> tuple[int, str] | None:
-    """The number and role of the message that a token belongs to; None where that cannot be told."""
+    """Return the number and role of the message that a token belongs to; None if that is not known."""
     if not prompt.messages or prompt.decode is None:
         return None
     text, before = prompt.decode(prompt.token_ids), prompt.decode(prompt.token_ids[: token + 1])
@@ -209,10 +209,10 @@ def tell_parting(
     whose: str = "the stored one",
     extra: str = "",
 ) -> Verdict:
-    """The verdict that a prompt parts from ``whose``, and where.
+    """Return the verdict that a prompt differs from ``whose``, and where.
 
     Args:
-        message: ``locate_message`` of the parting.
+        message: result of ``locate_message`` for the first difference.
         extra: the end of the sentence.
     """
     place = f"message {message[0]}, the {message[1]}'s: " if message else ""

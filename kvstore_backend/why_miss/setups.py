@@ -1,7 +1,7 @@
-"""Two set-ups beside each other: why their instances do not share blocks, read from the manifests of their namespaces.
+"""Comparison of two set-ups: why their instances do not share blocks, from the manifests of their namespaces.
 
-Whether they share blocks is decided by the digests alone. Each field that differs is named, the most telling first: a
-different model explains different shapes, not the other way round.
+Only the digests decide whether they share blocks. The verdict names each field that differs, the most informative
+first: a different model explains different shapes, not the other way round.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvstore_backend.why_miss.verdict import Verdict
 
 __all__ = ["compare_setups"]
 
-# Fields that are named by one verdict each, in the order in which they explain most.
+# Fields with a verdict each, ordered by how much they explain.
 _REMEDIES = {
     "weights_version": ("other_weights", "the version of the weights", "one of them has updated its weights in place"),
     "kv_dtype": ("other_dtype", "the dtype of the KV", "start both with one dtype"),
@@ -34,21 +34,21 @@ _REMEDIES = {
 }
 _SHAPE = ("num_layers", "num_kv_heads", "head_size")
 _RANK = "tp_rank"
-# Begins the names of facts that are settings of the engine.
+# First word in the names of facts that are settings of the engine.
 _SETTING = "setting "
 
 
 def compare_setups(first: Manifest, second: Manifest, names: tuple[str, str] = ("the first", "the second")) -> Verdict:
-    """Why the namespaces of two manifests differ, or that they do not.
+    """Explain why the namespaces of two manifests differ, or report that they are equal.
 
     Args:
-        names: of the two, as the sentence is to have them.
+        names: names of the two set-ups for the sentence.
     """
     if first.digest == second.digest:
         return Verdict("same_setup", f"{names[0]} and {names[1]} have one namespace, {first.digest}: they share blocks")
     found = list(_list_differences(first, second, names))
     (reason, sentence), more = found[0], [sentence for _, sentence in found[1:]]
-    also = f" (besides: {'; '.join(more)})" if more else ""
+    also = f" (also: {'; '.join(more)})" if more else ""
     changed = {
         name: [first.fields.get(name), second.fields.get(name)]
         for name in sorted({*first.fields, *second.fields})
@@ -58,7 +58,7 @@ def compare_setups(first: Manifest, second: Manifest, names: tuple[str, str] = (
 
 
 def _list_differences(first: Manifest, second: Manifest, names: tuple[str, str]) -> Iterator[tuple[str, str]]:
-    """The reason and a sentence of each difference."""
+    """Yield the reason and a sentence for each difference."""
     one, other = first.fields, second.fields
 
     def differs(name: str) -> bool:
@@ -91,7 +91,7 @@ def _list_differences(first: Manifest, second: Manifest, names: tuple[str, str])
 
 
 def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) -> tuple[str, str]:
-    """Why fingerprints of models differ, as far as the facts tell: another architecture, other weights, settings."""
+    """Explain different fingerprints of models, as far as the facts allow: other architecture, weights, or settings."""
     one, other = first.facts, second.facts
     called = _tell_values(one.get("name"), other.get("name"), names)
     if one.get("architecture") != other.get("architecture") or not one.get("architecture"):
@@ -100,12 +100,12 @@ def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) ->
         name for name in sorted({*one, *other}) if name.startswith(_SETTING) and one.get(name) != other.get(name)
     ]
     if settings and one.get("checkpoint") == other.get("checkpoint"):
-        told = [
+        differences = [
             f"{name.removeprefix(_SETTING)} ({_tell_values(one.get(name), other.get(name), names)})"
             for name in settings
         ]
         reason = "other_dtype" if settings == [f"{_SETTING}dtype"] else "other_settings"
-        return reason, f"settings that change what is computed differ: {', '.join(told)}"
+        return reason, f"settings that change what is computed differ: {', '.join(differences)}"
     return "other_weights", (
         f"the weights differ ({called}), though both have one architecture: one may be a fine-tune or another "
         "revision; give both the same checkpoint"
@@ -113,7 +113,7 @@ def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) ->
 
 
 def _tell_values(one: object, other: object, names: tuple[str, str]) -> str:
-    """Which of them has which value."""
+    """Describe which set-up has which value."""
     return f"{_quote(one)} of {names[0]}, {_quote(other)} of {names[1]}"
 
 

@@ -1,4 +1,4 @@
-"""A verdict on one miss: the reason, as a word that programs can rely on, and a sentence for people."""
+"""Verdict on one miss: the reason, as a word for programs, and a sentence for operators."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ REASONS = {
     "damaged": "it was there, but did not arrive whole",
     "pool_away": "the pool does not answer",
     "slow": "computing it was expected to be quicker than loading it",
-    "own_cache": "the instance had it itself",
-    "handed_over": "the prefill instance handed it over",
+    "own_cache": "the instance's own cache had it",
+    "handed_over": "the prefill instance transferred it",
     "no_pool": "the instance has no pool",
     "ended": "the request ended before the pool had answered",
-    "unknown": "it cannot be told",
+    "unknown": "the reason is not known",
 }
 """Each reason that a verdict may have, in a few words."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why something was a miss, or that it was none.
+    """Reason for a miss, or the result that there was none.
 
     Attributes:
         reason: one of ``REASONS``.
-        sentence: for people, with figures.
-        details: figures and names in the sentence, for programs.
+        sentence: text for operators, with numbers.
+        details: numbers and names in the sentence, for programs.
     """
 
     reason: str
@@ -58,5 +58,5 @@ class Verdict:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """For reports."""
+        """Return the verdict for reports."""
         return asdict(self)

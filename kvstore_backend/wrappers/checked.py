@@ -1,17 +1,17 @@
-"""Every block carries a header that names it; a block that does not verify on reading is a miss, and is removed.
+"""Headers that identify every block; a block that does not verify on reading is a miss, and is removed.
 
-A stored object is ``header || payload``, written and read in one piece by scatter/gather, so the payload is not
-copied. The header, 128 bytes little-endian, so that the payload stays aligned::
+A stored object is ``header || payload``, written and read in one piece by scatter/gather, so the payload is not copied.
+The header has 128 bytes, so that the payload stays aligned, in little-endian order::
 
     magic "KVBK" | format version u16 | marks u16 | payload bytes u64 | XXH3-64 of the payload u64
     | namespace digest 16 bytes | block hash 32 bytes | 56 zero bytes
 
-Marks are 0. Where the host cannot read the bytes, as they lie in a GPU's memory, marks are 0x7575 and the checksum is
-0: only the rest of the header is verified. No reader takes one kind for the other.
+Marks are 0. If the host cannot read the bytes, because they are in a GPU's memory, marks are 0x7575 and the checksum is
+0: only the rest of the header is verified. A reader of one kind never accepts the other.
 
-The checksum finds changes that a transport or a stale buffer made to the bytes; the digest and the hash find bytes
-that are whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents.
-Someone who can write to the pool on purpose can also write a fitting header (``docs/operations/security.md``).
+The checksum detects bytes that a transport or a stale buffer changed; the digest and the hash detect complete bytes of
+another block. XXH3 (https://xxhash.com) is not cryptographic: it protects against accidents. An attacker who can write
+to the pool can also write a matching header (``docs/operations/security.md``).
 
 Several threads hash a large batch (``parts.py``). No block counts before all of its bytes were verified.
 """
@@ -50,31 +50,31 @@ _HeaderMemory = ctypes.c_char * HEADER_BYTES
 _FIELDS = struct.Struct("<4sHHQQ16s32s56x")
 _FIELD_NAMES = ("magic", "version", "reserved", "size", "checksum", "namespace", "hash")
 REASONS = _FIELD_NAMES
-"""Why a block may be rejected: the member of its header that is not what it should be."""
+"""Reasons to reject a block: the field of its header that is wrong."""
 _UNSUMMED = 0x7575
 _NO_NAMESPACE = bytes(16)
 _SCRATCH_BYTES = 64 * HEADER_BYTES
 
 
 class CheckedBackend(Wrapper):
-    """Adds headers to the values in ``store`` and verifies them.
+    """Wrapper that adds headers to the values in ``store`` and verifies them.
 
-    A header lies in the value's headroom where its memory has that (``register``), else in memory of this wrapper's
-    own, which makes two pieces of the value.
+    If the value's memory has headroom (``register``), the header is there. Otherwise it is in this wrapper's own
+    memory, so the value has two pieces.
 
-    A block that does not verify, or has another size than ``header || target``, is answered ``ABSENT``: the pool does
-    not have it, but something else in its place. It is read once more, and then removed, so that it can be put again.
+    A block that does not verify, or has another size than ``header || target``, is ``ABSENT``: the pool has other bytes
+    in its place. It is read once more, and then removed, so that it can be put again.
 
-    Others may be reading what is removed. Those who verify a checksum lose nothing by that, so the removal does not
-    wait for them. Those who cannot might take another block's bytes for it: a block without a checksum is removed only
-    while nobody reads it, and who read one asks afterwards whether it is still there.
+    Other clients may read a value while it is removed. A reader that verifies a checksum detects this, so the removal
+    does not wait for it. A reader without checksums might accept another block's bytes. So a block without a checksum
+    is removed only while no client reads it, and its reader checks after the read that it is still present.
 
     Args:
         store: any backend.
-        rejected: where reads that did not verify are counted, by the field of the header that was wrong: ``magic``,
-            ``version``, ``reserved``, ``size``, ``namespace``, ``hash``, or ``checksum`` (the payload).
-        is_summed: whether headers have checksums. They cannot where this process cannot read the memory that values lie
-            in; a block written so is a miss for all others.
+        rejected: counter of reads that did not verify, by the wrong field of the header: ``magic``, ``version``,
+            ``reserved``, ``size``, ``namespace``, ``hash``, or ``checksum`` (the payload).
+        is_summed: whether headers have checksums. They cannot if this process cannot read the memory of values; a
+            block written without one is a miss for all other readers.
     """
 
     def __init__(self, store: StorageBackend, rejected: Counter[str] | None = None, *, is_summed: bool = True) -> None:
@@ -124,10 +124,10 @@ class CheckedBackend(Wrapper):
         statuses: list[Status],
         rejected: set[int],
     ) -> None:
-        """Read blocks once more that are there and of no use, and remove those that remain so.
+        """Read blocks again that are present and unusable, and remove those that still are.
 
-        One bad read may be this reader's own fault, and others may be reading the block. What was ``ABSENT`` and exists
-        has another size, or was put just now.
+        One bad read may be this reader's own fault, and others may be reading the block. A block that is ``ABSENT`` in
+        the read and exists has another size, or was put just now.
         """
         absent = [i for i, status in enumerate(statuses) if status is Status.ABSENT and i not in rejected]
         exist = self._store._exists([keys[i] for i in absent]) if absent else []
@@ -135,7 +135,7 @@ class CheckedBackend(Wrapper):
         if not suspects:
             return
         again = self._store._get([keys[i] for i in suspects], [whole[i] for i in suspects])
-        useless: dict[bool, list[str]] = {True: [], False: []}  # whether they may be removed under a reader
+        useless: dict[bool, list[str]] = {True: [], False: []}  # key: whether they may be removed during a read
         for i, status in zip(suspects, again, strict=True):
             fault = self._find_fault(keys[i], targets[i], whole[i]) if status is Status.OK else None
             if status is Status.OK and fault is None:
@@ -150,10 +150,10 @@ class CheckedBackend(Wrapper):
                 self._store._remove(bad, force=is_forced)
 
     def _confirm_presence(self, keys: Sequence[str], statuses: list[Status]) -> None:
-        """Correct the answers for blocks without a checksum that are not there any more, now that they were read.
+        """Correct the answers for blocks without a checksum that are absent now, after the read.
 
-        Who removes a value under a reader gives its memory to others: then what was read is the right header before
-        another block's bytes, perhaps.
+        A client that removes a value during a read frees its memory for others: the read may then have the right header
+        and another block's bytes.
         """
         read = [i for i, status in enumerate(statuses) if status is Status.OK]
         if read:
@@ -166,7 +166,7 @@ class CheckedBackend(Wrapper):
         values: Sequence[Value],
         store: Callable[[Sequence[str], Sequence[Value]], list[Status]],
     ) -> list[Status]:
-        """The answers of ``store``, which is given the values with their headers before them."""
+        """Call ``store`` with the values and a header before each; return its answers."""
         statuses = [Status.FAILED] * len(keys)
         with self._lay_out(values) as whole:
 
@@ -182,9 +182,9 @@ class CheckedBackend(Wrapper):
         return statuses
 
     def _find_fault(self, key: str, target: Value, place: Value) -> _Fault | None:
-        """What is wrong with the bytes that were read; None: they are this block's.
+        """Return the error of bytes that were read; None: they are this block's.
 
-        Bytes that lay in this memory before do no harm: a header that verifies is true, however it came there.
+        Older bytes in this memory do no harm: a header that verifies is correct wherever it came from.
         """
         header = _HeaderMemory.from_address(place[0].address).raw
         wanted = _build_header(key, target, is_summed=self._is_summed)
@@ -210,7 +210,7 @@ class CheckedBackend(Wrapper):
 
     @contextlib.contextmanager
     def _lay_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:
-        """The values with room for a header at the beginning of each one's first span; valid in the block."""
+        """Yield the values with memory for a header before each one's first span; valid in the block."""
         roomy = list(self._roomy.items())
         whole: list[Value] = []
         with self._lend_headers(len(values)) as scratch:
@@ -226,7 +226,7 @@ class CheckedBackend(Wrapper):
 
     @contextlib.contextmanager
     def _lend_headers(self, most: int) -> Iterator[Iterator[int]]:
-        """Addresses of up to ``most`` headers in registered memory, which is taken when the first is asked for."""
+        """Yield addresses of up to ``most`` headers in registered memory, which is taken at the first use."""
         taken: list[NDArray[np.uint8]] = []
 
         def addresses() -> Iterator[int]:
@@ -268,17 +268,17 @@ class CheckedBackend(Wrapper):
 
 
 class _Fault(NamedTuple):
-    """The member of a header that is wrong, and whether it is the header of a block without a checksum."""
+    """Wrong field of a header, and whether it is the header of a block without a checksum."""
 
     reason: str
     is_unsummed: bool
 
 
 def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:
-    """The fault of the bytes that a pool has stored under ``key``: one of ``REASONS``, or None.
+    """Find the error of the bytes that a pool has stored under ``key``: one of ``REASONS``, or None.
 
     Args:
-        key: a block's.
+        key: key of a block.
         stored: header and payload, as they were read.
     """
     if stored.nbytes <= HEADER_BYTES:
@@ -290,7 +290,7 @@ def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:
 
 
 def seal_bytes(key: str, data: bytes) -> NDArray[np.uint8]:
-    """The bytes to store under ``key`` so that a ``CheckedBackend`` reads ``data``."""
+    """Return the bytes to store under ``key`` so that a ``CheckedBackend`` reads ``data``."""
     stored: NDArray[np.uint8] = np.frombuffer(bytes(HEADER_BYTES) + data, dtype=np.uint8).copy()
     header = _build_header(key, [Span(stored.ctypes.data + HEADER_BYTES, len(data))])
     stored[:HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
@@ -308,15 +308,15 @@ def _hash_value(value: Value) -> int:
 
 
 def _build_header(key: str, value: Value, *, is_summed: bool = True) -> bytes:
-    """The header of a value that is stored, or that was read as it ought to be."""
+    """Build the header for a value to store, or the expected header for a value that was read."""
     checksum, marks = (_hash_value(value), 0) if is_summed else (0, _UNSUMMED)
     return _HEADER.pack(_MAGIC, FORMAT_VERSION, marks, count_bytes(value), checksum, _build_identity(key))
 
 
 def _build_identity(key: str) -> bytes:
-    """The part of a header that a key decides: the namespace's digest and the block's hash.
+    """Build the part of a header that a key determines: the namespace's digest and the block's hash.
 
-    For a key that names no block of a namespace, zeros and the digest of its text.
+    For a key that is not a block's, return zeros and the digest of its text.
     """
     try:
         digest, block_hash = parse_key(key)
@@ -326,6 +326,6 @@ def _build_identity(key: str) -> bytes:
 
 
 def _find_wrong_field(header: bytes, wanted: bytes) -> str:
-    """The first field that differs; the checksum last, as another block's differs too."""
+    """Return the first field that differs; the checksum last, because it also differs for another block."""
     pairs = zip(_FIELD_NAMES, _FIELDS.unpack(header), _FIELDS.unpack(wanted), strict=True)
     return next((name for name, is_, should in pairs if is_ != should and name != "checksum"), "checksum")

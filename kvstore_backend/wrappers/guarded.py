@@ -1,13 +1,13 @@
 """A deadline for every call, and a circuit breaker: a pool that hangs or dies costs callers one deadline, then nothing.
 
-Native calls cannot be interrupted. Each runs on a worker thread; a caller waits for it until its deadline and then
-goes away with ``FAILED``. The call it left behind is *late*: it may still write into (or read from) the memory it was
-given. Two rules make late calls harmless:
+Native calls cannot be interrupted. Each runs on a worker thread; a caller waits for it until its deadline and then gets
+``FAILED``. Such a call is *late*: it may still write into (or read from) the memory that it was given. Two rules make
+late calls harmless:
 
-- From the moment a call becomes late until it has ended the breaker is open: no second call piles up behind it, and
-  nobody who was given the same memory meanwhile is told ``OK`` for it.
-- ``wait_for_late_calls`` tells a caller when none is left; memory given to a call that was ``FAILED`` must not be
-  used for anything else before that. ``BlockPool`` and ``transfers.py`` see to it, so that engines need not.
+- From the moment a call becomes late until it has ended the breaker is open: no second call queues behind it, and no
+  caller that uses the same memory meanwhile gets ``OK`` for it.
+- ``wait_for_late_calls`` reports when no late call is left; memory of a call that was ``FAILED`` must not be used for
+  anything else before that. ``BlockPool`` and ``transfers.py`` follow this rule, so that engines do not have to.
 
 States::
 
@@ -15,22 +15,21 @@ States::
                                              ▲                                              │
                                              └──────── no late call left, probe answered ───┘
 
-A store that answers slowly, as everything does on a busy machine, is not one that hangs: who has seen it take a good
-part of a deadline, or answer after one, waits longer for it during the next minute, up to ``_MAX_STRETCH`` times as
-long. So a store that hangs costs the deadline where it was quick before, and that many deadlines at most.
+A store that answers slowly, as on a busy machine, is not a store that hangs. If an answer took a large part of its
+deadline, or came after it, the deadlines of the next minute are longer, up to ``_MAX_STRETCH`` times. So a store that
+hangs costs one deadline if it was quick before, and at most that many deadlines.
 
-Who must be done by a certain moment, and would rather wait until then than be ``FAILED`` sooner, asks inside
-``answered_by``.
+A caller that must finish at a certain time, and can wait until then, makes its calls inside ``answered_by``.
 
 While the breaker is not closed a call costs a few microseconds. A keeper thread opens the store or probes it, so the
-pool heals without waiting for traffic.
+pool recovers without calls.
 
-Registering memory is a call like any other, with a deadline. What the store could not be told, because the breaker was
-open, or the call raised or came late, the keeper tells it before it closes the breaker: no transfer begins with memory
-that the store does not know.
+The registration of memory is a call with a deadline, like any other. If the store did not take a registration, because
+the breaker was open, or the call raised or was late, the keeper repeats it before it closes the breaker: no transfer
+begins with memory that the store does not know.
 
-A process that is forked from one with a pool has none of these threads, and no connection of its own: there the
-breaker is open for good.
+A process that is forked from one with a pool has none of these threads, and no connection of its own: there the breaker
+is open permanently.
 """
 
 from __future__ import annotations
@@ -59,17 +58,17 @@ __all__ = ["Deadlines", "GuardedBackend", "answered_by"]
 logger = logging.getLogger(__name__)
 
 _PROBE_KEY = "kvstore-probe"
-# Callers that may be inside native calls at once; one more waits for a worker within its own deadline.
+# Maximum number of callers inside native calls; another one waits for a worker within its own deadline.
 _WORKERS = 8
-# Look-ups and reads in a row that answered FAILED for every key before the breaker opens.
+# Number of successive look-ups and reads with FAILED for every key that opens the breaker.
 _MAX_FAILURES = 3
 _FIRST_PAUSE_SECONDS = 0.25
 _MAX_PAUSE_SECONDS = 2.0
-# An answer may take so many times as long as the slowest one of the last minute; deadlines are stretched for it.
+# An answer may take this many times as long as the slowest one of the last minute; deadlines are stretched for it.
 _MARGIN = 4.0
 _MAX_STRETCH = 5.0
 _REMEMBER_SECONDS = 60.0
-# A wait that ends so much later than its deadline, as a share of it, shows that this process got no CPU time.
+# A wait that ends this share of its deadline too late shows that this process got no CPU time.
 _STARVED_SHARE = 0.2
 # Leaving a Mooncake cluster takes one to two seconds.
 _LEAVE_SECONDS = 5.0
@@ -77,10 +76,12 @@ _LEAVE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long a caller waits: ``lookup_seconds`` for exists, remove and stats, ``transfer_seconds`` for put and get,
-    and beyond it the time that their keys take at ``keys_per_second`` and their bytes at ``bytes_per_second``; for
-    clear, which goes through all keys (a folder of 200,000 takes 3 s), ``clear_seconds``; for memory to be registered,
-    whose pages RDMA has to find one by one, ``register_seconds`` and the time at ``register_bytes_per_second``.
+    """Time that a caller waits for each kind of call.
+
+    exists, remove and stats: ``lookup_seconds``. put and get: ``transfer_seconds``. Both get more time for their keys
+    at ``keys_per_second``, and for their bytes at ``bytes_per_second``. clear, which reads all keys (a folder of
+    200,000 takes 3 s): ``clear_seconds``. Registration, for which RDMA must find the pages one by one:
+    ``register_seconds``, and more time at ``register_bytes_per_second``.
 
     A Mooncake master on a machine at a load of 7 per core answered for 80,000 keys in 1.2 s, which is 67,000 a second.
     """
@@ -94,21 +95,21 @@ class Deadlines:
     keys_per_second: float = 20e3
 
     def seconds_to_look_up(self, num_keys: int) -> float:
-        """Seconds for a question on so many keys."""
+        """Return the seconds for a look-up of ``num_keys`` keys."""
         return self.lookup_seconds + num_keys / self.keys_per_second
 
     def seconds_for(self, values: Sequence[Value]) -> float:
-        """Seconds for moving ``values``."""
+        """Return the seconds for a transfer of ``values``."""
         nbytes = sum([nbytes for value in values for _, nbytes in value])
         return self.transfer_seconds + len(values) / self.keys_per_second + nbytes / self.bytes_per_second
 
     def seconds_to_register(self, nbytes: int) -> float:
-        """Seconds for registering so much memory, or for the opposite."""
+        """Return the seconds to register or unregister ``nbytes`` of memory."""
         return self.register_seconds + nbytes / self.register_bytes_per_second
 
 
 class _Moment(threading.local):
-    """By when the calls of a thread have to be answered; None: by their deadlines."""
+    """Time by which the calls of a thread must be answered; None: their deadlines count."""
 
     moment: float | None = None
 
@@ -118,9 +119,9 @@ _wanted_by = _Moment()
 
 @contextlib.contextmanager
 def answered_by(moment: float) -> Iterator[None]:
-    """Have this thread's calls inside wait for an answer until ``moment`` of ``time.monotonic``, and not longer.
+    """Make this thread's calls inside the block wait for an answer until ``moment`` of ``time.monotonic``, no longer.
 
-    It takes the place of their deadlines: nothing stretches it, and a starved process gets no second wait.
+    It replaces their deadlines: it is not stretched, and a starved process gets no second wait.
     """
     before, _wanted_by.moment = _wanted_by.moment, moment
     try:
@@ -129,43 +130,43 @@ def answered_by(moment: float) -> Iterator[None]:
         _wanted_by.moment = before
 
 
-class _Pace:
-    """How slowly the store has answered lately."""
+class _AdaptiveDeadline:
+    """Factor for deadlines, from the store's recent response times."""
 
     __slots__ = ("_share", "_until")
 
     def __init__(self) -> None:
-        self._share = 0.0  # of its deadline, that the slowest answer took
+        self._share = 0.0  # largest share of its deadline that a recent answer took
         self._until = 0.0
 
     def note_answer(self, share: float, now: float) -> None:
-        """An answer took this share of its deadline; more than 1 if it came too late."""
+        """Record the share of its deadline that an answer took; more than 1 if it was late."""
         if (share >= self._share or now >= self._until) and share <= _MAX_STRETCH:
             self._share, self._until = share, now + _REMEMBER_SECONDS
 
     def stretch(self, now: float) -> float:
-        """By how much deadlines are longer now."""
+        """Return the factor by which deadlines are longer now."""
         return max(1.0, min(_MAX_STRETCH, _MARGIN * self._share)) if now < self._until else 1.0
 
 
 class _Call:
-    """One native call on its way through a worker; all but the first four change under the guard's lock."""
+    """One native call on a worker; the guard's lock protects all fields but the first four."""
 
     __slots__ = ("answer", "asked_at", "ended", "has_begun", "is_given_up", "seconds", "work")
 
     def __init__(self, work: Callable[[], Any], seconds: float) -> None:
         self.work = work
-        self.seconds = seconds  # its deadline, as it is where nothing is slow
+        self.seconds = seconds  # its deadline while nothing is slow
         self.asked_at = time.monotonic()
-        self.answer: Any = None  # stays None where the work raised
+        self.answer: Any = None  # stays None if the work raised
         self.has_begun = False
         self.is_given_up = False
-        self.ended = threading.Lock()  # held until the end; an Event would cost a condition variable each
+        self.ended = threading.Lock()  # locked until the end; an Event would cost a condition variable each
         self.ended.acquire()
 
 
 class _Region:
-    """Memory that a caller registered once; registered again it is another one, as its pages may be others."""
+    """Memory that a caller registered; a second registration is another object, because its pages may differ."""
 
     __slots__ = ("headroom", "nbytes")
 
@@ -175,16 +176,16 @@ class _Region:
 
 
 class GuardedBackend(StorageBackend):
-    """Guards the store that ``open_store`` opens.
+    """Guard of the store that ``open_store`` opens.
 
     Args:
-        open_store: opens the store; called on a thread of its own, again and again until it does not raise.
+        open_store: opens the store; called on a separate thread until it does not raise.
         deadlines: how long callers wait.
 
     Attributes:
-        late_calls: how many calls were given up while they ran, ever.
+        late_calls: total number of calls that were given up while they ran.
         times_opened: how often the breaker opened after the store had been opened.
-        raised_calls: how many calls raised, which no store may do; the first is logged.
+        raised_calls: number of calls that raised, which no store may do; the first is logged.
     """
 
     def __init__(self, open_store: Callable[[], StorageBackend], deadlines: Deadlines | None = None) -> None:
@@ -193,23 +194,23 @@ class GuardedBackend(StorageBackend):
         self.times_opened = 0
         self.raised_calls = 0
         self._open_store = open_store
-        self._changed = threading.Condition()  # guards everything below; told when late calls end, and of every state
+        self._changed = threading.Condition()  # guards everything below; notified of late calls' ends and new states
         self._store: StorageBackend | None = None
-        self._wanted: dict[int, _Region] = {}  # by address, what callers have registered
-        self._known: dict[int, _Region] = {}  # and what the store was told
-        self._being_told: set[int] = set()  # addresses that it is being told of
+        self._wanted: dict[int, _Region] = {}  # registered by callers, by address
+        self._known: dict[int, _Region] = {}  # registered with the store
+        self._being_told: set[int] = set()  # addresses that are being registered with the store
         self._is_closed = False
-        self._trouble: str | None = "the store is being opened"  # why the breaker is open; None: it is closed
+        self._trouble: str | None = "the store is being opened"  # reason for an open breaker; None: it is closed
         self._since = time.monotonic()
         self._num_late = 0
         self._failures = 0
         self._last_stats = StoreStats("unopened")
-        self._pace = _Pace()
+        self._pace = _AdaptiveDeadline()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         after_fork(self)
         try:
             for number in range(_WORKERS):
-                # Daemons: a call that never returns must not keep the process.
+                # Daemon threads, because a call that never returns must not prevent the end of the process.
                 threading.Thread(target=self._run_calls, name=f"pool-call-{number}", daemon=True).start()
             threading.Thread(target=self._run_keeper, name="pool-keeper", daemon=True).start()
         except BaseException:
@@ -217,7 +218,7 @@ class GuardedBackend(StorageBackend):
             raise
 
     def __repr__(self) -> str:
-        state = "closed for good" if self._is_closed else f"open: {self._trouble}" if self._trouble else "closed"
+        state = "closed permanently" if self._is_closed else f"open: {self._trouble}" if self._trouble else "closed"
         return f"GuardedBackend({self._store!r}, breaker {state}, {self._num_late} late)"
 
     @property
@@ -225,13 +226,14 @@ class GuardedBackend(StorageBackend):
         return self._trouble is None
 
     def wait_ready(self, seconds: float | None) -> bool:
-        """Wait until the breaker is closed; False if it is still open after ``seconds`` (None: however long)."""
+        """Wait until the breaker is closed; return False if it is still open after ``seconds`` (None: no limit)."""
         with self._changed:
             self._changed.wait_for(lambda: self._trouble is None or self._is_closed, seconds)
             return self._trouble is None
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        # A full pool refuses puts and is sound: they say nothing of its health. So it is with remove and leases.
+        # A healthy pool may refuse puts when it is full, so they do not count as failures; nor does remove, with
+        # leases.
         return self._ask_statuses(
             keys, self.deadlines.seconds_for(values), "put", lambda store: store._put(keys, values)
         )
@@ -262,19 +264,19 @@ class GuardedBackend(StorageBackend):
             return self._changed.wait_for(lambda: self._num_late == 0, seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Waits for the store, up to a deadline; while the breaker is open, no time at all."""
+        """Register memory; wait for the store up to a deadline, or not at all while the breaker is open."""
         with self._changed:
             self._wanted[address] = _Region(nbytes, headroom)
         self._tell_of_memory(address, nbytes)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """As ``register``."""
+        """Unregister memory; wait as ``register`` does."""
         with self._changed:
             self._wanted.pop(address, None)
         self._tell_of_memory(address, nbytes)
 
     def health(self) -> Health:
-        """The breaker's own knowledge; asks nobody, so it costs nothing and cannot hang."""
+        """Report what the breaker knows, without a call to the store: this costs nothing and cannot hang."""
         if self._is_closed:
             return Health(False, self._trouble or "closed")
         if (trouble := self._trouble) is not None:
@@ -282,7 +284,7 @@ class GuardedBackend(StorageBackend):
         return Health(True, f"answering: {self._store!r}")
 
     def stats(self) -> StoreStats:
-        """The store's own, or only its kind while it cannot be asked."""
+        """Return the store's own measurements, or only its kind while it cannot be called."""
         stats = self._ask_store(self.deadlines.lookup_seconds, "stats", lambda store: store.stats())
         if stats is None:
             return StoreStats(self._last_stats.kind)
@@ -290,7 +292,7 @@ class GuardedBackend(StorageBackend):
         return self._last_stats
 
     def close(self) -> None:
-        """Leave the store, within seconds even where it hangs."""
+        """Leave the store, within seconds even if it hangs."""
         with self._changed:
             if self._is_closed:
                 return
@@ -310,10 +312,10 @@ class GuardedBackend(StorageBackend):
             self._calls.put(None)
 
     def on_fork(self) -> None:
-        """Be closed in a child process: it has no worker and no keeper, and no connection of its own."""
+        """Close the guard in a child process: it has no worker, no keeper, and no connection of its own."""
         self._changed = threading.Condition()
         self._calls = queue.SimpleQueue()
-        self._num_late = 0  # what a late call touches is its parent's memory
+        self._num_late = 0  # a late call touches only the parent's memory
         self._is_closed = True
         self._trouble = "this process was forked from the one that opened the pool: open the pool after the fork"
 
@@ -326,7 +328,7 @@ class GuardedBackend(StorageBackend):
         return answer if answer is not None and len(answer) == len(keys) else [Status.FAILED] * len(keys)
 
     def _ask_store(self, seconds: float, operation: str, ask: Callable[[StorageBackend], Any]) -> Any:
-        """The answer of ``ask``; None where the breaker is open, the deadline passed or the store raised."""
+        """Return the answer of ``ask``; None if the breaker is open, the deadline has passed or the store raised."""
         store = self._store
         if self._trouble is not None or store is None:
             return None
@@ -342,10 +344,10 @@ class GuardedBackend(StorageBackend):
         return call
 
     def _wait_for_call(self, call: _Call, operation: str) -> bool:
-        """Wait for ``call``; False when it was given up, and then the breaker is open if the call had begun.
+        """Wait for ``call``; return False if it was given up; then the breaker is open if the call had begun.
 
-        Where this process was starved of CPU time during the wait, the store gets its deadline once more: the store's
-        threads, and a master on the same machine, were starved as well.
+        If this process was starved of CPU time during the wait, the store gets its deadline once more, because the
+        store's threads, and a master on the same machine, were starved as well.
         """
         moment = _wanted_by.moment
         if moment is None:
@@ -393,7 +395,7 @@ class GuardedBackend(StorageBackend):
             call.ended.release()
 
     def _watch_failures(self, answer: list[Status]) -> list[Status]:
-        """Open the breaker after answers in a row that were ``FAILED`` for every key."""
+        """Open the breaker after several successive answers that were ``FAILED`` for every key."""
         if not answer or answer[0] is not Status.FAILED or answer.count(Status.FAILED) < len(answer):
             self._failures = 0
             return answer
@@ -404,7 +406,7 @@ class GuardedBackend(StorageBackend):
         return answer
 
     def _open_breaker(self, trouble: str) -> None:
-        """Open the breaker, under the lock, unless it is open already."""
+        """Open the breaker, under the lock, unless it is already open."""
         if self._trouble is None:
             self._trouble, self._since = trouble, time.monotonic()
             self.times_opened += 1
@@ -416,13 +418,13 @@ class GuardedBackend(StorageBackend):
             self._heal()
 
     def _wait_for_trouble(self) -> bool:
-        """Wait until the breaker is open; False where the guard is closed."""
+        """Wait until the breaker is open; return False if the guard is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._trouble is not None or self._is_closed)
             return not self._is_closed
 
     def _heal(self) -> None:
-        """Until the breaker is closed: let late calls end, then open the store or probe it, with pauses."""
+        """Repeat until the breaker is closed: wait for late calls to end, then open or probe the store, with pauses."""
         pause = _FIRST_PAUSE_SECONDS
         said = None
         while self._may_try():
@@ -438,13 +440,13 @@ class GuardedBackend(StorageBackend):
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     def _may_try(self) -> bool:
-        """Wait until no late call is left; False where the guard is closed."""
+        """Wait until no late call is left; return False if the guard is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_late == 0 or self._is_closed)
             return not self._is_closed
 
     def _close_breaker_unless(self, trouble: str | None) -> bool:
-        """Close the breaker if there is no ``trouble``; else remember it."""
+        """Close the breaker if there is no ``trouble``; otherwise record the trouble."""
         with self._changed:
             if not self._is_closed:
                 if not trouble and self._num_late:
@@ -457,7 +459,10 @@ class GuardedBackend(StorageBackend):
             return self._trouble is None
 
     def _try_store(self) -> tuple[str | None, float]:
-        """Open or probe the store, and tell it of memory; None, or the trouble, and the pause that this asks for."""
+        """Open or probe the store, and register memory with it.
+
+        Returns None or the trouble, and the pause that it requires.
+        """
         try:
             if self._store is None:
                 self._adopt_store(self._open_store())
@@ -470,7 +475,7 @@ class GuardedBackend(StorageBackend):
                     self._tell_store(store, address)
         except PoolUnavailable as exc:
             return str(exc), exc.pause_seconds
-        except Exception as exc:  # a fault of a library, which another try may not meet
+        except Exception as exc:  # an error in a library, which another try may not meet
             logger.debug("Opening the store raised", exc_info=True)
             return f"{type(exc).__name__}: {exc}", 0.0
         return None, 0.0
@@ -480,10 +485,10 @@ class GuardedBackend(StorageBackend):
             if not self._is_closed:
                 self._store = store
                 return
-        _close_store(store)  # it came too late for close() to see it
+        _close_store(store)  # close() ended before it could see this store
 
     def _tell_of_memory(self, address: int, nbytes: int) -> None:
-        """Tell the store of memory that is wanted or no longer wanted; where that fails, the keeper does it later."""
+        """Register or unregister memory with the store, as callers want; if that fails, the keeper repeats it."""
         seconds = self.deadlines.seconds_to_register(nbytes)
         what = f"registering {nbytes} bytes"
         self._ask_store(seconds, what, lambda store: self._tell_store(store, address))
@@ -492,7 +497,7 @@ class GuardedBackend(StorageBackend):
                 self._open_breaker(f"{what} did not succeed")
 
     def _tell_store(self, store: StorageBackend, address: int) -> None:
-        """Make what ``store`` knows of the memory at ``address`` what callers want."""
+        """Make the store's registration at ``address`` match what callers want."""
         with self._changed:
             self._changed.wait_for(lambda: address not in self._being_told)
             wanted, known = self._wanted.get(address), self._known.get(address)
@@ -516,12 +521,12 @@ class GuardedBackend(StorageBackend):
                 self._changed.notify_all()
 
     def _list_untold(self) -> list[int]:
-        """The addresses of memory of which the store knows something else than callers want; under the lock."""
+        """Return the addresses with another registration than callers want; the caller holds the lock."""
         addresses = self._wanted.keys() | self._known.keys()
         return [each for each in addresses if self._wanted.get(each) is not self._known.get(each)]
 
     def _probe_store(self) -> str | None:
-        """Ask the store something; None, or the trouble."""
+        """Probe the store with a look-up; return None or the trouble."""
         assert self._store is not None
         seconds = self.deadlines.lookup_seconds
         call = self._start_call(self._store, lambda store: store._exists([_PROBE_KEY]), seconds)
@@ -538,6 +543,6 @@ def _close_store(store: StorageBackend) -> None:
 
 
 def _says_something(answer: Any) -> bool:
-    """Whether it comes from a store that answers, be it late; one that was cut off says ``FAILED``."""
+    """Return whether the answer shows that the store works, even if late; a disconnected store returns ``FAILED``."""
     first = answer[0] if isinstance(answer, list) and answer else answer
     return first is not None and first is not Status.FAILED

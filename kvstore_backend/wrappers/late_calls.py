@@ -1,4 +1,4 @@
-"""What is done once no call that was given up touches callers' memory any more."""
+"""Actions for when no call that was given up touches callers' memory any more."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["call_after_late_calls"]
 logger = logging.getLogger(__name__)
 
 _WARN_AFTER_SECONDS = 60.0
-# What could not be given a thread to wait on: it refers to memory that a call may still touch, so it is never freed.
+# Callables without a thread to wait for them. They refer to memory that a call may still touch, so it is never freed.
 _KEPT_FOR_GOOD: list[Callable[[], None]] = []
 
 
 def call_after_late_calls(stack: StorageBackend, take_back: Callable[[], None]) -> None:
-    """Call ``take_back`` when ``stack`` has no late call, on a thread of its own; that may be never.
+    """Call ``take_back`` when ``stack`` has no late call, on a new thread; it may never be called.
 
-    Until then ``take_back`` is referred to, and with it the memory that it gives back.
+    Until then ``take_back`` stays referenced, and with it the memory that it gives back.
     """
 
     def wait() -> None:
@@ -35,4 +35,4 @@ def call_after_late_calls(stack: StorageBackend, take_back: Callable[[], None]) 
         threading.Thread(target=wait, name="pool-late-calls", daemon=True).start()
     except RuntimeError as exc:
         _KEPT_FOR_GOOD.append(take_back)
-        logger.error("Memory that a late call may touch stays out of use for good: %s", exc)
+        logger.error("Memory that a late call may touch is permanently out of use: %s", exc)

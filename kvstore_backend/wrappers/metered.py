@@ -1,4 +1,4 @@
-"""The work of a pool as Prometheus metrics: calls, blocks by outcome, bytes and seconds of every operation."""
+"""Prometheus metrics of a pool's work: calls, blocks by outcome, bytes and seconds of every operation."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 __all__ = ["MeteredBackend", "StateCollector"]
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-# Of a call's answers the first of these says its outcome.
+# The first of these statuses among a call's answers is its outcome.
 _DECIDING = (Status.FAILED, Status.OK)
 _TRANSFERS = ("put", "keep", "get")
 _OPERATIONS = (*_TRANSFERS, "exists", "exists_for_all", "remove")
 
 
 class MeteredBackend(Wrapper):
-    """Counts the calls that go through to ``store``.
+    """Wrapper that counts the calls to ``store``.
 
     Args:
         store: any backend.
-        registry: where the metrics are registered; one registry takes one metered pool.
+        registry: registry for the metrics; one registry takes one metered pool.
     """
 
     def __init__(self, store: StorageBackend, registry: CollectorRegistry) -> None:
@@ -67,7 +67,7 @@ class MeteredBackend(Wrapper):
         return self._store._get_for_all(keys, targets)
 
     def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
-        # Not with the look-ups of who wants to read: their share that is there is the hit rate.
+        # Not counted with the look-ups of readers, whose success rate is the hit rate.
         return self._count_call("exists_for_all", lambda: self._store._exists_for_all(keys))
 
     def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
@@ -101,12 +101,12 @@ class MeteredBackend(Wrapper):
 
 
 class StateCollector(Collector):
-    """The state of a pool's wrappers, read when metrics are asked for.
+    """Collector for the state of a pool's wrappers, read when metrics are collected.
 
     Args:
         guarded: the wrapper with the breaker.
         rejected: blocks that did not verify, by reason (``CheckedBackend.rejected``).
-        write_behind: the wrapper that writes asynchronously, where there is one.
+        write_behind: the wrapper that writes asynchronously, if there is one.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class StateCollector(Collector):
         yield GaugeMetricFamily("kvstore_breaker_open", "1 while the pool is not used", float(not guarded.is_ready))
         yield CounterMetricFamily("kvstore_breaker_opened", "Times use of the pool stopped", guarded.times_opened)
         yield CounterMetricFamily("kvstore_late_calls", "Calls that outlived their deadline", guarded.late_calls)
-        # Each reason from the beginning on: of a series that begins with 1, Prometheus sees no increase.
+        # Every reason has a series from the beginning: Prometheus sees no increase in a series that begins with 1.
         rejected = dict.fromkeys(REASONS, 0) | dict(self._rejected)
         yield _count_by_reason("kvstore_rejected_blocks", "Blocks read that did not verify", rejected)
         if (queue := self._write_behind) is not None:

@@ -1,9 +1,9 @@
-"""A large batch in parts, on several threads: so that hashing is not the bound of a quick transport.
+"""Parts of a large batch on several threads, so that hashing does not limit a quick transport.
 
-Over a quick one, parts are moved and hashed each for itself: while one part's bytes are hashed, another's are on their
-way. A slow one is given the whole batch at once, and its parts are hashed before or after, as it loses by every cut:
-over TCP on two cores two halves at once took 1.5 times as long as the whole. How quick a store is, its last batch has
-shown.
+With a quick transport, each part is moved and hashed separately: while one part is hashed, another is moved. A slow
+transport gets the whole batch in one call, and its parts are hashed before or after, because every cut makes it slower:
+over TCP on two cores, two concurrent halves took 1.5 times as long as the whole. The last batch shows how quick a store
+is.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from kvstore_backend.threads import DaemonThreads
 
 __all__ = ["Parts", "Step", "count_bytes"]
 
-# A part costs the store's fixed time for a call, a third of a millisecond in Mooncake.
+# A part costs the store's fixed time for a call, a third of a millisecond with Mooncake.
 _PART_BYTES = 4 << 20
 _THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 _PARTS = 2 * _THREADS
-# Bytes a second, of moving alone, that make a store quick; and of all the work, below which it is slow again.
+# Bytes per second of moving alone that make a store quick; and of all the work, below which it is slow again.
 _QUICK, _SLOW = 3e9, 1.5e9
-# Python's lock is not let go for hashing less, so threads would only be in each other's way.
+# Python's lock is not released to hash less than this, so threads would only block each other.
 _SHARED_BYTES = 512 << 10
 
 Step = Callable[[slice], None]
-"""Works on a part of a batch."""
+"""Function that processes a part of a batch."""
 
 
 class Parts:
-    """The threads of one store, and how quick it is in one direction.
+    """Threads of one store, and its speed in one direction.
 
     Args:
         hashes_first: whether values are hashed before they are moved.
@@ -53,7 +53,7 @@ class Parts:
         Args:
             values: the batch.
             statuses: the answers, which ``move_part`` fills in.
-            hash_part: works on values before they are moved, or on those that were.
+            hash_part: hashes values before or after they are moved.
             move_part: calls the store.
         """
         nbytes, parts = _cut_batch(values)
@@ -76,9 +76,9 @@ class Parts:
                 self._is_quick = nbytes > _QUICK * (time.perf_counter() - began)
 
     def _share(self, parts: Sequence[slice], work: Callable[[slice], bool]) -> None:
-        """Have several threads ``work`` on the parts in order, until there are none or it says False.
+        """Run ``work`` on the parts in order on several threads, until no part is left or it returns False.
 
-        This thread is one of them, so that the call goes on where other calls have all the helpers.
+        The calling thread is one of them, so the call makes progress even if other calls use all helpers.
         """
         left = deque(parts)
 
@@ -93,7 +93,7 @@ class Parts:
                 helpers.append(self._helpers.submit(work_on))
             work_on()
         finally:
-            # Those that have begun use the caller's memory until they end.
+            # Helpers that have begun use the caller's memory until they end.
             begun = [helper for helper in helpers if not helper.cancel()]
             wait(begun)
         for helper in begun:
@@ -101,7 +101,7 @@ class Parts:
 
 
 def count_bytes(value: Value) -> int:
-    """The size of a value."""
+    """Return the size of a value in bytes."""
     return value[0][1] if len(value) == 1 else sum([nbytes for _, nbytes in value])
 
 
@@ -111,7 +111,10 @@ def _work_always(step: Step, part: slice) -> bool:
 
 
 def _work_on_part(part: slice, steps: Sequence[Step], statuses: Sequence[Status]) -> bool:
-    """Whether to go on: behind a part that failed as a whole, the others would wait for the same dead pool."""
+    """Process a part; return False if all of it failed.
+
+    Later parts would wait for the same unavailable pool.
+    """
     for step in steps:
         step(part)
     answers = statuses[part]
@@ -119,7 +122,10 @@ def _work_on_part(part: slice, steps: Sequence[Step], statuses: Sequence[Status]
 
 
 def _cut_batch(values: Sequence[Value]) -> tuple[int, list[slice]]:
-    """A batch's bytes, and its parts of about as many each: two for each thread, so that moving and hashing overlap."""
+    """Return a batch's bytes, and its parts of similar size.
+
+    There are two for each thread, so that moving and hashing overlap.
+    """
     ends = list(accumulate(map(count_bytes, values)))
     nbytes = ends[-1] if ends else 0
     count = min(_PARTS, nbytes // _PART_BYTES) if _THREADS > 1 else 1

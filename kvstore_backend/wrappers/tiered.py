@@ -4,8 +4,8 @@
     put ──through──► large, then fast            OK: the large one has it
         ──back─────► fast, then large later      OK: one of the two has it, or will have it in a moment
 
-The tiers together hold as much as the large one; the fast one holds copies of some of it, and with ``back`` for a
-while values that the large one does not have yet.
+The tiers together hold as much as the large one. The fast one holds copies of some of its values, and with ``back``,
+for a short time, values that the large one does not have yet.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["TieredBackend"]
 
 
 class TieredBackend(StorageBackend):
-    """Reads from ``fast``, else from ``large``, and a value that came from there is put into ``fast``.
+    """Backend that reads from ``fast``, otherwise from ``large``, and then puts the value into ``fast``.
 
-    A failure of one tier hides nothing that the other has. It makes ``ABSENT`` of the other a ``FAILED``, though:
-    the failing one may have it.
+    A failure of one tier hides no value of the other. But if the other tier returns ``ABSENT``, the answer is
+    ``FAILED``, because the failing tier may have the value.
 
     Args:
         fast: memory or a folder on tmpfs.
@@ -32,7 +32,7 @@ class TieredBackend(StorageBackend):
             background (``WriteBehindBackend``).
 
     Attributes:
-        write_behind: with ``back``, the wrapper around ``large``; else None.
+        write_behind: with ``back``, the wrapper around ``large``; otherwise None.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TieredBackend(StorageBackend):
         return self._large._get_for_all(keys, targets)
 
     def drop_own_copies(self, prefix: str) -> bool:
-        """Clear the fast tier, and the writes on their way to the large one."""
+        """Clear the fast tier, and the queued writes to the large one."""
         is_dropped = self._large.drop_own_copies(prefix)
         return self._fast._clear(prefix) is Status.OK and is_dropped
 
@@ -102,7 +102,7 @@ class TieredBackend(StorageBackend):
         return large if fast else fast
 
     def flush_writes(self, seconds: float) -> bool:
-        """Wait until the large tier has all values put so far; False if ``seconds`` were not enough."""
+        """Wait until the large tier has all values put so far; return False if ``seconds`` were not enough."""
         return self.write_behind is None or self.write_behind.flush_writes(seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
@@ -118,7 +118,7 @@ class TieredBackend(StorageBackend):
         return self._fast.is_ready or self._large.is_ready
 
     def wait_for_late_calls(self, seconds: float) -> bool:
-        """Waits for each tier in turn, so for up to twice ``seconds``."""
+        """Wait for each tier in turn, so for up to twice ``seconds``."""
         return self._fast.wait_for_late_calls(seconds) and self._large.wait_for_late_calls(seconds)
 
     def health(self) -> Health:
@@ -126,7 +126,7 @@ class TieredBackend(StorageBackend):
         return Health(fast.ok and large.ok, f"fast tier: {fast.detail}; large tier: {large.detail}")
 
     def stats(self) -> StoreStats:
-        """The large tier's figures."""
+        """Return the large tier's measurements."""
         fast, large = self._fast.stats(), self._large.stats()
         return StoreStats(f"{fast.kind} before {large.kind}", large.keys, large.used_bytes, large.capacity_bytes)
 
@@ -137,19 +137,19 @@ class TieredBackend(StorageBackend):
             self._fast.close()
 
     def _copy_to_fast(self, keys: Sequence[str], values: Sequence[Value], statuses: list[Status]) -> list[Status]:
-        """The large tier's answers to a put or get, once the fast tier has copies of the values that are there."""
+        """Copy values to the fast tier after a put or get of the large tier; return the large tier's answers."""
         here = [i for i, status in enumerate(statuses) if status is Status.OK]
         if not here or not self._fast.is_ready:
             return statuses
         return self._fail_if_late(statuses, self._fast._put([keys[i] for i in here], [values[i] for i in here]))
 
     def _fail_if_late(self, statuses: list[Status], copied: list[Status]) -> list[Status]:
-        """The answers; ``FAILED`` for all where the fast tier gave up copying, and may still read the memory."""
+        """Return the answers; ``FAILED`` for all if the fast tier gave a copy up, and may still read the memory."""
         if Status.FAILED in copied and not self._fast.wait_for_late_calls(0):
             return [Status.FAILED] * len(statuses)
         return statuses
 
 
 def _combine_statuses(one: Status, other: Status) -> Status:
-    """The answer for a key of which the fast tier said ``one``, not ``OK``, and the large tier ``other``."""
+    """Combine the answers for a key: the fast tier's ``one``, which is not ``OK``, and the large tier's ``other``."""
     return Status.FAILED if one is Status.FAILED and other is Status.ABSENT else other

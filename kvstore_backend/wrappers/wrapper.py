@@ -1,7 +1,7 @@
 """Wrapper: a backend around a backend, which passes on every call that is not its concern.
 
-``_exists_for_all`` and ``_get_for_all`` are not passed on: a wrapper that changes values must change those of these
-calls, too, so they go through its own ``_exists`` and ``_get``. Wrappers that have copies of their own override them.
+``_exists_for_all`` and ``_get_for_all`` are not passed on: a wrapper that changes values must also change the values of
+these calls, so they use its own ``_exists`` and ``_get``. Wrappers with their own copies override them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Wrapper"]
 
 
 class Wrapper(StorageBackend):
-    """A backend around ``store``, which it owns: closing the wrapper closes the store."""
+    """Backend around ``store``, which it owns: closing the wrapper closes the store."""
 
     _store: StorageBackend
 

@@ -1,4 +1,4 @@
-"""Bounded asynchronous writes: a put copies into memory of its own and returns; a thread writes in batches.
+"""Bounded asynchronous writes: a put copies into the wrapper's memory and returns; a thread writes in batches.
 
 The arena, a ring::
 
@@ -7,9 +7,10 @@ The arena, a ring::
     └────────┴───────────────────────────────┴────────┘
 
 Blocks leave in the order they came, so the ring needs no free list. Until a block has left, this wrapper answers for
-it: ``exists`` says ``OK``, ``get`` copies it out of the arena, and a second put of it is ``OK`` at once. So ``OK`` of a
-put has its usual meaning, *readable now*, but for other clients of the pool only once the write is out; and
-the pool may still refuse it, which is counted in ``dropped`` and is for readers like an eviction.
+it: ``exists`` returns ``OK``, ``get`` copies it out of the arena, and a second put of it returns ``OK`` immediately. So
+``OK`` of a put has its usual meaning, *readable now*, in this process; other clients of the pool can read the block
+only after the write. The pool may still refuse it, which is counted in ``dropped`` and looks like an eviction to
+readers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _ABANDONED: list[NDArray[np.uint8]] = []
 
 
 class _Block:
-    """A block in the arena: its ``nbytes`` bytes at offset ``start``, headroom before them."""
+    """Block in the arena: its ``nbytes`` bytes at offset ``start``, headroom before them."""
 
     __slots__ = ("is_sending", "nbytes", "start")
 
@@ -55,19 +56,19 @@ class _Block:
 
 
 class WriteBehindBackend(Wrapper):
-    """Writes to ``store`` in the background.
+    """Wrapper that writes to ``store`` in the background.
 
-    A put that finds no room in the arena is ``FAILED``: the write is dropped and counted, never waited for.
+    A put that finds no space in the arena is ``FAILED``: the write is dropped and counted, never waited for.
 
     Args:
         store: any backend; ``close`` closes it.
-        arena_bytes: memory for blocks on their way.
-        batch_bytes: about how much is written in one call.
-        retry_seconds: for how long blocks that a working pool refuses (it is full for a moment) are tried again.
-        flush_seconds: for how long ``close`` goes on writing.
+        arena_bytes: memory for queued blocks.
+        batch_bytes: approximate size of one write.
+        retry_seconds: how long blocks are tried again that a working pool refuses (it may be full for a short time).
+        flush_seconds: how long ``close`` continues to write.
 
     Attributes:
-        dropped: blocks that did not get to the pool, by reason: ``arena full``, ``refused`` (by a pool that works),
+        dropped: blocks that did not reach the pool, by reason: ``arena full``, ``refused`` (by a working pool),
             ``pool away``, ``closed``.
     """
 
@@ -91,9 +92,9 @@ class WriteBehindBackend(Wrapper):
         self._base: int = self._arena.ctypes.data
         self._changed = threading.Condition()  # guards everything below
         self._blocks: OrderedDict[str, _Block] = OrderedDict()  # in the order of the ring
-        self._tail = 0  # where the newest block ends
+        self._tail = 0  # end of the newest block
         self._is_closed = False
-        self._gave_up = False  # closed, and the time for writing the rest is over
+        self._gave_up = False  # closed, and the time for the remaining writes is over
         self._sender = threading.Thread(target=self._run_sender, name="pool-write-behind", daemon=True)
         self._has_raised = False
         with contextlib.ExitStack() as undo:
@@ -109,12 +110,12 @@ class WriteBehindBackend(Wrapper):
 
     @property
     def queued_blocks(self) -> int:
-        """Blocks accepted and not yet written."""
+        """Number of blocks accepted and not yet written."""
         return len(self._blocks)
 
     @property
     def queued_bytes(self) -> int:
-        """Their bytes."""
+        """Bytes of these blocks."""
         with self._changed:
             return sum(block.nbytes for block in self._blocks.values())
 
@@ -142,7 +143,10 @@ class WriteBehindBackend(Wrapper):
         return _fill_in(statuses, self._store._exists(ask) if ask else [])
 
     def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
-        """As the pool answers; a block on its way is taken out of the queue, or ``FAILED`` while it is being sent."""
+        """Remove keys from the pool and the queue.
+
+        Returns the pool's answers, and ``FAILED`` for blocks that are being sent.
+        """
         with self._changed:
             if self._is_closed:
                 return [Status.FAILED] * len(keys)
@@ -159,18 +163,21 @@ class WriteBehindBackend(Wrapper):
         return _fill_in(statuses, found)
 
     def _clear(self, prefix: str) -> Status:
-        """As the pool answers, after the queue: ``FAILED`` while a block on its way is being sent."""
+        """Clear a prefix in the queue and the pool.
+
+        Returns the pool's answer, and ``FAILED`` while a block is being sent.
+        """
         is_sending = self._withdraw(prefix)
         answer = self._store._clear(prefix)
         return Status.FAILED if is_sending else answer
 
     def drop_own_copies(self, prefix: str) -> bool:
-        """Take blocks out of the queue that are not being sent."""
+        """Remove blocks from the queue that are not being sent."""
         self._withdraw(prefix)
         return self._store.drop_own_copies(prefix)
 
     def _withdraw(self, prefix: str) -> bool:
-        """Take blocks that are not being sent out of the queue; whether others are."""
+        """Remove blocks from the queue that are not being sent; return whether others are."""
         with self._changed:
             queued = {key for key in self._blocks if key.startswith(prefix)}
             is_sending = {key for key in queued if self._blocks[key].is_sending}
@@ -178,7 +185,7 @@ class WriteBehindBackend(Wrapper):
         return bool(is_sending)
 
     def flush_writes(self, seconds: float) -> bool:
-        """Wait until everything accepted so far has been written or given up; False if ``seconds`` were not enough."""
+        """Wait until all accepted blocks have been written or given up; return False if ``seconds`` were not enough."""
         with self._changed:
             last = next(reversed(self._blocks.values()), None)
             return last is None or self._changed.wait_for(lambda: last not in self._blocks.values(), seconds)
@@ -204,7 +211,7 @@ class WriteBehindBackend(Wrapper):
                 self._store.unregister(self._base, self._arena.nbytes)
 
     def on_fork(self) -> None:
-        """Be closed in a child process, which has no sender: what is on its way is its parent's to write."""
+        """Close the wrapper in a child process, which has no sender: the parent writes the queued blocks."""
         self._changed = threading.Condition()
         self._is_closed = True
         self._blocks = OrderedDict()
@@ -221,7 +228,7 @@ class WriteBehindBackend(Wrapper):
                 self.dropped["arena full" if self._store.is_ready else "pool away"] += 1
                 return Status.FAILED
             payload = start + HEADROOM_BYTES
-            # Under the lock, so that blocks enter the queue in the order of the ring, and whole.
+            # Under the lock, so that blocks enter the queue complete and in the order of the ring.
             position = self._base + payload
             for address, size in value:
                 ctypes.memmove(position, address, size)
@@ -232,18 +239,18 @@ class WriteBehindBackend(Wrapper):
         return Status.OK
 
     def _find_room(self, nbytes: int) -> int | None:
-        """Where in the ring ``nbytes`` fit behind the newest block; None: nowhere now."""
+        """Return a place in the ring for ``nbytes`` behind the newest block; None: there is none now."""
         oldest = next(iter(self._blocks.values()), None)
         tail = -(-self._tail // _ALIGNMENT) * _ALIGNMENT if oldest else 0
         head = oldest.start - HEADROOM_BYTES if oldest else 0
-        if oldest and tail <= head:  # the newest blocks lie before the oldest
+        if oldest and tail <= head:  # the newest blocks are before the oldest
             return tail if tail + nbytes <= head else None
         if tail + nbytes <= self._arena.nbytes:
             return tail
         return 0 if oldest and nbytes <= head else None
 
     def _copy_out(self, key: str, target: Value) -> Status | None:
-        """The answer for a block on its way, which is copied to ``target``; None for any other."""
+        """Copy a queued block to ``target``; return the answer, or None for a block that is not queued."""
         with self._changed:
             if self._is_closed:
                 return Status.FAILED
@@ -270,7 +277,7 @@ class WriteBehindBackend(Wrapper):
                 pause *= 2
 
     def _next_batch(self) -> dict[str, _Block]:
-        """The oldest blocks, marked as being sent; none when there will be no more."""
+        """Return the oldest blocks, marked as being sent; none when there will be no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._blocks or self._is_closed)
             batch: dict[str, _Block] = {}
@@ -284,7 +291,7 @@ class WriteBehindBackend(Wrapper):
             return batch
 
     def _try_batch(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
-        """``_send_batch``; a store that raises has refused the blocks, and the sender goes on."""
+        """Call ``_send_batch``; a store that raises counts as refusing the blocks, and the sender continues."""
         try:
             return self._send_batch(batch, is_last=is_last)
         except Exception:
@@ -296,7 +303,7 @@ class WriteBehindBackend(Wrapper):
             return is_last
 
     def _send_batch(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
-        """Write the blocks of ``batch`` that the pool lacks; False where some stay in it, to be tried again."""
+        """Write the blocks of ``batch`` that the pool lacks; return False if some stay in it, to be tried again."""
         keys = list(batch)
         known = self._store._exists(keys)
         self._finish_blocks(batch, {key for key, status in zip(keys, known, strict=True) if status is Status.OK})
@@ -308,7 +315,7 @@ class WriteBehindBackend(Wrapper):
         values = [[Span(self._base + block.start, block.nbytes)] for block in batch.values()]
         stored = self._store._put(keys, values)
         self._finish_blocks(batch, {key for key, status in zip(keys, stored, strict=True) if status is Status.OK})
-        # A call that was given up may still read from the arena; nothing may be written there meanwhile.
+        # A call that was given up may still read from the arena, so nothing may be written there meanwhile.
         while batch and not self._store.wait_for_late_calls(_LATE_CALL_WAIT_SECONDS):
             if self._gave_up:
                 return True
@@ -317,7 +324,7 @@ class WriteBehindBackend(Wrapper):
         return not batch
 
     def _finish_blocks(self, batch: dict[str, _Block], keys: set[str], dropped_because: str | None = None) -> None:
-        """Take blocks that were written, or dropped for a reason, out of the batch and of the arena."""
+        """Remove blocks that were written, or dropped for a reason, from the batch and from the arena."""
         for key in keys:
             del batch[key]
         with self._changed:
@@ -334,11 +341,11 @@ class WriteBehindBackend(Wrapper):
 
     def _take_out(self, keys: set[str]) -> None:
         for key in keys:
-            self._blocks.pop(key, None)  # close() may have been quicker
+            self._blocks.pop(key, None)  # close() may have removed it already
         self._changed.notify_all()
 
 
 def _fill_in(statuses: Sequence[Status | None], answers: Sequence[Status]) -> list[Status]:
-    """The statuses with each ``None`` replaced by the next answer."""
+    """Return the statuses with each ``None`` replaced by the next answer."""
     rest = iter(answers)
     return [next(rest) if status is None else status for status in statuses]

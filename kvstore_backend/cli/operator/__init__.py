@@ -1,16 +1,16 @@
-"""An operator's commands on the blocks of a pool: one file a command, or a pair of commands that belong together.
+"""Operator commands on the blocks of a pool: one file for a command, or for a pair of related commands.
 
 ls.py         kvstore ls: a pool's namespaces, or a prefix
-clear.py      kvstore clear: removes the blocks that are named
-why_miss.py   kvstore why-miss: why set-ups do not share blocks, or a prompt or request was a miss
-pin.py        kvstore pin, unpin: keeps blocks from eviction for a time
+clear.py      kvstore clear: removes the named blocks
+why_miss.py   kvstore why-miss: why set-ups do not share blocks, or why a prompt or request was a miss
+pin.py        kvstore pin, unpin: protects blocks from eviction for a time
 copy.py       kvstore export, import: a namespace to and from a folder
-warm.py       kvstore warm: sends prompts, so that their blocks are there
-archive.py    that folder
-command.py    Command: one command, as the list of commands has it
-asking.py     instances and routers, asked over HTTP
-pool.py       which pool: arguments, and its holdings opened
-scope.py      which blocks of it: namespaces, or a prefix's
+warm.py       kvstore warm: sends prompts, so that their blocks are stored
+archive.py    the folder that export writes
+command.py    Command: one entry of the list of commands
+asking.py     HTTP requests to instances and routers
+pool.py       which pool: arguments, and its opened holdings
+scope.py      which blocks of the pool: namespaces, or those of a prefix
 catalogue.py  the contents of a pool, namespace by namespace
 values.py     blocks as they are stored, read in batches and checked
 """
@@ -24,10 +24,10 @@ OPERATOR_COMMANDS = {
     "ls": Command.of_module(ls),
     "why-miss": Command.of_module(why_miss),
     "clear": Command.of_module(clear),
-    "pin": Command("Keep blocks from eviction for a time.", pin.add_pin_arguments, pin.pin),
-    "unpin": Command("Keep blocks from eviction no longer.", pin.add_unpin_arguments, pin.unpin),
+    "pin": Command("Protect blocks from eviction for a time.", pin.add_pin_arguments, pin.pin),
+    "unpin": Command("End the protection of blocks from eviction.", pin.add_unpin_arguments, pin.unpin),
     "warm": Command.of_module(warm),
     "export": Command("Copy a namespace to a folder.", copy.add_export_arguments, copy.export_blocks),
     "import": Command("Store what export copied to a folder.", copy.add_import_arguments, copy.import_blocks),
 }
-"""By their names."""
+"""Operator commands by name."""

@@ -1,17 +1,18 @@
-"""A namespace in a folder, as ``kvstore export`` writes it and ``kvstore import`` reads it.
+"""Folder with a namespace, as ``kvstore export`` writes it and ``kvstore import`` reads it.
 
 ::
 
-    namespace.json            of whose blocks these are, how many, and the pool's manifest of the namespace
+    namespace.json            the namespace and tenant, the number of blocks, and the pool's manifest of the namespace
     blocks.jsonl              a line each: hash, bytes, SHA-256
     blocks/ab/ab01...ef.block as they are stored: a header that names the block, and its bytes
 
-``namespace.json`` is written last: a folder without it is no whole export. A folder that was exported to before is
-added to: what the pool has now replaces what the folder had under the same name, and what it does not have stays.
+``namespace.json`` is written last: a folder without it is an incomplete export. An export to an earlier export's folder
+adds to it: blocks that the pool has now replace those of the same name; blocks that the pool lacks stay.
 
-Every block is checked twice, against its line and against its own header, before it goes into a pool. That finds damage
-and mistakes; whoever wrote the folder wrote all three, and can make any block say anything. What a folder may do is
-bounded: only regular files are opened, none is read beyond the size that its line says, and no line says too much.
+Every block is checked twice before it is put into a pool: against its line, and against its own header. This finds
+damage and mistakes, but not forgery: the writer of the folder wrote the line, the header and the block, and can put any
+contents into any block. The effect of a folder is limited: only regular files are opened, no file is read beyond the
+size in its line, and the size in a line is bounded.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MAX_SUMMARY_BYTES = 1 << 20
 _MAX_LINE_BYTES = 512
-# Of one block: all layers of 1,024 tokens of a large model, and more than a Mooncake client moves at once.
+# Size of one block: all layers of 1,024 tokens of a large model, and more than a Mooncake client moves in one call.
 _MAX_BLOCK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class ArchivedBlock:
-    """A line of the index.
+    """Line of the index.
 
     Attributes:
         name: the block's hash, 64 hex digits.
-        nbytes: of its file.
-        sha256: of its file, in hex digits.
+        nbytes: size of its file.
+        sha256: SHA-256 of its file, in hex digits.
     """
 
     name: str
@@ -64,14 +65,14 @@ class ArchivedBlock:
 
 
 class ArchiveWriter:
-    """Writes one namespace; blocks that the folder has already, with the same bytes, are not written again."""
+    """Writer of one namespace; it does not write blocks that the folder already has with the same bytes."""
 
     def __init__(self, folder: Path, digest: str) -> None:
-        """Begin, or go on with an export to this folder.
+        """Begin an export to this folder, or continue one.
 
         Raises:
-            ConfigError: the folder has something else in it, or an index that cannot be read.
-            PoolUnavailable: it cannot be written to.
+            ConfigError: the folder contains other files, or an index that cannot be read.
+            PoolUnavailable: the folder cannot be written to.
         """
         self._folder = folder
         self._digest = digest
@@ -88,7 +89,7 @@ class ArchiveWriter:
         self._blocks = {block.name: block for block in _read_index(folder / _INDEX)} if is_begun else {}
 
     def add(self, key: str, value: StoredBytes) -> None:
-        """Write one block, whole or not at all.
+        """Write one block completely or not at all.
 
         Raises:
             PoolUnavailable: the folder cannot be written to.
@@ -98,12 +99,12 @@ class ArchiveWriter:
         path = _block_path(self._folder, block.name)
         if _read_regular(path, len(data), len(data)) != data:
             if block.name in self._blocks:
-                self._retract_summary()  # until the index tells of the new bytes
+                self._retract_summary()  # until the index has the new checksum
             self._write_file(path, data)
         self._blocks[block.name] = block
 
     def finish(self, tenant: str, manifest: Manifest | None) -> dict[str, Any]:
-        """Write the index and the summary, which is returned; lines of files that are gone are left out."""
+        """Write the index and the summary, and return the summary; blocks without a file are left out."""
         self._blocks = {name: block for name, block in self._blocks.items() if self._has_file(block)}
         lines = "".join(json.dumps(vars(block)) + "\n" for block in self._blocks.values())
         self._write_file(self._folder / _INDEX, lines.encode())
@@ -145,20 +146,20 @@ class ArchiveWriter:
 
 
 class ArchiveReader:
-    """Reads a folder that ``ArchiveWriter`` has finished.
+    """Reader of a folder that ``ArchiveWriter`` has finished.
 
     Attributes:
         digest: the namespace.
-        tenant: whose it was.
+        tenant: the tenant of the pool that it came from.
         blocks: its index.
-        manifest: of the namespace, from the pool that it came from.
+        manifest: manifest of the namespace, from the pool that it came from.
     """
 
     def __init__(self, folder: Path) -> None:
         """Read summary and index.
 
         Raises:
-            ConfigError: the folder is no whole export.
+            ConfigError: the folder is not a complete export.
         """
         self._folder = folder
         summary = self._read_summary()
@@ -168,11 +169,11 @@ class ArchiveReader:
         self.blocks = list(_read_index(folder / _INDEX, summary["blocks"] + 1))
         if len(self.blocks) != summary["blocks"]:
             count = f"more than {summary['blocks']}" if len(self.blocks) > summary["blocks"] else len(self.blocks)
-            told = f"{count} blocks, where {_SUMMARY} says {summary['blocks']}"
-            raise ConfigError(f"{folder / _INDEX} lists {told}: export it again")
+            mismatch = f"{count} blocks, where {_SUMMARY} says {summary['blocks']}"
+            raise ConfigError(f"{folder / _INDEX} lists {mismatch}: export it again")
 
     def read_block(self, block: ArchivedBlock) -> tuple[str, StoredBytes] | str:
-        """The key and the value of a block; or, in a few words, why it cannot be used."""
+        """Return the key and the value of a block, or a few words that say why it cannot be used."""
         key = key_prefix(self.digest) + block.name
         data = _read_regular(_block_path(self._folder, block.name), block.nbytes, block.nbytes)
         if data is None:
@@ -202,10 +203,10 @@ class ArchiveReader:
 
 
 def _read_index(path: Path, most: int | None = None) -> Iterator[ArchivedBlock]:
-    """The lines of an index, ``most`` at most.
+    """Read the lines of an index, ``most`` at most.
 
     Raises:
-        ConfigError: it cannot be read, or has a line that is none.
+        ConfigError: the index cannot be read, or has an invalid line.
     """
     file = _open_regular(path)
     if file is None:
@@ -228,7 +229,7 @@ def _is_count(value: object) -> bool:
 
 
 def _read_regular(path: Path, least: int, most: int) -> bytes | None:
-    """The bytes of a regular file whose size is in this range; None: there is none, or it cannot be read."""
+    """Read a regular file with a size in this range; None if there is no such file or it cannot be read."""
     file = _open_regular(path)
     if file is None:
         return None
@@ -240,7 +241,7 @@ def _read_regular(path: Path, least: int, most: int) -> bytes | None:
 
 
 def _open_regular(path: Path) -> BinaryIO | None:
-    """The file, if it is a regular one; a link, pipe or device is not opened, or not waited for."""
+    """Open a regular file; return None for a link, pipe or device, without waiting for it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -251,10 +252,10 @@ def _open_regular(path: Path) -> BinaryIO | None:
     return None
 
 
-def _read_manifest(told: object, digest: str) -> Manifest | None:
-    """The manifest, where there is one and it is true."""
+def _read_manifest(value: object, digest: str) -> Manifest | None:
+    """Return the manifest if it is present and matches the digest."""
     with contextlib.suppress(ManifestError):
-        manifest = parse_manifest(told)
+        manifest = parse_manifest(value)
         return manifest if manifest.digest == digest else None
     return None
 

@@ -1,4 +1,4 @@
-"""Instances and routers, asked over HTTP about blocks: every trouble is one sentence."""
+"""HTTP requests to instances and routers about blocks; every error is one sentence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "read_instance",
 ]
 
-# A router asks an instance, and perhaps the others after it.
+# Long enough for a router, which asks an instance and perhaps other instances after it.
 _TIMEOUT_SECONDS = 30.0
 _ROLES = ("mixed", "prefill", "decode")
 _CLEAR_PATHS = ("/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache")
@@ -38,12 +38,12 @@ _ADDRESS = re.compile(r"(?:https?://)?(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}/?", 
 
 @dataclass(frozen=True)
 class CacheState:
-    """An instance's own cache.
+    """State of an instance's own cache.
 
     Attributes:
-        address: of the instance.
-        digest: of the namespace of its blocks; empty: it does not say.
-        num_blocks: that it has cached; None: it does not say.
+        address: the instance's address.
+        digest: digest of the namespace of its blocks; empty if the instance does not report it.
+        num_blocks: number of blocks in the cache; None if the instance does not report it.
     """
 
     address: str
@@ -52,7 +52,7 @@ class CacheState:
 
     @property
     def sentence(self) -> str:
-        """What it still holds, for an operator who cleared the pool."""
+        """Contents of the cache, as a sentence for an operator who cleared the pool."""
         if self.num_blocks is None:
             return f"{self.address} does not say what is in its own cache; --caches clears it"
         if not self.num_blocks:
@@ -61,44 +61,44 @@ class CacheState:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is HOST:PORT or a URL of such, and no digest."""
+    """Return whether the text is HOST:PORT or a URL of HOST:PORT, and not a digest."""
     return _ADDRESS.fullmatch(text) is not None
 
 
 def read_instance(address: str) -> Manifest:
-    """The namespace of an instance, in words.
+    """Read the manifest of an instance's namespace.
 
     Raises:
-        ConfigError: ``address`` is none.
-        PoolUnavailable: nobody answers there, or not an instance of ours.
+        ConfigError: ``address`` is not an address.
+        PoolUnavailable: no server answers there, or it is not an instance of this project.
     """
-    told = _ask(address, "instance", "GET", "/kvcache")
+    content = _ask(address, "instance", "GET", "/kvcache")
     try:
-        return parse_manifest(told.get("manifest"))
+        return parse_manifest(content.get("manifest"))
     except ManifestError as exc:
         raise PoolUnavailable(f"the instance at {address} does not say what its blocks are: {exc}") from None
 
 
 def read_cache(address: str) -> CacheState:
-    """How much an instance's own cache holds; instances of other engines do not say.
+    """Read how many blocks an instance's own cache holds; instances of other engines do not report it.
 
     Raises:
-        ConfigError: ``address`` is none.
-        PoolUnavailable: nobody answers there.
+        ConfigError: ``address`` is not an address.
+        PoolUnavailable: no server answers there.
     """
-    answer, told = _request(address, "instance", "GET", "/kvcache")
-    if answer.status_code != httpx.codes.OK or not isinstance(told, dict):
+    answer, content = _request(address, "instance", "GET", "/kvcache")
+    if answer.status_code != httpx.codes.OK or not isinstance(content, dict):
         return CacheState(address, "", None)
-    digest, count = told.get("digest"), told.get("cached_blocks")
+    digest, count = content.get("digest"), content.get("cached_blocks")
     return CacheState(address, digest if isinstance(digest, str) else "", count if isinstance(count, int) else None)
 
 
 def clear_cache(address: str) -> None:
-    """Have an instance clear its own cache, by our path for it, vLLM's or SGLang's.
+    """Make an instance clear its own cache, with our path for that, or the path of vLLM or SGLang.
 
     Raises:
-        ConfigError: ``address`` is none.
-        PoolUnavailable: nobody answers there, or it does not do it.
+        ConfigError: ``address`` is not an address.
+        PoolUnavailable: no server answers there, or the instance did not clear its cache.
     """
     status = 0
     for path in _CLEAR_PATHS:
@@ -111,24 +111,27 @@ def clear_cache(address: str) -> None:
 
 
 def list_instances(router: str, token_file: Path | None) -> list[str]:
-    """The addresses of a router's instances; errors are those of ``ask_router``."""
-    told = _ask(router, "router", "GET", "/registered", headers=_authorise(token_file))
-    entries = [each for role in _ROLES for each in told.get(role, [])]
+    """Return the addresses of a router's instances; errors are those of ``ask_router``."""
+    content = _ask(router, "router", "GET", "/registered", headers=_authorise(token_file))
+    entries = [each for role in _ROLES for each in content.get(role, [])]
     return [f"{each['host_ip']}:{each['port']}" for each in entries]
 
 
 def clear_caches_of_router(router: str, token_file: Path | None) -> list[str]:
-    """Have all instances of a router clear their caches; a sentence on each that did not. Errors: as ``ask_router``."""
+    """Make all instances of a router clear their caches.
+
+    Returns a sentence for each failure. Errors are those of ``ask_router``.
+    """
     headers = _authorise(token_file)
-    answer, told = _request(router, "router", "POST", "/admin/clear_prefix_cache", headers=headers)
-    outcomes = told.get("instances") if isinstance(told, dict) else None
+    answer, content = _request(router, "router", "POST", "/admin/clear_prefix_cache", headers=headers)
+    outcomes = content.get("instances") if isinstance(content, dict) else None
     if not isinstance(outcomes, dict):
         raise PoolUnavailable(f"the router at {router} cleared no caches: it answered {answer.status_code}")
     return [f"{each} did not clear its cache: {why}" for each, why in outcomes.items() if why != "success"]
 
 
 def find_pool_url(address: str) -> str:
-    """The pool that an instance uses, as a URL; errors are those of ``read_instance``."""
+    """Return the URL of the pool that an instance uses; errors are those of ``read_instance``."""
     pool = _ask(address, "instance", "GET", "/kvcache").get("pool")
     url = pool.get("url") if isinstance(pool, dict) else None
     if not isinstance(url, str) or not url:
@@ -137,29 +140,29 @@ def find_pool_url(address: str) -> str:
 
 
 def ask_instance_for_request(address: str, request_id: str) -> Verdict:
-    """Why a request that the instance has answered was a miss; errors are those of ``read_instance``."""
+    """Ask why a request that the instance has answered was a miss; errors are those of ``read_instance``."""
     return _read_verdict(address, _ask(address, "instance", "GET", f"/kvcache/why_miss/{quote(request_id, safe='')}"))
 
 
 def ask_instance_for_prompt(address: str, body: Mapping[str, Any]) -> Verdict:
-    """Why a prompt would be a miss at the instance now; errors are those of ``read_instance``.
+    """Ask why a prompt would be a miss at the instance now; errors are those of ``read_instance``.
 
     Args:
-        body: as ``POST /kvcache/why_miss`` takes it.
+        body: request body of ``POST /kvcache/why_miss``.
     """
     return _read_verdict(address, _ask(address, "instance", "POST", "/kvcache/why_miss", body=body))
 
 
 def ask_router(address: str, request_id: str, token_file: Path | None) -> Verdict:
-    """Why a request was a miss, told by the router and the instances that it asks.
+    """Ask a router why a request was a miss; the router asks its instances.
 
     Raises:
-        ConfigError: ``address`` is none, or the token's file cannot be read.
-        PoolUnavailable: nobody answers there, or not a router that knows this.
+        ConfigError: ``address`` is not an address, or the token's file cannot be read.
+        PoolUnavailable: no server answers there, or it is not a router with this feature.
     """
     path = f"/admin/why_miss/{quote(request_id, safe='')}"
-    told = _ask(address, "router", "GET", path, headers=_authorise(token_file))
-    return _read_verdict(address, {**told, "sentence": told.get("why_miss")})
+    content = _ask(address, "router", "GET", path, headers=_authorise(token_file))
+    return _read_verdict(address, {**content, "sentence": content.get("why_miss")})
 
 
 def _authorise(token_file: Path | None) -> dict[str, str]:
@@ -169,16 +172,16 @@ def _authorise(token_file: Path | None) -> dict[str, str]:
 def _ask(
     address: str, kind: str, method: str, path: str, *, body: object = None, headers: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    answer, told = _request(address, kind, method, path, body=body, headers=headers)
-    if answer.status_code == httpx.codes.OK and isinstance(told, dict):
-        return told
-    raise PoolUnavailable(f"the {kind} at {address} {_explain_refusal(answer, told)}")
+    answer, content = _request(address, kind, method, path, body=body, headers=headers)
+    if answer.status_code == httpx.codes.OK and isinstance(content, dict):
+        return content
+    raise PoolUnavailable(f"the {kind} at {address} {_explain_refusal(answer, content)}")
 
 
 def _request(
     address: str, kind: str, method: str, path: str, *, body: object = None, headers: Mapping[str, str] | None = None
 ) -> tuple[httpx.Response, object]:
-    """The answer, and what it tells as JSON; None where that is none."""
+    """Return the response and its JSON content; None for content that is not JSON."""
     if not is_address(address):
         raise ConfigError(f"--{kind} is {address!r}; it must be HOST:PORT, or http://HOST:PORT")
     url = address.rstrip("/") if "://" in address else f"http://{address.rstrip('/')}"
@@ -186,24 +189,24 @@ def _request(
         answer = httpx.request(
             method, f"{url}{path}", json=body, headers=headers, timeout=_TIMEOUT_SECONDS, trust_env=False
         )
-        told = answer.json() if answer.content else None
+        content = answer.json() if answer.content else None
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
         raise PoolUnavailable(f"no {kind} answers at {address}: {str(exc) or type(exc).__name__}") from None
     except ValueError:
-        told = None
-    return answer, told
+        content = None
+    return answer, content
 
 
-def _explain_refusal(answer: httpx.Response, told: object) -> str:
-    error = told.get("error") if isinstance(told, dict) else None
+def _explain_refusal(answer: httpx.Response, content: object) -> str:
+    error = content.get("error") if isinstance(content, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     if isinstance(message, str) and message.isprintable() and "no path" not in message:
         return f"answered {answer.status_code}: {message[:300]}"
     return f"answered {answer.status_code}, and knows nothing of misses: it is other software, or an older version"
 
 
-def _read_verdict(address: str, told: Mapping[str, Any]) -> Verdict:
-    reason, sentence, details = told.get("reason"), told.get("sentence"), told.get("details")
+def _read_verdict(address: str, content: Mapping[str, Any]) -> Verdict:
+    reason, sentence, details = content.get("reason"), content.get("sentence"), content.get("details")
     if reason not in REASONS or not isinstance(sentence, str) or not isinstance(details, dict):
         raise PoolUnavailable(f"what answers at {address} says nothing that is known here: another version?")
     plain = "".join(each if each.isprintable() else "?" for each in sentence)
@@ -211,7 +214,7 @@ def _read_verdict(address: str, told: Mapping[str, Any]) -> Verdict:
 
 
 def _read_token(path: Path) -> str:
-    """The only word of the file, beside comments."""
+    """Return the only word of the file, apart from comments."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as exc:

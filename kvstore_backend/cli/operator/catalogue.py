@@ -20,7 +20,7 @@ from kvstore_backend.stores.holdings import Holdings
 
 __all__ = ["Catalogue", "NamespaceEntry", "find_manifests", "read_catalogue"]
 
-# Blocks of a namespace are of one size, so that some tell it of all.
+# Blocks of a namespace have one size, so a few are enough to estimate the total.
 _SAMPLE = 8
 
 
@@ -30,8 +30,8 @@ class NamespaceEntry:
 
     Attributes:
         digest: its name.
-        keys: of its blocks.
-        manifest: left by its instances; None: they left none, or it was evicted.
+        keys: keys of its blocks.
+        manifest: the manifest that its instances wrote; None if they wrote none, or it was evicted.
     """
 
     digest: str
@@ -39,7 +39,7 @@ class NamespaceEntry:
     manifest: Manifest | None = None
 
     def measure(self, holdings: Holdings) -> int | None:
-        """The bytes of its blocks, headers included, told by some of them; None: they are gone meanwhile."""
+        """Estimate the bytes of its blocks, headers included, from a sample; None if the sampled blocks have gone."""
         found = [size for size in holdings.find_sizes(self.keys[:_SAMPLE]) if size is not None]
         if not self.keys:
             return 0
@@ -48,11 +48,11 @@ class NamespaceEntry:
 
 @dataclass
 class Catalogue:
-    """The keys of a pool, sorted.
+    """Keys of a pool, sorted.
 
     Attributes:
-        namespaces: by their digests; also those of which only the manifest is there.
-        others: how many keys are not of this software.
+        namespaces: namespaces by digest; also namespaces of which the pool has only the manifest.
+        others: number of keys that other software wrote.
     """
 
     namespaces: dict[str, NamespaceEntry]
@@ -60,10 +60,10 @@ class Catalogue:
 
 
 def read_catalogue(holdings: Holdings) -> Catalogue:
-    """All that the pool holds.
+    """List everything that the pool holds.
 
     Raises:
-        PoolUnavailable: it does not tell its keys.
+        PoolUnavailable: the pool cannot list its keys.
     """
     namespaces: dict[str, NamespaceEntry] = {}
     described: list[str] = []
@@ -88,7 +88,7 @@ def read_catalogue(holdings: Holdings) -> Catalogue:
 
 
 def find_manifests(holdings: Holdings, digests: Sequence[str]) -> dict[str, Manifest]:
-    """The manifests of these namespaces, as far as the pool has them and they are true."""
+    """Return the manifests of these namespaces that the pool has and that match their digests."""
     if not digests:
         return {}
     found = {}

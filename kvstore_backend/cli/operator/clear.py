@@ -27,9 +27,9 @@ from kvstore_backend.stores.holdings import Holdings
 
 __all__ = ["add_arguments", "run"]
 
-# Longer than instances take to find a mark (``refill.py``) and to write what was on its way.
+# Longer than instances take to find a mark (``refill.py``) and to write queued blocks.
 _SETTLE_SECONDS = 6.0
-# The most that a Mooncake master grants by default.
+# The longest pin that a Mooncake master grants by default.
 _MARK_KEPT_SECONDS = 86400.0
 _MAX_TRIES = 3
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--all", action="store_true", help="remove all namespaces (of the tenant); keys of other software stay")
     add("--dry-run", action="store_true", help="only say what would be removed")
-    add("--yes", action="store_true", help="do not ask on a terminal; without a terminal nobody is asked")
+    add("--yes", action="store_true", help="do not ask on a terminal; without a terminal there is no question")
     add(
         "--instances",
         nargs="+",
@@ -53,18 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--token-file", type=Path, metavar="FILE", help="with the router's admin token, if it has one")
     add("--caches", action="store_true", help="clear those instances' own caches, too, whole")
     parser.epilog = (
-        "A prefix's blocks are those of everybody whose prompts begin alike. The command takes six seconds longer than "
+        "A prefix's blocks belong to all prompts that begin with it. The command takes six seconds longer than "
         "removing does: then it removes what was on its way into the pool. Instances save nothing again that they had "
         "cached, and go on answering from their caches; --caches with --instances or --router clears those."
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Remove the blocks that are named, and print how many these were.
+    """Remove the named blocks, and print how many were removed.
 
     Raises:
-        ConfigError: the arguments do not tell which.
-        PoolUnavailable: the pool cannot be reached, or did not do all of it; or an instance or router did not.
+        ConfigError: the arguments do not name blocks.
+        PoolUnavailable: the pool cannot be reached, or the pool, an instance or a router did not do all of it.
     """
     if arguments.caches and not (arguments.instances or arguments.router):
         raise ConfigError("--caches clears the caches of instances: name them with --instances or --router")
@@ -100,7 +100,7 @@ def _is_terminal() -> bool:
 
 
 def _is_confirmed(counts: dict[str, int]) -> bool:
-    """Whether the operator says yes."""
+    """Ask the operator for confirmation; return whether the answer is yes."""
     for digest, count in counts.items():
         print(f"{count} blocks of namespace {digest}")
     if not counts:
@@ -120,7 +120,7 @@ def _find_scopes(arguments: argparse.Namespace, holdings: Holdings) -> list[Scop
 
 
 def _mark_clear(holdings: Holdings, digests: Sequence[str]) -> bool:
-    """Tell the instances, before anything is removed; whether the pool took all marks."""
+    """Write the marks for the instances, before anything is removed; return whether the pool took all marks."""
     are_written = [_write_mark(holdings, mark_key(digest)) for digest in digests]
     return all(are_written)
 
@@ -154,10 +154,10 @@ def _count_blocks(scope: Scope, holdings: Holdings) -> int:
 
 
 def _clear_scope(scope: Scope, holdings: Holdings) -> int:
-    """Remove the blocks; how many there were.
+    """Remove the blocks; return how many there were.
 
     Raises:
-        PoolUnavailable: some of them are still there, or may be.
+        PoolUnavailable: some of them are still in the pool, or may be.
     """
     if scope.keys is None:
         return holdings.remove_prefix(key_prefix(scope.digest))
@@ -169,13 +169,13 @@ def _clear_scope(scope: Scope, holdings: Holdings) -> int:
 
 
 def _find_instances(arguments: argparse.Namespace) -> list[str]:
-    """The instances that the arguments name, and those of the router."""
+    """Return the instances that the arguments name, and those of the router."""
     listed = list_instances(arguments.router, arguments.token_file) if arguments.router else []
     return list(dict.fromkeys([*arguments.instances, *listed]))
 
 
 def _clear_caches(arguments: argparse.Namespace) -> list[str]:
-    """Clear the instances' own caches; a sentence on each that did not."""
+    """Clear the instances' own caches; return a sentence for each failure."""
     troubles = []
     if arguments.router:
         troubles += clear_caches_of_router(arguments.router, arguments.token_file)
@@ -188,14 +188,14 @@ def _clear_caches(arguments: argparse.Namespace) -> list[str]:
 
 
 def _may_hold(state: CacheState, scopes: Sequence[Scope], arguments: argparse.Namespace) -> bool:
-    """Whether the instance may have what was removed."""
+    """Return whether the instance may have removed blocks in its cache."""
     return arguments.all or state.digest in ("", *(scope.digest for scope in scopes))
 
 
 def _report(arguments: argparse.Namespace, removed: dict[str, int], late: int, states: Sequence[CacheState]) -> None:
     if arguments.json:
-        told: dict[str, Any] = {each.address: each.num_blocks for each in states}
-        print_json({"dry_run": arguments.dry_run, "removed": removed, "removed_late": late, "cached_blocks": told})
+        cached: dict[str, Any] = {each.address: each.num_blocks for each in states}
+        print_json({"dry_run": arguments.dry_run, "removed": removed, "removed_late": late, "cached_blocks": cached})
         return
     verb = "would be removed" if arguments.dry_run else "removed"
     for digest, count in removed.items():

@@ -1,4 +1,4 @@
-"""Command: one command of ``kvstore``, as the list of commands has it."""
+"""Command: one entry of the list of commands of ``kvstore``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Command"]
 
 @dataclass(frozen=True)
 class Command:
-    """A command.
+    """Command of ``kvstore``.
 
     Attributes:
         summary: one sentence, for the list of commands.
         add_arguments: declares its arguments.
-        run: carries it out; returns the exit status, or raises ``KVStoreError`` with one sentence.
+        run: runs the command; returns the exit status, or raises ``KVStoreError`` with one sentence.
     """
 
     summary: str
@@ -26,5 +26,5 @@ class Command:
 
     @classmethod
     def of_module(cls, module: ModuleType) -> Command:
-        """The command of a module that has its two functions and, as the first line of its docstring, the summary."""
+        """Return the command of a module that has both functions and, as first line of its docstring, the summary."""
         return cls((module.__doc__ or "").splitlines()[0], module.add_arguments, module.run)

@@ -52,7 +52,7 @@ def export_blocks(arguments: argparse.Namespace) -> int:
     """Copy the blocks that the arguments name.
 
     Raises:
-        ConfigError: the arguments do not tell which, or the folder cannot be used for it.
+        ConfigError: the arguments do not name blocks, or the folder cannot be used.
         PoolUnavailable: the pool or the folder cannot be reached, or not all blocks arrived.
     """
     with open_holdings(arguments) as holdings:
@@ -82,7 +82,10 @@ def export_blocks(arguments: argparse.Namespace) -> int:
 
 
 def _export_values(holdings: Holdings, keys: list[str], sizes: list[int], writer: ArchiveWriter) -> Counter[str]:
-    """Write the values to the folder; how many ``blocks`` and ``bytes`` came, were ``gone`` or ``damaged``."""
+    """Write the values to the folder.
+
+    Returns the number of ``blocks`` and ``bytes`` that arrived, and of blocks ``gone`` or ``damaged``.
+    """
     counts = Counter(blocks=0, bytes=0, gone=0, damaged=0)
     with show_progress("export", sum(sizes)) as tell:
         for batch in read_batches(holdings, keys, sizes):
@@ -98,7 +101,7 @@ def import_blocks(arguments: argparse.Namespace) -> int:
     """Store a folder's blocks.
 
     Raises:
-        ConfigError: the folder is no whole export, or another's namespace.
+        ConfigError: the folder is not a complete export, or has another namespace.
         PoolUnavailable: the pool cannot be reached, or not all blocks could be stored.
     """
     archive = ArchiveReader(arguments.folder)
@@ -137,7 +140,7 @@ def _print_import(arguments: argparse.Namespace, archive: ArchiveReader, counts:
 def _import_part(
     archive: ArchiveReader, blocks: list[ArchivedBlock], holdings: Holdings, *, is_dry: bool
 ) -> dict[str, int]:
-    """Store some blocks; how many were ``stored``, ``present``, ``damaged`` and ``refused``."""
+    """Store some blocks; return how many were ``stored``, ``present``, ``damaged`` and ``refused``."""
     read = list(_read_sound(archive, blocks))
     there = holdings.find_sizes([key for key, _ in read])
     missing = [pair for pair, size in zip(read, there, strict=True) if size is None]

@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print it.
+    """Print the namespaces, or the blocks of the prefix.
 
     Raises:
-        ConfigError: the arguments do not tell which.
+        ConfigError: the arguments do not name blocks.
         PoolUnavailable: the pool cannot be reached, or did not do all of it.
     """
     with open_holdings(arguments) as holdings:
@@ -58,7 +58,7 @@ def _print_namespaces(figures: dict[str, Any], *, in_full: bool) -> None:
     if others:
         print(f"{others} keys of other software")
     if kept:
-        print(f"{kept} keys are kept from eviction")
+        print(f"{kept} keys are protected from eviction")
 
 
 def _describe_entry(entry: NamespaceEntry, holdings: Holdings) -> dict[str, Any]:
@@ -73,22 +73,22 @@ def _describe_entry(entry: NamespaceEntry, holdings: Holdings) -> dict[str, Any]
     }
 
 
-def _row_of(told: dict[str, Any]) -> tuple[object, ...]:
-    size = "?" if told["bytes"] is None else format_bytes(told["bytes"])
-    tokens = "?" if told["tokens"] is None else told["tokens"]
-    if told["manifest"] is None:
-        return told["namespace"], told["blocks"], size, tokens, "?", "?", "?"
-    fields, facts = told["manifest"]["fields"], told["manifest"]["facts"]
+def _row_of(row: dict[str, Any]) -> tuple[object, ...]:
+    size = "?" if row["bytes"] is None else format_bytes(row["bytes"])
+    tokens = "?" if row["tokens"] is None else row["tokens"]
+    if row["manifest"] is None:
+        return row["namespace"], row["blocks"], size, tokens, "?", "?", "?"
+    fields, facts = row["manifest"]["fields"], row["manifest"]["facts"]
     rank = f"{fields.get('tp_rank', 0)}/{fields.get('tp_size', 1)}"
-    return told["namespace"], told["blocks"], size, tokens, facts.get("name", "?"), fields.get("kv_dtype", "?"), rank
+    return row["namespace"], row["blocks"], size, tokens, facts.get("name", "?"), fields.get("kv_dtype", "?"), rank
 
 
-def _print_manifest(told: dict[str, Any]) -> None:
-    if told["manifest"] is None:
-        print(f"\n{told['namespace']} has no manifest in the pool")
+def _print_manifest(row: dict[str, Any]) -> None:
+    if row["manifest"] is None:
+        print(f"\n{row['namespace']} has no manifest in the pool")
         return
-    print(f"\n{told['namespace']}, first written {told['manifest']['written_at'] or '(unknown)'}")
-    for name, value in {**told["manifest"]["facts"], **told["manifest"]["fields"]}.items():
+    print(f"\n{row['namespace']}, first written {row['manifest']['written_at'] or '(unknown)'}")
+    for name, value in {**row["manifest"]["facts"], **row["manifest"]["fields"]}.items():
         print(f"  {name}: {value}")
 
 

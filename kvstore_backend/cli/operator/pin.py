@@ -1,7 +1,7 @@
-"""Keep blocks from eviction for a time, or no longer: ``kvstore pin`` and ``kvstore unpin``.
+"""Pin blocks, which protects them from eviction for a time, or unpin them: ``kvstore pin`` and ``kvstore unpin``.
 
-Mooncake sets a pin when it writes, so both read the stored bytes and write them again, in place. A block is not found
-for the moment that its write takes.
+Mooncake sets a pin when it writes, so both commands read the stored bytes and write them again in place. A block is not
+found during its write.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore pin``."""
     add_pool_arguments(parser)
-    add_scope_arguments(parser, verb="keep")
+    add_scope_arguments(parser, verb="pin")
     parser.add_argument(
         "--for",
         dest="seconds",
@@ -46,31 +46,31 @@ def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
 def add_unpin_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore unpin``."""
     add_pool_arguments(parser)
-    add_scope_arguments(parser, verb="no longer keep")
+    add_scope_arguments(parser, verb="unpin")
     _add_dry_run(parser)
 
 
 def _add_dry_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="only say how many blocks are meant")
+    parser.add_argument("--dry-run", action="store_true", help="only say how many blocks the arguments name")
 
 
 def pin(arguments: argparse.Namespace) -> int:
-    """Keep the blocks that the arguments name.
+    """Pin the blocks that the arguments name.
 
     Raises:
-        ConfigError: the arguments do not tell which, or the pool keeps nothing.
+        ConfigError: the arguments do not name blocks, or the pool has no pins.
         PoolUnavailable: the pool cannot be reached, or did not do all of it.
     """
-    return _change_pins(arguments, arguments.seconds, "kept")
+    return _change_pins(arguments, arguments.seconds, "pinned")
 
 
 def unpin(arguments: argparse.Namespace) -> int:
-    """Keep the blocks that the arguments name no longer; errors are those of ``pin``."""
-    return _change_pins(arguments, 0.0, "kept no longer")
+    """Unpin the blocks that the arguments name; errors are those of ``pin``."""
+    return _change_pins(arguments, 0.0, "unpinned")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of ``90s``, ``30m``, ``1h``, ``1d``; a number alone is of seconds."""
+    """Parse ``90s``, ``30m``, ``1h``, ``1d`` to seconds; a number without a unit means seconds."""
     match = _DURATION.fullmatch(text)
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 30m, 1h or 1d")
@@ -80,19 +80,19 @@ def parse_duration(text: str) -> float:
 def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> int:
     with open_holdings(arguments) as holdings:
         if not holdings.can_keep:
-            raise ConfigError("a folder evicts what was used least recently and keeps nothing else: only Mooncake pins")
-        told = {}
+            raise ConfigError("a folder evicts what was used least recently and pins nothing: only Mooncake pins")
+        results = {}
         for scope in find_scope(arguments, holdings):
-            told[scope.digest] = _change_scope(scope, holdings, seconds, is_dry=arguments.dry_run)
+            results[scope.digest] = _change_scope(scope, holdings, seconds, is_dry=arguments.dry_run)
     if arguments.json:
-        print_json({"dry_run": arguments.dry_run, "seconds": seconds, "namespaces": told})
+        print_json({"dry_run": arguments.dry_run, "seconds": seconds, "namespaces": results})
     else:
-        for digest, counts in told.items():
+        for digest, counts in results.items():
             would = "would be " if arguments.dry_run else ""
             print(f"{counts['done']} blocks of namespace {digest} {would}{verb}{_tell_rest(counts)}")
-    if seconds and not any(counts["done"] or counts["failed"] for counts in told.values()):
-        raise PoolUnavailable("the pool has none of these blocks whole, so nothing is kept")
-    if any(counts["failed"] for counts in told.values()):
+    if seconds and not any(counts["done"] or counts["failed"] for counts in results.values()):
+        raise PoolUnavailable("the pool has none of these blocks whole, so nothing is pinned")
+    if any(counts["failed"] for counts in results.values()):
         raise PoolUnavailable(
             "the pool did not take all of them: some were being read or written, or --for is more than the master "
             "allows (--max_kv_soft_pin_ttl); try again"
@@ -101,7 +101,7 @@ def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> in
 
 
 def _change_scope(scope: Scope, holdings: Holdings, seconds: float, *, is_dry: bool) -> dict[str, int]:
-    """How many blocks are ``done``, ``absent``, ``damaged`` and ``failed``."""
+    """Change the pins of the blocks; count those ``done``, ``absent``, ``damaged`` and ``failed``."""
     keys, sizes = find_present(scope, holdings)
     counts = Counter(done=0, absent=len(scope.keys) - len(keys) if scope.keys else 0, damaged=0, failed=0)
     if is_dry:
@@ -117,5 +117,5 @@ def _change_scope(scope: Scope, holdings: Holdings, seconds: float, *, is_dry: b
 
 def _tell_rest(counts: dict[str, int]) -> str:
     rest = {"absent": "not in the pool", "damaged": "damaged, so left alone", "failed": "not taken by the pool"}
-    told = [f"{counts[name]} {text}" for name, text in rest.items() if counts[name]]
-    return f" ({', '.join(told)})" if told else ""
+    parts = [f"{counts[name]} {text}" for name, text in rest.items() if counts[name]]
+    return f" ({', '.join(parts)})" if parts else ""

@@ -1,4 +1,4 @@
-"""The pool that an operator's command is about: its arguments, and its holdings opened."""
+"""Pool of an operator's command: its arguments, and its opened holdings."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = ["add_pool_arguments", "find_pool", "find_tenant", "open_holdings", "r
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare which pool, whose blocks in it, and how it is told."""
+    """Declare the arguments that select the pool, the tenant and the output format."""
     parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
-    parser.add_argument("--tenant", metavar="NAME", help="whose blocks, where the master keeps tenants apart")
+    parser.add_argument("--tenant", metavar="NAME", help="the owner of the blocks, where the master separates tenants")
     parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
 
 
 def read_pool_config(arguments: argparse.Namespace) -> PoolConfig:
-    """The configuration that the arguments name, of the tenant that they name.
+    """Read the configuration that the arguments name, for the tenant that they name.
 
     Raises:
-        ConfigError: it cannot be used, says that there is no pool, or knows no tenants.
+        ConfigError: the configuration cannot be used, has no pool, or its store has no tenants.
     """
     config = find_pool(arguments.config, getattr(arguments, "instances", []))
     if arguments.tenant is None:
@@ -52,11 +52,11 @@ def read_pool_config(arguments: argparse.Namespace) -> PoolConfig:
 
 
 def find_pool(source: str | None, instances: Sequence[str]) -> PoolConfig:
-    """The pool that ``source`` or the environment names; where neither does, that of the first instance.
+    """Read the pool that ``source`` or the environment names; without both, the pool of the first instance.
 
     Raises:
-        ConfigError: it cannot be used, or says that there is no pool.
-        PoolUnavailable: the instance does not say which.
+        ConfigError: the configuration cannot be used, or has no pool.
+        PoolUnavailable: the instance does not report its pool.
     """
     if source is None and instances and not names_pool():
         source = find_pool_url(instances[0])
@@ -67,18 +67,18 @@ def find_pool(source: str | None, instances: Sequence[str]) -> PoolConfig:
 
 
 def find_tenant(arguments: argparse.Namespace) -> str:
-    """Whose blocks the arguments name; errors are those of ``read_pool_config``."""
+    """Return the tenant that the arguments name; errors are those of ``read_pool_config``."""
     store = read_pool_config(arguments).store
     return store.tenant_id if isinstance(store, MooncakeSettings) else DEFAULT_TENANT
 
 
 @contextlib.contextmanager
 def open_holdings(arguments: argparse.Namespace) -> Iterator[Holdings]:
-    """The holdings of the pool, which is left at the end of the block.
+    """Open the holdings of the pool, and close them at the end of the block.
 
     Raises:
-        ConfigError: as ``read_pool_config``; or nobody but the pool's own process could tell.
-        PoolUnavailable: nobody answers, or it is not a pool.
+        ConfigError: as ``read_pool_config``; or only the pool's own process can list it.
+        PoolUnavailable: no server answers, or it is not a pool.
     """
     with _silence_log(), contextlib.closing(_find_holdings(arguments)) as holdings:
         yield holdings
@@ -86,7 +86,7 @@ def open_holdings(arguments: argparse.Namespace) -> Iterator[Holdings]:
 
 @contextlib.contextmanager
 def _silence_log() -> Iterator[None]:
-    """No log of this package, for the time being: the commands' sentences tell all of it that matters."""
+    """Silence the log of this package during the block; the commands' messages contain everything that matters."""
     logger = logging.getLogger("kvstore_backend")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -104,4 +104,4 @@ def _find_holdings(arguments: argparse.Namespace) -> Holdings:
         case FileSettings() as store:
             return FolderHoldings(store)
         case MemorySettings():
-            raise ConfigError("memory is each process's own: only that process can tell what it holds")
+            raise ConfigError("memory is each process's own: only that process can list what it holds")

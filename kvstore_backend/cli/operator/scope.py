@@ -1,7 +1,7 @@
-"""The blocks that an operator's command names: whole namespaces, or the chain of blocks of a prefix.
+"""Blocks that an operator's command names: whole namespaces, or the chain of blocks of a prefix.
 
-A block is named by all tokens up to its end, so a prefix names the chain of its full blocks and nothing behind them:
-which prompts go on from there cannot be told from keys. Blocks that are not named here are not touched.
+A block's name is a hash of all tokens up to its end, so a prefix names the chain of its full blocks and no later
+blocks: keys do not show which prompts continue from there. Blocks that are not named here are not touched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Scope", "add_scope_arguments", "find_scope", "names_prefix", "open_t
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SHORT_DIGEST = re.compile(r"[0-9a-f]{8,31}")
 _OWN_HASHES = "kvstore"
-"""Manifests say so where blocks are named as ``block_hash.py`` does it."""
+"""Value in manifests of namespaces whose blocks are named as in ``block_hash.py``."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Scope:
 
     Attributes:
         digest: the namespace.
-        keys: of the blocks of a prefix, in their order; None: all of the namespace.
-        num_tokens: that those keys stand for.
-        manifest: the namespace's, where the pool has it.
+        keys: keys of the blocks of a prefix, in order; None: all blocks of the namespace.
+        num_tokens: number of tokens in the blocks of those keys.
+        manifest: the manifest of the namespace, if the pool has it.
     """
 
     digest: str
@@ -46,10 +46,12 @@ class Scope:
     manifest: Manifest | None = None
 
     def name_keys(self, holdings: Holdings) -> list[str]:
-        """The keys that it names, whether or not the pool has them; all of the namespace as the pool lists them.
+        """Return the keys in this scope, whether or not the pool has them.
+
+        For a whole namespace, these are the keys that the pool lists.
 
         Raises:
-            PoolUnavailable: the pool does not tell its keys.
+            PoolUnavailable: the pool cannot list its keys.
         """
         if self.keys is not None:
             return list(self.keys)
@@ -57,7 +59,7 @@ class Scope:
 
 
 def add_scope_arguments(parser: argparse.ArgumentParser, *, verb: str) -> None:
-    """Declare which blocks; ``verb`` is done to them."""
+    """Declare the arguments that name blocks; ``verb`` is what the command does with them."""
     add = parser.add_argument
     add(
         "--namespace",
@@ -72,23 +74,23 @@ def add_scope_arguments(parser: argparse.ArgumentParser, *, verb: str) -> None:
         "--tokens", metavar="IDS", help=f"{verb} the full blocks of these token ids: 1,2,3, or @FILE that has them"
     )
     add("--model", metavar="FOLDER", type=Path, help="the checkpoint whose tokenizer the text is for")
-    add("--salt", default="", help="the cache_salt of the requests whose blocks are meant")
+    add("--salt", default="", help="the cache_salt of the requests with these blocks")
     add("--block-size", type=int, metavar="N", help="tokens in a block, where no manifest in the pool says so")
 
 
 def names_prefix(arguments: argparse.Namespace) -> bool:
-    """Whether a prefix is named, not whole namespaces."""
+    """Return whether the arguments name a prefix, not whole namespaces."""
     return any(given is not None for given in (arguments.prefix, arguments.prefix_file, arguments.tokens))
 
 
 def find_scope(arguments: argparse.Namespace, holdings: Holdings) -> list[Scope]:
-    """The blocks that the arguments name, namespace by namespace.
+    """Return the blocks that the arguments name, namespace by namespace.
 
-    A prefix without a namespace is one of the only namespace that the pool has.
+    A prefix without a namespace belongs to the pool's only namespace.
 
     Raises:
-        ConfigError: nothing is named, or not so that one could tell which.
-        PoolUnavailable: the pool does not tell its keys, and they are needed.
+        ConfigError: the arguments name nothing, or are ambiguous.
+        PoolUnavailable: the keys of the pool are needed, and it cannot list them.
     """
     tokens = _read_tokens(arguments) if names_prefix(arguments) else None
     digests = _find_digests(arguments.namespace or [], holdings, is_needed=tokens is not None)
@@ -104,7 +106,7 @@ def find_scope(arguments: argparse.Namespace, holdings: Holdings) -> list[Scope]
 
 
 def _find_digests(named: Sequence[str], holdings: Holdings, *, is_needed: bool) -> list[str]:
-    """The digests that are named, each once; where none ``is_needed`` but named, that of the only namespace."""
+    """Return the named digests, each once; if none is named but one ``is_needed``, that of the only namespace."""
     if all(_DIGEST.fullmatch(name) for name in named) and (named or not is_needed):
         return list(dict.fromkeys(named))
     catalogue = read_catalogue(holdings)
@@ -135,7 +137,7 @@ def _tell_namespaces(catalogue: Catalogue) -> str:
 
 def _refuse_empty(catalogue: Catalogue) -> list[str]:
     others = f" but {catalogue.others} keys of other software" if catalogue.others else ""
-    raise ConfigError(f"the pool has no namespace{others}, so none can be meant: say with --namespace which one is")
+    raise ConfigError(f"the pool has no namespace{others}, so none can be selected: name one with --namespace")
 
 
 def _scope_of_prefix(
@@ -143,14 +145,14 @@ def _scope_of_prefix(
 ) -> Scope:
     namer = manifest.facts.get("block_hashes", _OWN_HASHES) if manifest else _OWN_HASHES
     if namer != _OWN_HASHES:
-        raise ConfigError(f"the blocks of namespace {digest} are named by {namer}, so those of a prefix cannot be told")
+        raise ConfigError(f"the blocks of namespace {digest} are named by {namer}, so a prefix's cannot be computed")
     size = block_size or (manifest.block_size if manifest else 0)
     if size <= 0:
         raise ConfigError(f"the pool has no manifest of namespace {digest}: say --block-size, as its instances have it")
     try:
         hashes = extend_block_hashes([], tokens, size, root_hash(salt))
     except ValueError as exc:
-        raise ConfigError(f"--tokens cannot be meant so: {exc}") from None
+        raise ConfigError(f"--tokens cannot be used: {exc}") from None
     if not hashes:
         raise ConfigError(f"the prefix has {len(tokens)} tokens, less than one block of {size}: no block has it")
     keys = [f"{key_prefix(digest)}{each.hex()}" for each in hashes]
@@ -158,7 +160,7 @@ def _scope_of_prefix(
 
 
 def _read_tokens(arguments: argparse.Namespace) -> list[int]:
-    """The token ids of the prefix."""
+    """Return the token ids of the prefix."""
     if arguments.tokens is not None:
         return _parse_tokens(arguments.tokens)
     text = arguments.prefix if arguments.prefix is not None else _read_text(arguments.prefix_file, "--prefix-file")
@@ -184,22 +186,22 @@ def _read_text(path: Path, flag: str) -> str:
 
 
 def _encode_text(text: str, model: Path) -> list[int]:
-    """The tokens of a prompt of this text, as ``/v1/completions`` makes them."""
+    """Return the tokens of a prompt of this text, as ``/v1/completions`` makes them."""
     ids: list[int] = open_tokenizer(model).encode(text).ids
     return ids
 
 
 def open_tokenizer(model: Path) -> Any:
-    """The ``tokenizers.Tokenizer`` of the checkpoint in a folder.
+    """Open the ``tokenizers.Tokenizer`` of the checkpoint in a folder.
 
     Raises:
-        ConfigError: the folder has none that can be read, or the library is not installed.
+        ConfigError: the folder has no tokenizer that can be read, or the library is not installed.
     """
     file = model / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"--model {model} has no tokenizer.json; give the folder of the checkpoint, or --tokens")
     try:
-        tokenizers = importlib.import_module("tokenizers")  # a router's machine needs none
+        tokenizers = importlib.import_module("tokenizers")  # imported here, because a router's machine does not need it
     except ImportError:
         raise ConfigError("the tokenizers library is not installed: pip install tokenizers, or give --tokens") from None
     try:

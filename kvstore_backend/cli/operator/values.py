@@ -19,10 +19,10 @@ class Batch(NamedTuple):
     """Some blocks.
 
     Attributes:
-        keys: of those that arrived whole.
-        values: theirs, headers included.
-        gone: how many were evicted meanwhile, or did not arrive.
-        damaged: how many do not verify.
+        keys: keys of the blocks that arrived undamaged.
+        values: their values, headers included.
+        gone: number of blocks that were evicted meanwhile, or did not arrive.
+        damaged: number of blocks that failed the check.
     """
 
     keys: list[str]
@@ -32,10 +32,10 @@ class Batch(NamedTuple):
 
 
 def find_present(scope: Scope, holdings: Holdings) -> tuple[list[str], list[int]]:
-    """The keys of a scope that the pool has, and the bytes of each value.
+    """Return the keys of a scope that the pool has, and the bytes of each value.
 
     Raises:
-        PoolUnavailable: the pool cannot be asked.
+        PoolUnavailable: the pool does not answer.
     """
     keys = scope.name_keys(holdings)
     found = [(key, size) for key, size in zip(keys, holdings.find_sizes(keys), strict=True) if size is not None]
@@ -43,7 +43,7 @@ def find_present(scope: Scope, holdings: Holdings) -> tuple[list[str], list[int]
 
 
 def read_batches(holdings: Holdings, keys: Sequence[str], sizes: Sequence[int]) -> Iterator[Batch]:
-    """Read blocks, some at a time."""
+    """Read blocks, a batch at a time."""
     for part in split_by_size(sizes, _BATCH_BYTES):
         yield _read_batch(holdings, keys[part], sizes[part])
 

@@ -1,7 +1,7 @@
-"""Send a file of prompts through an instance or a router, so that their blocks are in the pool before they are asked.
+"""Send a file of prompts to an instance or a router, to store their blocks before requests need them.
 
-Each is asked for one token, and at the lowest priority that a router knows. Those that were warmed are noted beside the
-file, so that a run that was cut short goes on where it ended.
+Each prompt requests one token, with the lowest priority that a router knows. A file next to the file of prompts lists
+those that were warmed, so that an interrupted run can continue later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["add_arguments", "run"]
 
 _PRIORITY = "-10"
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Instead of what the line says: one token, at once, and nothing that only a longer answer has.
+# These replace the fields of the line: one token, not streamed, without features that only longer answers have.
 _FOR_ONE_TOKEN = {"max_tokens": 1, "stream": False, "n": 1}
 _DROPPED = ("max_completion_tokens", "min_tokens", "stream_options", "best_of")
 _MAX_FAILURES_IN_A_ROW = 5
@@ -36,7 +36,7 @@ _MAX_FAILURES_IN_A_ROW = 5
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A line of the file, and the request that it becomes."""
+    """Line of the file, and the request that is made from it."""
 
     line: int
     path: str
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--again", action="store_true", help="also those that an earlier run has warmed")
     add("--dry-run", action="store_true", help="check the file, and only say how many would be sent")
     add("--json", action="store_true", help="one JSON document instead of lines")
-    parser.epilog = "What was warmed is noted in FILE.warmed; the priority that is asked for is the lowest, -10."
+    parser.epilog = "What was warmed is noted in FILE.warmed; the requested priority is the lowest, -10."
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,7 +95,7 @@ def _warm_prompts(
     counts: Counter[str],
     tokens: Counter[str],
 ) -> str:
-    """Send the prompts; the last trouble, or empty. Gives up where several in a row fail: the server is gone."""
+    """Send the prompts; return the last error, or "". Stops when several in a row fail: the server has gone."""
     trouble, in_a_row = "", 0
     headers = {"X-Priority": _PRIORITY, **_read_key(arguments.api_key)}
     with (
@@ -126,10 +126,10 @@ def _warm_prompts(
 
 
 def _send_prompt(client: httpx.Client, prompt: _Prompt, is_over: threading.Event) -> Mapping[str, int]:
-    """Ask for one token; how many tokens the prompt had, and how many of them some cache had already.
+    """Request one token; return how many tokens the prompt had, and how many of them were already cached.
 
     Raises:
-        PoolUnavailable: the end of a sentence that says why not.
+        PoolUnavailable: the request failed; the message is the end of a sentence with the reason.
     """
     if is_over.is_set():
         raise PoolUnavailable("it was not sent")
@@ -153,7 +153,7 @@ def _send_prompt(client: httpx.Client, prompt: _Prompt, is_over: threading.Event
 def _note_answer(
     future: Future[Mapping[str, int]], prompt: _Prompt, noted: IO[str], counts: Counter[str], tokens: Counter[str]
 ) -> str:
-    """Count an answer and note that its prompt is warm; or return why it is not."""
+    """Count an answer and note that its prompt is warm; otherwise return the reason why it is not."""
     try:
         usage = future.result()
     except PoolUnavailable as exc:
@@ -179,10 +179,10 @@ def _print_figures(figures: Mapping[str, Any], seconds: float, *, is_json: bool)
 
 
 def _read_prompts(file: Path, model: str | None) -> Iterator[_Prompt]:
-    """The prompts of a file; empty lines are passed over.
+    """Read the prompts of a file; empty lines are skipped.
 
     Raises:
-        ConfigError: it cannot be read, has no prompt, or a line that is none.
+        ConfigError: the file cannot be read, has no prompt, or has a line that is not a prompt.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -217,7 +217,7 @@ def _read_prompt(value: object, number: int, file: Path, model: str | None) -> _
 
 
 def _read_notes(notes: Path) -> set[str]:
-    """The names of the prompts that were warmed; a line that was cut short counts for nothing."""
+    """Return the names of the prompts that were warmed; an incomplete line is ignored."""
     names = set()
     try:
         lines = notes.read_text().splitlines()
@@ -234,7 +234,7 @@ def _read_notes(notes: Path) -> set[str]:
 
 
 def _open_notes(notes: Path) -> IO[str]:
-    """The notes, to be added to on a line of their own."""
+    """Open the notes to append to them, at the start of a line."""
     try:
         is_torn = notes.exists() and not notes.read_bytes().endswith(b"\n")
         opened = notes.open("a")
@@ -245,7 +245,7 @@ def _open_notes(notes: Path) -> IO[str]:
 
 
 def _read_key(file: Path | None) -> dict[str, str]:
-    """The header that has the API key."""
+    """Return the header with the API key."""
     if file is None:
         return {}
     try:
@@ -255,6 +255,6 @@ def _read_key(file: Path | None) -> dict[str, str]:
 
 
 def _find_message(answer: object) -> str:
-    """The message of an error, as OpenAI's and our servers write it."""
+    """Return the message of an error, as OpenAI's and our servers write it."""
     error = answer.get("error", answer.get("detail")) if isinstance(answer, dict) else None
     return str(error.get("message", "")) if isinstance(error, dict) else str(error or "")

@@ -1,4 +1,4 @@
-"""Say why blocks were not shared: between two set-ups, for a prompt, or for a request that is over."""
+"""Explain why blocks were not shared: between two set-ups, for a prompt, or for a finished request."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, metavar="FOLDER", help="the checkpoint whose tokenizer a text is for")
     add("--salt", default="", help="the cache_salt that the prompt has")
     add("--adapter", default="", metavar="NAME", help="the adapter that the prompt is for")
-    parser.epilog = "An instance remembers its last requests, and tells at which token a prompt parts from them."
+    parser.epilog = "An instance remembers its last requests, and reports at which token a prompt differs from them."
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the reason.
 
     Raises:
-        ConfigError: the question makes no sense.
-        PoolUnavailable: the pool, an instance or the router cannot be reached, or knows nothing of it.
+        ConfigError: the arguments are contradictory or incomplete.
+        PoolUnavailable: the pool, an instance or the router cannot be reached, or has no record of the request.
     """
     verdict = _judge(arguments)
     if arguments.json:
@@ -90,7 +90,7 @@ def _judge(arguments: argparse.Namespace) -> Verdict:
 
 
 def _compare(arguments: argparse.Namespace) -> Verdict:
-    """Two set-ups; the pool is looked into only for those that are named by digests."""
+    """Compare two set-ups; the pool is read only for those that are named by digests."""
     names: list[str] = arguments.between
     found = {name: read_instance(name) for name in names if is_address(name)}
     if digests := [name for name in names if name not in found]:
@@ -109,7 +109,7 @@ def _explain_request(arguments: argparse.Namespace) -> Verdict:
 
 
 def _explain_prompt(arguments: argparse.Namespace) -> Verdict:
-    """A prompt beside the pool's blocks; no instance is asked."""
+    """Compare a prompt with the pool's blocks; no instance is asked."""
     prompt = _read_prompt(arguments.prompt_file, arguments)
     stored = _read_prompt(arguments.compare_with, arguments) if arguments.compare_with else None
     with open_holdings(arguments) as holdings:
@@ -129,10 +129,10 @@ def _find_blocks(holdings: Holdings, digest: str, hashes: Sequence[bytes]) -> li
 
 
 def _find_manifest(name: str, catalogue: Catalogue) -> Manifest:
-    """The manifest of the namespace whose digest begins so; of the pool's only one for the empty name.
+    """Return the manifest of the namespace with a digest that begins with ``name``; "" selects the only namespace.
 
     Raises:
-        ConfigError: there is none, or not one only.
+        ConfigError: no namespace matches, or several do.
     """
     entries = [entry for digest, entry in catalogue.namespaces.items() if digest.startswith(name)]
     if len(entries) == 1 and entries[0].manifest is not None:
@@ -152,7 +152,7 @@ def _find_manifest(name: str, catalogue: Catalogue) -> Manifest:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """The prompt in a file, as the body of a request has it: ``prompt`` or ``messages``.
+    """Read the prompt in a file, in the form of a request's body: ``prompt`` or ``messages``.
 
     Raises:
         ConfigError: the file cannot be read, or has no prompt.
@@ -175,7 +175,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _build_body(arguments: argparse.Namespace) -> dict[str, Any]:
-    """As an instance takes it."""
+    """Build the body of the request to an instance."""
     if arguments.adapter:
         raise ConfigError("--adapter is for a pool that is asked directly: this instance serves no adapters")
     salt = {"cache_salt": arguments.salt} if arguments.salt else {}
@@ -184,9 +184,10 @@ def _build_body(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_prompt(path: Path, arguments: argparse.Namespace) -> Prompt:
-    """
+    """Read a prompt and its tokens.
+
     Raises:
-        ConfigError: it cannot be made tokens of here.
+        ConfigError: the file cannot be converted to tokens here.
     """
     body = _read_file(path)
     salt = arguments.salt or body.get("cache_salt", "")

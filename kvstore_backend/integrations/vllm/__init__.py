@@ -1,15 +1,16 @@
 """vLLM's KV connector over the pool; ``connector.py`` says how it is configured.
 
-vLLM finds ``KVStoreConnector`` here by its ``kv_connector_module_path``; importing this package loads vLLM only then.
+vLLM finds ``KVStoreConnector`` here with its ``kv_connector_module_path``; an import of this package loads vLLM only
+then.
 
 connector.py  KVStoreConnector, the class that vLLM loads: configuration, and calls to one of the two halves
-scheduler.py  the half beside vLLM's scheduler: decides which blocks to load and to save
+scheduler.py  the half in vLLM's scheduler process: decides which blocks to load and to save
 worker.py     the half in a worker: moves blocks between vLLM's memory and the pool
 messages.py   the messages between the halves, once a step
-memory.py     where the bytes of a vLLM block lie
-route.py      the route of blocks to the pool: by way of host buffers, or direct
-clock.py      how long steps take, on the host and on a GPU
-cached.py     vLLM's cached blocks that the pool was given, for putting them again where it has lost them
+memory.py     the addresses of a vLLM block's bytes
+route.py      the route of blocks to the pool: through host buffers, or direct
+clock.py      the duration of steps, on the host and on a GPU
+cached.py     vLLM's cached blocks that were saved to the pool, to put them again if the pool loses them
 names.py      the hashes of a request's blocks
 fields.py     which of vLLM's settings are part of the namespace, and why the others are not
 settings.py   those settings of one instance

@@ -1,11 +1,11 @@
 """LoRA adapters: which bytes vLLM computes with, as far as that can be proved.
 
-vLLM reads an adapter's files when it is loaded, and again without a word where it had to drop it (``--max-cpu-loras``)
-or is asked to (``load_inplace``); the weights may be views of the files as long as they are in use. Its block hashes
-have the adapter's name and path only. So a worker looks at the files just before and just after vLLM reads them, and
-hashes them on a thread of its own (``LoadedAdapters``). The scheduler caches a request with an adapter only where every
-rank has reported the same digest (``KnownAdapters``). Once the files of a name and path have changed, or may have,
-that name and path is never cached again: vLLM's own cache may have blocks of either contents.
+vLLM reads an adapter's files when it loads the adapter, and again silently after it had to drop it
+(``--max-cpu-loras``) or on request (``load_inplace``); the weights may be views of the files while they are in use. Its
+block hashes contain only the adapter's name and path. So a worker looks at the files just before and just after vLLM
+reads them, and hashes them on its own thread (``LoadedAdapters``). The scheduler caches a request with an adapter only
+if every rank has reported the same digest (``KnownAdapters``). Once the files of a name and path have changed, or may
+have changed, that name and path is never cached again: vLLM's own cache may have blocks of either contents.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ __all__ = ["Adapter", "KnownAdapters", "LoadedAdapters", "name_adapter"]
 logger = logging.getLogger(__name__)
 
 Adapter = tuple[str, str]
-"""A LoRA adapter's name and path, by which vLLM's block hashes know it."""
+"""Name and path of a LoRA adapter, which identify it in vLLM's block hashes."""
 
 _Sight = tuple[tuple[str | int, ...], ...]
 _CHUNK = 1 << 20
-# How a file is known for the one that it was: st_ctime_ns changes with every write, and nobody can set it.
+# Marks that identify a file's contents: st_ctime_ns changes with every write, and no program can set it.
 _MARKS = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
 
 
 def name_adapter(lora: Any) -> Adapter:
-    """The adapter of vLLM's ``LoRARequest``."""
+    """Return the adapter of vLLM's ``LoRARequest``."""
     return lora.lora_name, lora.lora_path
 
 
 class LoadedAdapters:
-    """The adapters that a worker's engine has read, and the digests of what it read."""
+    """Adapters that a worker's engine has read, and the digests of their files."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sights: dict[Adapter, _Sight | None] = {}  # None: changed, or not to be seen
+        self._sights: dict[Adapter, _Sight | None] = {}  # None: the files changed, or cannot be seen
         self._kinds: dict[Adapter, bytes] = {}
         self._news: dict[Adapter, bytes | None] = {}
         self._unread: queue.SimpleQueue[Adapter] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def watch(self, manager: Any) -> None:
-        """See all that ``manager``, the class of vLLM's that reads adapters, reads from now on.
+        """Observe everything that ``manager``, vLLM's class that reads adapters, reads from now on.
 
-        Where vLLM has no such method any more nothing is seen, and so no request with an adapter is cached.
+        If a vLLM version has no such method, nothing is observed, so no request with an adapter is cached.
         """
         read = getattr(manager, "_load_adapter", None)
         if read is None:
@@ -68,7 +68,7 @@ class LoadedAdapters:
         manager._load_adapter = watched
 
     def is_unchanged(self, adapter: Adapter) -> bool:
-        """Whether the files are still those that vLLM has read; if not, the adapter is given up for good."""
+        """Return whether the files are still those that vLLM has read; if not, give the adapter up permanently."""
         with self._lock:
             sight = self._sights.get(adapter)
         if sight is not None and _look_at(adapter[1]) == sight:
@@ -77,14 +77,14 @@ class LoadedAdapters:
         return False
 
     def take_news(self) -> dict[Adapter, bytes | None]:
-        """Digests that were made since the last call; None: this adapter is never to be cached (again)."""
+        """Return the digests made since the last call; None: this adapter is never cached again."""
         with self._lock:
             news, self._news = self._news, {}
         return news
 
     def _note_read(self, lora: Any, before: _Sight | None, after: _Sight | None) -> None:
         adapter = name_adapter(lora)
-        # The kind of file decides how vLLM understands its bytes.
+        # The kind of file determines how vLLM interprets its bytes.
         kind = repr(getattr(lora, "is_3d_lora_weight", False)).encode()
         with self._lock:
             is_new = adapter not in self._sights
@@ -106,7 +106,10 @@ class LoadedAdapters:
             self._sights[adapter] = None
 
     def _begin_digest(self, adapter: Adapter) -> None:
-        """Have it digested; under the lock. A daemon: files that cannot be read now must not keep the process."""
+        """Queue the adapter for its digest; the caller holds the lock.
+
+        The thread is a daemon: files that cannot be read now must not prevent the end of the process.
+        """
         self._unread.put(adapter)
         if self._thread is None:
             self._thread = threading.Thread(target=self._digest_all, name="adapter-digest", daemon=True)
@@ -125,19 +128,19 @@ class LoadedAdapters:
 
 
 class KnownAdapters:
-    """What the scheduler knows of adapters from its workers' reports. On the scheduler's thread."""
+    """State of adapters in the scheduler, from its workers' reports; used only on the scheduler's thread."""
 
     def __init__(self) -> None:
         self._digests: dict[Adapter, list[bytes | None]] = {}
         self._given_up: set[Adapter] = set()
 
     def take_news(self, news: Mapping[Adapter, Iterable[bytes | None]]) -> None:
-        """Hear what ranks have read: for each adapter the digests that they report, None for one given up."""
+        """Record the digests that ranks report for each adapter, None for one given up."""
         for adapter, digests in news.items():
             self._digests.setdefault(adapter, []).extend(digests)
 
     def find_digest(self, lora: Any, num_ranks: int) -> bytes | None:
-        """What tells the adapter from others; None: a request with it is not cached, or not yet."""
+        """Return the digest that identifies the adapter; None: a request with it is not cached, or not yet."""
         adapter = name_adapter(lora)
         if getattr(lora, "load_inplace", False):
             self._given_up.add(adapter)
@@ -148,7 +151,7 @@ class KnownAdapters:
 
 
 def _look_at(path: str) -> _Sight | None:
-    """How the files of a folder can be told from others that come later; None: no such folder."""
+    """Return marks that distinguish a folder's files from later ones; None: no such folder."""
     try:
         files = [(file.name, file.stat()) for file in sorted(Path(path).expanduser().iterdir()) if file.is_file()]
     except OSError:
@@ -157,7 +160,7 @@ def _look_at(path: str) -> _Sight | None:
 
 
 def _digest_files(path: str, kind: bytes) -> bytes | None:
-    """Digest of all files of a folder, names and bytes; None: they cannot be read."""
+    """Return a digest of all files of a folder, names and bytes; None: they cannot be read."""
     digest = hashlib.sha256(kind)
     try:
         for file in sorted(file for file in Path(path).expanduser().iterdir() if file.is_file()):

@@ -1,8 +1,8 @@
-"""vLLM's cached blocks that the pool was given, and can be given again where it has lost them.
+"""vLLM's cached blocks that were saved to the pool, and can be saved again if the pool has lost them.
 
-vLLM keeps the blocks of requests that ended until it needs their memory, each with the hash of its contents. A block
-whose hash is still the one it was saved under still holds those bytes. Answers come with vLLM's steps: an instance that
-has nothing to do puts nothing again, and is asked once more later.
+vLLM retains the blocks of finished requests until it needs their memory, each with the hash of its contents. A block
+whose hash is still the one under which it was saved still has those bytes. Saves are part of vLLM's steps: an idle
+instance saves nothing again, and the refill tries later.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from kvstore_backend.pool import BlockPool
 
 __all__ = ["CachedBlocks"]
 
-# Beyond it the oldest are forgotten; vLLM's own number of blocks is mostly smaller.
+# Beyond this number the oldest names are dropped; vLLM's own number of blocks is usually smaller.
 _MAX_NAMES = 1 << 16
-# For a step of vLLM and a save in it; an instance that has nothing to do makes no step.
+# Time for a step of vLLM and a save in it; an idle instance makes no step.
 _SAVE_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 
 
 class CachedBlocks:
-    """Answers a ``Refill`` on its thread; vLLM's blocks are touched on the scheduler's.
+    """Source of blocks for a ``Refill``, called on its thread; vLLM's blocks are touched on the scheduler's thread.
 
     Args:
-        pools: of every rank.
-        blocks: vLLM's, each of which tells its ``block_hash``.
+        pools: the pools of every rank.
+        blocks: vLLM's blocks, each with its ``block_hash``.
         post: runs a callable on the scheduler's thread, in its next step.
         save: begins to save named blocks, on the scheduler's thread, and calls its last argument at the end.
-        touch_in_order: has vLLM reuse these blocks after all others, the last of them last; on the same thread.
+        touch_in_order: makes vLLM reuse these blocks after all others, the last of them last; on the same thread.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class CachedBlocks:
         self._save = save
         self._touch_in_order = touch_in_order
         self._is_closed = False
-        self._places: dict[bytes, tuple[int, Any]] = {}  # name -> block, and the hash it had then
+        self._places: dict[bytes, tuple[int, Any]] = {}  # name -> block, and its hash at that time
 
     def note_blocks(self, names: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Hear that the pool is given these blocks, or has given them. On the scheduler's thread."""
-        # The beginning of a prefix comes last, as it is of more use than what follows it.
+        """Record blocks that the pool receives or has received. Called on the scheduler's thread."""
+        # The beginning of a prefix is recorded last, because it is more useful than the blocks after it.
         for name, block in reversed(list(zip(names, blocks, strict=True))):
             if (block_hash := getattr(self._blocks[block], "block_hash", None)) is not None:
                 self._places.pop(name, None)
@@ -64,26 +64,26 @@ class CachedBlocks:
             del self._places[next(iter(self._places))]
 
     def forget_all(self) -> None:
-        """From now on blocks with the hashes of before may hold other bytes. On the scheduler's thread."""
+        """Drop all records, because known hashes may mean other bytes from now on. Called on the scheduler's thread."""
         self._places.clear()
 
     def withhold_blocks(self) -> None:
-        """Put nothing again that was given to the pool before: an operator cleared it. On the refill's thread.
+        """Do not save earlier blocks again, because an operator cleared the pool. Called on the refill's thread.
 
-        vLLM saves what it has cached once more where the next request uses it.
+        vLLM saves a cached block once more when the next request uses it.
         """
         self._places = {}
 
     def list_saved_blocks(self, most: int) -> Sequence[bytes]:
-        """Names of up to ``most`` blocks that are still cached, those given to the pool last first."""
+        """Return names of up to ``most`` blocks that are still cached, the last saved first."""
         names = list(self._places)
         names.reverse()
         return [name for name in names if self._find(name) is not None][:most]
 
     def save_again(self, names: Sequence[bytes]) -> tuple[int, int]:
-        """Save those that are still cached: how many were tried, and how many every rank's pool has now.
+        """Save blocks that are still cached; return how many were tried, and how many every rank's pool has now.
 
-        Where no step of vLLM saves them in time, all were tried and none is there, and none is saved later.
+        If no step of vLLM saves them in time, the result is all tried and none present, and none is saved later.
         """
         tried: queue.SimpleQueue[Sequence[bytes]] = queue.SimpleQueue()
         given_up = threading.Event()
@@ -103,11 +103,11 @@ class CachedBlocks:
         return len(there), min(pool.exists_for_all(there).count(Status.OK) for pool in self._pools)
 
     def close(self) -> None:
-        """End a ``save_again`` on its way, and every later one."""
+        """Stop a running ``save_again``, and every later one."""
         self._is_closed = True
 
     def _wait_for(self, tried: queue.SimpleQueue[Sequence[bytes]]) -> Sequence[bytes] | None:
-        """What was tried; None where nobody says so in time, or after ``close``."""
+        """Return the names that were tried; None if no step reports them in time, or after ``close``."""
         give_up_at = time.monotonic() + _SAVE_SECONDS
         while not self._is_closed and time.monotonic() < give_up_at:
             with contextlib.suppress(queue.Empty):
@@ -115,7 +115,7 @@ class CachedBlocks:
         return None
 
     def end_round(self, names: Sequence[bytes]) -> None:
-        """Let those that were saved again be reused in the order they were in before."""
+        """Restore the order in which vLLM reuses the blocks that were saved again."""
 
         def put_in_order() -> None:
             places = [self._find(name) for name in reversed(names)]
@@ -124,6 +124,6 @@ class CachedBlocks:
         self._post(put_in_order)
 
     def _find(self, name: bytes) -> int | None:
-        """The block that still holds the contents of this name."""
+        """Return the block that still has the contents of this name; None if there is none."""
         block, block_hash = self._places.get(name, (0, None))
         return block if block_hash is not None and self._blocks[block].block_hash == block_hash else None

@@ -1,4 +1,4 @@
-"""How long steps take: by the host's clock, or on a GPU by its events, as there a step has only been queued so far."""
+"""Duration of steps: from the host's clock, or from events on a GPU, where a step is only queued when it returns."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["DeviceClock", "HostClock", "Mark", "StepClock"]
 
 
 class StepClock(Protocol):
-    """Measures steps one after another; all calls come from the thread that runs them."""
+    """Clock for steps, one after another; all calls come from the thread that runs them."""
 
     def begin(self) -> None:
-        """Hear that a step begins."""
+        """Record the begin of a step."""
 
     def end(self, num_tokens: int) -> None:
-        """Hear that all of the step's work has been queued, which computes so many tokens of prompts and others."""
+        """Record that the step's work is queued; ``num_tokens`` is 0 if the step does not count."""
 
     def take_steps(self) -> list[tuple[int, float]]:
-        """Tokens and seconds of the steps that have ended since the last call, but of those without tokens."""
+        """Return tokens and seconds of the steps that ended since the last call, without steps of 0 tokens."""
 
 
 class HostClock:
-    """For engines that compute on the host: a step has ended when it returns."""
+    """Clock for engines that compute on the host: a step has ended when it returns."""
 
     def __init__(self) -> None:
         self._begun = 0.0
@@ -43,20 +43,20 @@ class HostClock:
 
 
 class Mark(Protocol):
-    """A ``torch.cuda.Event`` that keeps the time."""
+    """Protocol of a ``torch.cuda.Event`` with timing."""
 
     def record(self) -> object:
-        """Put it behind all work that the current stream has."""
+        """Queue this mark after all work of the current stream."""
 
     def query(self) -> bool:
-        """Whether that work has ended."""
+        """Return whether that work has ended."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this mark to the other."""
+        """Return the milliseconds from this mark to ``end_event``."""
 
 
 class DeviceClock:
-    """For engines that queue their work: a step takes as long as the device is at it, however busy the host is.
+    """Clock for engines that queue their work: measures the time on the device, however busy the host is.
 
     Args:
         make_mark: makes an event of the device.

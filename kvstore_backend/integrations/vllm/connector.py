@@ -1,19 +1,19 @@
-"""vLLM's KV connector over the pool: ``--kv-transfer-config`` alone selects it.
+"""vLLM's KV connector over the pool; the flag ``--kv-transfer-config`` is enough to select it.
 
     {"kv_connector": "KVStoreConnector", "kv_connector_module_path": "kvstore_backend.integrations.vllm",
      "kv_role": "kv_both", "kv_connector_extra_config": {"pool": "mooncake://127.0.0.1:15001"}}
 
-The extra configuration may hold ``pool``, a URL or the path of a JSON file in any dialect (not given: the environment
-decides, ``MOONCAKE_CONFIG_PATH`` first), ``weights_version``, for weights that are updated in place, and ``memory``,
-the route of blocks to and from the pool (``route.py``). ``kv_role`` may also be ``kv_producer`` (only saves) or
-``kv_consumer`` (only loads). ``prefill_wait_s`` is for an instance that is given a request at the same time as a
-prefill instance: how long a prompt waits for its next block to come to the pool.
+The extra configuration may contain ``pool``, a URL or the path of a JSON file in any dialect (by default the
+environment decides, ``MOONCAKE_CONFIG_PATH`` first), ``weights_version``, for weights that are updated in place, and
+``memory``, the route of blocks to and from the pool (``route.py``). ``kv_role`` may also be ``kv_producer`` (only
+saves) or ``kv_consumer`` (only loads). ``prefill_wait_s`` is for an instance that receives a request at the same time
+as a prefill instance: the time that a prompt waits for its next block to arrive in the pool.
 
-This file is vLLM's side of it: the calls of vLLM 0.32's ``KVConnectorBase_V1``, put into the words of ``scheduler.py``
-and ``worker.py``, which do the work. vLLM makes one connector for its scheduler and one for each worker. Everything
-is asynchronous: a step neither waits for a look-up nor for a transfer, but for the saves of a request that a router has
-marked as prefill's part (``scheduler.py``). On a GPU a step has only been queued when its calls here come: transfers
-begin after an event that is recorded then, on the stream that the step runs on.
+This file translates the calls of vLLM 0.32's ``KVConnectorBase_V1`` to ``scheduler.py`` and ``worker.py``, which do the
+work. vLLM makes one connector for its scheduler and one for each worker. Everything is asynchronous: a step waits
+neither for a look-up nor for a transfer. The exception is the save of a request that a router has marked as prefill's
+part (``scheduler.py``). On a GPU a step is only queued when its calls arrive here: transfers begin after an event that
+is recorded then, on the stream of the step.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from kvstore_backend.pool import open_backend, open_pool
 
 __all__ = ["KVStoreConnector", "KVStoreMetrics", "KVStoreStats"]
 
-logger = logging.getLogger("vllm.kvstore")  # below vLLM's, whose handlers and level it shares
+logger = logging.getLogger("vllm.kvstore")  # a child of vLLM's logger, whose handlers and level it shares
 
 _OPTIONS = ("memory", "pool", "prefill_wait_s", "weights_version")
 _HASHES = ("sha256", "sha256_cbor")
-# KV of a token in these depends on no later one. Nothing is known of classes derived from them: they are refused.
+# With these a token's KV depends on no later token. Classes derived from them are refused, because they may differ.
 _SPECS = (FullAttentionSpec, MLAAttentionSpec)
-# Mooncake cannot do with less; a client that only looks up needs none.
+# The minimum for Mooncake; a client that only looks up needs none.
 _LOOKUP_BUFFER = 16 << 20
 
 
@@ -97,19 +97,19 @@ class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
     data: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Forget all."""
+        """Drop all counts."""
         self.data = {}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Return whether nothing was counted."""
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVStoreStats:
-        """Both together."""
+        """Return the sum of both."""
         return KVStoreStats(add_counts(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
-        """One line for vLLM's log."""
+        """Return the numbers for one line of vLLM's log."""
         return {
             f"{namespace[:8]} {name}": round(number, 3)
             for namespace, numbers in self.data.items()
@@ -118,7 +118,7 @@ class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``vllm:kvstore_{blocks,bytes,seconds,load_or_compute}_total`` among vLLM's metrics."""
+    """Metrics ``vllm:kvstore_{blocks,bytes,seconds,load_or_compute}_total`` among vLLM's metrics."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Both halves of the connector; which one this is, ``role`` says.
+    """Connector for both halves; ``role`` selects one.
 
     Raises:
         ConfigError: the configuration, or a setting of vLLM's, cannot be used with the pool.
@@ -189,7 +189,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a miss later, nothing worse."""
+        """False: a save that is dropped only causes a later miss."""
         return False
 
     def shutdown(self) -> None:
@@ -216,7 +216,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> KVStoreMetrics:
         return KVStoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # Beside the scheduler
+    # Calls in the scheduler's process
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, _Rank]) -> None:
         ranks = [metadata[rank] for rank in sorted(metadata)]
@@ -246,30 +246,33 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, None  # blocks still to be saved are pinned, so vLLM may free its own references
 
     def has_pending_push_work(self) -> bool:
-        """Steps go on while transfers may end, as only a step brings the workers' reports; not for one that hangs."""
+        """Return whether steps must continue for transfers that may end: only a step brings the workers' reports.
+
+        A transfer that hangs does not count.
+        """
         return self._scheduler is not None and self._scheduler.is_moving
 
     def reset_cache(self) -> bool | None:
         return self._scheduler.forget_blocks() if self._scheduler is not None else True
 
-    # In a worker
+    # Calls in a worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         memory = KVMemory(kv_caches, self._kv_cache_config.num_blocks)
         route = choose_route(self._route, memory, self._config)
         is_summed = route == "staged" or not memory.is_on_device
         namespace = _build_namespace(self._vllm_config, self._kv_cache_config, memory, kv_caches)
-        if not is_summed:  # nobody who verifies bytes is to meet blocks without a checksum
+        if not is_summed:  # clients that verify bytes must not find blocks without a checksum
             namespace = replace(namespace, layout=f"{namespace.layout} unverified")
         logger.info("KV blocks of this worker: %s, namespace %s", namespace, namespace.digest)
         logger.info("They lie on %s, and their route to the pool is %s", memory.tensors[0].device, route)
-        # Blocks of another cut are put together by the host.
+        # The host assembles blocks of another cut.
         family = _find_family(self._vllm_config, namespace, memory) if is_summed else None
         pool = open_pool(self._config, namespace, facts=_collect_facts(self._vllm_config), is_summed=is_summed)
         clock = DeviceClock(memory.make_mark) if memory.is_on_device else HostClock()
         self._worker = WorkerHalf(pool, memory, family, route=open_route(route, memory, pool), clock=clock)
         if self._vllm_config.lora_config is not None:
-            from vllm.lora.worker_manager import WorkerLoRAManager  # loads vLLM's layers
+            from vllm.lora.worker_manager import WorkerLoRAManager  # this import loads vLLM's layers
 
             self._worker.adapters.watch(WorkerLoRAManager)
 
@@ -277,7 +280,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return _Rank(self._worker.namespace, self._worker.family) if self._worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The first call of a step, before its forward pass."""
+        """Begin a step; vLLM calls this first, before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.begin_step()
@@ -286,15 +289,16 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._mover.start_loads(self._get_connector_metadata().plan.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request is scheduled only after its load."""
+        """Return immediately: a request is scheduled only after its load."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing yet: blocks are saved whole, after the forward pass."""
+        """Do nothing yet: blocks are saved complete, after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Begin to save the blocks that the forward pass has filled; nobody writes to full blocks, so nobody waits.
+        """Begin to save the blocks that the forward pass has filled; full blocks do not change, so no step waits.
 
-        But for a prefill's answer: who has it may ask a decode instance at once, which then finds the blocks.
+        The exception is a prefill's answer: its receiver may send the request to a decode instance immediately, which
+        must find the blocks.
         """
         plan = self._get_connector_metadata().plan
         self._mover.end_step(plan.num_tokens)
@@ -302,10 +306,12 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._mover.wait_for_saves(plan.awaited)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The first of four calls at the end of a step; it takes outcomes, and the others tell of the same ones.
+        """Return the loads that ended.
 
-        Counts are asked for between them. They are complete for all that is reported: after the last report there may
-        be no step to tell the rest.
+        vLLM makes four calls at the end of a step. This first one takes the outcomes for all four.
+
+        vLLM reads the counts between these calls. They must cover everything that is reported: after the last report
+        there may be no other step to report them.
         """
         self._loaded, self._report = self._mover.take_outcomes()
         return KVConnectorTransferResults(finished_recving=self._loaded.requests, failed_recving=self._loaded.failed)
@@ -328,7 +334,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def _read_pool_config(extra: dict[str, Any]) -> PoolConfig:
-    """The pool that ``kv_connector_extra_config`` or the environment names."""
+    """Read the pool that ``kv_connector_extra_config`` or the environment names."""
     for name in extra:
         if name not in _OPTIONS:
             raise ConfigError(f'unknown key "{name}" in kv_connector_extra_config{suggest_name(name, _OPTIONS)}')
@@ -341,7 +347,7 @@ def _read_pool_config(extra: dict[str, Any]) -> PoolConfig:
 
 
 def _read_prefill_wait(transfer: Any) -> float:
-    """How long a prompt waits for a block from a prefill instance; 0 where it was not said: not at all."""
+    """Read how many seconds a prompt waits for a block from a prefill instance; 0, the default: not at all."""
     seconds = transfer.kv_connector_extra_config.get("prefill_wait_s", 0)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
         raise ConfigError(
@@ -355,7 +361,7 @@ def _read_prefill_wait(transfer: Any) -> float:
 
 
 def _lookup_only(config: PoolConfig) -> PoolConfig:
-    """The same pool for the scheduler's process, which gives it no memory and moves no blocks."""
+    """Return the same pool for the scheduler's process, which gives it no memory and moves no blocks."""
     store = config.store
     if isinstance(store, MooncakeSettings):
         store = replace(store, global_segment_size=0, local_buffer_size=_LOOKUP_BUFFER)
@@ -363,7 +369,7 @@ def _lookup_only(config: PoolConfig) -> PoolConfig:
 
 
 def _check_support(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse settings that this connector cannot do with, in one sentence."""
+    """Refuse settings that this connector does not support, with a message of one sentence."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError(
@@ -381,12 +387,15 @@ def _check_support(vllm_config: Any, kv_cache_config: Any) -> None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or type(groups[0].kv_cache_spec) not in _SPECS:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise ConfigError(f"this model keeps its KV as {kinds}; KVStoreConnector needs full attention in all layers")
+        raise ConfigError(f"this model stores its KV as {kinds}; KVStoreConnector needs full attention in all layers")
     _require_causal(vllm_config, groups[0].kv_cache_spec)
 
 
 def _require_causal(vllm_config: Any, spec: Any) -> None:
-    """Refuse models that compute a token's KV from later ones, too: prompts with one beginning differ in its KV."""
+    """Refuse models that compute a token's KV from later tokens.
+
+    The KV of a common beginning then differs between prompts.
+    """
     model, attention = vllm_config.model_config, vllm_config.attention_config
     flags = (
         spec.non_causal,
@@ -400,8 +409,8 @@ def _require_causal(vllm_config: Any, spec: Any) -> None:
             "the KV of this model's tokens depends on later tokens, or vLLM supports no prefix caching for it; "
             "KVStoreConnector shares blocks of prompts that begin alike: leave --kv-transfer-config out"
         )
-    # The one who starts vLLM may have switched prefix caching off, which does no harm. Where vLLM does so, a prompt
-    # cannot go on from KV that is there: then it computes prompts in one piece, too, or promises the same bits always.
+    # An operator may have switched prefix caching off, which does no harm. If vLLM switched it off, a prompt cannot
+    # continue from existing KV. Then vLLM also computes prompts in one piece, or guarantees equal bits in all batches.
     in_pieces = vllm_config.scheduler_config.enable_chunked_prefill
     if not vllm_config.cache_config.enable_prefix_caching and (envs.VLLM_BATCH_INVARIANT or not in_pieces):
         raise ConfigError(
@@ -420,7 +429,7 @@ def _require_recompute(transfer: Any) -> None:
 
 
 def _build_namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, kv_caches: dict[str, Any]) -> Namespace:
-    """Whose blocks these are: all that decides on their bytes."""
+    """Build the namespace from everything that determines the blocks' bytes."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     layers = vllm_config.compilation_config.static_forward_context
@@ -437,7 +446,7 @@ def _build_namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, k
         num_layers=memory.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
-        # How a backend arranges a block's bytes is its own affair, and may differ from version to version.
+        # A backend arranges a block's bytes in its own way, which may change with the version.
         layout=f"vllm {vllm.__version__} {'+'.join(sorted(backends))} {memory.layout}",
         weights_version=str(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_version", "")),
         tp_size=parallel.tensor_parallel_size,
@@ -446,7 +455,7 @@ def _build_namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, k
 
 
 def _find_family(vllm_config: Any, namespace: Namespace, memory: KVMemory) -> Family | None:
-    """The other tensor-parallel sizes that blocks can be read under; none where heads cannot be told apart."""
+    """Return the family for reads of other tensor-parallel sizes; none if the bytes of a head cannot be located."""
     model = vllm_config.model_config
     heads = dict(memory.axes).get(HEAD)
     if model.use_mla or vllm_config.speculative_config is not None or heads != namespace.num_kv_heads:
@@ -462,7 +471,7 @@ def _find_family(vllm_config: Any, namespace: Namespace, memory: KVMemory) -> Fa
 
 
 def _collect_facts(vllm_config: Any) -> dict[str, str]:
-    """What the manifest says of the checkpoint, and of the settings that ``Namespace.model`` was made of."""
+    """Collect the manifest's facts on the checkpoint, and on the settings that are part of ``Namespace.model``."""
     folder = find_checkpoint(vllm_config.model_config, vllm_config.load_config.download_dir)
     settings = {f"setting {name}": value for name, value in _collect_settings(vllm_config).items()}
     software = f"vLLM {vllm.__version__}"

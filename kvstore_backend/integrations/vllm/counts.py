@@ -1,4 +1,4 @@
-"""Counts of one half of the vLLM connector since it was last asked: small numbers by name, which add up."""
+"""Counts of one half of the vLLM connector since the last read: small numbers by name, which add up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore_backend.load_or_compute import Decision
 __all__ = ["OUTCOMES", "Counts", "add_counts"]
 
 OUTCOMES = ("ok", "absent", "failed", "dropped")
-"""The possible outcomes for a block that is looked up, loaded or saved.
+"""Possible outcomes for a block that is looked up, loaded or saved.
 
 ``save ok``: the pool has it now, from this save or from before; ``save dropped``: the save never began.
 """
@@ -20,7 +20,7 @@ OUTCOMES = ("ok", "absent", "failed", "dropped")
 class Counts:
     """Counters of one namespace, such as ``load ok`` (blocks), ``load bytes`` and ``load seconds``.
 
-    Calls may come from several threads.
+    Several threads may call it.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -36,12 +36,12 @@ class Counts:
                     self._counts[f"{operation} {figure}"] += number  # type: ignore[assignment]
 
     def add_decision(self, decision: Decision) -> None:
-        """Count one request of whose prompt the pool has blocks."""
+        """Count one decision for a request with blocks in the pool."""
         with self._lock:
             self._counts[f"decide {decision}"] += 1
 
     def pop_counts(self) -> dict[str, dict[str, float]]:
-        """All since the last call, by namespace; empty where nothing was counted."""
+        """Return all counts since the last call, by namespace; empty if nothing was counted."""
         with self._lock:
             taken, self._counts = self._counts, Counter()
         return {self.namespace: dict(taken)} if taken else {}
@@ -50,7 +50,7 @@ class Counts:
 def add_counts(
     one: Mapping[str, Mapping[str, float]], other: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
-    """Both together."""
+    """Return the sum of both."""
     total: dict[str, dict[str, float]] = {}
     for counts in (one, other):
         for namespace, numbers in counts.items():

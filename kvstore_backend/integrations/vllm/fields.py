@@ -1,12 +1,11 @@
-"""Every setting of vLLM 0.32, and whether it is part of the namespace; free of vLLM.
+"""Table of every setting of vLLM 0.32, and whether it is part of the namespace; imports nothing from vLLM.
 
-``FIELDS`` has one entry for each class of the ``VllmConfig`` tree. A field is *counted*, which makes instances that
-differ in it strangers, or *nested*, a class with an entry of its own, or left out for a reason: then it cannot change
-what the bytes of a block are. In doubt a field is counted: an instance that finds too little computes, one that finds
-another's bytes answers wrong. A field that the table does not know, of a later vLLM, counts where it is not at its
-default, and so do all of a class that it does not know.
+``FIELDS`` has one entry for each class of the ``VllmConfig`` tree. A field is *counted* (instances that differ in it
+share no blocks), *nested* (a class with its own entry), or left out for a reason: it cannot change the bytes of a
+block. In doubt a field is counted: an unnecessary miss only costs time, but a false hit gives wrong answers. A field of
+a later vLLM that is not in the table counts if it is not at its default, and so do all fields of an unknown class.
 
-One difference does not count: in which order the same numbers are added. Batches decide that, too, from step to step.
+One difference does not count: the order in which the same numbers are added. Batches also change it from step to step.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _ROUNDING = "the same sums in another order, as other batches give, too"
 _STEPS = "which tokens are computed in which step"
 _OUTPUT = "what becomes of hidden states and logits; the sampled tokens are in the keys"
 _MEMORY = "where things lie and how much room they have, not what they are"
-_WIRES = "how processes find and talk to each other"
+_WIRES = "how processes find and call each other"
 _WATCHED = "what is logged and measured"
 _TOKENS = "how prompts become tokens and inputs, which are in the keys"
 _NAMESPACE = "a field of Namespace of its own"
@@ -32,16 +31,16 @@ _REFUSED = "the connector refuses models and settings where it matters"
 _DERIVED = "made of other settings"
 _CHECKPOINT = "what is in the files counts, as fingerprint_model"
 _DRAFTS = "how drafts are accepted, not what their KV is"
-_EVENTS = "how others hear of what happens"
+_EVENTS = "how other processes receive events"
 
 
 class Kind(NamedTuple):
-    """The fields of one class, by name with blanks between."""
+    """Fields of one class, as names with blanks between them."""
 
     counted: str = ""
     nested: str = ""
     left_out: Mapping[str, str] = {}
-    """Why, and which."""
+    """Reason -> names of the fields."""
 
 
 FIELDS: Mapping[str, Kind] = {
@@ -57,7 +56,7 @@ FIELDS: Mapping[str, Kind] = {
             _REFUSED: "mamba_config",
             _DERIVED: "quant_config",
             _EVENTS: "kv_events_config",
-            "how many encoder outputs are kept": "ec_manager_config",
+            "how many encoder outputs are cached": "ec_manager_config",
             "how weights get here; for weights that change in place there is weights_version": "weight_transfer_config",
             _WIRES: "instance_id shutdown_timeout",
         },
@@ -106,7 +105,7 @@ FIELDS: Mapping[str, Kind] = {
             _MEMORY: "gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks "
             "kv_cache_memory_bytes kv_offloading_size kv_offloading_backend mamba_page_size_padded "
             "skip_page_size_padded",
-            "what an instance keeps itself": "enable_prefix_caching prefix_cache_retention_interval",
+            "what an instance itself caches": "enable_prefix_caching prefix_cache_retention_interval",
             _REFUSED: "mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode "
             "enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm use_kda_recoverssm",
         },
@@ -135,7 +134,7 @@ FIELDS: Mapping[str, Kind] = {
             "_api_process_rank enable_fault_tolerance fault_tolerance_config",
         },
     ),
-    # A model that attends to an image as a whole sees it cut where a chunk ends.
+    # A model that attends to an image as a whole sees only a part of it if a chunk ends inside the image.
     "SchedulerConfig": Kind(
         "disable_chunked_mm_input",
         "",
@@ -208,18 +207,18 @@ FIELDS: Mapping[str, Kind] = {
         "",
         {
             _WIRES: "kv_connector engine_id kv_buffer_device kv_role kv_port kv_connector_module_path",
-            _NAMESPACE: "kv_connector_extra_config",  # its weights_version; the rest says how blocks move
+            _NAMESPACE: "kv_connector_extra_config",  # its weights_version; the rest controls transfers
             "what is done where blocks do not come": "kv_load_failure_policy",
         },
     ),
-    # What an encoder of another instance makes of an image becomes KV here.
+    # The output of another instance's encoder for an image becomes KV here.
     "ECTransferConfig": Kind(
         "ec_connector ec_connector_module_path mm_encoder_output_widths",
         "",
         {_WIRES: "engine_id ec_buffer_device ec_buffer_size ec_role ec_ip ec_port ec_connector_extra_config"},
     ),
 }
-"""By class of vLLM's: what is done with each of its fields."""
+"""Classes of vLLM by name -> the treatment of each field."""
 
 _IGNORED = """
 CUDA_HOME CUDA_VISIBLE_DEVICES FORCE_COLOR LD_LIBRARY_PATH LOCAL_RANK MAX_JOBS MOONCAKE_PREFERRED_SEGMENT
@@ -242,16 +241,19 @@ VLLM_USAGE_SOURCE VLLM_USAGE_STATS_SERVER VLLM_USE_PRECOMPILED VLLM_WORKER_MULTI
 VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
 """
 IGNORED_VARIABLES = frozenset(_IGNORED.split())
-"""Variables of the environment that vLLM reads and that cannot change bytes; every other one counts where it is set."""
+"""Environment variables that vLLM reads and that cannot change bytes; every other one counts if it is set."""
 
-# Where these are said more shortly than by class and name.
+# Classes with a shorter prefix than their name.
 _SHORT = {"ModelConfig": ""}
-# Of config.json, what tells its origin; of transformers' own, its version.
+# Members of config.json that record its origin, and the version of transformers.
 _NOISE = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 
 
 def classify(kind: str, name: str) -> str:
-    """What is done with a field: ``"counted"``, ``"nested"``, why it is left out, or ``""``: it is not known."""
+    """Return the treatment of a field.
+
+    It is ``"counted"``, ``"nested"``, the reason to leave the field out, or ``""`` if the field is not known.
+    """
     fields = FIELDS.get(kind, Kind())
     for verdict, names in (("counted", fields.counted), ("nested", fields.nested), *fields.left_out.items()):
         if name in names.split():
@@ -260,14 +262,14 @@ def classify(kind: str, name: str) -> str:
 
 
 def collect_fields(config: Any, special: Mapping[str, object] | None = None) -> dict[str, object]:
-    """All counted fields of a tree of dataclasses that are not at their defaults, and what they are.
+    """Collect all counted fields of a tree of dataclasses that are not at their defaults.
 
     Args:
         config: vLLM's ``VllmConfig``.
-        special: instead of the values of ``<class>.<field>``; None: such a field does not count here.
+        special: values that replace those of ``<class>.<field>``; None: this field does not count here.
 
     Returns:
-        Names and values; values are such that JSON can hold them.
+        Names and values; JSON can represent the values.
     """
     return dict(_walk(config, special or {}))
 
@@ -290,20 +292,20 @@ def _walk(config: Any, special: Mapping[str, object]) -> Iterator[tuple[str, obj
 
 
 def _find_default(field: dataclasses.Field[Any]) -> object:
-    """A field's default; one without any has one that equals nothing else."""
+    """Return a field's default; for a field without a default, a value that is equal to nothing else."""
     if field.default_factory is not dataclasses.MISSING:
         try:
             return field.default_factory()
         except Exception as exc:
             return f"none: {exc!r}"
-    # Pydantic's Field stands in the place of the default, which it holds.
+    # Pydantic's Field is in the place of the default, and contains it.
     default = field.default
     factory = getattr(default, "default_factory", None)
     return factory() if factory is not None else getattr(default, "default", default)
 
 
 def _describe(value: Any) -> object:
-    """A value as JSON can hold it, equal for equal values; that of an unknown kind may be equal to nothing else."""
+    """Convert a value for JSON; equal values have equal results, and an unknown kind may be equal to nothing else."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, enum.Enum):
@@ -321,7 +323,7 @@ def _describe(value: Any) -> object:
 
 
 def describe_config(config: Any) -> object:
-    """Digest of a model's configuration as transformers has read it, of whatever folder, but for its origin."""
+    """Return a digest of a model's configuration as transformers has read it, without its folder and origin."""
     read = getattr(config, "to_dict", None)
     if read is None:
         return _describe(config)

@@ -1,9 +1,9 @@
-"""Where the bytes of a vLLM block lie: one span per layer where the layout keeps a layer's part of it in one piece.
+"""Places of a vLLM block's bytes: one span per layer if the layout stores a layer's part of it in one piece.
 
-vLLM gives each layer a tensor ``[kernel block, head, token, content]`` whose axes lie in memory in the order that the
-attention backend wants (``KVCacheLayout``): NHD, HND, heads before blocks, or all layers of a block in one piece, in
+vLLM gives each layer a tensor ``[kernel block, head, token, content]`` whose axes are in memory in the order that the
+attention backend needs (``KVCacheLayout``): NHD, HND, heads before blocks, or all layers of a block in one piece, in
 which case the tensors are views of one allocation. MLA has one head; FP8 has elements of one byte. A block of the
-scheduler is one or several kernel blocks in a row.
+scheduler is one or several successive kernel blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore_backend.transfers import Event
 
 __all__ = ["KVMemory"]
 
-# Devices whose memory blocks can be moved to and from: the host, and GPUs (ROCm's are called cuda, too).
+# Devices whose memory can be a source or target of blocks: the host, and GPUs (ROCm's are also called cuda).
 _DEVICES = ("cpu", "cuda")
 
 
@@ -38,23 +38,23 @@ class _Layer:
 
 
 class KVMemory:
-    """The KV memory of one worker, without copying any of it.
+    """KV memory of one worker; describes it without copying it.
 
     Args:
         tensors: vLLM's ``kv_caches``: layer name -> tensor. Layers that share one tensor count once.
-        num_blocks: how many blocks the scheduler has.
+        num_blocks: number of the scheduler's blocks.
 
     Attributes:
-        tensors: each layer's that has memory of its own, in the order of the layers.
+        tensors: the tensors of layers with their own memory, in the order of the layers.
         num_blocks: as given.
-        is_on_device: whether they lie on a GPU.
+        is_on_device: whether they are on a GPU.
         layout: order and size of a block's axes in memory, the same for every layer; part of a namespace.
-        axes: the same as ``kvstore_backend.cuts`` wants them; none where nothing is known to be an axis of heads.
-        num_layers: layers that have memory of their own.
-        block_bytes: of all layers.
+        axes: the same in the form of ``kvstore_backend.cuts``; empty if no axis is known to be the heads.
+        num_layers: number of layers with their own memory.
+        block_bytes: bytes of a block in all layers.
 
     Raises:
-        ConfigError: the memory is neither the host's nor a GPU's, or its layers differ in a way that is not handled.
+        ConfigError: the memory is neither the host's nor a GPU's, or its layers differ in an unsupported way.
     """
 
     def __init__(self, tensors: Mapping[str, Any], num_blocks: int) -> None:
@@ -62,7 +62,7 @@ class KVMemory:
         for name, tensor in tensors.items():
             if tensor.device.type not in _DEVICES:
                 raise ConfigError(
-                    f"layer {name} keeps its KV on {tensor.device}; KVStoreConnector moves KV that lies in host "
+                    f"layer {name} stores its KV on {tensor.device}; KVStoreConnector moves KV that is in host "
                     "memory or on a GPU, so run vLLM on one of these, or leave --kv-transfer-config out"
                 )
             if tensor.shape[0] % num_blocks:
@@ -86,15 +86,15 @@ class KVMemory:
                 _prefer_large_pages(span)
 
     def list_allocations(self) -> list[Span]:
-        """All memory that spans may lie in."""
+        """Return all memory that spans may be in."""
         storages = [tensor.untyped_storage() for tensor in self.tensors]
         return [Span(*each) for each in {storage.data_ptr(): storage.nbytes() for storage in storages}.items()]
 
     def merge_layers(self) -> tuple[Any, ...]:
-        """``tensors``, or one for all of them, ``[kernel block, layer, ...]``: then a copy takes one operation.
+        """Return ``tensors``, or one tensor ``[kernel block, layer, ...]`` for all: then a copy takes one operation.
 
-        One where they lie in one allocation at equal distances, and each layer's part of a block before the next one's,
-        so that a block's bytes keep their order.
+        They are merged if they are in one allocation at equal distances, and each layer's part of a block is before the
+        next layer's, so that a block's bytes stay in the same order.
         """
         first = self.tensors[0]
         offsets = [tensor.storage_offset() for tensor in self.tensors]
@@ -113,7 +113,7 @@ class KVMemory:
         return (first.as_strided(shape, (strides[0], distance, *strides[1:]), offsets[0]),)
 
     def locate_blocks(self, blocks: Iterable[int]) -> list[Value]:
-        """Where each block's bytes lie, in an order that is the same in every instance of this layout."""
+        """Return the spans of each block, in an order that is the same in every instance with this layout."""
         return [
             [
                 Span(layer.address + block * layer.stride + offset, layer.nbytes)
@@ -124,34 +124,34 @@ class KVMemory:
         ]
 
     def record_event(self) -> Event | None:
-        """The end of all that the calling thread has begun on a GPU's memory; None: the host's work has ended."""
+        """Record an event for all GPU work that the calling thread has queued; return None on the host."""
         if not self.is_on_device:
             return None
-        from kvstore_backend.staging.cuda import CudaDevice  # loads torch
+        from kvstore_backend.staging.cuda import CudaDevice  # this import loads torch
 
         return CudaDevice(self.tensors[0].device).record_event()
 
     def make_mark(self) -> Mark:
-        """An event of the GPU that keeps the time, not recorded yet."""
-        from kvstore_backend.staging.cuda import CudaDevice  # loads torch
+        """Return an event of the GPU with timing, not recorded yet."""
+        from kvstore_backend.staging.cuda import CudaDevice  # this import loads torch
 
         return CudaDevice(self.tensors[0].device).make_mark()
 
     def bind_thread(self) -> None:
-        """Make the GPU that has the memory the calling thread's own; in host memory, do nothing."""
+        """Make the memory's GPU the calling thread's GPU; do nothing for host memory."""
         if self.is_on_device:
-            from kvstore_backend.staging.cuda import CudaDevice  # loads torch
+            from kvstore_backend.staging.cuda import CudaDevice  # this import loads torch
 
             CudaDevice(self.tensors[0].device).bind_thread()
 
     def layout_of(self, heads: int) -> str:
-        """``layout`` as it is where this memory holds so many heads; only where it has ``axes``."""
+        """Return the ``layout`` of this memory if it had that many heads; only for memory with ``axes``."""
         tensor = self.tensors[0]
         axes = [(name, heads if name == "h" else n, stride) for name, n, stride in self._order_axes(tensor, keep="h")]
         return _describe_layout([axis for axis in axes if axis[1] > 1], str(tensor.dtype))
 
     def clear_blocks(self, blocks: Iterable[int]) -> None:
-        """Make finite any bytes that a failed read left: attention still meets masked positions, times zero."""
+        """Zero blocks after a failed read: attention multiplies masked positions by 0, and 0 * NaN is NaN."""
         for block, tensor in itertools.product(blocks, self.tensors):
             tensor[block * self._per_block : (block + 1) * self._per_block].zero_()
         if (cleared := self.record_event()) is not None:
@@ -164,9 +164,9 @@ class KVMemory:
         return (("layer", self.num_layers), *axes, ("byte", tensor.element_size()))
 
     def _order_axes(self, tensor: Any, keep: str = "") -> list[tuple[str, int, int]]:
-        """Axes of one block: name, size, stride in bytes; the outermost in memory first.
+        """Return the axes of one block: name, size, stride in bytes; the outermost in memory first.
 
-        Those of size 1 are left out, but for one that is to be kept: it lies within the others of its stride.
+        Axes of size 1 are left out, except the one named ``keep``: it comes after the others with its stride.
         """
         size: int = tensor.element_size()
         names = ("k", "h", "n", "c", *map(str, range(tensor.dim())))
@@ -186,10 +186,10 @@ class KVMemory:
 
 
 def _prefer_large_pages(span: Span) -> None:
-    """Ask the system to commit memory in large pages as it is first written; advice, which it may not take.
+    """Advise the system to commit memory in large pages when it is first written; the system may ignore this.
 
-    vLLM leaves it to be committed in pages of 4 KiB. Loading 15 MiB into memory that nobody has written to took 350 ms
-    with them on a busy machine, and 18 ms into memory that had been.
+    By default memory is committed in pages of 4 KiB. A load of 15 MiB into memory that was never written took 350 ms
+    with them on a busy machine, and 18 ms into memory that was written before.
     """
     if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
         start = -(-span.address // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,10 +1,9 @@
-"""Messages that the two halves of the vLLM connector send each other, once a step; free of vLLM.
+"""Messages between the two halves of the vLLM connector, once a step; imports nothing from vLLM.
 
-Ownership of blocks, kept by both halves: a block that is handed to a transfer is *pinned* (vLLM's own reference count
-of it is raised) in the scheduler, from the step that plans the transfer until every rank has reported the transfer's
-end. A rank reports the end when ``kvstore_backend.transfers`` says that the block is released.
-Preempting, finishing or aborting the request meanwhile frees its own reference, and the block is still not used for
-anything else.
+Ownership of blocks, which both halves follow: the scheduler *pins* a block for a transfer (it raises vLLM's own
+reference count), from the step that plans the transfer until every rank has reported the transfer's end. A rank reports
+the end when ``kvstore_backend.transfers`` releases the block. If the request is preempted, finished or aborted
+meanwhile, its own reference is freed, and the block is still not used for anything else.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ class Transfer:
     """One load or save.
 
     Attributes:
-        number: names it, within one scheduler.
-        request_id: whose.
+        number: identifies it within one scheduler.
+        request_id: the request.
         names: the pool's names of the blocks, 32 bytes each.
         blocks: vLLM's ids of the same blocks.
-        run: of a load, where some of the blocks are to come from another cut of the model.
-        adapter: the LoRA adapter that the blocks belong to; none: the model's alone.
+        run: for a load with some blocks from another cut of the model, those blocks.
+        adapter: the LoRA adapter that the blocks belong to; None: only the model's weights.
     """
 
     number: int
@@ -42,13 +41,13 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """From the scheduler to every worker.
+    """Message from the scheduler to every worker.
 
     Attributes:
-        loads: to begin in this step.
-        saves: to begin after its forward pass.
-        awaited: numbers of saves, begun now or before, whose end is waited for before the step's tokens are told.
-        num_tokens: computed in this step, where it computes parts of prompts; else 0.
+        loads: transfers to begin in this step.
+        saves: transfers to begin after its forward pass.
+        awaited: numbers of saves, begun now or before, that must end before the step's tokens are returned.
+        num_tokens: tokens computed in this step, if it computes parts of prompts; otherwise 0.
     """
 
     loads: Sequence[Transfer] = ()
@@ -59,14 +58,14 @@ class Plan:
 
 @dataclass
 class Report:
-    """From workers to the scheduler.
+    """Message from workers to the scheduler.
 
     Attributes:
-        ended: numbers of transfers that touch no block any more, each with the number of ranks that say so.
-        short: requests whose load brought fewer blocks than planned.
-        loads: blocks that a load brought, and the seconds it took.
-        steps: tokens of a step with parts of prompts, and the seconds it took.
-        adapters: digests of LoRA adapters, one of each rank that has read them; None: it has changed.
+        ended: numbers of transfers that touch no block any more, each with the number of ranks that report it.
+        short: requests that loaded fewer blocks than planned.
+        loads: number of blocks that a load brought, and its seconds.
+        steps: tokens of a step with parts of prompts, and its seconds.
+        adapters: digests of LoRA adapters, one from each rank that has read them; None: the adapter has changed.
     """
 
     ended: Counter[int] = field(default_factory=Counter)
@@ -77,11 +76,11 @@ class Report:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether the report has no content."""
         return not (self.ended or self.short or self.loads or self.steps or self.adapters)
 
     def add_report(self, other: Report) -> None:
-        """Take in another rank's report."""
+        """Add another rank's report."""
         self.ended.update(other.ended)
         self.short |= other.short
         self.loads += other.loads

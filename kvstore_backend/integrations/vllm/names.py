@@ -1,8 +1,8 @@
-"""The pool's names for blocks of a vLLM request.
+"""Names of a vLLM request's blocks in the pool.
 
-vLLM chains a SHA-256 over tokens, ``cache_salt``, multimodal inputs (a digest of the content, or the uuid that
-a client gave it) and a LoRA adapter's name and path. It leaves out which bytes
-lie at that path, as that only matters between instances. Their digest is added here (``adapters.py``).
+vLLM chains a SHA-256 over tokens, ``cache_salt``, multimodal inputs (a digest of the content, or the uuid that a client
+gave it) and a LoRA adapter's name and path. It leaves out which bytes are at that path, because that matters only
+between instances. This module adds their digest (``adapters.py``).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _TAG = b"kvstore.vllm.v1\0"
 
 
 def name_blocks(block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: bytes = b"") -> list[bytes]:
-    """32 bytes for each block.
+    """Return a name of 32 bytes for each block.
 
     Args:
         block_hashes: vLLM's own, of 32 bytes.
         adapter: digest of the request's LoRA adapter; empty: it has none.
-        epoch: random bytes that set this instance's blocks apart since its weights were changed in place; empty: they
-            were not.
+        epoch: random bytes that separate this instance's blocks after its weights were changed in place; empty: they
+            were not changed.
     """
     if not adapter and not epoch:
         return list(block_hashes)

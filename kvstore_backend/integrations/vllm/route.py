@@ -1,9 +1,9 @@
-"""The route of blocks between vLLM's memory and the pool, as ``memory`` in ``kv_connector_extra_config`` names it.
+"""Route of blocks between vLLM's memory and the pool, as ``memory`` in ``kv_connector_extra_config`` names it.
 
-staged  by way of host buffers (``kvstore_backend.staging``): pinned ones and a CUDA stream for KV on a GPU; over KV in
-        host memory the same steps run in the stand-in
-direct  the pool reads and writes vLLM's memory itself; on a GPU Mooncake does so by RDMA, and as the host cannot read
-        that memory, blocks have no checksums
+staged  through host buffers (``kvstore_backend.staging``): pinned buffers and a CUDA stream for KV on a GPU; for KV in
+        host memory the stand-in runs the same steps
+direct  the pool itself reads and writes vLLM's memory. On a GPU Mooncake does that by RDMA. The host cannot read that
+        memory, so its blocks have no checksums.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Route", "choose_route", "open_route", "read_route"]
 Route = Literal["staged", "direct"]
 _ROUTES: tuple[Route, ...] = ("staged", "direct")
 
-# For CUDA 12 and 13.
+# Mooncake's builds for CUDA 12 and 13.
 _CUDA_WHEELS = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 
 
 def read_route(extra: Mapping[str, object]) -> Route | None:
-    """The route that ``kv_connector_extra_config`` names, if it does.
+    """Return the route that ``kv_connector_extra_config`` names, or None.
 
     Raises:
         ConfigError: there is no such route.
@@ -40,16 +40,16 @@ def read_route(extra: Mapping[str, object]) -> Route | None:
     if named is None:
         return None
     raise ConfigError(
-        f'memory in kv_connector_extra_config is {named!r}; it must be "staged" (by way of host buffers) or "direct" '
+        f'memory in kv_connector_extra_config is {named!r}; it must be "staged" (through host buffers) or "direct" '
         "(the pool reads and writes vLLM's memory itself)"
     )
 
 
 def choose_route(named: Route | None, memory: KVMemory, config: PoolConfig) -> Route:
-    """The route that was named, or the one that is best where none was: staged on a GPU, direct in host memory.
+    """Return the named route, or the best one if none was named: staged on a GPU, direct in host memory.
 
     Raises:
-        ConfigError: the direct one was named, and this pool cannot reach a GPU's memory.
+        ConfigError: the direct route was named, and this pool cannot reach a GPU's memory.
     """
     if named == "direct" and memory.is_on_device:
         _require_device_access(config)
@@ -57,9 +57,9 @@ def choose_route(named: Route | None, memory: KVMemory, config: PoolConfig) -> R
 
 
 def open_route(route: Route, memory: KVMemory, pool: BlockPool) -> TransferMemory:
-    """``memory`` as transfers reach it on this route; the pool is told of all that it will touch."""
+    """Return ``memory`` as transfers reach it on this route, and register everything that the pool will touch."""
     if route == "staged":
-        from kvstore_backend.staging import KVTensors, StagedMemory  # loads torch
+        from kvstore_backend.staging import KVTensors, StagedMemory  # this import loads torch
 
         return StagedMemory(KVTensors(memory.merge_layers(), memory.num_blocks), pool)
     for span in memory.list_allocations():
@@ -68,7 +68,7 @@ def open_route(route: Route, memory: KVMemory, pool: BlockPool) -> TransferMemor
 
 
 def _require_device_access(config: PoolConfig) -> None:
-    """Refuse a pool that cannot read and write a GPU's memory, in one sentence."""
+    """Refuse a pool that cannot read and write a GPU's memory, with a message of one sentence."""
     store = config.store
     if not isinstance(store, MooncakeSettings):
         trouble = f"the pool is a {config.backend} pool"
@@ -80,7 +80,7 @@ def _require_device_access(config: PoolConfig) -> None:
         return
     raise ConfigError(
         f'memory in kv_connector_extra_config is "direct", and the KV is on a GPU, but {trouble}; Mooncake reaches a '
-        "GPU's memory by RDMA with GPUDirect, in its build for CUDA: leave memory out, and blocks go by way of host "
+        "GPU's memory by RDMA with GPUDirect, in its build for CUDA: leave memory out, and blocks go through host "
         "buffers"
     )
 

@@ -1,20 +1,21 @@
-"""The half of the vLLM connector that lives beside vLLM's scheduler: plans loads and saves; free of vLLM.
+"""The half of the vLLM connector in vLLM's scheduler process: plans loads and saves; imports nothing from vLLM.
 
-It never waits for the pool: look-ups run on threads of their own, and a request whose answer is not there yet is asked
-for again in the next step. (A step may wait 2 ms in all, as most look-ups take less than one, where the next step may
-be 50 ms away.) Ownership of blocks: ``messages.py``.
+It never waits for the pool: look-ups run on their own threads, and a request without an answer is looked up again in
+the next step. (A step may wait 2 ms in total, because most look-ups take less than 1 ms, and the next step may be 50 ms
+away.) Ownership of blocks: ``messages.py``.
 
-Where prefill and decode are instances of their own, prefill is asked for one token, then decode for the answer. A
-request for one token is one for its KV where a router has marked it as prefill's part (``do_remote_decode`` in
-``kv_transfer_params``) or the instance only saves: it is answered when its blocks are in the pool (``Plan.awaited``),
-so that decode finds them. No other request waits for saves, as the wait holds up all requests of the instance.
+If prefill and decode are separate instances, prefill receives a request for one token, then decode receives the request
+for the answer. A request for one token is only for its KV if a router has marked it as prefill's part
+(``do_remote_decode`` in ``kv_transfer_params``) or the instance only saves. It is answered when its blocks are in the
+pool (``Plan.awaited``), so decode finds them. No other request waits for saves, because such a wait delays all requests
+of the instance.
 
-Where both are given a request at once, decode waits for the blocks that prefill saves: it looks them up again and
-again, until all blocks of the prompt are there or nothing new has come for ``prefill_wait_s``. Blocks that are not
-there then it computes itself.
+If both receive a request at the same time, decode waits for the blocks that prefill saves: it repeats the look-up until
+all blocks of the prompt are present, or nothing new has arrived for ``prefill_wait_s``. It computes the blocks that are
+still missing.
 
-Where loading the blocks that the pool has takes longer than computing them (``load_or_compute.py``), they are computed;
-not where they were computed by a prefill instance for this one, which has been decided before.
+If loading the pool's blocks takes longer than computing them (``load_or_compute.py``), they are computed. Blocks that a
+prefill instance computed for this one are always loaded, because that decision was made earlier.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 0.002
 _LOOKUPS = 4
-# Between two look-ups of blocks that prefill computes; the master answers thousands of look-ups a second.
+# Seconds between two look-ups of blocks that prefill computes; the master answers thousands of look-ups a second.
 _AGAIN_SECONDS = 0.02
-# A step that has nothing to do but wait for prefill takes this long; vLLM would make a thousand of them a second.
+# Duration of a step that only waits for prefill; without it vLLM would make a thousand steps a second.
 _IDLE_SECONDS = 0.005
-# A share of all blocks may be held by saves that wait for a slow pool; beyond it saves wait for a later step.
+# Maximum share of all blocks in saves that wait for a slow pool; more saves wait for a later step.
 _SAVE_SHARE = 0.25
 
 
-# So long after the look-ups' client had the pool, workers are still given blocks to save.
+# Workers receive blocks to save this long after the look-ups' client last reached the pool.
 _TRUST_SECONDS = 5.0
-# For how long a transfer keeps vLLM's steps going, and so a pause waiting: longer than a call to a pool that works.
+# A transfer keeps vLLM's steps running, and a pause waiting, this long: longer than a call to a working pool.
 _PUSH_SECONDS = 30.0
 
 
@@ -109,12 +110,12 @@ class Blocks(Protocol):
 
 @dataclass
 class _Tracked:
-    """A request that got blocks; its first ``num_saved`` blocks are in the pool or on their way.
+    """Request with blocks; its first ``num_saved`` blocks are in the pool or being saved.
 
     Attributes:
         num_noted: leading blocks that are known to be cached and saved.
-        is_stale: its blocks are not what their names say (they are of before a reset, or some are missing), so it
-            saves nothing more.
+        is_stale: whether its blocks differ from what their names say (they are older than a reset, or some are
+            missing); then it saves nothing more.
     """
 
     request: Request
@@ -126,13 +127,13 @@ class _Tracked:
 
 @dataclass
 class _Question:
-    """How many of the blocks from ``first`` on, which the pool knows by ``names``, it has.
+    """Look-up of a request: how many of the blocks from ``first`` on, with these ``names``, the pool has.
 
     Attributes:
-        answer: of the last look-up, which began at ``asked_at``.
-        found: by the look-ups before, the last block of them at ``found_at``.
-        run: found by the last look-up, where it is so long only with the help of another cut.
-        decision: whether blocks that were found are loaded or computed; ``None``: none were, yet.
+        answer: answer of the last look-up, which began at ``asked_at``.
+        found: number found by earlier look-ups; the last block was found at ``found_at``.
+        run: run of the last look-up, if some of its blocks come from another cut.
+        decision: whether found blocks are loaded or computed; ``None``: none were found yet.
     """
 
     first: int
@@ -146,7 +147,7 @@ class _Question:
 
 
 class _Found(NamedTuple):
-    """So many leading blocks were found, and the run that they are where another cut has some of them."""
+    """Number of leading blocks found, and the run of them if some come from another cut."""
 
     num_blocks: int
     run: Run | None
@@ -154,25 +155,25 @@ class _Found(NamedTuple):
 
 @dataclass
 class _Pin:
-    """Blocks of a transfer, held until all ranks said that it ended; then ``on_end`` is called."""
+    """Blocks of a transfer, pinned until all ranks have reported its end; then ``on_end`` is called."""
 
     request_id: str
     blocks: Sequence[int]
     ranks: int
     is_load: bool
     on_end: Callable[[], None] = field(default=lambda: None)
-    begun_at: float = field(default_factory=lambda: time.monotonic())  # looked up late: tests have a clock of their own
+    begun_at: float = field(default_factory=lambda: time.monotonic())  # evaluated late, because tests replace the clock
 
 
 class SchedulerHalf:
-    """Plans loads and saves of one scheduler. All calls come from vLLM's scheduler thread.
+    """Planner of one scheduler's loads and saves. All calls come from vLLM's scheduler thread.
 
     Args:
         backend: the store, for look-ups; ``close`` closes it.
         block_size: tokens in a block.
         loads: whether to look up and load.
         saves: whether to save.
-        prefill_wait_s: how long a prompt waits for its next block, as a prefill instance has been given it, too.
+        prefill_wait_s: how long a prompt waits for its next block, if a prefill instance also received the request.
     """
 
     def __init__(
@@ -195,8 +196,8 @@ class SchedulerHalf:
         self._blocks: Blocks | None = None
         self._adapters = KnownAdapters()
         self._epoch = b""
-        self._is_empty = False  # vLLM's own cache: it was reset, and no request got blocks since
-        self._is_stale = False  # vLLM's own cache may have blocks of before the last reset
+        self._is_empty = False  # vLLM's own cache was reset, and no request got blocks since
+        self._is_stale = False  # vLLM's own cache may have blocks from before the last reset
         self._threads = DaemonThreads(_LOOKUPS, "pool-lookup")
         self._load_or_compute = LoadOrCompute(block_size)
         self._patience = _PATIENCE_SECONDS
@@ -204,7 +205,7 @@ class SchedulerHalf:
         self._is_waiting = False  # whether some request of this step waits for prefill
         self._requests: dict[str, _Tracked] = {}
         self._questions: dict[str, _Question] = {}
-        self._barred: set[str] = set()  # requests whose load was short: they compute the rest
+        self._barred: set[str] = set()  # requests with a short load: they compute the rest
         self._planned_loads: list[Transfer] = []
         self._planned_saves: list[Transfer] = []
         self._pins: dict[int, _Pin] = {}
@@ -213,14 +214,14 @@ class SchedulerHalf:
         self._cached: CachedBlocks | None = None
         self._refill: Refill | None = None
         self.num_lookups = 0
-        """Look-ups begun, those made again included."""
+        """Number of look-ups begun, repeated ones included."""
 
     def learn_namespaces(self, namespaces: Sequence[Namespace], family: Family | None = None) -> None:
-        """Hear from the workers, one namespace a rank; before that everything is a miss.
+        """Take the namespaces of all ranks from the workers; before this call everything is a miss.
 
         Args:
-            namespaces: of all ranks.
-            family: rank 0's; none: blocks of no other cut are looked for.
+            namespaces: namespaces of all ranks.
+            family: rank 0's family; None: blocks of other cuts are not looked up.
         """
         self._pools = [BlockPool(self._backend, namespace) for namespace in namespaces]
         if family is not None:
@@ -229,10 +230,10 @@ class SchedulerHalf:
         self._watch_for_losses()
 
     def bind_blocks(self, blocks: Blocks) -> None:
-        """Take vLLM's block pool, whose reference counts keep blocks in place.
+        """Take vLLM's block pool; its reference counts pin blocks.
 
-        vLLM resets its cache only where no block is referenced, and a save holds references for as long as a slow pool
-        takes. So the pool's ``reset_prefix_cache`` is called without those references, which are back when it ends.
+        vLLM resets its cache only if no block is referenced, and a save holds references as long as a slow pool takes.
+        So this object calls the pool's ``reset_prefix_cache`` without those references, and restores them when it ends.
         """
         self._blocks = blocks
         if (reset := getattr(blocks, "reset_prefix_cache", None)) is not None:
@@ -240,9 +241,9 @@ class SchedulerHalf:
         self._watch_for_losses()
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
-        """How many tokens after the first ``num_computed`` the pool has, in whole blocks; ``None``: not known yet.
+        """Return how many tokens after the first ``num_computed`` the pool has, in full blocks; ``None``: unknown.
 
-        At least one token is left to compute, as vLLM needs its logits.
+        At least one token is left to compute, because vLLM needs its logits.
         """
         first, end = num_computed // self._block_size, (request.num_tokens - 1) // self._block_size
         if not self._loads or end <= first or request.request_id in self._barred or not self._is_ready:
@@ -266,7 +267,7 @@ class SchedulerHalf:
         return found * self._block_size if found and self._decide(question, found) == "load" else 0
 
     def on_allocation(self, request: Request, blocks: Callable[[], Sequence[int]], num_external: int) -> None:
-        """Hear that a request has its ``blocks``, the ``num_external`` tokens that were matched among them."""
+        """Record that a request has its ``blocks``; ``num_external`` of their tokens are from the pool."""
         self._is_empty = False
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
         question = self._questions.pop(request.request_id, None)
@@ -278,11 +279,11 @@ class SchedulerHalf:
         wanted = blocks()[question.first : tracked.num_saved]
         load = self._pin_blocks(request, found, wanted, is_load=True)
         self._planned_loads.append(replace(load, run=question.run))
-        if question.run is not None:  # the own cut has not all of them, which is no loss
+        if question.run is not None:  # the own cut lacks some of them, which is not a loss
             tracked.num_noted = tracked.num_saved
 
     def plan_step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Plan:
-        """The workers' transfers in the step that computes ``scheduled`` tokens of each request."""
+        """Return the workers' transfers in the step that computes ``scheduled`` tokens of each request."""
         self._patience = _PATIENCE_SECONDS
         self._run_posts()
         prefilled: set[str] = set()
@@ -304,22 +305,22 @@ class SchedulerHalf:
         return Plan(loads, saves, awaited, sum(scheduled.values()) if computes_prompt else 0)
 
     def on_request_end(self, request: Request, blocks: Sequence[int]) -> None:
-        """Hear that a request ended, before its blocks are freed; blocks that became full last are saved."""
+        """Record the end of a request, before its blocks are freed, and save its last full blocks."""
         self._questions.pop(request.request_id, None)
         self._barred.discard(request.request_id)
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None or tracked.is_loading:
             return
-        # The last token was sampled, not computed.
+        # The last token was sampled; its KV was not computed.
         computed = min(request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block_size)
         self._plan_save(tracked, computed, lambda: blocks)
         if self._find_adapter(request) is None:
-            return  # not cached, so nothing was dropped
+            return  # not cached, so no save was dropped
         if (missing := self._num_full(tracked, computed) - tracked.num_saved) > 0 and self._counts is not None:
             self._counts.add_operation("save", dropped=missing)
 
     def on_report(self, report: Report) -> None:
-        """Take in the workers' report: unpin blocks that nothing touches any more, and learn how long all took."""
+        """Process the workers' report: unpin blocks that no transfer touches any more, and record durations."""
         for num_blocks, seconds in report.loads:
             self._load_or_compute.record_load(num_blocks, seconds)
         for num_tokens, seconds in report.steps:
@@ -334,14 +335,14 @@ class SchedulerHalf:
                 self._free_pin(pin)
 
     def forget_blocks(self) -> bool:
-        """From now on nothing saved before is found: this instance may compute other bytes (its weights changed).
+        """Forget everything saved before: this instance may compute other bytes now, because its weights changed.
 
-        Other instances may not have changed, so its blocks are shared with nobody until it is started again. Requests
-        that have blocks by now save none of them. Where vLLM's own cache could not be reset, it goes on to hand out
-        blocks of before: then nothing is loaded or saved until a reset of both succeeds.
+        Other instances may not have changed, so its blocks are not shared until the next start. Requests that already
+        have blocks save none of them. If vLLM's own cache could not be reset, it may still use older blocks: then
+        nothing is loaded or saved until a reset of both succeeds.
 
         Returns:
-            Whether vLLM's own cache has no block of before.
+            Whether vLLM's own cache has no older block.
         """
         self._epoch = os.urandom(16)
         self._questions.clear()
@@ -362,21 +363,21 @@ class SchedulerHalf:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a transfer may still end soon: one that hangs for long holds its blocks, and no steps are for it."""
+        """Whether a transfer may still end soon; one that hangs for long keeps its blocks, but needs no steps."""
         oldest = time.monotonic() - _PUSH_SECONDS
         return self.has_pins and (not self._posts.empty() or any(pin.begun_at > oldest for pin in self._pins.values()))
 
     @property
     def num_open_lookups(self) -> int:
-        """Requests whose blocks are being looked up, or wait for prefill."""
+        """Number of requests with a running look-up, or that wait for prefill."""
         return len(self._questions)
 
     def take_counts(self) -> dict[str, dict[str, float]]:
-        """All counts since the last call."""
+        """Return all counts since the last call."""
         return self._counts.pop_counts() if self._counts is not None else {}
 
     def close(self) -> None:
-        """Leave the pool; it takes its time, and that is not waited for longer than a moment."""
+        """Leave the pool; wait for that only a short time."""
         if self._refill is not None:
             self._refill.close()
         if self._cached is not None:
@@ -387,7 +388,7 @@ class SchedulerHalf:
         leaving.join(2.0)
 
     def _reset_cache(self, reset: Callable[[], bool]) -> bool:
-        """Reset vLLM's own cache, which blocks that only transfers hold do not prevent; they stay held."""
+        """Reset vLLM's own cache, although transfers pin blocks; they stay pinned."""
         assert self._blocks is not None
         held = [[self._blocks.blocks[block] for block in pin.blocks] for pin in self._pins.values()]
         for blocks in held:
@@ -400,7 +401,7 @@ class SchedulerHalf:
         return self._is_empty
 
     def _is_prefill(self, request: Request) -> bool:
-        """Whether a request is answered for its KV alone, which a decode instance is going to look for."""
+        """Return whether a request is only for its KV, which a decode instance will look up."""
         is_marked = bool((request.kv_transfer_params or {}).get("do_remote_decode"))
         return request.max_tokens == 1 and (is_marked or not self._loads)
 
@@ -410,9 +411,9 @@ class SchedulerHalf:
 
     @property
     def _may_save(self) -> bool:
-        """Whether workers are given blocks to save.
+        """Whether workers receive blocks to save.
 
-        A look-up that came too late says little of the workers' own clients, which see for themselves.
+        A late look-up says little about the workers' own clients, which detect failures themselves.
         """
         now = time.monotonic()
         if self._is_ready:
@@ -420,7 +421,7 @@ class SchedulerHalf:
         return bool(self._pools) and now - self._ready_at < _TRUST_SECONDS
 
     def _wait_for_answer(self, question: _Question) -> int | None:
-        """How many blocks the last look-up found; ``None``: it goes on."""
+        """Return how many blocks the last look-up found; ``None``: it still runs."""
         start = time.monotonic()
         try:
             found, question.run = question.answer.result(self._patience)
@@ -431,7 +432,10 @@ class SchedulerHalf:
             self._patience = max(0.0, self._patience - (time.monotonic() - start))
 
     def _decide(self, question: _Question, found: int) -> Decision:
-        """Load ``found`` blocks or compute their tokens; vLLM may ask several times before it has room for them."""
+        """Decide to load ``found`` blocks, or to compute their tokens.
+
+        vLLM may ask several times until it has free blocks; the decision does not change.
+        """
         if question.decision is None:
             assert self._counts is not None
             num_running = sum(not tracked.is_loading for tracked in self._requests.values())
@@ -443,9 +447,9 @@ class SchedulerHalf:
         return question.decision
 
     def _is_prefilled_elsewhere(self, request: Request, question: _Question, found: int) -> bool:
-        """Whether more blocks of the prompt are expected soon; then they are looked up again.
+        """Return whether more blocks of the prompt are expected soon; then they are looked up again.
 
-        A request that was preempted has tokens of its own, which no prefill instance saves: it does not wait.
+        A preempted request does not wait: it has its own tokens, which no prefill instance saves.
         """
         if not self._prefill_wait_s or request.num_tokens > request.num_prompt_tokens:
             return False
@@ -470,7 +474,7 @@ class SchedulerHalf:
         return self._threads.submit(lambda: self._look_up(wanted, found_before))
 
     def _look_up(self, wanted: Sequence[bytes], found_before: int | None = None) -> _Found:
-        """How many leading blocks every rank finds; of a look-up made again only new blocks are counted."""
+        """Return how many leading blocks every rank finds; a repeated look-up counts only new blocks."""
         assert self._counts is not None
         start = time.monotonic()
         count, run = len(wanted), None
@@ -490,7 +494,7 @@ class SchedulerHalf:
         return _Found(count, run)
 
     def _extend_run(self, wanted: Sequence[bytes], count: int) -> Run | None:
-        """More leading blocks than the ``count`` that every rank finds, with the help of another cut."""
+        """Find more leading blocks than the ``count`` that every rank has, in another cut."""
         if self._siblings is None or count == len(wanted) or not self._is_ready or self._siblings.is_alone():
             return None
         by_rank = [pool.exists(wanted[count:]) for pool in self._pools]
@@ -498,16 +502,16 @@ class SchedulerHalf:
         return self._siblings.extend_run([Status.OK] * count + rest, 0, lambda _: wanted)
 
     def _name_blocks(self, request: Request, first: int, end: int) -> list[bytes]:
-        """The pool's names of blocks ``first`` to ``end``; none where the request's blocks cannot be named."""
+        """Return the pool's names of blocks ``first`` to ``end``; none if the request's blocks cannot be named."""
         adapter = self._find_adapter(request)
         return [] if adapter is None else name_blocks(request.block_hashes[first:end], adapter, self._epoch)
 
     def _find_adapter(self, request: Request) -> bytes | None:
-        """What tells a request's LoRA adapter from others; empty: it has none; None: its blocks cannot be named."""
+        """Return the digest of a request's LoRA adapter; empty: it has none; None: its blocks cannot be named."""
         return b"" if (lora := request.lora_request) is None else self._adapters.find_digest(lora, len(self._pools))
 
     def _num_full(self, tracked: _Tracked, computed: int) -> int:
-        """How many blocks are full and have a name once ``computed`` tokens are."""
+        """Return how many blocks are full and have a name once ``computed`` tokens are computed."""
         return min(computed // self._block_size, len(tracked.request.block_hashes))
 
     def _plan_save(self, tracked: _Tracked, computed: int, blocks: Callable[[], Sequence[int]]) -> None:
@@ -518,13 +522,13 @@ class SchedulerHalf:
         held = sum(len(pin.blocks) for pin in self._pins.values() if not pin.is_load)
         end = min(full, tracked.num_saved + int(_SAVE_SHARE * len(self._blocks.blocks)) - held)
         if end <= tracked.num_saved or not (named := self._name_blocks(tracked.request, tracked.num_saved, end)):
-            return  # blocks that cannot be named may be later: the digest of an adapter is being made
+            return  # they may get names later: the digest of an adapter is still being computed
         (first, tracked.num_saved), table = (tracked.num_saved, end), blocks()
         if any(self._blocks.blocks[block].is_null for block in table[first:end]):
-            tracked.is_stale = True  # vLLM gave blocks up that it still names; the null block's bytes are anybody's
+            tracked.is_stale = True  # vLLM dropped blocks that it still names; the null block may have any bytes
             return
         self._planned_saves.append(self._pin_blocks(tracked.request, named, table[first:end], is_load=False))
-        # With those that were loaded, which have arrived by now. Blocks of an adapter a worker may refuse to save.
+        # Includes loaded blocks, which have arrived by now. Not with an adapter, because a worker may refuse the save.
         if self._cached is not None and tracked.request.lora_request is None:
             noted, tracked.num_noted = tracked.num_noted, end
             self._cached.note_blocks(self._name_blocks(tracked.request, noted, end), table[noted:end])
@@ -532,7 +536,7 @@ class SchedulerHalf:
     def _pin_blocks(
         self, request: Request | None, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool
     ) -> Transfer:
-        """A transfer of ``blocks``, of ``request`` or of none any more, which stay in place until it has ended."""
+        """Return a transfer of ``blocks``, pinned until it ends; ``request`` is None after the request's end."""
         assert self._blocks is not None
         self._last_number += 1
         self._blocks.touch([self._blocks.blocks[block] for block in blocks])
@@ -542,7 +546,7 @@ class SchedulerHalf:
         return Transfer(self._last_number, request_id, named, blocks, adapter=adapter)
 
     def _watch_for_losses(self) -> None:
-        """Begin to put blocks again that the pool has lost, once pools and blocks are known."""
+        """Begin to save blocks again that the pool has lost, once pools and blocks are known."""
         if self._pools and self._blocks is not None and self._saves and self._refill is None:
             self._cached = CachedBlocks(
                 self._pools, self._blocks.blocks, self._posts.put, self._save_again, self._touch_in_order
@@ -570,7 +574,7 @@ class SchedulerHalf:
 
     def _free_pin(self, pin: _Pin) -> None:
         assert self._blocks is not None
-        # The last blocks of a sequence are the first to go, as where vLLM frees a request.
+        # The last blocks of a sequence are evicted first, as when vLLM frees a request.
         self._blocks.free_blocks([self._blocks.blocks[block] for block in reversed(pin.blocks)])
         pin.on_end()
         tracked = self._requests.get(pin.request_id)

@@ -1,4 +1,4 @@
-"""Those settings of a vLLM instance that decide on the bytes of its blocks, for its namespace; free of vLLM."""
+"""Settings of a vLLM instance that determine its blocks' bytes, for its namespace; imports nothing from vLLM."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from kvstore_backend.namespace import fingerprint_model
 
 __all__ = ["collect_settings", "find_checkpoint"]
 
-# All of these read the checkpoint's safetensors, where it has any.
+# All of these formats read the checkpoint's safetensors, if it has any.
 _PLAIN_FORMATS = ("auto", "hf", "safetensors")
-# Rotations that some models build for the longest prompt an instance takes, and that differ then for all prompts.
+# Some models build these rotations for an instance's longest prompt; they then differ for all prompts.
 _ROPES_BY_LENGTH = ("longrope", "dynamic")
-# Llama 4 scales queries by their positions from this length on (vLLM 0.32's llama4.py), unless it is told otherwise.
+# Llama 4 scales queries by position from this length on (vLLM 0.32's llama4.py), unless configured otherwise.
 _LLAMA4_TUNED_FROM = 32768
 
 
 def collect_settings(vllm_config: Any, variables: Iterable[str] = ()) -> dict[str, object]:
-    """Names and values of those that are not at their defaults; equal for instances that may share blocks.
+    """Return names and values of settings that are not at their defaults; equal for instances that may share blocks.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        variables: of the environment, which vLLM reads.
+        variables: names of environment variables that vLLM reads.
 
     Raises:
-        ConfigError: the files of a draft model are not here.
+        ConfigError: the files of a draft model are missing here.
     """
     settings = collect_fields(vllm_config, _describe_special(vllm_config))
     settings |= _describe_generation(vllm_config.model_config)
-    # Python's seed is vLLM's for the hash of the first block of every prompt; cuBLAS reads the other one itself.
+    # vLLM makes the hash of every prompt's first block from Python's seed; cuBLAS itself reads the other variable.
     counted = {"PYTHONHASHSEED", "NVIDIA_TF32_OVERRIDE", *variables} - IGNORED_VARIABLES
     return settings | {f"environment {name}": value for name, value in named_variables(counted).items()}
 
 
 def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:
-    """The folder the weights were loaded from; for a name of the Hugging Face hub, where they were downloaded to.
+    """Return the folder from which the weights were loaded; for a name of the Hugging Face hub, the download folder.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: there is no such folder.
     """
     folder = Path(model.model)
     if folder.is_dir():
@@ -59,7 +59,7 @@ def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:
 
 
 def _describe_special(vllm_config: Any) -> dict[str, object]:
-    """Fields whose values say too much or too little as they are."""
+    """Return values for fields with own values that contain too much or too little."""
     model, load = vllm_config.model_config, vllm_config.load_config
     rope = getattr(model.hf_text_config, "rope_parameters", None)
     is_by_length = any(each in str(rope) for each in _ROPES_BY_LENGTH)
@@ -71,7 +71,8 @@ def _describe_special(vllm_config: Any) -> dict[str, object]:
         "LoadConfig.load_format": None if load.load_format in _PLAIN_FORMATS else str(load.load_format),
     }
     if (loras := vllm_config.lora_config) is not None:
-        # Mostly the model's, and then no difference from instances without adapters, with which prompts are shared.
+        # Usually the model's dtype; then there is no difference from instances without adapters, and prompts are
+        # shared.
         special["LoRAConfig.lora_dtype"] = None if loras.lora_dtype in ("auto", model.dtype) else str(loras.lora_dtype)
     if (drafts := vllm_config.speculative_config) is not None:
         special["SpeculativeConfig.draft_model_config"] = _describe_draft(drafts, model, load.download_dir)
@@ -81,7 +82,7 @@ def _describe_special(vllm_config: Any) -> dict[str, object]:
 
 
 def _describe_generation(model: Any) -> dict[str, object]:
-    """What attention reads of the generation config; with Llama 4 as a part of a model it is not in ``hf_config``."""
+    """Return the generation settings that attention reads; ``hf_config`` lacks them if Llama 4 is a part of a model."""
     generation = {**model.try_get_generation_config(), **model.override_generation_config}
     counted = {name: value for name, value in generation.items() if name.startswith("attn_")}
     kinds = [
@@ -94,7 +95,7 @@ def _describe_generation(model: Any) -> dict[str, object]:
 
 
 def _describe_draft(drafts: Any, model: Any, download_dir: str | None) -> str | None:
-    """Which weights make drafts; none: those of the model itself, or none at all."""
+    """Return a fingerprint of the weights that make drafts; None: the model's own weights, or no drafts."""
     draft = drafts.draft_model_config
     if draft is None or draft.model == model.model:
         return None

@@ -1,4 +1,4 @@
-"""The half of the vLLM connector that lives in a worker: has blocks moved, and tells of it; free of vLLM.
+"""The half of the vLLM connector in a worker: moves blocks and reports the results; imports nothing from vLLM.
 
 Ownership of blocks: ``messages.py``.
 """
@@ -26,19 +26,19 @@ __all__ = ["Loaded", "WorkerHalf"]
 
 logger = logging.getLogger(__name__)
 
-# A step that answers a prefill waits so long for its saves; a pool that is slower has decode compute what is missing.
-# A save that hangs ends sooner, at the pool's own deadlines.
+# Maximum time that a step that answers a prefill waits for its saves; with a slower pool, decode computes missing
+# blocks. A save that hangs ends earlier, at the pool's own deadlines.
 _SAVE_WAIT_SECONDS = 5.0
 
 
 @dataclass
 class Loaded:
-    """Loads that came to an end, by request.
+    """Loads that ended, by request.
 
     Attributes:
         requests: all of them.
-        blocks: blocks that did not come, of requests that keep the blocks before them.
-        failed: requests that start anew in other blocks, as a call that was given up may still write to theirs.
+        blocks: blocks that did not arrive, of requests that use the blocks before them.
+        failed: requests that restart in other blocks, because a call that was given up may still write to theirs.
     """
 
     requests: set[str] = field(default_factory=set)
@@ -47,17 +47,17 @@ class Loaded:
 
 
 class WorkerHalf:
-    """Loads and saves blocks of one worker.
+    """Loads and saves of one worker's blocks.
 
     Args:
-        pool: closed by ``close``.
+        pool: the pool; ``close`` closes it.
         memory: the worker's KV memory.
-        family: of the pool's namespace; none: blocks of no other cut are read.
+        family: family of the pool's namespace; None: blocks of other cuts are not read.
         route: ``memory`` as transfers reach it; default: directly.
-        clock: of the steps; default: the host's.
+        clock: clock of the steps; default: the host's.
 
     Attributes:
-        adapters: LoRA adapters that the engine has read; blocks are moved only for those whose files are unchanged.
+        adapters: LoRA adapters that the engine has read; blocks are moved only for those with unchanged files.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class WorkerHalf:
         self._memory = memory
         self._pool = pool
         self._counts = Counts(pool.namespace.digest)
-        self._lock = threading.Condition()  # guards the next three; told of the end of saves
+        self._lock = threading.Condition()  # guards the next three; notified of the end of saves
         self._saving: set[int] = set()
         self._loaded = Loaded()
         self._report = Report()
@@ -85,11 +85,11 @@ class WorkerHalf:
         self._transfers = Transfers(pool, route, self._run_with_lock, start_thread=memory.bind_thread)
 
     def begin_step(self) -> None:
-        """Hear that the engine begins a step."""
+        """Record the begin of a step of the engine."""
         self._clock.begin()
 
     def start_loads(self, loads: Iterable[Transfer]) -> None:
-        """Begin to read; the end is told by ``take_outcomes``."""
+        """Begin to read; ``take_outcomes`` reports the end."""
         for load in loads:
             try:
                 self._transfers.load(
@@ -106,7 +106,7 @@ class WorkerHalf:
                     self._on_load_end(load, Outcome(0, 0.0, True))
 
     def start_saves(self, saves: Iterable[Transfer]) -> None:
-        """Begin to write blocks whose contents are complete."""
+        """Begin to write blocks with complete contents."""
         for save in saves:
             if save.adapter is not None and not self.adapters.is_unchanged(save.adapter):
                 self._drop_save(save)
@@ -122,7 +122,7 @@ class WorkerHalf:
                 self._drop_save(save)
 
     def wait_for_saves(self, numbers: Iterable[int]) -> bool:
-        """Until others can read blocks that these saves brought to the pool; False: it takes too long, or failed."""
+        """Wait until others can read the blocks of these saves; return False if it takes too long, or failed."""
         awaited, end = set(numbers), time.monotonic() + _SAVE_WAIT_SECONDS
         if not awaited:
             return True
@@ -133,14 +133,14 @@ class WorkerHalf:
         return self._pool.flush_writes(max(0.0, end - time.monotonic()))
 
     def end_step(self, num_tokens: int) -> None:
-        """Hear that all of a step's work was begun; with parts of prompts, of how many tokens in all, else 0.
+        """Record that all work of a step was begun; ``num_tokens`` is 0 if it has no parts of prompts.
 
-        The scheduler hears how long it took, and weighs loads against that.
+        The scheduler receives the step's duration, and compares loads with it.
         """
         self._clock.end(num_tokens)
 
     def take_outcomes(self) -> tuple[Loaded, Report]:
-        """Loads that ended since the last call, and the report to the scheduler; all of it has been counted."""
+        """Return the loads that ended since the last call, and the report to the scheduler; all of them are counted."""
         with self._lock:
             loaded, self._loaded = self._loaded, Loaded()
             report, self._report = self._report, Report()
@@ -149,15 +149,15 @@ class WorkerHalf:
         return loaded, report
 
     def take_counts(self) -> dict[str, dict[str, float]]:
-        """All counts since the last call."""
+        """Return all counts since the last call."""
         return self._counts.pop_counts()
 
     def close(self) -> None:
-        """Give running saves a moment, drop the rest, and leave the pool."""
+        """Give running saves a short time, drop the rest, and leave the pool."""
         self._transfers.close()
 
     def _drop_save(self, save: Transfer) -> None:
-        """Give the blocks of a save back that has not begun."""
+        """Release the blocks of a save that has not begun."""
         self._counts.add_operation("save", dropped=len(save.blocks))
         with self._lock:
             self._saving.discard(save.number)
@@ -168,7 +168,7 @@ class WorkerHalf:
             event()
 
     def _read_run(self, load: Transfer, run: Run, read_leading: ReadLeading) -> int:
-        """Read blocks of which another cut has some; block sizes are equal, so names are, too."""
+        """Read blocks, some of which come from another cut; block sizes are equal, so names are equal too."""
         assert self._siblings is not None, "the scheduler found blocks of another cut without a family"
         return read_leading(len(load.blocks), self._siblings.reader_of(run, load.names, 0, load.names))
 
@@ -190,7 +190,7 @@ class WorkerHalf:
             self._loaded.failed.add(load.request_id)
 
     def _on_save_end(self, save: Transfer, outcome: Outcome) -> None:
-        # "ok" means that the pool has the block now; many it had before, so bytes would say too much.
+        # "ok" means that the pool has the block now; it had many before, so a number of bytes would be too large.
         missing = len(save.blocks) - outcome.count
         self._saving.discard(save.number)
         self._lock.notify_all()

@@ -1,7 +1,7 @@
-"""A pool in a folder that several processes share.
+"""Pool in a folder that several processes share.
 
 store.py   FileStore: keys to files, and bytes between files and memory
-ledger.py  Ledger: who may write how much, evictions, and the clean-up after writers that were killed
+ledger.py  Ledger: permissions to write, evictions, and the clean-up after writers that were killed
 folder.py  the files in a folder, and which folder may be a pool's
 """
 

@@ -1,6 +1,6 @@
-"""The contents of a pool's folder, whose layout ledger.py tells; and which folder may be a pool's.
+"""Contents of a pool's folder (ledger.py has its layout), and which folder may be a pool's.
 
-Others use the folder meanwhile: a file that was listed may be gone when it is looked at.
+Other processes use the folder concurrently: a file in a listing may be gone when it is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_LEDGER_BYTES = 64
 
 
 class Block(NamedTuple):
-    """A stored value; sorts by its last use."""
+    """Stored value; sorts by its last use."""
 
     used_ns: int
     path: str
@@ -26,9 +26,9 @@ class Block(NamedTuple):
 
 
 def find_refusal(folder: Path) -> tuple[str, str] | None:
-    """Why a folder that exists cannot be used, said of it, and a remedy; None where it can be used.
+    """Return why an existing folder cannot be used, and a remedy; None if it can be used.
 
-    Only this process's user and root may be able to change a stored value, or could have made parts of the folder.
+    Only this process's user and root may be able to change a stored value, or to have made parts of the folder.
     """
     for path in (folder, *(folder / name for name in ("ledger", "blocks", "writers"))):
         it = "" if path == folder else f"has a part, {path.name}, that "
@@ -45,7 +45,8 @@ def find_refusal(folder: Path) -> tuple[str, str] | None:
     names = sorted(os.listdir(folder))
     elsewhere = f"name a new or an empty folder, such as {folder}/kvpool"
     ledger = folder / "ledger"
-    if names and not ledger.exists():  # asked last: somebody who opens the folder at this moment makes it first
+    # Checked last: another process may be opening the folder, and makes the ledger first.
+    if names and not ledger.exists():
         return f"holds {', '.join(names[:3])} and no ledger, so it is not a pool's", elsewhere
     if names and not (ledger.is_file() and ledger.stat().st_size <= _MAX_LEDGER_BYTES):
         return f"holds {', '.join(names[:3])}, and its ledger is not a pool's", elsewhere
@@ -53,13 +54,13 @@ def find_refusal(folder: Path) -> tuple[str, str] | None:
 
 
 def scan_blocks(blocks: Path) -> Iterator[Block]:
-    """The values stored under ``blocks``, but for those removed meanwhile; other files there are passed over."""
+    """Yield the values stored under ``blocks``, except those removed meanwhile; other files there are skipped."""
     for folder in list_folders(blocks):
         yield from scan_block_folder(folder)
 
 
 def scan_block_folder(folder: os.PathLike[str], prefix: str = "") -> Iterator[Block]:
-    """The values in one of the folders of ``blocks`` whose files' names begin with ``prefix``."""
+    """Yield the values in one of the folders of ``blocks``, from files with names that begin with ``prefix``."""
     for entry in list_entries(folder):
         if entry.name.startswith(prefix) and entry.name.endswith(".block"):
             with contextlib.suppress(FileNotFoundError):
@@ -68,12 +69,12 @@ def scan_block_folder(folder: os.PathLike[str], prefix: str = "") -> Iterator[Bl
 
 
 def list_folders(folder: Path) -> list[os.DirEntry[str]]:
-    """The folders in a folder; none where it is gone."""
+    """Return the folders in a folder; none if it is gone."""
     return [entry for entry in list_entries(folder) if entry.is_dir(follow_symlinks=False)]
 
 
 def list_entries(folder: os.PathLike[str]) -> list[os.DirEntry[str]]:
-    """The files and folders in a folder; none where it is gone."""
+    """Return the files and folders in a folder; none if it is gone."""
     try:
         return list(os.scandir(folder))
     except FileNotFoundError:

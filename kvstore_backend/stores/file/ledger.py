@@ -1,16 +1,16 @@
-"""The accounts of a shared folder: who may write how much, which blocks are evicted, the files of killed writers.
+"""Ledger of a shared folder: permissions to write, evictions, and the removal of files of killed writers.
 
     folder/
     ├── ledger              bytes and number of values, the boot they were stored in, and the bytes at which values are
     │                       evicted; its lock guards the folder
-    │                       (at 0 both numbers, at 16 the boot's id, at 54 the size, at 63 whether somebody is changing
+    │                       (at 0 both numbers, at 16 the boot's id, at 54 the size, at 63 whether a process is changing
     │                       the blocks)
     ├── blocks/<2 hex>/...  one file a value, complete from the moment it has a name here
     └── writers/<name>/     one a process, locked as long as that process lives: values being written
 
-Everything that gives a file a name or takes one away happens under the ledger's lock; bytes are moved outside it.
-Nothing under that lock takes longer the more values there are, but for a count where a writer was killed in the middle
-of a change, and dropping values from before the machine's last start.
+Every step that gives a file a name or removes one runs under the ledger's lock; bytes are moved outside it. No step
+under that lock takes longer with more values, with two exceptions: a count after a writer was killed in the middle of a
+change, and the removal of values from before the machine's last start.
 """
 
 from __future__ import annotations
@@ -59,31 +59,33 @@ _SIZE = struct.Struct("<Q")
 _ACCOUNTS_AT, _BOOT_ID_AT, _SIZE_AT, _STATE_AT = 0, 16, 54, 63
 _CONSISTENT, _CHANGING = b"\1", b"\0"
 _WRITER = re.compile(r"\d+-[0-9a-f]{8}")
-# An eviction makes more room than was asked for, so that not every put must: this share of the values it looked at.
+# An eviction frees more than was requested, so that not every put must evict: this share of the values it looked at.
 _EVICTED_SHARE = 0.05
-# A filesystem needs the rest for itself, beside the bytes of its files.
+# A filesystem needs the rest for itself, in addition to the bytes of its files.
 _FILLED_SHARE = 0.95
 
 DEFAULT_BYTES = 1 << 30
-"""The size of a new folder for which none is named."""
+"""Size of a new folder without a configured size."""
 
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-"""Holds an id that the kernel draws at each start of the machine."""
+"""File with an id that the kernel draws at each start of the machine."""
 
 SAMPLE_SIZE = 4096
-"""An eviction looks at so many values, of folders drawn by chance (where there are fewer, at all of them), and removes
-those of them that were used least recently."""
+"""Number of values that an eviction looks at, in random folders; with fewer values it looks at all of them.
+
+It removes those of them that were used least recently.
+"""
 
 
 class Accounts(NamedTuple):
-    """The figures of a folder, values being written included."""
+    """Bytes and number of values in a folder, values being written included."""
 
     used_bytes: int
     keys: int
 
 
 class Draft(NamedTuple):
-    """A value being written: an open file of the value's size."""
+    """Value being written: an open file of the value's size."""
 
     path: str
     file: int
@@ -91,26 +93,27 @@ class Draft(NamedTuple):
 
 
 class FolderRemoved(OSError):
-    """The folder, or a part of it, was removed by somebody; a new ``Ledger`` makes it anew."""
+    """Error: the folder, or a part of it, was removed by another program; a new ``Ledger`` creates it again."""
 
 
 class Ledger:
-    """Keeps a folder under one size for all processes that open it.
+    """Accounts that limit a folder to one size for all processes that open it.
 
-    The folder has the size. Who names none takes it as it is. Who names another one is refused while somebody has the
-    folder open, and changes it where nobody has: else the smallest size of all who write would count for all.
+    The size belongs to the folder. A process without a configured size uses it. A process with another size is refused
+    while another process has the folder open, and otherwise changes the size: if each process had its own limit, the
+    smallest one would in effect apply to all.
 
-    The ledger is trusted: it says so while somebody changes the folder, and a process that takes the lock and finds it
-    saying that, since another was killed in the middle of a change, counts anew. All methods raise ``OSError`` where
-    something is wrong with the folder, and may be called from several threads.
+    The ledger is trusted: it records that a process is changing the folder. A process that takes the lock and finds
+    this record, because another was killed in the middle of a change, counts the values again. All methods raise
+    ``OSError`` if something is wrong with the folder, and several threads may call them.
     """
 
     def __init__(self, folder: Path, size: int | None) -> None:
-        """Open ``folder``, which is made where it is missing; clean up after writers that were killed.
+        """Open ``folder``, which is created if it is missing; clean up after writers that were killed.
 
-        A folder with other contents is refused: nothing but values and writers' drafts is ever removed. Values from
-        before the machine's last start are dropped: files are not synced to the disk, so after a crash one may have
-        its full size and not its bytes.
+        A folder with other contents is refused: only values and writers' drafts are ever removed. Values from before
+        the machine's last start are dropped: files are not synced to the disk, so after a crash a file may have its
+        full size without its bytes.
         """
         self.blocks = folder / "blocks"
         self._ledger = folder / "ledger"
@@ -124,7 +127,7 @@ class Ledger:
         with self._lock_ledger() as ledger, contextlib.ExitStack() as undo:
             boot_id = BOOT_ID_FILE.read_bytes()
             if (recorded := os.pread(ledger, len(boot_id), _BOOT_ID_AT)) != boot_id:
-                if len(recorded) == len(boot_id) and all(recorded):  # else nobody's: a ledger that is new or was cut
+                if len(recorded) == len(boot_id) and all(recorded):  # otherwise the ledger is new or was cut short
                     self._refuse_other_machine()
                 for block in scan_blocks(self.blocks):
                     os.unlink(block.path)
@@ -146,21 +149,21 @@ class Ledger:
             undo.pop_all()
         room = used + filesystem.f_bavail * filesystem.f_frsize
         self.capacity = min(self.size, int(room * _FILLED_SHARE))
-        """Bytes at which values are evicted: the size, or less where the filesystem has not that much room."""
+        """Bytes at which values are evicted: the size, or less if the filesystem has less space."""
         if self.capacity < self.size:
-            logger.warning("%s has room for %d of the %d bytes asked for", folder, self.capacity, self.size)
+            logger.warning("%s has room for %d of the %d bytes requested", folder, self.capacity, self.size)
 
     def read_accounts(self) -> Accounts:
-        """The folder's figures now."""
+        """Return the folder's accounts now."""
         with self._lock_ledger() as ledger:
             return _read_accounts(ledger)
 
     def reserve_draft(self, nbytes: int) -> Draft:
-        """A draft for a value, made when there is room for it; evicts to make room. The caller closes its file.
+        """Create a draft for a value when there is space for it; evict values if necessary. The caller closes its file.
 
         Raises:
-            FolderRemoved: the ledger or this process's folder in ``writers``.
-            OSError: ``ENOSPC`` where even evicting makes no room.
+            FolderRemoved: the ledger or this process's folder in ``writers`` was removed.
+            OSError: ``ENOSPC`` if even eviction does not free enough space.
         """
         with self._lock_ledger() as ledger:
             if _read_accounts(ledger).used_bytes + nbytes > self.capacity >= nbytes:
@@ -186,10 +189,10 @@ class Ledger:
         return Draft(path, file, nbytes)
 
     def publish_draft(self, draft: Draft, block: str) -> None:
-        """Give a draft that is whole its name in ``blocks``, unless another writer's value has it already.
+        """Give a complete draft its name in ``blocks``, unless another writer's value already has it.
 
         Raises:
-            FolderRemoved: any part of the folder.
+            FolderRemoved: any part of the folder was removed.
         """
         with self._lock_ledger() as ledger:
             if os.path.exists(block):
@@ -204,37 +207,37 @@ class Ledger:
                 raise FolderRemoved(errno.EIO, "its blocks were removed") from None
 
     def discard_draft(self, draft: Draft) -> None:
-        """Give back the room of a draft that will not be published."""
+        """Free the space of a draft that will not be published."""
         with self._lock_ledger() as ledger:
             _remove_files(ledger, draft)
 
     def remove_block(self, block: str) -> None:
-        """Remove a stored value; ``FileNotFoundError`` where there is none."""
+        """Remove a stored value; ``FileNotFoundError`` if there is none."""
         with self._lock_ledger() as ledger:
             _remove_files(ledger, Block(0, block, os.stat(block).st_size))
 
     def clear_prefix(self, prefix: str) -> None:
-        """Remove the stored values whose files' names begin with ``prefix``, letting others in between."""
+        """Remove the stored values in files with names that begin with ``prefix``; other calls can run in between."""
         for folder in list_folders(self.blocks):
             with self._lock_ledger() as ledger:
                 _remove_files(ledger, *scan_block_folder(folder, prefix))
 
     def close(self) -> None:
-        """Leave the folder; its values stay for the others."""
+        """Leave the folder; its values stay for other processes."""
         with contextlib.suppress(OSError), self._lock_ledger() as ledger:
             _remove_writer(ledger, self._own)
         self.let_go()
 
     def let_go(self) -> None:
-        """Close what this process has open, and leave the folder as it is."""
+        """Close the files that this process has open, and do not change the folder."""
         os.close(self._alive)
 
     @contextlib.contextmanager
     def _lock_ledger(self) -> Iterator[int]:
-        """The open ledger, locked against other processes and threads alike."""
+        """Open and lock the ledger, against other processes and threads."""
         try:
             ledger = os.open(self._ledger, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:  # which would mean that a value is not there
+        except FileNotFoundError:  # not passed on, because it would mean that a value is absent
             raise FolderRemoved(errno.EIO, "its ledger was removed") from None
         try:
             fcntl.flock(ledger, fcntl.LOCK_EX)
@@ -245,14 +248,14 @@ class Ledger:
             os.close(ledger)
 
     def _refuse_other_machine(self) -> None:
-        """Raise where a process has the folder open that did not see this machine's start."""
+        """Raise if a process has the folder open that did not see this machine's start."""
         for writer in list_folders(self._writers):
             if _WRITER.fullmatch(writer.name) and not _is_writer_dead(writer.path):
                 text = "a process of another machine has it open, and a folder is a pool for one machine's processes; "
                 raise OSError(errno.EINVAL, text + "give each machine a folder of its own, or use a Mooncake pool")
 
     def _settle_size(self, ledger: int, named: int | None) -> int:
-        """The size of the folder, which becomes ``named`` where nobody else has it open."""
+        """Return the size of the folder, which becomes ``named`` if no other process has it open."""
         recorded = _read_size(ledger)
         size = named or recorded or DEFAULT_BYTES
         if recorded and size != recorded and any(_WRITER.fullmatch(each.name) for each in list_folders(self._writers)):
@@ -262,13 +265,13 @@ class Ledger:
         return size
 
     def _evict_blocks(self, ledger: int, nbytes: int) -> None:
-        """Remove values used least recently until ``nbytes`` more fit, and some to spare."""
+        """Remove the least recently used values until ``nbytes`` more fit, and some more."""
         self._remove_dead_writers(ledger)
         folders = list_folders(self.blocks)
         random.shuffle(folders)
         while True:
             sample = _sample_blocks(folders)
-            if not folders:  # the rest is quickly counted, and somebody may have removed some
+            if not folders:  # the rest is quick to count, and another program may have removed some
                 self._recount_blocks(ledger)
             used = _read_accounts(ledger).used_bytes
             goal = self.capacity - nbytes - _EVICTED_SHARE * sum(block.nbytes for block in sample)
@@ -289,15 +292,15 @@ class Ledger:
                 _remove_writer(ledger, writer)
 
     def _recount_blocks(self, ledger: int) -> None:
-        """Enter the number and the bytes of the values that are there."""
+        """Count the existing values and their bytes, and write them to the ledger."""
         sizes = [block.nbytes for block in scan_blocks(self.blocks)]
         sizes += [entry.stat().st_size for writer in list_folders(self._writers) for entry in os.scandir(writer)]
         write_accounts(ledger, Accounts(sum(sizes), len(sizes)))
 
 
 def _sample_blocks(folders: list[os.DirEntry[str]]) -> list[Block]:
-    """The values in as many of ``folders``, which are taken off the list, as give a fair sample."""
-    now = time.time_ns()  # set back by somebody, it makes a last use in the future one that nothing is known of
+    """Return the values in enough of ``folders`` for a fair sample; those folders are removed from the list."""
+    now = time.time_ns()  # if the clock was set back, a last use in the future counts as unknown
     sample: list[Block] = []
     while folders and len(sample) < SAMPLE_SIZE:
         found = scan_block_folder(folders.pop())
@@ -306,7 +309,7 @@ def _sample_blocks(folders: list[os.DirEntry[str]]) -> list[Block]:
 
 
 def _is_writer_dead(writer: str) -> bool:
-    """Whether the process that made this folder is gone: the kernel let go of its lock."""
+    """Return whether the process that made this folder has ended: the kernel has released its lock."""
     folder = os.open(writer, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -337,7 +340,7 @@ def _remove_files(ledger: int, *values: Block | Draft) -> None:
 
 
 def find_size(folder: Path, named: int | None) -> int:
-    """The size that a folder has if it is opened so by somebody who is alone; reads no more than the ledger."""
+    """Return the size that the folder gets if a single process opens it; reads only the ledger."""
     try:
         ledger = os.open(folder / "ledger", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -349,7 +352,7 @@ def find_size(folder: Path, named: int | None) -> int:
 
 
 def _read_size(ledger: int) -> int:
-    """The size in the ledger; 0 where none was recorded yet."""
+    """Read the size in the ledger; 0 if none was recorded yet."""
     record = os.pread(ledger, _SIZE.size, _SIZE_AT)
     return int(_SIZE.unpack(record)[0]) if len(record) == _SIZE.size else 0
 
@@ -362,6 +365,6 @@ def _read_accounts(ledger: int) -> Accounts:
 
 
 def write_accounts(ledger: int, accounts: Accounts) -> None:
-    """Enter the figures after a change, which is done with that."""
+    """Write the accounts after a change, which ends the change."""
     os.pwrite(ledger, _ACCOUNTS.pack(*accounts), _ACCOUNTS_AT)
     os.pwrite(ledger, _CONSISTENT, _STATE_AT)

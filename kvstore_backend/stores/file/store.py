@@ -1,7 +1,7 @@
-"""A store in a folder that the processes of one machine share: on a tmpfs, or on an SSD.
+"""Store in a folder that the processes of one machine share: on a tmpfs, or on an SSD.
 
-A value is written to a file of its own and gets its name when it is whole: nobody can open half a value. Reading
-takes no lock: a file that is evicted while it is read stays whole until it is closed.
+A value is written to a separate file that gets its name when it is complete: no process can open an incomplete value.
+Reads take no lock: a file that is evicted during a read stays complete until it is closed.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 
 class FileStore(StorageBackend):
-    """Values as files, shared by all processes that open the same folder, the least recently used evicted.
+    """Values as files, shared by all processes that open the same folder; the least recently used are evicted.
 
-    Of more than some thousand values those evicted are the least recently used of a sample drawn by chance.
-    A folder is trusted as far as those who may write to it: one that belongs to another user than this process's or
-    root is refused, and so is one that others may write to.
+    With more than some thousand values, eviction takes the least recently used of a random sample. A folder is trusted
+    as much as the users who may write to it: it is refused if it belongs to another user than this process's or root,
+    or if other users may write to it.
     """
 
     def __init__(self, folder: str | Path, capacity_bytes: int | None) -> None:
-        """Open the folder, which is made where it is missing.
+        """Open the folder, which is created if it is missing.
 
         Args:
-            folder: on a filesystem of this machine, not a network's.
-            capacity_bytes: limit for all processes together; less where the filesystem has not that much room. None:
-                the one that the folder has, ``DEFAULT_BYTES`` where it is new.
+            folder: a folder on a filesystem of this machine, not of a network.
+            capacity_bytes: limit for all processes together; less if the filesystem has less space. None: the folder's
+                own limit, ``DEFAULT_BYTES`` for a new one.
 
         Raises:
             ValueError: ``capacity_bytes`` is not positive.
-            PoolUnavailable: the folder cannot be made, written to or trusted, or is open with another limit.
+            PoolUnavailable: the folder cannot be created, written to or trusted, or is open with another limit.
         """
         if capacity_bytes is not None and capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes is {capacity_bytes}; it must be positive")
         self._folder = Path(folder).absolute()
         self._closed = False
-        self._opening = threading.Lock()  # guards which ledger is in use, and that none is opened after ``close``
+        self._opening = threading.Lock()  # guards the ledger in use, and ensures that none is opened after ``close``
         try:
             self._ledger = Ledger(self._folder, capacity_bytes)
         except OSError as exc:
@@ -86,7 +86,7 @@ class FileStore(StorageBackend):
         return [self._try_call(self._ledger.remove_block, key) for key in keys]
 
     def _clear(self, prefix: str) -> Status:
-        """Finds only keys whose names are not too long for a file's, as those of blocks are."""
+        """Remove keys by prefix; it finds only keys short enough for a file's name, as those of blocks are."""
         if self._closed:
             return Status.FAILED
         try:
@@ -113,16 +113,18 @@ class FileStore(StorageBackend):
         return StoreStats("file", keys, used, self._ledger.capacity)
 
     def close(self) -> None:
-        """Leave the folder; its values stay for the others."""
+        """Leave the folder; its values stay for other processes."""
         with self._opening:
             if not self._closed:
                 self._closed = True
                 self._ledger.close()
 
     def on_fork(self) -> None:
-        """Be closed in a child process, which opens the folder itself: this writer's drafts and lock are its parent's.
+        """Close the store in a child process, because its drafts and lock belong to the parent.
 
-        A lock lasts as long as anybody has the file open: the child closes it, so that it ends with the parent.
+        The child must open the folder again.
+
+        A lock lasts as long as any process has the file open: the child closes it, so that it ends with the parent.
         """
         self._opening = threading.Lock()
         if not self._closed:
@@ -130,7 +132,7 @@ class FileStore(StorageBackend):
             self._ledger.let_go()
 
     def _try_call(self, call: Callable[..., object], key: str, *value: Value) -> Status:
-        """``OK`` unless ``call`` failed, which is given the path of the key's file."""
+        """Call ``call`` with the path of the key's file; return ``OK`` unless it failed."""
         if self._closed:
             return Status.FAILED
         try:
@@ -152,14 +154,14 @@ class FileStore(StorageBackend):
             _write_block(self._reopen_ledger(ledger, exc), path, value)
 
     def _reopen_ledger(self, ledger: Ledger, reason: FolderRemoved) -> Ledger:
-        """A ledger in place of one that lost its folder, as it does when somebody empties the pool by deleting that."""
+        """Replace a ledger after its folder was removed, for example by a user who empties the pool."""
         with self._opening:
             if self._closed:
                 raise reason
             if self._ledger is ledger:
                 self._ledger = Ledger(self._folder, ledger.size)
                 ledger.close()
-                logger.warning("Folder %s is opened anew: %s", self._folder, reason.strerror)
+                logger.warning("Folder %s is opened again: %s", self._folder, reason.strerror)
             return self._ledger
 
     def _get_value(self, path: str, target: Value) -> None:
@@ -174,7 +176,7 @@ class FileStore(StorageBackend):
             os.close(file)
 
     def _block_path(self, key: str) -> str:
-        """Where a key's value lies: under the key itself where that can name a file, so that people can read it."""
+        """Return the path of a key's value; its name is the key itself if possible, so that operators can read it."""
         name = quote(key, safe="")
         if len(name) > _MAX_NAME_LENGTH:
             name = "=" + hashlib.sha256(name.encode()).hexdigest()
@@ -192,7 +194,7 @@ def _write_block(ledger: Ledger, path: str, value: Value) -> None:
         _mark_used(draft.file)
         ledger.publish_draft(draft, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the error before tells more
+        with contextlib.suppress(OSError):  # the earlier error says more
             ledger.discard_draft(draft)
         raise
     finally:
@@ -215,6 +217,6 @@ def _move_bytes(call: Callable[[int, Sequence[memoryview], int], int], file: int
 
 
 def _mark_used(file: int) -> None:
-    """Note that it is in use now; the kernel's own clock for files is too coarse to order uses by."""
+    """Record that a file is in use now; the kernel's own clock for files is too coarse to order uses."""
     now = time.time_ns()
     os.utime(file, ns=(now, now))

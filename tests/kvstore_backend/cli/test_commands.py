@@ -272,7 +272,7 @@ def test_master_starts_one_and_says_how_to_join_it(tmp_path: Path) -> None:
         busy = kvstore("master", *ports)
     assert "default_kv_lease_ttl=5000" in master.output
     assert (busy.status, busy.output) == (1, "")
-    assert f"port {rpc} of 127.0.0.1 cannot be had (Address already in use)" in busy.errors
+    assert f"port {rpc} of 127.0.0.1 is not available (Address already in use)" in busy.errors
 
 
 def test_master_behind_etcd_says_how_to_join_the_cluster() -> None:
@@ -310,7 +310,7 @@ def test_the_masters_operation_log_goes_to_etcd(flag: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--oplog", "--oplog needs --etcd, where it is written; a master alone keeps --snapshot-dir"),
+        ("--oplog", "--oplog needs --etcd, where it is written; a single master uses --snapshot-dir"),
         ("--snapshot-dir /tmp/x --etcd h1:2379", "--snapshot-dir is of no use with --etcd"),
         ("--snapshot-dir /tmp/x --ha_backend_connstring h1:2379", "--snapshot-dir is of no use with --etcd"),
         ("--snapshot-dir /tmp/x --snapshot-interval 0", "--snapshot-interval is 0; it must be a second or more"),

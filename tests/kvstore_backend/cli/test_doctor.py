@@ -198,7 +198,7 @@ def test_14_clients_that_joined_in_another_way(tmp_path: Path) -> None:
 def test_15_a_pool_that_nobody_gives_memory(tmp_path: Path) -> None:
     with mooncake_master(tmp_path / "log") as master:
         diagnosis = doctor(url(master, global_segment_size=0))
-    told(diagnosis, "capacity", "nobody gives the pool memory", "set global_segment_size in some client")
+    told(diagnosis, "capacity", "no client gives the pool memory", "set global_segment_size in some client")
 
 
 def test_16_no_etcd_behind_a_pool_with_several_masters() -> None:

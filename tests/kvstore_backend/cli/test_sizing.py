@@ -88,7 +88,7 @@ def test_the_context_is_shorter_by_the_memory_that_links_take(cards: int, tokens
 def test_the_context_of_a_model_that_is_not_known_is_shorter_without_a_figure() -> None:
     (finding,) = context_cost(128, None)
     assert "600 MB less for KV on every card" in finding.text
-    assert "--model FOLDER tells how many tokens less" in finding.remedy
+    assert "--model FOLDER shows how many tokens less" in finding.remedy
 
 
 def test_one_card_alone_costs_no_context() -> None:

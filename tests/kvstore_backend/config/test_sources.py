@@ -225,7 +225,7 @@ def test_a_wrong_environment_gets_one_sentence(environ: dict[str, str], sentence
         ("{", "configuration file '{}' is not JSON: "),
         (
             '{"protocol": "tcp", "protocol": "rdma"}',
-            "configuration file '{}' cannot be meant so: it says protocol twice",
+            "configuration file '{}' cannot be used: it says protocol twice",
         ),
         ('{"protocol": ' + "[" * 100_000, "configuration file '{}' is nested too deep"),
         ("\xff", "configuration file '{}' is not JSON: "),

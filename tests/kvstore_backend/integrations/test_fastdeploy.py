@@ -654,9 +654,7 @@ def test_weights_that_may_change_need_a_version(
     activated: None, master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        pytest.raises(
-            ConfigError, match=r"--dynamic-load-weight lets weights change, and .*version.yaml does not tell"
-        ),
+        pytest.raises(ConfigError, match=r"--dynamic-load-weight lets weights change, and .*version.yaml does not say"),
         storage(OneClass, master, argv(models[0]), dynamic_load_weight=True),
     ):
         pass

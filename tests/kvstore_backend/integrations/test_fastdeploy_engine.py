@@ -258,7 +258,7 @@ class TestWeights:
     def test_weights_that_may_change_need_one(self, tmp_path: Path, content: str | None) -> None:
         if content is not None:
             (tmp_path / "version.yaml").write_text(content)
-        with pytest.raises(ConfigError, match=f"{tmp_path}/version.yaml does not tell which they are"):
+        with pytest.raises(ConfigError, match=f"{tmp_path}/version.yaml does not say which they are"):
             Weights(tmp_path, may_change=True)
 
     def test_a_version_that_is_gone_cannot_be_told(self, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ class TestEviction:
         monkeypatch.setattr(os, "statvfs", lambda _: statvfs)
         store = FileStore(folder, 10**9)
         assert store.stats().capacity_bytes == int(25 * 4096 * 0.95)
-        assert f"{folder} has room for 97280 of the 1000000000 bytes asked for" in caplog.text
+        assert f"{folder} has room for 97280 of the 1000000000 bytes requested" in caplog.text
         store.close()
 
     @given(st.lists(st.tuples(st.sampled_from("pgr"), st.sampled_from("abcdefgh"), st.integers(1, 40))))

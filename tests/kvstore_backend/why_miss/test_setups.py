@@ -26,7 +26,7 @@ def manifest(facts: dict[str, str] | None = None, **fields: str | int) -> Manife
         (manifest(model="b"), "other_weights", "the weights differ ('qwen' of A, 'qwen' of B)"),
         (manifest({"architecture": "2", "name": "llama"}, model="b"), "other_model", "'qwen' of A, 'llama' of B"),
         (manifest(weights_version="7"), "other_weights", "nothing of A, '7' of B"),
-        (manifest(tp_size=2, num_kv_heads=1), "other_tp_size", "besides: num_kv_heads differs: 2 of A, 1 of B"),
+        (manifest(tp_size=2, num_kv_heads=1), "other_tp_size", "also: num_kv_heads differs: 2 of A, 1 of B"),
         (manifest(tp_rank=1), "other_rank", "each rank of a set-up has its own blocks"),
         (manifest(num_layers=12), "other_shape", "num_layers differs: 24 of A, 12 of B"),
         (manifest(layout="vllm 1"), "other_layout", "'layer,kv,head,token,dim' of A, 'vllm 1' of B"),

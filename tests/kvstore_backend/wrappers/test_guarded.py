@@ -241,7 +241,7 @@ class TestSlowStores:
         guard.close()
 
     def test_slow_answers_stretch_deadlines_for_a_minute(self) -> None:
-        pace = module._Pace()
+        pace = module._AdaptiveDeadline()
         assert pace.stretch(0) == 1
         pace.note_answer(0.1, 0)
         assert pace.stretch(0) == 1, "a quick one"
@@ -252,12 +252,12 @@ class TestSlowStores:
         assert pace.stretch(80) == pytest.approx(1.2)
 
     def test_however_slow_it_was_a_deadline_is_stretched_so_far_only(self) -> None:
-        pace = module._Pace()
+        pace = module._AdaptiveDeadline()
         pace.note_answer(4.0, 0)
         assert pace.stretch(0) == module._MAX_STRETCH
 
     def test_what_answers_after_a_hang_is_no_slow_store(self) -> None:
-        pace = module._Pace()
+        pace = module._AdaptiveDeadline()
         pace.note_answer(30.0, 0)
         assert pace.stretch(0) == 1
 

@@ -58,7 +58,7 @@ def test_memory_for_which_no_thread_can_wait_is_never_used_again(
     call_after_late_calls(Late(), taken_back.set)
     assert kept == [taken_back.set]
     assert not taken_back.is_set()
-    assert "stays out of use for good: can't start new thread" in caplog.text
+    assert "is permanently out of use: can't start new thread" in caplog.text
 
 
 def test_what_taking_back_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:

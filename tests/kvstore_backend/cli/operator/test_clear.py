@@ -103,7 +103,7 @@ def test_what_arrives_in_the_pool_within_some_seconds_is_removed_and_counted_too
         ),
         (["--namespace", FIRST.digest, "--tokens", "1,2"], "the prefix has 2 tokens, less than one block of 4"),
         (["--namespace", FIRST.digest, "--tokens", "1,x"], "--tokens must be whole numbers with commas between"),
-        (["--namespace", FIRST.digest, "--tokens", "1,2,3,-1"], "--tokens cannot be meant so: token ids must be"),
+        (["--namespace", FIRST.digest, "--tokens", "1,2,3,-1"], "--tokens cannot be used: token ids must be"),
         (["--namespace", FIRST.digest, "--prefix", "text"], "a text is named, but no --model FOLDER"),
         (["--namespace", "0" * 32, "--tokens", "1"], f"the pool has no manifest of namespace {'0' * 32}: say --block"),
         (["--all", "--namespace", FIRST.digest], "--all is everything: leave it out"),
@@ -272,13 +272,13 @@ def test_a_pool_of_others_has_no_namespace_and_the_keys_are_counted(tmp_path: Pa
     url, memory = folder_url(tmp_path / "pool"), Memory(b"theirs")
     store = open_store(load_config(url))
     said = kvstore("clear", url, "--tokens", "0,1,2,3").sentence
-    assert said.startswith("the pool has no namespace, so none can be meant")
+    assert said.startswith("the pool has no namespace, so none can be selected")
     store.register(memory.address, memory.nbytes)
     assert all(store.put(["theirs", "more"], [memory.value] * 2))
     store.unregister(memory.address, memory.nbytes)
     store.close()
     said = kvstore("clear", url, "--tokens", "0,1,2,3").sentence
-    assert said.startswith("the pool has no namespace but 2 keys of other software, so none can be meant")
+    assert said.startswith("the pool has no namespace but 2 keys of other software, so none can be selected")
 
 
 def test_the_only_namespace_is_meant_where_a_prefix_names_none(tmp_path: Path, kvstore: Commands) -> None:

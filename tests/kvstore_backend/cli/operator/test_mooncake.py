@@ -68,13 +68,13 @@ def test_blocks_are_listed_kept_copied_and_removed(
     assert "1 blocks" in kvstore("unpin", *there, *named, "--tokens", "0,1,2,3").output
     assert kept_keys(mooncake_master) == before + 2
     nothing = kvstore("pin", *there, *named, "--tokens", "9,9,9,9")
-    assert nothing.sentence == "the pool has none of these blocks whole, so nothing is kept"
-    assert nothing.output == f"0 blocks of namespace {namespace.digest} kept (1 not in the pool)\n"
+    assert nothing.sentence == "the pool has none of these blocks whole, so nothing is pinned"
+    assert nothing.output == f"0 blocks of namespace {namespace.digest} pinned (1 not in the pool)\n"
     assert kvstore("unpin", *there, *named, "--tokens", "9,9,9,9").status == 0
     too_long = kvstore("pin", *there, *named, "--for", "30d")
     assert (too_long.status, too_long.output.splitlines()[0]) == (
         1,
-        f"0 blocks of namespace {namespace.digest} kept (3 not taken by the pool)",
+        f"0 blocks of namespace {namespace.digest} pinned (3 not taken by the pool)",
     )
     assert "--for is more than the master allows" in too_long.sentence
     assert kvstore("export", tmp_path / "out", *there, *named, "--json").told["blocks"] == 3

@@ -158,7 +158,7 @@ def test_an_instance_that_only_saves_cannot_wait_for_blocks(spec: Any) -> None:
 
 
 def test_models_without_full_attention_are_refused() -> None:
-    with pytest.raises(ConfigError, match="keeps its KV as SimpleNamespace"):
+    with pytest.raises(ConfigError, match="stores its KV as SimpleNamespace"):
         KVStoreConnector(*_ordered(config(SimpleNamespace(), {})))
 
 
@@ -619,7 +619,7 @@ def test_a_wait_that_is_no_number_of_seconds_is_refused(seconds: object) -> None
 def test_models_of_several_kinds_of_layers_are_refused(spec: Any) -> None:
     vllm_config, kv_cache_config = config(spec, {})
     kv_cache_config.kv_cache_groups *= 2
-    with pytest.raises(ConfigError, match="keeps its KV as FullAttentionSpec, FullAttentionSpec"):
+    with pytest.raises(ConfigError, match="stores its KV as FullAttentionSpec, FullAttentionSpec"):
         KVStoreConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
 
 
