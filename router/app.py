@@ -206,7 +206,8 @@ class RouterApp:
             add_listed_instances(self.registry, path, time.monotonic())
 
     def _make_discovery(self) -> Discovery:
-        """Raises:
+        """
+        Raises:
             SettingsError: the credentials for the cluster's API server cannot be used.
         """
         return Discovery(

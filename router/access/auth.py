@@ -40,7 +40,8 @@ class Auth:
     """Holds the clients' keys, the admin token and the registration token, as read from the files in the settings."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        """Raises:
+        """
+        Raises:
             SettingsError: a file cannot be read, or contains no usable entry.
         """
         self._settings = settings

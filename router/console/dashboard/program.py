@@ -1,4 +1,4 @@
-"""The program ``kvrouter dashboard``: its flags, its port, and one sentence where it cannot start."""
+"""The program ``kvrouter dashboard``: its flags, its port, and a one-sentence error if it cannot start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _AUTHORITY = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", re.ASCII)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve the page until a signal comes; the exit status: 0, 1 if it cannot be served, 2 for a bad command line."""
+    """Serve the page until a signal arrives. Return the exit status: 0, 1 if it cannot be served, 2 for a wrong command
+    line.
+    """
     parser = make_parser()
     try:
         flags = parser.parse_args(argv)
@@ -56,14 +58,14 @@ def main(argv: Sequence[str]) -> int:
         warning = "whoever reaches this page can drain and weigh instances, as it holds the router's admin token"
         print(f"kvrouter dashboard: {warning}", file=sys.stderr, flush=True)
     collector = Collector(router, Scraper(verify), flags.pool, flags.interval)
-    # Only now: its import takes a second, and nothing else of the router needs it.
+    # Imported late: the import takes a second, and no other part of the router needs it.
     site = importlib.import_module("router.console.dashboard.site")
     site.serve_page(collector, listener, flags.host, api_key)
     return 0
 
 
 def make_parser() -> FlagParser:
-    """The flags."""
+    """Build the parser of the flags."""
     parser = FlagParser(
         prog="kvrouter dashboard", description="Show what the router, its instances and the pool do, in a browser."
     )

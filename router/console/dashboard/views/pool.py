@@ -1,4 +1,4 @@
-"""The pool: its room, its masters, the blocks that it throws out, and those that instances find in it."""
+"""The pool: its capacity, its masters, evicted blocks, and the blocks that instances find in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.console.dashboard.words import format_count, format_share, make_sent
 __all__ = ["POOL"]
 
 MIB, GIB = 1024.0**2, 1024.0**3
-# Titles, the counters' own names, and colours.
+# Titles, names of the counters, and colours.
 _OUTCOMES = (("Found", "ok", "pool"), ("Not there", "absent", "computed"), ("No answer", "failed", "bad"))
 _WAYS = (("Read", "get", "pool"), ("Written", "put", "accent"))
 
@@ -50,7 +50,7 @@ class _PoolView:
         context.refreshers.append(self.refresh)
 
     def refresh(self) -> None:
-        """Show the figures of now."""
+        """Show the present values."""
         last = self._context.history.last
         serving = _find_serving(last)
         _show_trouble(self._banner, last, len(self._context.site.collector.pools))
@@ -85,7 +85,7 @@ class _PoolView:
         self._blocks.draw(labels, [Series("Blocks", COLOURS["pool"], keys)])
 
     def _draw_traffic(self) -> None:
-        """Draw the blocks that instances look up in the pool, and the bytes that they move."""
+        """Draw the blocks that instances look up in the pool, and the bytes that they read and write."""
         span, history = self._context.span, self._context.history
         for chart, pieces, unit, parts in (
             (self._found, history.count_pieces(span, _read_look_ups), 1.0, _OUTCOMES),
@@ -171,7 +171,7 @@ def _read_bytes(moment: Moment) -> Mapping[str, Mapping[str, float]]:
 
 
 def _read_serving(read: Callable[[MasterFigures], float]) -> Callable[[Moment], float | None]:
-    """A figure of the master that serves, as a ``History`` reads it."""
+    """Return a reader of a metric of the leading master, for a ``History``."""
 
     def read_figure(moment: Moment) -> float | None:
         serving = _find_serving(moment)

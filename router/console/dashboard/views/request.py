@@ -102,7 +102,9 @@ def _draw_list(requests: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw_request(told: Mapping[str, Any]) -> str:
-    """The page's part about one request, as ``/admin/explain`` tells it; other versions tell more, or less."""
+    """Render one request from the answer of ``/admin/explain``. Routers of other versions may send more or fewer
+    members.
+    """
     return "".join((_draw_outcome(told), _draw_origin(told), _draw_times(told), _draw_attempts(told)))
 
 
@@ -156,7 +158,7 @@ def _draw_origin(told: Mapping[str, Any]) -> str:
 
 
 def _draw_times(told: Mapping[str, Any]) -> str:
-    """The legs of all attempts on one scale; without them the request's own times."""
+    """Render the legs of all attempts on one time scale; without legs, the request's own times."""
     total = float(told.get("total_ms") or 0.0)
     if total <= 0:
         return ""

@@ -1,4 +1,4 @@
-"""Traffic: requests, how long they take, who waits, and errors."""
+"""Traffic: requests, their latencies, the queue, and errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _TrafficView:
         context.refreshers.append(self.refresh)
 
     def refresh(self) -> None:
-        """Show the figures of now."""
+        """Show the present values."""
         history, span = self._context.history, self._context.span
         total = sum_answers(history.count_span(span, _ANSWERS))
         self._sum_up(total)
@@ -121,7 +121,7 @@ def _draw_errors(history: History, span: Span, total: Mapping[str, float]) -> st
 
 
 def _read_now(read: Callable[[RouterFigures], float]) -> Callable[[Moment], float | None]:
-    """A figure of the router, as a ``History`` reads it."""
+    """Return a reader of one of the router's metrics, for a ``History``."""
     return lambda moment: None if moment.router is None else read(moment.router)
 
 
