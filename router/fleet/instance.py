@@ -128,7 +128,7 @@ class Instance:
         self._proven = proven
         self._warm_at = now
         self._failed_probes = self._passed_probes = 0
-        self._may_be_another = False  # whether its process may have been replaced since it was last healthy: it was unhealthy, not just unreachable
+        self._may_be_another = False  # process: it was unhealthy, not just unreachable
         self._has_refused = False  # a connection since it was last drained: its process may have ended
 
     def __repr__(self) -> str:

@@ -165,7 +165,7 @@ class Registration:
 def _check_encodable(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         try:
-            orjson.dumps({"instances": [{"registration": {name: value}}]})  # the deepest nesting with which the router writes it
+            orjson.dumps({"instances": [{"registration": {name: value}}]})  # the deepest nesting in use
         except orjson.JSONEncodeError as exc:
             raise RegistrationError(f"{name!r} cannot be passed on as JSON: {exc}") from None
 

@@ -99,7 +99,7 @@ class PodWatch:
                 self._pool.close()
             if self._was_heard:
                 pause = FIRST_PAUSE_SECONDS
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # so that several routers do not connect simultaneously
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # spreads several routers
             pause = min(LAST_PAUSE_SECONDS, 2 * pause)
 
     async def _list_pods(self) -> None:
