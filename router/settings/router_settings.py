@@ -1,7 +1,7 @@
 """RouterSettings: each setting declared once, with its default, its key and its bounds.
 
-The YAML keys are those of FastDeploy's Go router, all of them, so that its files are read unchanged; of those that mean
-nothing here the operator is told (``RouterSettings.without_effect``).
+The YAML keys include all of FastDeploy's Go router, so that its files can be used unchanged. Keys without a meaning
+here are reported to the operator (``RouterSettings.without_effect``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from router.policies import DEFAULT_MAX_ENTRIES, POLICIES, PolicyOptions
 __all__ = ["ROUTER_GONE_SECONDS", "SETTINGS", "RouterSettings", "SettingsError"]
 
 ROUTER_GONE_SECONDS = 5.0
-"""With a shared state, a router that was not heard of for so long is gone."""
+"""With a shared state, a router is regarded as gone after this time without a message."""
 
-# More than these wait for the instances, not for a core.
+# More workers would wait for the instances, not for a CPU core.
 MAX_AUTO_WORKERS = 4
 
 _LOG_LEVELS = ("debug", "info", "warn", "error")
@@ -29,7 +29,7 @@ _LOG_OUTPUTS = ("stderr", "stdout", "file")
 
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@*]+")
 
-# The least that a whole number may be; 0 where it is not named.
+# The minimum of each whole number; 0 if it is not listed.
 _MINIMUMS = {
     "health_failure_threshold": 1,
     "health_success_threshold": 1,
@@ -41,7 +41,7 @@ _MINIMUMS = {
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used: one sentence, naming where it stands, its value and a right one."""
+    """A setting that cannot be used. The message is one sentence with its source, its value and a right value."""
 
 
 def _declare(default: Any, key: str, help: str, choices: Iterable[str] = ()) -> Any:
@@ -51,7 +51,7 @@ def _declare(default: Any, key: str, help: str, choices: Iterable[str] = ()) -> 
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """Everything that can be set; the flag is the field's name with dashes."""
+    """All settings. The flag of a field is its name with dashes."""
 
     host: str = _declare("0.0.0.0", "server.host", "address to listen at")
     port: int = _declare(9000, "server.port", "port to listen at; 0 takes a free one")
@@ -149,7 +149,7 @@ class RouterSettings:
     snapshot_path: str = _declare(
         "", "manager.snapshot-path", "file that keeps instances and prefixes for the next start"
     )
-    # Not shorter: writing out a full prefix index holds everything up for some 0.2 s.
+    # Not shorter: writing a full prefix index blocks everything for about 0.2 s.
     snapshot_interval_secs: float = _declare(
         60.0, "manager.snapshot-interval-secs", "seconds between two writes of that file"
     )
@@ -286,7 +286,7 @@ class RouterSettings:
     )
 
     without_effect: tuple[str, ...] = ()
-    """One sentence for each setting that was given and means nothing here."""
+    """One sentence for each given setting that has no meaning here."""
 
     def __post_init__(self) -> None:
         for field in SETTINGS:
@@ -313,7 +313,7 @@ class RouterSettings:
                 f"manager.selector is {','.join(self.selector)!r}, but nobody looks for pods; it needs "
                 "manager.service-discovery kubernetes"
             )
-        # Heartbeats come to one router: the others must notice that it is gone before they miss them.
+        # Heartbeats reach one router: the others must notice that it is gone before they miss the heartbeats.
         if self.shared_state and self.heartbeat_expiry_secs <= ROUTER_GONE_SECONDS:
             raise SettingsError(
                 f"manager.heartbeat-expiry-secs is {self.heartbeat_expiry_secs:g}; with server.shared-state it must be "
@@ -322,18 +322,18 @@ class RouterSettings:
 
     @property
     def finds_pods(self) -> bool:
-        """Whether instances are found as pods."""
+        """Whether instances are discovered as pods."""
         return self.service_discovery != "none"
 
     @property
     def num_workers(self) -> int:
-        """How many processes serve."""
+        """Number of processes that serve."""
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.workers or min(MAX_AUTO_WORKERS, num_cores)
 
     @property
     def model_aliases(self) -> dict[str, str]:
-        """The model that each alias stands for."""
+        """The model of each alias."""
         return dict(entry.split("=", 1) for entry in self.model_alias)
 
     @property
@@ -343,7 +343,7 @@ class RouterSettings:
 
 
 SETTINGS = tuple(field for field in dataclasses.fields(RouterSettings) if "key" in field.metadata)
-"""The fields of ``RouterSettings`` that can be set: all but ``without_effect``."""
+"""The fields of ``RouterSettings`` that can be set: all except ``without_effect``."""
 
 
 def _format_value(value: float | bool) -> str:
