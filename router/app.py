@@ -1,6 +1,4 @@
-"""The complete router, and its control plane in FastAPI. ``server`` passes data-plane requests directly to the
-proxy.
-"""
+"""The complete router, and its control plane in FastAPI. ``server`` passes data-plane requests to the proxy."""
 
 from __future__ import annotations
 
@@ -270,9 +268,7 @@ class RouterApp:
 
 
 def _warn_of_shared_cache(instance: Instance) -> None:
-    """Log a warning that clients of this instance may find out each other's prompts, unless it is known to use
-    salts.
-    """
+    """Warn that clients of this instance may find out each other's prompts, unless it is known to use salts."""
     if not instance.registration.takes_cache_salt:
         _log.warning(
             "%s instance %s may keep all clients in one cache in spite of --cache-salt-per-key: %s; an instance that "
@@ -650,9 +646,7 @@ def _refuse_registration(settings: RouterSettings, refused: BadBody | Registrati
 
 
 def _format_registration(registration: Registration) -> dict[str, Any]:
-    """Return all fields that the instance sent, with role, ports and ids in the format of FastDeploy's Python
-    router.
-    """
+    """Return all fields that the instance sent, with role, ports and ids as FastDeploy's Python router formats them."""
     fields = registration.fields
     return {
         **fields,
@@ -696,9 +690,7 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
 
 
 def _describe_target(instance: Instance) -> dict[str, Any]:
-    """Return scrape targets of the instances for Prometheus (http_sd_configs). They reveal no more than ``/metrics``
-    does.
-    """
+    """Return the instances as Prometheus targets (http_sd_configs), which reveal no more than ``/metrics`` does."""
     registration = instance.registration
     address = instance.address._replace(port=registration.metrics_port)
     labels = {"instance": instance.key, "role": registration.role.value, "engine": registration.engine.value}

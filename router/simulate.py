@@ -162,7 +162,7 @@ _UNDIVIDED = Division()
 
 
 class _Timeline(asyncio.SelectorEventLoop):
-    """An event loop whose clock does not wait: it jumps to the next scheduled event."""
+    """An event loop with a simulated clock, which jumps to the next scheduled event."""
 
     def __init__(self) -> None:
         self._jumps = _Jumps()
@@ -379,9 +379,7 @@ def spread_arrivals(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]
 def _pace_arrivals(
     arrivals: Sequence[Arrival], instances: int, headroom: float, cache_blocks: int
 ) -> tuple[list[Arrival], Cluster]:
-    """Return the requests at the rate for this number of instances, which can compute ``headroom`` times all their
-    tokens.
-    """
+    """Return the requests at the rate at which these instances can compute ``headroom`` times all their tokens."""
     pace = instances / _INSTANCES_OF_TRACE
     paced = [arrival._replace(at=(arrival.at - arrivals[0].at) / pace) for arrival in arrivals]
     demand = sum(arrival.tokens for arrival in paced) / paced[-1].at

@@ -1,8 +1,7 @@
 """Auth: the API keys of clients, the token of operators, and a token for instances that only register.
 
-All are sent as ``Authorization: Bearer ...``. Secrets are looked up by a keyed hash whose key belongs to this process,
-so that neither the time of a look-up nor a memory dump reveals anything about them. The files are read again when they
-change.
+All are sent as ``Authorization: Bearer ...``. Secrets are looked up by a keyed hash with a key of this process, so that
+neither the time of a look-up nor a memory dump reveals anything about them. The files are read again when they change.
 """
 
 from __future__ import annotations
@@ -125,8 +124,8 @@ class Auth:
             self.check_admin(headers)
 
     def find_scope(self, headers: Headers) -> str:
-        """Return the tag of the client, which may reach its own requests; ``""`` for all requests: the admin, or no
-        keys.
+        """Return the tag of the client, which may reach its own requests; ``""`` (all requests) for the admin, or
+        without keys.
 
         Raises:
             Refused: 401: neither a client's key nor the admin token was sent.
@@ -174,8 +173,8 @@ class Auth:
             raise Refused(ApiError(401, "the token sent is not the router's admin token", "invalid_admin_token"))
 
     def check_registration(self, headers: Headers) -> None:
-        """Check that the sender may register an instance: with the admin token, or the registration token if there is
-        one.
+        """Check that the sender may register an instance: with the admin token or, if there is one, the registration
+        token.
 
         Raises:
             Refused: 401: neither was sent.
@@ -243,9 +242,7 @@ def _find_bearer_token(headers: Headers) -> bytes | None:
 
 
 def _tag_client(name: str) -> str:
-    """Return the tag of a client. It is equal in all processes and routers, so that each finds requests that another
-    sent.
-    """
+    """Return the tag of a client, equal in all processes and routers: each can find requests that another has sent."""
     return "-k" + hashlib.blake2b(name.encode(), person=b"request_id", digest_size=6).hexdigest()
 
 

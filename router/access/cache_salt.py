@@ -28,7 +28,7 @@ class CacheSalts:
         self.update(keys)
 
     def update(self, keys: Mapping[str, str]) -> None:
-        """Use these keys from now on. A client whose key was removed may still have running requests."""
+        """Use these keys from now on. A client without a key may still have running requests."""
         self._secrets |= {
             name: hashlib.blake2b(key.encode(), person=b"cache_salt").digest() for name, key in keys.items()
         }

@@ -132,17 +132,13 @@ class RouterClient:
         return found
 
     async def explain_miss(self, request_id: str) -> dict[str, Any]:
-        """Return why the prompt of an ended request did not get more from a cache. The router queries instances for
-        this.
-        """
+        """Return why the prompt of an ended request did not get more from a cache; the router queries instances."""
         path = f"/admin/why_miss/{quote(request_id, safe='')}"
         told: dict[str, Any] = (await self._fetch("GET", path, timeout=MISS_SECONDS)).json()
         return told
 
     async def give_order(self, order: str, instance: str, **members: Any) -> dict[str, Any]:
-        """Have the router execute ``drain``, ``pause``, ``resume`` or ``weight``; return the resulting state of the
-        instance.
-        """
+        """Have the router execute ``drain``, ``pause``, ``resume`` or ``weight``; return the instance's new state."""
         answer = await self._fetch("POST", f"/admin/{order}", {"instance": instance, **members})
         outcome: dict[str, Any] = answer.json()
         return outcome

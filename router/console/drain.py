@@ -1,7 +1,7 @@
 """kvrouter drain: send instances no new requests and, with --wait, wait until they have none.
 
-    kvrouter drain 10.0.0.5:52400 10.0.0.6:52400 --wait 600 --until-restart --router 10.0.0.8:9000
-    kvrouter drain --self-port 52400 --wait 600 --router kvrouter:9000        # in the pod of the instance itself
+kvrouter drain 10.0.0.5:52400 10.0.0.6:52400 --wait 600 --until-restart --router 10.0.0.8:9000
+kvrouter drain --self-port 52400 --wait 600 --router kvrouter:9000        # in the pod of the instance itself
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ async def _carry_out(router: RouterClient, flags: argparse.Namespace) -> int:
 
 
 async def _check_loss(router: RouterClient, instances: Sequence[str], flags: argparse.Namespace) -> None:
-    """Ask for confirmation if the instances are the last usable ones of their role. A hook of the instance itself only
-    warns.
+    """Ask for confirmation if the instances are the last usable ones of their role. An instance's own hook only warns.
 
     Raises:
         RouterError: the user does not confirm, or the router does not list its instances.

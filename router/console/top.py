@@ -1,7 +1,7 @@
 """kvrouter top: the state of the router and its instances, in a terminal, updated every two seconds.
 
-    kvrouter top --router 10.0.0.8:9000 --token-file admin-token      # q ends it; l, t, w, m, r, s and a set the order
-    kvrouter top --once --sort tokens                                 # one report, for example into a pipe
+kvrouter top --router 10.0.0.8:9000 --token-file admin-token      # q ends it; l, t, w, m, r, s and a set the order
+kvrouter top --once --sort tokens                                 # one report, for example into a pipe
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _draw_head(history: History, url: str, last: Moment) -> Text:
     head.append(f"  {format_rate(total / seconds) if seconds > 0 else NOTHING} requests/s")
     if last.router is not None:
         head.append(f"  running {format_count(last.router.running)}")
-        head.append(f"  in line {format_count(last.router.queued)}", "yellow" if last.router.queued else "")
+        head.append(f"  queued {format_count(last.router.queued)}", "yellow" if last.router.queued else "")
     head.append(f"  failed {format_count(answers['failed'])}", "bold red" if answers["failed"] else "")
     head.append(f"  refused {format_count(answers['refused'])}", "yellow" if answers["refused"] else "")
     head.append(f"  of {format_count(total)} in {format_seconds(seconds)}\n")

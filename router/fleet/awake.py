@@ -1,6 +1,6 @@
 """AwakeClock: the time during which this process was able to notice events.
 
-A process that gets no CPU, is stopped, or whose machine sleeps notices nothing during that time. When it continues, all
+A process notices nothing while it gets no CPU or is stopped, or while its machine sleeps. When it continues, all
 time-outs have expired, although it has not yet read messages that arrived in time. So deadlines of other processes are
 measured with a clock that stops while this process does not run.
 """

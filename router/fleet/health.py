@@ -98,9 +98,7 @@ class HealthMonitor:
         await gather_spread(map(self._check_instance, list(self._registry)))
 
     async def find_troubles(self) -> dict[str, str]:
-        """Probe all instances concurrently. Return the trouble of each, ``""`` if it has none. The state does not
-        change.
-        """
+        """Probe all instances concurrently. Return the trouble of each, ``""`` if it has none. Change no state."""
 
         async def find_trouble(instance: Instance) -> str:
             try:

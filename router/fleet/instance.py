@@ -9,7 +9,7 @@ State diagram::
     removed ◄──heartbeat stopped; or without heartbeats, after the same time unhealthy────────┘
 
 An instance becomes unhealthy immediately if it refuses a connection. Other failures, such as a connection that is not
-accepted in time, count only if they repeat, and tell nothing about its process.
+accepted in time, count only if they repeat, and are no sign that its process has ended.
 
 Only healthy instances are selected that are neither paused (reported by the instance, or by operator command) nor
 draining (by operator command). An instance with an open circuit breaker is selected only if there is no other. An
@@ -151,7 +151,7 @@ class Instance:
         return self.healthy and not self.draining and not self.paused and not self.registration.is_paused
 
     def weight(self, now: float) -> float:
-        """Return the fraction of its share of requests that it should get: less than ``share`` for some time after a
+        """Return the fraction of its share of requests that it should get: less than ``share`` shortly after a
         restart.
         """
         if now >= self._warm_at:
@@ -212,8 +212,8 @@ class Instance:
         self.last_healthy = now
 
     def renew_registration(self, registration: Registration, now: float, *, proven: bool = True) -> None:
-        """Note that it has registered again: a heartbeat, possibly with changed fields. The count of its running
-        requests stays.
+        """Note that it has registered again: a heartbeat, possibly with changed fields. Its running requests stay
+        counted.
 
         Args:
             proven: whether it is healthy, or has answered a probe.
@@ -272,7 +272,7 @@ class Instance:
             self._events.new_orders.emit()
 
     def record_success(self, now: float) -> None:
-        """Note a request whose answer began well."""
+        """Note a request that got the first valid byte of its answer."""
         if self.breaker.failures and self.breaker.record_success():
             _log.info("%s instance %s answers requests again", self.role.value, self.key)
             self._warm_at = now + SLOW_START_SECONDS
@@ -312,7 +312,7 @@ class Instance:
         """Stop selecting it until probes, or a registration, show that it works. Its running requests continue.
 
         Args:
-            is_out_of_reach: whether no connection could be made, which tells nothing about its process.
+            is_out_of_reach: whether no connection could be made, which is no sign that its process has ended.
         """
         self._passed_probes = 0
         self._may_be_another |= not is_out_of_reach
@@ -324,9 +324,7 @@ class Instance:
             self._events.troubles.emit(self)
 
     def record_passed_probe(self, now: float, threshold: int) -> None:
-        """Note a passed probe. ``threshold`` of them in a row make it healthy; the first one, if it never was
-        healthy.
-        """
+        """Note a passed probe. ``threshold`` of them in a row make it healthy; one, if it never was."""
         self._failed_probes = 0
         self._note_answer()
         self._passed_probes += 1

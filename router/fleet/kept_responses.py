@@ -53,8 +53,7 @@ class KeptResponses:
         return self._keepers.get(response_id, (None, ""))[0]
 
     def is_open_to(self, response_id: str, client: str) -> bool:
-        """Return whether the client with this tag may access the answer: only its own; every answer if clients have no
-        keys.
+        """Return whether the client with this tag may access the answer: its own; without keys, every answer.
 
         An answer that is unknown here may belong to another client, so it is not accessible.
         """

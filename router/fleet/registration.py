@@ -49,7 +49,7 @@ class EngineKind(str, enum.Enum):
 
 
 class KvConnector(str, enum.Enum):
-    """How a pair of vLLM instances transfers KV: vLLM's NixlConnector, its MooncakeConnector, or our own connector."""
+    """Connector for KV transfer in a pair of vLLM instances: vLLM's NixlConnector or MooncakeConnector, or our own."""
 
     NIXL = "nixl"
     MOONCAKE = "mooncake"
@@ -93,9 +93,7 @@ class Registration:
     version: str | None
     """The model's version. Instances that name none have one common version."""
     connected_decodes: frozenset[str]
-    """Keys of the decode instances to which a prefill instance has connected in advance; empty if it does not do
-    that.
-    """
+    """Keys of the decode instances to which a prefill instance has connected in advance; may be empty."""
     metrics_port: int
     engine: EngineKind
     bootstrap_port: int
@@ -268,8 +266,6 @@ def _parse_tp_size(value: Any, num_devices: int) -> int:
 
 
 def _parse_whole_number(value: Any) -> int:
-    """Return the whole number that ``value`` or its text represents; 0 for anything else, and for one with too many
-    digits.
-    """
+    """Return the whole number that ``value`` or its text represents; 0 for anything else, or too many digits."""
     text = str(value) if isinstance(value, (int, str)) else ""
     return int(text) if text.isdecimal() and len(text) < 20 else 0

@@ -108,9 +108,7 @@ class Registry:
         return gone
 
     def excuse_silence(self, seconds: float) -> None:
-        """Exclude these seconds from the silence of all instances: this process could not receive anything
-        meanwhile.
-        """
+        """Exclude these seconds from the silence of all instances: this process could not receive anything."""
         for instance in self._instances.values():
             instance.last_registered += seconds
             instance.last_healthy += seconds

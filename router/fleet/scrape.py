@@ -43,9 +43,7 @@ class Scraper:
         self._upstream = upstream
 
     async def keep_scraping(self) -> None:
-        """Poll all instances every ``stats_interval_secs`` until cancelled; return immediately if no policy needs
-        it.
-        """
+        """Poll all instances every ``stats_interval_secs`` until cancelled; return if no policy needs it."""
         while self.wanted:
             try:
                 await self.scrape_all()
@@ -54,9 +52,7 @@ class Scraper:
             await asyncio.sleep(self._interval)
 
     async def scrape_all(self) -> None:
-        """Poll all instances concurrently. The time-out is the interval between two rounds, so that no value becomes
-        stale.
-        """
+        """Poll all instances concurrently. The time-out is one interval, so that no value becomes stale."""
         await gather_spread(map(self._scrape_instance, list(self._registry)))
 
     async def _scrape_instance(self, instance: Instance) -> None:

@@ -44,7 +44,7 @@ _NO_VERSION = (0, "")
 
 @runtime_checkable
 class PersistentPolicy(Protocol):
-    """A policy whose state is stored across a restart."""
+    """A policy that stores its state across a restart."""
 
     def prepare_dump(self) -> Callable[[], bytes]:
         """Return a function that encodes the present state. It may take long, and may run in any thread."""
@@ -273,9 +273,7 @@ class Snapshot:
         return document
 
     def _measure_age(self, document: dict[str, Any]) -> float:
-        """Return the seconds since the file was written. If the machine has not rebooted, this is independent of clock
-        changes.
-        """
+        """Return the seconds since the file was written. Clock changes have no effect, unless it rebooted."""
         boot, since_boot = self._boot_clock()
         if boot and document.get("boot") == boot:
             age: float = since_boot - document["since_boot"]
@@ -307,9 +305,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _read_orders(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags, the weight and the commands' version of an instance. Files of earlier versions lack some of
-    them.
-    """
+    """Return the flags, the weight and the commands' version of an instance. Older files lack some of them."""
     flags = {name: bool(entry[name]) for name in ("has_heartbeat", "permanent", "draining")}
     weight = float(entry.get("weight", 1.0))
     if not 0 <= weight <= 1:

@@ -1,4 +1,4 @@
-"""Background work that no other task awaits, kept alive until it is done; and the same work for many instances."""
+"""Background work that no other task awaits, which lives until it is done; and the same work for many instances."""
 
 from __future__ import annotations
 

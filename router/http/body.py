@@ -201,9 +201,7 @@ def _search_form(data: bytes, start: int, end: int) -> slice | None:
 
 
 def whole_number(value: Any) -> int | None:
-    """Return the number as engines interpret a member: pydantic reads 10.0, "10" and "10.0" as 10. None if it is
-    none.
-    """
+    """Return the number as engines interpret a member: pydantic reads 10.0, "10" and "10.0" as 10. Else None."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -248,9 +246,7 @@ def _sample_media(data: bytes) -> int:
 
 
 def _measure_media(data: bytes, mark: bytes) -> int:
-    """Return the bytes of the base64 strings that follow this mark in a JSON body, for the first ``_MAX_MARKS`` of
-    them.
-    """
+    """Return the bytes of the base64 strings that follow this mark in a JSON body, at most ``_MAX_MARKS`` of them."""
     size, place = 0, data.find(mark)
     for _ in range(_MAX_MARKS):
         if place < 0:

@@ -53,7 +53,7 @@ class Owner(Protocol):
         """Remove a closed connection."""
 
     def give_back(self, connection: Connection) -> None:
-        """Take back a connection whose response is complete."""
+        """Take back a connection after a complete response."""
 
 
 class Connection(asyncio.Protocol):
@@ -105,9 +105,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def drop(self) -> None:
-        """Close it if nothing waits for it any more: uvloop does not report the end of a connection that was just
-        made.
-        """
+        """Close it if nothing waits for it any more: uvloop does not report the end of a new connection."""
         self.abort()
         self.connection_lost(None)
         self._transport, self._is_made = cast(asyncio.Transport, None), False

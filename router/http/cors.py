@@ -33,7 +33,7 @@ class PreflightAnswer(NamedTuple):
 
 
 class Cors:
-    """The origins whose pages may use the router."""
+    """The origins of the pages that may use the router."""
 
     def __init__(self, origins: Collection[str]) -> None:
         """

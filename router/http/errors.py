@@ -5,7 +5,7 @@
     UpstreamError
     ├── NoRoom            this machine cannot open one more connection, to any instance
     ├── ConnectFailed     no connection was made, so the instance has not received the request
-    │   ├── NameUnresolved    no name server answers at present, which tells nothing about the instance
+    │   ├── NameUnresolved    no name server answers at present; the instance may work
     │   └── ConnectRefused    no process listens there: not yet, or not any more, then accepted requests may continue
     ├── ConnectionLost    the connection ended before the response did
     │   └── StaleConnection   a pooled connection ended without one byte of response: most likely, but not

@@ -127,9 +127,7 @@ class Exchange:
         return self.complete and not self._chunks
 
     def is_silent(self, since: float) -> bool:
-        """Return whether nothing has arrived since this time of ``time.perf_counter``, although all earlier data was
-        taken.
-        """
+        """Return whether nothing has arrived since this time of ``time.perf_counter``, although all data was taken."""
         return not self.complete and self.error is None and not self._chunks and self.last_heard < since
 
     @property

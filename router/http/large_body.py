@@ -57,9 +57,7 @@ _SEARCHED_BYTES = 512
 
 
 class BadBody(ValueError):
-    """The client's body cannot be served. The message is one sentence; ``param`` is the wrong member, if there is
-    one.
-    """
+    """The client's body cannot be served. The message is one sentence; ``param`` is the wrong member, or None."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -158,9 +156,7 @@ class LargeBody:
         self.numbers[found[1].decode()] = numbers
 
     def shorten(self) -> bytes:
-        """Return the body without the removed parts: it has the same values, except that very long texts lack their
-        inner part.
-        """
+        """Return the body without the removed parts: the values are equal, but long texts lack their inner part."""
         if not self._cuts:
             return self._data
         if self._shortened is None:
@@ -212,9 +208,7 @@ class LargeBody:
         return weight
 
     def _cut_within(self, start: int, parts: list[bytes], is_text: bool) -> None:
-        """Note the inner part of each long text, and of each long white space, in a piece that was split at its
-        quotes.
-        """
+        """Note the inner part of each long text and white space, in a piece that was split at its quotes."""
         data = self._data
         for part in parts:
             end = start + len(part)
@@ -231,17 +225,14 @@ class LargeBody:
 
 
 def weigh_values(data: bytes, start: int, end: int) -> int:
-    """Estimate the time to parse a part of a body, as a multiple of the time for a number; too high if its texts
-    contain JSON.
-    """
+    """Estimate the time to parse a part of a body, in units of one number; too high if texts contain JSON."""
     brackets = data.count(b"[", start, end) + data.count(b"{", start, end)
     quotes = data.count(b'"', start, end)
     return data.count(b",", start, end) + QUOTE_WEIGHT * quotes + BRACKET_WEIGHT * brackets
 
 
 def hide_escapes(data: bytes) -> bytes:
-    """Replace escaped quotes and backslashes in JSON by bytes of equal number, so that each of its strings matches
-    ``"[^"]*"``.
+    """Replace escaped quotes and backslashes in JSON by as many bytes, so that each string matches ``"[^"]*"``.
 
     A pattern that handles the escapes itself needs 60 bytes of state for each: gigabytes for the longest bodies.
     """
@@ -258,9 +249,7 @@ def show_escapes(data: bytes) -> bytes:
 
 
 def _find_end(data: bytes, start: int) -> tuple[int, bool]:
-    """Return the end of a piece, not within an escape; and whether it is not within a character or a pair of escapes,
-    either.
-    """
+    """Return the end of a piece, outside of escapes; and whether it is outside of characters and pairs of escapes."""
     end = start + PIECE_BYTES
     if end >= len(data):
         return len(data), False
@@ -276,9 +265,7 @@ def _find_end(data: bytes, start: int) -> tuple[int, bool]:
 
 
 def _find_seam(data: bytes, start: int, end: int) -> int:
-    """Return a position in the range that is certainly not within a character or an escape of a text; 0 if there is
-    none.
-    """
+    """Return a position in the range that is certainly not within a character or an escape; 0 if none is found."""
     found = _WHOLE_ESCAPE.search(data, start, end)
     if found is not None and _begins_character(data, found.end()):
         return found.end()

@@ -136,7 +136,7 @@ class ConnectionPool:
         return None
 
     def give_back(self, connection: Connection) -> None:
-        """Store ``connection``, whose response is complete, for another exchange."""
+        """Store ``connection`` after a complete response, for another exchange."""
         idle = self._idle.get(connection.address)
         if idle is None:
             idle = self._idle[connection.address] = deque(maxlen=IDLE_CONNECTIONS)
@@ -208,8 +208,7 @@ class ConnectionPool:
 
 
 def _list_options(loop: asyncio.AbstractEventLoop, host: str) -> dict[str, Any]:
-    """Return options of ``create_connection`` that only asyncio's own loop has: uvloop tries addresses one after
-    another.
+    """Return options of ``create_connection`` that only asyncio's own loop has; uvloop tries addresses in sequence.
 
     They are omitted for a numeric address: it has no alternatives, and with this option asyncio does not close the
     socket if connecting is cancelled.

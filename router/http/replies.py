@@ -31,7 +31,7 @@ def raw_reply(status: int, headers: Headers, body: bytes) -> Response:
 
 
 def refusal_reply(refused: Refused, path: str = "") -> Response:
-    """Return the response to a refused request for ``path``, with headers that tell how it could succeed."""
+    """Return the response to a refused request for ``path``, with headers that describe how it could succeed."""
     answer = error_reply(refused.error, path)
     answer.raw_headers += refused.headers
     return answer

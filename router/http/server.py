@@ -66,12 +66,10 @@ class DataPlane(Protocol):
         """Return why the sender of these headers may not send a body; None if it may."""
 
     def serve(self, request: ClientRequest) -> None:
-        """Answer a request whose body has been read. If the answer has to wait, it does so in ``ClientRequest.run``."""
+        """Answer a completely read request. If the answer has to wait, it does so in ``ClientRequest.run``."""
 
     def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
-        """Note a request that was answered with ``error`` without being read; ``""`` for parts that were not
-        understood.
-        """
+        """Note a request that was answered with ``error`` without being read; unknown parts are ``""``."""
 
 
 class _NobodyWaits:
@@ -183,7 +181,7 @@ class ClientRequest:
         self._complete_response()
 
     def start_response(self, status: int, headers: Headers, lines: bytes = b"") -> None:
-        """Send the head of a response whose body comes in pieces; arguments as in ``send_response``."""
+        """Send the head of a response, before pieces of its body; arguments as in ``send_response``."""
         head, length = [STATUS_LINE[status], self.added_head, lines], None
         for header in headers:
             head.append(b"%s: %s\r\n" % header)
@@ -335,10 +333,9 @@ class RouterProtocol(HttpToolsProtocol):
             return
 
     def _read_piece(self) -> None:
-        """Parse a piece of the received data. Schedule the next piece after other work, and once there is capacity for
-        it.
+        """Parse a piece of the received data. Schedule the next piece for after other work, when there is capacity.
 
-        A body whose length is known is read in one step, because it cannot contain many requests or chunks.
+        A body of known length is read in one step, because it cannot contain many requests or chunks.
         """
         if self.transport.is_closing():
             self._unread = b""
@@ -433,8 +430,7 @@ class RouterProtocol(HttpToolsProtocol):
         return [request for request in requests if request is not None]
 
     def _check_activity(self) -> None:
-        """Close the connection of a client that stops sending its request, or sends nothing; and schedule the next
-        check.
+        """Close the connection of a client that stops sending its request, or sends nothing; schedule the next check.
 
         One timer per connection is sufficient: requests neither set nor cancel timers.
         """
@@ -509,9 +505,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._answer_expectation(request)
 
     def _answer_expectation(self, request: ClientRequest) -> None:
-        """Answer a client that waits for permission to send the body of the request being read (``Expect:
-        100-continue``).
-        """
+        """Answer a client that waits for permission to send the body of its request (``Expect: 100-continue``)."""
         if int(self._content_length or 0) > self._data_plane.max_body_bytes:
             self._refuse_body(request, Refused(self._too_large()))
         elif (refused := self._data_plane.find_refusal(request.headers)) is not None:
@@ -576,7 +570,7 @@ class RouterProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._start_next)
 
     def _start_next(self) -> None:
-        """Serve the next request in the pipeline, in a later turn of the event loop: an answer may need no task and no
+        """Serve the next pipelined request in a later turn of the event loop, because answers may need no task or
         wait.
         """
         if self.pipeline and not self.transport.is_closing():
@@ -640,8 +634,7 @@ class RouterProtocol(HttpToolsProtocol):
         return path if is_normal_path(path) else ""
 
     def _decline_upgrade(self, rest: bytes) -> bytes:
-        """Return the bytes to parse for a request that offers another protocol, without the offer, and the bytes after
-        it.
+        """Return the bytes of a request that offers another protocol, without the offer, and the bytes after it.
 
         Java's client offers HTTP/2. The parser reads no body after such a head, so it gets the head again without the
         offer.
@@ -716,9 +709,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._answer_expectation(cycle)
 
     def _answer_preflight(self, request: ClientRequest) -> bool:
-        """Answer a preflight, which asks whether a page's script may send a request. Return False for other
-        requests.
-        """
+        """Answer a preflight (whether a page's script may send a request). Return False for other requests."""
         answer = self._cors.answer_preflight(request.headers) if self._cors is not None else None
         if answer is not None:
             request.send_response(*answer)
@@ -743,16 +734,12 @@ def _unescape(found: re.Match[str]) -> str:
 
 
 def is_normal_path(path: str) -> bool:
-    """Return whether no segment of the path is empty, ``.`` or ``..``, so that all servers interpret it in the same
-    way.
-    """
+    """Return whether no segment of the path is empty, ``.`` or ``..``, so that all servers read it equally."""
     return path == "/" or {"", ".", ".."}.isdisjoint(path.split("/")[1:])
 
 
 def _origin_form(target: bytes) -> bytes:
-    """Return path and query of a target that includes scheme and host. Every server must accept it (RFC 9112,
-    3.2.2).
-    """
+    """Return path and query of a target with scheme and host, which every server must accept (RFC 9112, 3.2.2)."""
     parsed = httptools.parse_url(target)
     path: bytes = parsed.path or b"/"
     return path if parsed.query is None else b"%s?%s" % (path, parsed.query)

@@ -1,6 +1,6 @@
 """An engine's token usage, read from its response or replaced in it, without parsing the whole response.
 
-It uses OpenAI's names for chat, completions and responses, and Anthropic's for messages, whose ``input_tokens`` are
+It uses OpenAI's names for chat, completions and responses, and Anthropic's for messages, in which ``input_tokens`` are
 only those that were neither read from a cache nor written to it.
 """
 
@@ -81,9 +81,7 @@ def read_usage(data: bytes) -> Usage | None:
 
 
 def _find_end(data: bytes, start: int, end: int) -> int:
-    """Return the end of the object at ``start``, whose first nested object begins before ``end``; 0 if it is too far
-    away.
-    """
+    """Return the end of the object at ``start``, with its first nested object before ``end``; 0 if it is too far."""
     limit = start + _USAGE_BYTES
     while end and data.count(b"{", start, end) > data.count(b"}", start, end):
         end = data.find(b"}", end, limit) + 1

@@ -28,9 +28,7 @@ _log = logging.getLogger("router.launch")
 
 
 def fd_router(argv: Sequence[str] | None = None) -> int:
-    """Run the router as ``fd-router``, the name of FastDeploy's Go router, with its response format; return the exit
-    status.
-    """
+    """Run the router as ``fd-router``, FastDeploy's Go router, with its response format; return the exit status."""
     return main(argv, dialect="go")
 
 

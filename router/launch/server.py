@@ -1,4 +1,4 @@
-"""RouterServer: uvicorn, whose shutdown also ends the router's requests in progress."""
+"""RouterServer: uvicorn with a shutdown that also ends the router's requests in progress."""
 
 from __future__ import annotations
 

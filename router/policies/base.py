@@ -1,6 +1,4 @@
-"""Policy, and the data that it gets and returns. All is plain data, so that live router, tests and simulator use the
-same policies.
-"""
+"""Policy, and its input and output: plain data, so that router, tests and simulator use the same policies."""
 
 from __future__ import annotations
 
@@ -63,14 +61,12 @@ class RequestFeatures:
 
 @dataclass(slots=True)
 class InstanceLoad:
-    """The requests that the router has running on one instance. Policies choose among these objects, and only read
-    them.
-    """
+    """The requests that the router has running on one instance. Policies choose among these, read-only."""
 
     key: str
     """``host:port``."""
     requests: int = 0
-    """Number of requests sent to it whose answers are incomplete."""
+    """Number of requests sent to it and not completely answered."""
     tokens: int = 0
     """Prompt tokens of those requests."""
     queued: float = 0.0
@@ -151,7 +147,7 @@ class Policy(Protocol):
         """Learn from a request that was placed by ``decision`` and has been answered."""
 
     def make_sibling(self) -> Policy:
-        """Return a policy of the same kind for requests of another model. It knows the same caches, and learns
+        """Return a policy of the same kind for requests of another model. It shares the known caches, but learns
         separately.
         """
 

@@ -43,7 +43,7 @@ _RENDERED_FIRST = ("chat_template", "tools", "documents", "system", "instruction
 def request_features(
     members: Mapping[str, Any], prompt_tokens: int, session: str = "", num_bytes: int = 0
 ) -> RequestFeatures:
-    """Return the features of the request with this body, whose headers name this ``session``. Nothing is hashed yet.
+    """Return the features of the request with this body, and with this ``session`` in its headers; hash nothing yet.
 
     Args:
         prompt_tokens: estimate for the text only.

@@ -1,7 +1,7 @@
 """PrefixIndex: which instance has computed which prefix, with bounded memory.
 
 Every chunk that any instance has computed is in the pool as well, because every instance saves there. So an entry of
-the index tells both that the pool has a chunk and which instances have it.
+the index means both that the pool has a chunk and that these instances have it.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class PowerOfTwo(PolicyBase):
 
 
 class RequestNum(PolicyBase):
-    """Chooses the instance with the fewest running requests: suits decode, whose step time grows with the batch."""
+    """Chooses the instance with the fewest running requests: suits decode: its step time grows with the batch."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -62,7 +62,7 @@ class RequestNum(PolicyBase):
 
 
 class ProcessTokens(PolicyBase):
-    """Chooses the instance with the fewest prompt tokens to process: suits prefill, whose time grows with tokens."""
+    """Chooses the instance with the fewest prompt tokens to process: suits prefill: its time grows with tokens."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""

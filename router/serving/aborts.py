@@ -1,4 +1,4 @@
-"""Aborts: make engines stop requests whose response no client will read.
+"""Aborts: make engines stop requests when no client will read the response.
 
 Closing a connection is not enough: FastDeploy's engine stops at a disconnect only if configured to, and KV that a
 prefill instance has already transferred stays at the decode instance permanently. SGLang notices a disconnect after

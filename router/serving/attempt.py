@@ -113,7 +113,7 @@ class Attempt:
 
     ``begin`` returns the first bytes of the response; the following ones are read from the answering leg's exchange.
     ``fail`` ends both from outside. The creator of an attempt calls ``finish`` after a complete response, and
-    ``give_up`` or ``break_off`` otherwise. After the beginning, ``is_event_stream`` tells whether the response is
+    ``give_up`` or ``break_off`` otherwise. After the beginning, ``is_event_stream`` is whether the response is
     server-sent events.
     """
 
@@ -435,8 +435,8 @@ class _Judgement(TypedDict):
 
 
 def _judge(leg: Leg) -> _Judgement:
-    """Classify a leg that ended without a complete response: how far its request got, and what this tells of the
-    instance.
+    """Classify a leg that ended without a complete response: how far its request got, and whether the instance is the
+    cause.
     """
     if not leg.exchange.record.sent_at:
         return {"reached": Reached.UNSENT, "trouble": Trouble.UNREACHABLE}

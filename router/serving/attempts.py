@@ -134,7 +134,7 @@ class Attempts:
             raise RequestEnded(error)
 
     async def go_on_after_break(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
-        """Prepare the next segment of a stream whose instance died, ended the stream early, or hung.
+        """Prepare the next segment of a stream after its instance died, ended the stream early, or hung.
 
         Raises:
             RequestEnded: it cannot be continued.

@@ -116,7 +116,7 @@ class Proxy:
         return found, engine_ids
 
     def _end_stalled_streams(self, since: float) -> None:
-        """End the streams whose instances have sent nothing since this time; the instances get an abort."""
+        """End the streams without data from their instances since this time; the instances get an abort."""
         for serving in list(self._live):
             attempt = serving.attempt
             if attempt is not None and attempt.is_stalled(since):

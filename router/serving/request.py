@@ -179,9 +179,7 @@ class ServingRequest:
     def _finish(self) -> None:
         """Release everything that the ended request holds, even if parts of this fail."""
         self._live.discard(self)
-        self._attempts.ended = self._failure = (
-            None  # their tracebacks form reference cycles with this request
-        )
+        self._attempts.ended = self._failure = None  # their tracebacks form reference cycles with this request
         if self._keep_alive is not None:
             self._keep_alive.stop()
         try:
@@ -427,9 +425,7 @@ class ServingRequest:
             raise RequestEnded(ApiError(502, message, f"{role.value}_failed"))
 
     def _end_with(self, error: ApiError | None) -> None:
-        """End the request for the client, at any stage of its response; and end the present attempt, if there is
-        one.
-        """
+        """End the request for the client, at any stage of its response; and end the present attempt, if any."""
         attempts = self._attempts
         if attempts.current is not None:
             attempts.current.give_up()

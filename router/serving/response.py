@@ -31,8 +31,8 @@ CLIENT_LEFT = 499
 """The status that is recorded if the client left before it had the whole response."""
 
 # A response without event stream is held back up to this size until it is complete, so that the death of a leg can be
-# hidden from the client. If another attempt may continue it, the limit is MERGED_BYTES. Other responses are relayed as they
-# arrive.
+# hidden from the client. If another attempt may continue it, the limit is MERGED_BYTES. Other responses are relayed
+# directly.
 HELD_BYTES = 1024 * 1024
 MERGED_BYTES = 64 * 1024 * 1024
 # A longer event is relayed in pieces. The first event may contain the ids of the whole prompt.
@@ -130,9 +130,7 @@ class ClientResponse:
         return is_whole
 
     def relay_whole(self, attempt: Attempt, body: bytes, own_head: bytes) -> bool:
-        """Send the whole response of an attempt; return False if the instance preempted the request, so that it
-        continues.
-        """
+        """Send the whole response of an attempt; return False if the request was preempted, so that it continues."""
         exchange = attempt.answering.exchange
         if isinstance(self.merger, ResponseMerger):
             merged = self.merger.feed(exchange.status, body)
@@ -223,7 +221,7 @@ class ClientResponse:
             merger.note_cached({name.decode(): int(figure) for name, figure in self._cached_figures.items()})
 
     def finish_from_segments(self, own_head: bytes) -> None:
-        """Send the end of a response whose last segment was preempted when all tokens had been generated."""
+        """Send the end of a response after its last segment was preempted with all tokens generated."""
         assert self.merger is not None
         end = self.merger.make_end()
         if self._cached_figures:
@@ -245,9 +243,7 @@ class ClientResponse:
         self._request.send_response(status, headers, body, own_head)
 
     def send_comment(self, own_head: bytes) -> None:
-        """Send a comment to the client of an event stream that waits for its answer; nothing of the answer has been
-        sent.
-        """
+        """Send a comment to a stream's client that waits for its answer; nothing of the answer has been sent."""
         request = self._request
         if not request.response_started:
             self.status, self.is_event_stream = 200, True
@@ -304,9 +300,7 @@ class ClientResponse:
         return read_usage(self._before_last + self._last) or _NO_USAGE
 
     def read_cached_tokens(self) -> int | None:
-        """Return how many prompt tokens the first prefill instance had cached, for a pair's answer in several
-        segments.
-        """
+        """Return how many prompt tokens the first prefill instance had cached, for an answer in several segments."""
         figures = self._cached_figures if self.is_resumed else None
         return int(figures[b"cached_tokens"]) if figures and b"cached_tokens" in figures else None
 
@@ -362,8 +356,7 @@ class ClientResponse:
         return True
 
     def _hide_own_parts(self, events: bytes) -> bytes:
-        """Return the events without parts that the router requested or added: a usage, and the suffix of the client's
-        id.
+        """Return the events without parts that the router requested or added: a usage, and the id's suffix.
 
         This is done only for events, because the length of other responses is announced.
         """

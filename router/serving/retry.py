@@ -60,7 +60,7 @@ _COMPUTING_PATHS = frozenset(
 
 
 class Sent(enum.Enum):
-    """What was sent."""
+    """Kind of the request that was sent."""
 
     GENERATION = "generation"
     """A request whose answer is generated: chat, completions, responses, messages."""
@@ -71,7 +71,7 @@ class Sent(enum.Enum):
 
 
 class Reached(enum.Enum):
-    """How far the request got."""
+    """Progress of the request at its failure."""
 
     UNSENT = "unsent"
     """No instance has received it."""
@@ -84,14 +84,12 @@ class Reached(enum.Enum):
 
 
 class Trouble(enum.Enum):
-    """What went wrong."""
+    """Cause of a failure."""
 
     UNREACHABLE = "unreachable"
     """No connection was made, or a pair was not ready."""
     DEATH = "death"
-    """The connection ended or did not carry HTTP, the instance stopped answering, or its engine reports that it has
-    died.
-    """
+    """The connection ended or did not carry HTTP, the instance stopped answering, or its engine reports its death."""
     ERROR = "error"
     """The instance refused it, temporarily or permanently, for a reason of its own: 429 or 5xx."""
     HAND_OVER = "hand-over"
@@ -224,8 +222,8 @@ class Retries:
         return f"it was sent {self._failed} times" if self._failed >= limit else ""
 
     def begin_again(self, key: str, *, is_hung: bool) -> None:
-        """Start again after an instance failed in the middle: earlier failed ones may be used again, and it itself as a
-        last resort.
+        """Begin again after a failure in the middle: earlier failed instances may be used again, this one as last
+        resort.
 
         Args:
             is_hung: whether it must not be used again, because it might hang repeatedly.

@@ -55,9 +55,7 @@ class NoInstance(Exception):
 
 
 class Selection(NamedTuple):
-    """The instances that serve a request: ``answering`` generates the answer; in a pair, ``prefill`` computes the
-    prompt.
-    """
+    """The instances that serve a request: ``answering`` generates the answer; ``prefill`` exists in a pair."""
 
     answering: Instance
     prefill: Instance | None
@@ -137,7 +135,7 @@ class Selector:
         return Selection(decode, prefill, (first, second), model)
 
     def choose_any(self, features: RequestFeatures, excluded: Collection[str] = ()) -> Selection:
-        """Select one instance for a request whose answer is not generated; in the mode for pairs, a decode instance.
+        """Select one instance for a request without generation; in the mode for pairs, a decode instance.
 
         Raises:
             NoInstance: none is left.
@@ -318,9 +316,7 @@ class Selector:
         return chosen, decision
 
     def _explain_none(self, excluded: Collection[str], model: str) -> ApiError:
-        """Return why no instance can serve a request. It is prepared like choices, unless the request excludes
-        instances.
-        """
+        """Return why no instance can serve a request; prepared like choices, unless the request excludes instances."""
         if excluded:
             return self._explain_emptiness(excluded, model)
         if model not in self._obstacles:
@@ -379,9 +375,7 @@ class _Group:
 
 
 class _Choice:
-    """A prepared choice: the first instance is from one group; in a pair, its partner is from the group for the first
-    one's kind.
-    """
+    """A prepared choice: one group for the first instance and, for pairs, a group of partners for each kind of it."""
 
     __slots__ = ("empty", "first", "groups", "kinds", "weighted")
 

@@ -102,9 +102,7 @@ class Story:
             _log_attempt_end(self.request_id, len(self._records), attempt, how)
 
     def own_head(self) -> bytes:
-        """Return the header lines that report the serving instances and the reasons; the full timeline is at
-        /admin/explain.
-        """
+        """Return the header lines that report the serving instances and why; /admin/explain has the full timeline."""
         lines = b""
         if self.request_id:
             # A client's own id may contain any printable character.
@@ -165,9 +163,7 @@ class Story:
         selection: Selection,
         attempt: Attempt,
     ) -> None:
-        """Note the instances that generated the answer, and the engine's token counts; let the policy learn after a
-        success.
-        """
+        """Note the instances of the answer, and the engine's token counts; after a success, let the policy learn."""
         usage = said = response.read_usage()
         record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         if selection.prefill is None:

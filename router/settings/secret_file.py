@@ -35,8 +35,7 @@ _MEMBERS = ApiKey._fields
 
 
 def read_keys(path: Path, setting: str) -> dict[str, ApiKey]:
-    """Return the keys of a file with ``name: key`` or one key per line, by name; without names they are ``key1`` and so
-    on.
+    """Return the keys of a file with ``name: key`` or one key per line, by name; default names are ``key1``, ...
 
     Raises:
         SettingsError: the file cannot be read, or has another format; the message names ``setting``.
@@ -96,7 +95,7 @@ def _is_entry(name: yaml.Node, entry: yaml.Node) -> bool:
 
 
 def _parse_entry(members: Sequence[tuple[yaml.ScalarNode, yaml.ScalarNode]], where: str) -> ApiKey:
-    """Parse the entry of a name whose key is one of several members."""
+    """Parse an entry with several members, one of which is the key."""
     found: dict[str, str] = {}
     for name, value in members:
         if name.value not in _MEMBERS:

@@ -1,5 +1,4 @@
-"""load_settings: reads an operator's settings from flags, the YAML file and the environment, in this order of
-precedence.
+"""load_settings: reads settings from flags, the YAML file and the environment, in this order of precedence.
 
 A file has the format of FastDeploy's Go router (``--config-path``) or that of its Python router (``--config``). An
 environment variable is ``KVROUTER__`` and the field's name in capitals. It has two underscores because Kubernetes

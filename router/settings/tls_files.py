@@ -55,7 +55,7 @@ def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str) -> No
 
 
 def read_authorities(path: str, setting: str) -> ssl.SSLContext:
-    """Return the context of a client that trusts only the authorities whose certificates are in this file.
+    """Return the context of a client that trusts only the authorities in this file.
 
     Raises:
         SettingsError: the file cannot be read, or contains no certificate; the message names ``setting``.
@@ -70,9 +70,7 @@ def read_authorities(path: str, setting: str) -> ssl.SSLContext:
 
 
 def is_certificate_refused(exc: Exception) -> bool:
-    """Return whether a connection failed because no known authority issued the peer's certificate; a retry does not
-    help.
-    """
+    """Return whether a connection failed because no known authority issued the peer's certificate; not temporary."""
     reason = str(exc).lower()
     unknown = (
         "self-signed certificate",

@@ -1,6 +1,4 @@
-"""FleetSync: one fleet for all processes. Each process receives everything that another one learns about an
-instance.
-"""
+"""FleetSync: one fleet for all processes. Each process receives what another one learns about an instance."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ class FleetSync:
         registry.events.lost_caches.subscribe(self._tell_changed_orders)
 
     async def announce_instance(self, instance: Instance) -> None:
-        """Send an instance that has registered to the others, and wait until this router's processes have received
-        it.
-        """
+        """Send an instance that has registered to the others, and wait until this router's processes have it."""
         self._tell(instance, is_news=True)
         await self._link.ask_others("heard")
 
@@ -109,9 +105,7 @@ class FleetSync:
         known.orders, known.ordered = _orders_of(instance), version
 
     async def keep_renewing(self) -> None:
-        """Send the records of the instances periodically, until cancelled; return immediately if there are no other
-        processes.
-        """
+        """Send the instances' records periodically, until cancelled; return if there are no other processes."""
         while not self._link.is_alone:
             await asyncio.sleep(RENEWAL_SECONDS)
             for instance in self._registry:

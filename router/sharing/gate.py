@@ -1,5 +1,4 @@
-"""Gate: the limits of one router for all its workers. It is in the supervisor; workers use it through
-``SharedAdmission``.
+"""Gate: the limits of one router, in its supervisor. Workers use it through ``SharedAdmission``.
 
 There is only one ``Admission``, so limits, turns and tokens are exact over all workers, at the cost of a message in
 each direction per request. Without limits, no messages are sent. Other routers' requests count, too, with a short

@@ -202,9 +202,7 @@ class Hub:
         self._send_to_worker(worker, "entered", number, refusal, client, tokens)
 
     def _on_record(self, sender: str, key: str, record: Any) -> None:
-        """Forward a worker's record, merged with the stored one; send it back to the worker, too, if that had older
-        parts.
-        """
+        """Forward a worker's record, merged with the stored one; also to the worker itself if that had older parts."""
         kept = self._keep_record(key, record)
         if kept is not None:
             self._send_to_workers("keep", key, kept, but=sender)

@@ -59,9 +59,7 @@ class Link:
         """
 
     async def wait_for_entry(self, client: str, priority: int, tokens: int) -> list[Any] | None:
-        """Wait until the supervisor admits a request; return the refusal otherwise. If cancelled, it leaves the
-        queue.
-        """
+        """Wait until the supervisor admits a request; else return the refusal. If cancelled, it leaves the queue."""
         raise NotImplementedError("a router that is one process has no supervisor")
 
     def report_end(self, client: str, tokens: int) -> None:
@@ -92,7 +90,7 @@ NO_LINK = Link()
 
 
 class WorkerLink(Link):
-    """A worker's end of the wire to its supervisor, whose ``Hub`` forwards all messages."""
+    """A worker's end of the wire to its supervisor. The supervisor's ``Hub`` forwards all messages."""
 
     is_alone = False
 
@@ -146,7 +144,7 @@ class WorkerLink(Link):
             callback()
 
     def subscribe_to_stop(self, callback: Callable[[float], None]) -> None:
-        """Call ``callback`` with the grace time in seconds when this process has to end; immediately if it already has
+        """Call ``callback`` with the grace time in seconds when this process has to end, or immediately if it has
         to.
         """
         self._stop_callback = callback

@@ -75,9 +75,7 @@ class LoadSync:
         return f"<LoadSync with {list(self._others)}>"
 
     async def keep_telling(self) -> None:
-        """Send all counts to the others periodically, until cancelled; return immediately if there are no other
-        processes.
-        """
+        """Send all counts to the others periodically, until cancelled; return if there are no other processes."""
         while not self._link.is_alone:
             await asyncio.sleep(TELL_ALL_SECONDS)
             told = {instance.key: self._own_figures(instance.load) for instance in self._registry}

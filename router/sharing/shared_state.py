@@ -154,7 +154,7 @@ class SharedState:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def disconnect(self, connecting: asyncio.Future[None]) -> None:
-        """End ``keep_connection``, whose task is ``connecting``, and sign off if Redis is reachable."""
+        """End ``keep_connection``, which runs in the task ``connecting``, and sign off if Redis is reachable."""
         from redis.exceptions import RedisError
 
         self._is_closing = True  # redis-py may treat a cancellation as its own time-out, and continue

@@ -49,7 +49,7 @@ def read_thread_times(pid: int) -> ThreadTimes | None:
 
 
 class Silence:
-    """How long one worker has been silent."""
+    """Duration of one worker's silence."""
 
     def __init__(
         self,

@@ -70,9 +70,7 @@ class WorkerTask(NamedTuple):
 
 
 def start_nursery(module: str) -> None:
-    """Start the process from which workers are forked, with ``module`` preloaded. It starts in parallel with this
-    process.
-    """
+    """Start the process from which workers are forked, in parallel with this one, with ``module`` preloaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
     forkserver.ensure_running()

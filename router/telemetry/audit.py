@@ -93,8 +93,7 @@ class Audit:
             self._output = None
 
     def explain_request(self, request_id: str) -> dict[str, Any] | None:
-        """Return the decisions that placed the last request with this id, and its result; None if it is unknown or too
-        old.
+        """Return the decisions that placed the last request with this id, and its result; None if it is not stored.
 
         The id may be the request's own, or the one at engines (with the prefix ``chatcmpl-`` or ``cmpl-``).
         """
@@ -256,7 +255,5 @@ def _build_explanation(record: RequestRecord) -> dict[str, Any]:
 
 
 def _measure(record: RequestRecord, moment: float) -> float | None:
-    """Return milliseconds from the request's arrival to a time of ``time.perf_counter``; None if that never
-    happened.
-    """
+    """Return milliseconds from the request's arrival to a time of ``time.perf_counter``; None if there is none."""
     return round((moment - record.started) * 1e3, 2) if moment else None

@@ -382,7 +382,7 @@ class RouterMetrics:
             yield family
 
     def _collect_decisions(self) -> Iterator[Metric]:
-        """Yield means of the numbers in the last decisions' reasons; they are computed here, not while requests are
+        """Yield means of the numbers in the last decisions' reasons, computed only now, not while requests are
         served.
         """
         sums: dict[tuple[str, str], list[float]] = {}

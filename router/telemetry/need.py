@@ -100,9 +100,7 @@ class InstancesNeeded:
         return max(1, math.ceil((busy + behind) / self._utilization - 1e-9))
 
     def _find_capacity(self, role: Role) -> float:
-        """Return how many requests an instance of this role runs concurrently: as reported by the instances, or as
-        configured.
-        """
+        """Return how many requests an instance of this role runs concurrently, as reported or as configured."""
         told = [_read_capacity(instance) or self._requests_per_instance for instance in self._list_instances(role)]
         return _mean(told) if told else self._requests_per_instance
 

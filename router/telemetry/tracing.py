@@ -91,8 +91,7 @@ class Tracer:
         self._epoch = 0.0  # the moment when ``time.perf_counter`` was 0, in seconds since 1970
 
     def begin_trace(self, request: ClientRequest) -> RequestTrace | None:
-        """Join the trace of a request, or begin one. Remove ``traceparent`` from its headers, because each leg gets its
-        own.
+        """Join the trace of a request, or begin one. Remove its header ``traceparent``, because each leg gets its own.
 
         Return None if the client has decided that it is not traced: then the instances get the client's header.
         """

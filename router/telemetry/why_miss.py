@@ -93,9 +93,7 @@ async def _ask_instance(upstream: ConnectionPool, address: Address, path: str, b
 
 
 def _rank(told: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how informative a verdict is: one with a position is better than one without, and a later position is
-    better.
-    """
+    """Return how informative a verdict is: one with a position is better than one without, a later position better."""
     details = told.get("details")
     token = details.get("token") if isinstance(details, dict) else None
     if told.get("reason") in ("new", None):

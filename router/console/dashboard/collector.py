@@ -1,6 +1,4 @@
-"""Collector: polls the router, its instances and the pool's masters periodically, and stores the results in a
-History.
-"""
+"""Collector: periodically polls the router, its instances and the pool's masters, and fills a History."""
 
 from __future__ import annotations
 

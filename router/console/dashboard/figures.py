@@ -71,8 +71,7 @@ class Listed(NamedTuple):
 
 
 def describe_loss(listed: Sequence[Listed], drained: Collection[str]) -> str:
-    """Return a sentence that names the model roles that would lose their last usable instance; ``""`` if there are
-    none.
+    """Return a sentence with the model roles that would lose their last usable instance; ``""`` without any.
 
     Args:
         listed: all instances.
@@ -174,9 +173,7 @@ def read_router_figures(samples: Samples) -> RouterFigures:
 
 
 def read_loads(samples: Samples) -> list[Listed]:
-    """List the instances from the router's ``/metrics``, which needs no token and contains less than
-    ``/registered``.
-    """
+    """List the instances from the router's ``/metrics``, which has less than ``/registered``, but needs no token."""
     breakers = {each.labels.get("instance", ""): each.value for each in samples.get("router_instance_breaker_open", ())}
     openness = {0.0: "closed", 0.5: "half_open", 1.0: "open"}
     found = []
@@ -288,8 +285,7 @@ def _read_origins(samples: Samples, *, takes_over: bool) -> dict[str, float] | N
 
 
 def _takes_over(samples: Samples, listed: Listed) -> bool:
-    """Return whether this is a decode instance of vLLM that gets prompts from its prefill instance, not through the
-    pool.
+    """Return whether this is a decode instance of vLLM that gets KV from its prefill instance, not from the pool.
 
     vLLM counts both as external hits. If an instance has a connector for each, all of them count as transferred,
     because the prefill instance sends everything that the decode instance has not cached itself.

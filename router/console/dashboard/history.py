@@ -112,7 +112,7 @@ class History:
 
         Args:
             read: returns the counters of a poll by their source, so that a source that disappeared or restarted is not
-                confused with one whose counters do not change.
+                confused with one with unchanged counters.
         """
         pieces: list[dict[K, float]] = [{} for _ in range(span.pieces)]
         if self.last is None:

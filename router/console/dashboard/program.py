@@ -28,9 +28,7 @@ _AUTHORITY = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", re.ASCII)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve the page until a signal arrives. Return the exit status: 0, 1 if it cannot be served, 2 for a wrong command
-    line.
-    """
+    """Serve the page until a signal arrives. Return 0, 1 if it cannot be served, 2 for a wrong command line."""
     parser = make_parser()
     try:
         flags = parser.parse_args(argv)

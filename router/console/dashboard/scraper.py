@@ -56,7 +56,7 @@ class Scraper:
             raise ScrapeError(f"{listed.metrics_url} is no page of figures: {exc}") from None
 
     async def ask_master(self, address: str) -> MasterFigures:
-        """Fetch the values of the master whose HTTP endpoint is ``address``.
+        """Fetch the values of the master with the HTTP endpoint ``address``.
 
         Raises:
             ScrapeError: they cannot be fetched.

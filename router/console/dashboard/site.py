@@ -71,7 +71,7 @@ def _make_page(site: Site, view: View) -> Callable[[Request], None]:
 
 
 class _HostGuard:
-    """Accepts only requests whose host is an address of this machine or its configured name.
+    """Accepts only requests with an address of this machine, or its configured name, as host.
 
     Otherwise a page elsewhere could point its own host name here and read this page in its visitors' browsers (DNS
     rebinding), because a browser regards both as one origin.

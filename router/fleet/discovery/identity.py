@@ -18,8 +18,7 @@ OUR_OWNER = "fastdeploy-kvstore"
 
 
 async def ask_identity(upstream: ConnectionPool, address: Address) -> dict[str, Any]:
-    """Query the engine at ``address`` for registration fields: ``engine``, and for SGLang also ``role`` and
-    ``bootstrap_port``.
+    """Query the engine at ``address``; return the fields ``engine`` and, for SGLang, ``role`` and ``bootstrap_port``.
 
     Raises:
         RegistrationError: it does not answer.

@@ -1,4 +1,4 @@
-"""How requests are sent to the instances of each engine: alone, or as a pair.
+"""Dialects: requests to the instances of each engine, alone or as a pair.
 
 dialect.py     the parts of a dialect: a pair, and the changes to a request for each leg
 fastdeploy.py  FastDeploy, and our own engine

@@ -1,4 +1,4 @@
-"""Dialects of pairs: the members and headers that tell each leg of a request its part."""
+"""Dialects of pairs: the members and headers that give each leg of a request its part."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ class Pair(ABC):
 
     @abstractmethod
     def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, EngineIds | None]:
-        """Return the changes for prefill and for decode (the same object twice if they are equal), and the ids for an
-        abort.
+        """Return the changes for prefill and for decode (one object twice if they are equal), and the ids for an abort.
 
         The ids are those by which the request is aborted at the engines; None if closing the connections is sufficient.
 

@@ -1,4 +1,4 @@
-"""vLLM: ``kv_transfer_params``, whose format depends on the connector.
+"""vLLM: ``kv_transfer_params``, in a format that depends on the connector.
 
 Our own connector: prefill first, and decode finds the blocks in the pool. Prefill's request announces a decode instance
 (``do_remote_decode``), so that it answers when its blocks can be read. Decode's request has no such member.
@@ -91,8 +91,8 @@ class NixlPair(Pair):
 
 
 class BootstrapServer:
-    """The server at which a prefill instance with MooncakeConnector reports its engines' ids; shared by all of its
-    pairs.
+    """The server at which a prefill instance with MooncakeConnector reports its engines' ids; all its pairs share
+    it.
     """
 
     def __init__(self, prefill: Instance) -> None:
@@ -166,9 +166,7 @@ def _encode_params(params: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _require_one_sequence(parsed: ParsedRequest) -> None:
-    """Raise ``NotAsPair`` unless there is one sequence: prefill reports only the first, and decode fails with several
-    (vLLM 0.32).
-    """
+    """Raise ``NotAsPair`` for several sequences: prefill reports only the first, and decode fails (vLLM 0.32)."""
     assert parsed.body is not None
     embedded = parsed.body.members.get("prompt_embeds")  # additional prompts besides those of ``prompt``
     embeds_several = isinstance(embedded, list) or (embedded and parsed.body.members.get("prompt"))

@@ -1,4 +1,4 @@
-"""The endpoints whose answers are generated, and how their bodies differ."""
+"""The endpoints that generate answers, and how their bodies differ."""
 
 from __future__ import annotations
 

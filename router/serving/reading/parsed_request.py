@@ -109,7 +109,7 @@ class ParsedRequest:
         derive_salt: Callable[[str], str] | None,
         aliases: Mapping[str, str],
     ) -> None:
-        """Parse the body of a request whose answer is generated; arguments as in ``__init__``."""
+        """Parse the body of a generating request; arguments as in ``__init__``."""
         self.api = GENERATING[request.path]
         try:
             self.body = body = parse_inference(request.body, large)

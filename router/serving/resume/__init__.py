@@ -10,16 +10,16 @@ If a seam cannot be exact, nothing is guessed. A complete response starts again 
 has seen nothing of it; a stream that has shown text and cannot continue exactly is ended with an error.
 
 A router without a tokenizer does not see everything, so a preempted stream may differ from an undisturbed run in two
-ways. A stop string whose first part was shown before the seam is not recognised by the engine after it. Presence and
-frequency penalties, and a seed, start again at the seam. A stream whose instance died is not resumed if one of these
-may apply (``obstacles.py``). Engines hold back a token whose text ends within a character, but one event may contain
-several tokens: then the router queries an instance for the text of the last ones (``/detokenize``), and the tokens of
-an incomplete character are generated again. If no instance can answer, a stream whose instance died is not resumed, and
-a preempted one may lose that character.
+ways. If the first part of a stop string was shown before the seam, the engine does not recognise it after the seam.
+Presence and frequency penalties, and a seed, start again at the seam. After the death of its instance, a stream is not
+resumed if one of these may apply (``obstacles.py``). Engines hold back a token that ends within a character, but one
+event may contain several tokens: then the router queries an instance for the text of the last ones (``/detokenize``),
+and the tokens of an incomplete character are generated again. If no instance can answer, a stream is not resumed after
+the death of its instance, and a preempted one may lose that character.
 
 events.py        server-sent events and their chunks: parsing, and removing ids that the client did not request
 shape.py         the shape of a stream's usual event, by which others of it are recognised without parsing
-obstacles.py     why a stream whose instance died cannot continue exactly
+obstacles.py     why a stream cannot continue exactly after its instance died
 continuation.py  the request for the next instance, in the format of its engine
 stream.py        the merger of streams
 whole.py         the merger of complete responses

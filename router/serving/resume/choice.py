@@ -19,8 +19,7 @@ __all__ = ["make_merger"]
 def make_merger(
     body: InferenceBody, engine: EngineKind, *, is_chat: bool, may_be_preempted: bool, may_be_resumed: bool
 ) -> StreamMerger | ResponseMerger | None:
-    """Return the merger of an answer that may be preempted, or whose instance may die; None for an answer of one
-    segment.
+    """Return the merger of an answer that may have several segments; None for an answer of one segment.
 
     Args:
         engine: engine of the instance that answers first.

@@ -52,9 +52,7 @@ class CannotContinue(Exception):
 
 
 def needs_prompt(engine: EngineKind) -> bool:
-    """Return whether engines of this kind continue only from ids of prompt and answer, so that the prompt's ids must be
-    stored.
-    """
+    """Return whether such engines continue only from ids of prompt and answer: then the prompt's ids must be stored."""
     return engine is not EngineKind.FASTDEPLOY
 
 

@@ -37,9 +37,7 @@ __all__ = [
 DONE = b"data: [DONE]\n\n"
 
 CACHE_TOLD = "prompt_cache"
-"""The member next to the prompt's ids in which our engine reports, before its usage, how much of the prompt was
-cached.
-"""
+"""The member in which our engine reports the cached prompt tokens before its usage, next to the prompt's ids."""
 
 _PREEMPTED = "pd_reschedule"
 _PREEMPTION_MESSAGE = re.compile(r"pd.error|pd_reschedule|preempt", re.IGNORECASE)
@@ -68,9 +66,7 @@ _QUOTED_CHARACTERS = 500
 
 
 class EngineFailed(UpstreamError):
-    """An event of a stream reports that the engine failed: the stream has ended early, although its connection has
-    not.
-    """
+    """An event of a stream reports that the engine failed: the stream ends early, although its connection is open."""
 
 
 def find_engine_failure(events: bytes) -> tuple[int, str] | None:
@@ -164,9 +160,7 @@ def find_text(message: dict[str, Any]) -> str:
 
 
 def find_ids(choice: dict[str, Any]) -> list[int]:
-    """Return the ids of a choice's tokens. FastDeploy's negative ones are signals between its own processes, not
-    tokens.
-    """
+    """Return the ids of a choice's tokens. FastDeploy's negative ones are internal signals, not tokens."""
     ids = (
         find_message(choice).get("completion_token_ids")
         or choice.get("completion_token_ids")

@@ -1,4 +1,4 @@
-"""Why a stream whose instance died could not continue exactly at another one: because of the request, or the engine."""
+"""Why a stream cannot continue exactly after its instance died: because of the request, or the engine."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ _MAY_CALL_TOOLS = "it may call tools, whose parser would begin again"
 
 
 def tells_ids(engine: EngineKind, is_chat: bool) -> bool:
-    """Return whether streams contain the tokens' ids if ``return_token_ids`` is set, and the engine can continue from
-    ids.
-    """
+    """Return whether ``return_token_ids`` adds the tokens' ids to streams, and the engine can continue from ids."""
     return engine in _TELLING[is_chat]
 
 

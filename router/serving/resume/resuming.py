@@ -1,4 +1,4 @@
-"""How often an instance interrupted a request, and whether it is resumed."""
+"""Resuming: how often instances interrupted a request, and whether it is resumed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ class Resuming:
     async def prepare_after_preemption(
         self, merger: StreamMerger | ResponseMerger, decode: Instance, upstream: ConnectionPool
     ) -> ApiError | None:
-        """Prepare the next segment of a request that its decode instance preempted; return an error if there can be
-        none.
-        """
+        """Prepare the next segment of a request that decode preempted; return an error if that is impossible."""
         self._preemptions += 1
         self._broken_by = None
         if isinstance(merger, ResponseMerger):
@@ -63,7 +61,7 @@ class Resuming:
     async def settle_end(
         self, merger: StreamMerger | ResponseMerger | None, instance: Instance, upstream: ConnectionPool
     ) -> str:
-        """Remove the ids at a stream's end whose character is incomplete; return why that is impossible, or ``""``.
+        """Remove the ids of an incomplete character at a stream's end; return why that is impossible, or ``""``.
 
         Args:
             instance: the instance that is queried for the ids' text.
@@ -87,8 +85,8 @@ class Resuming:
     def prepare_after_break(
         self, merger: StreamMerger | None, body: InferenceBody, instance: Instance, error: ApiError, *, is_chat: bool
     ) -> ApiError | None:
-        """Prepare the next segment of a stream whose instance died, ended the stream early, or hung; return an error if
-        there can be none.
+        """Prepare the next segment after an instance died, ended the stream early, or hung; return an error if
+        impossible.
 
         Args:
             merger: None if the client has seen nothing of the answer, or the answer cannot be merged.

@@ -1,5 +1,4 @@
-"""The shape of a stream's usual event: it contains the next tokens' text and ids, and otherwise equals the previous
-one.
+"""The shape of a stream's usual event: the next tokens' text and ids are new, the rest equals the previous event.
 
 Most events of a stream differ only in these. After one of them was parsed, a pattern recognises the others, removes
 their ids and stores them for later. Parsing each event would cost the router more than everything else that it does

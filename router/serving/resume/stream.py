@@ -113,7 +113,7 @@ class StreamMerger:
 
     @property
     def shown_ids(self) -> Sequence[int]:
-        """The ids of the tokens whose text the client has."""
+        """The ids of the tokens that the client has as text."""
         self._fold_events()
         return self._shown
 
@@ -121,8 +121,8 @@ class StreamMerger:
     def doubtful_ids(self) -> Sequence[int]:
         """The last of ``shown_ids``, if they may end within a character; empty if that is impossible.
 
-        An engine holds back a token whose text ends within a character. But one event may contain several tokens, and
-        then show the text of the first ones only.
+        An engine holds back a token that ends within a character. But one event may contain several tokens, and then
+        show the text of the first ones only.
         """
         self._fold_events()
         return self._shown[-_DOUBTFUL_IDS:] if self._last_count > 1 else []
@@ -227,9 +227,7 @@ class StreamMerger:
         return self._is_finished or count_remaining(self._body.members, len(self._shown)) == 0
 
     def resumption(self) -> dict[str, Any] | None:
-        """Return the members to set in the next segment's request: ``{}`` to begin again, None if the stream cannot
-        continue.
-        """
+        """Return the members to set in the next segment's request: ``{}`` to begin again, None if impossible."""
         self._fold_events()
         if not self._shown and not self._blind:
             return {}

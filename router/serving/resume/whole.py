@@ -56,9 +56,7 @@ class ResponseMerger:
         self._cached: Mapping[str, int] = {}
 
     def feed(self, status: int, body: bytes) -> bytes | None:
-        """Process one segment's response; return the complete response for the client, or None if the segment was
-        preempted.
-        """
+        """Process one segment's response; return the client's complete response, or None after a preemption."""
         # ``find``, because ``in`` first tries bytes as a number, and the internal exception costs half a microsecond.
         if body.find(b"pd_reschedule") >= 0 or body.find(b"PD Error") >= 0:
             response = parse_object(body)

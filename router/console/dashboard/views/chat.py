@@ -41,7 +41,7 @@ class _Conversation:
         self._context = context
         self._messages: list[dict[str, str]] = []
         self._reading: asyncio.Future[None] | None = None
-        said = "Ask through the router, and see where each prompt came from. Go on: what was said is cached by then."
+        said = "Ask through the router, and see where each prompt came from. The next prompt finds this one cached."
         put_head("Try it", said)
         self._banner = Banner()
         with ui.element("section").classes("card").props('aria-label="Conversation"'):
@@ -51,15 +51,15 @@ class _Conversation:
             with ui.element("form").classes("ask").on("submit.prevent", self._send_question):
                 self._put_question()
             with ui.element("div").classes("ask"):
-                put_button("Take a long question", lambda: self._field.set_value(SAMPLE))
-                put_button("Begin anew", self._begin_anew)
+                put_button("Use a long question", lambda: self._field.set_value(SAMPLE))
+                put_button("New chat", self._begin_anew)
                 said = f"Enter sends, Shift and Enter begin a new line. Answers end after {MAX_TOKENS} tokens."
                 put_text("span", said, "note")
         context.on_leave(self._drop_answer)
 
     def _put_empty(self) -> Markup:
         with self._turns:
-            said = "Nothing said yet. Only whole blocks are shared: a long question shows the most."
+            said = "No messages yet. Only whole blocks are shared: a long question shows the most."
             return put_html(said).classes("empty")
 
     def _put_question(self) -> None:
@@ -131,9 +131,7 @@ class _Conversation:
                 turn.take_event(event)
 
     def _end_turn(self, turn: _Turn, question: str) -> None:
-        """Store the answer, even if it is incomplete. If there is none, put the question back into the field for a
-        retry.
-        """
+        """Store the answer, even if it is incomplete. If there is none, put the question back into the field."""
         if turn.answer:
             self._messages.append({"role": "assistant", "content": turn.answer})
         else:
@@ -211,7 +209,7 @@ def _draw_end(usage: Mapping[str, Any] | None, first: float | None, seconds: flo
     )
     parts.append(
         f'<p class="note">First token after {format_seconds(first)}, '
-        f"{format_seconds(seconds)} in all{escape(generated)}{link}</p>"
+        f"{format_seconds(seconds)} in total{escape(generated)}{link}</p>"
     )
     return f'<div class="from">{"".join(parts)}</div>'
 

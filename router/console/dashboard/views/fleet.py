@@ -20,16 +20,16 @@ __all__ = ["FLEET"]
 
 _ROLE_NAMES = {"mixed": "Prefill and decode in one", "prefill": "Prefill", "decode": "Decode"}
 _ROLE_TEXTS = {
-    "mixed": "work requests out from the prompt to the last token",
-    "prefill": "work prompts out, and hand them over",
-    "decode": "take prompts over, and generate the answers",
+    "mixed": "compute requests from the prompt to the last token",
+    "prefill": "compute prompts, and transfer their KV",
+    "decode": "receive the KV of prompts, and generate the answers",
 }
 _STATES = {
     "healthy": ("good", "Healthy"),
     "paused": ("warn", "Paused"),
     "draining": ("warn", "Draining"),
-    "unhealthy": ("bad", "Away"),
-    "": ("", "Not told"),
+    "unhealthy": ("bad", "Unreachable"),
+    "": ("", "Unknown"),
 }
 
 

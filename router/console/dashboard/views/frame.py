@@ -137,8 +137,8 @@ class _News:
                 "plain", f"Asking the router at {self._context.site.collector.router.url} for its figures …"
             )
         elif last.trouble:
-            said = make_sentence(f"No news of the router: {last.trouble}")
-            self._banner.show("bad", f"{said} Instances and pool are asked all the same.")
+            said = make_sentence(f"No answer from the router: {last.trouble}")
+            self._banner.show("bad", f"{said} Instances and pool are still queried.")
         else:
             self._banner.hide()
         self._context.refresh_now()

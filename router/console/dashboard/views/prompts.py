@@ -1,4 +1,4 @@
-"""Where prompts come from: the fraction of their tokens that did not have to be computed, over time and by instance."""
+"""Origins of prompts: the fraction of their tokens that did not have to be computed, over time and by instance."""
 
 from __future__ import annotations
 
