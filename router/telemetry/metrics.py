@@ -279,10 +279,10 @@ class RouterMetrics:
         yield from self._collect_admission()
         yield from self._collect_instances()
         if self._is_shared_state_up is not None:
-            text = "Whether other routers are heard of over Redis (1), or this one goes on alone (0)"
+            text = "Whether other routers are reachable over Redis (1), or this one works alone (0)"
             yield GaugeMetricFamily("router_shared_state_up", text, float(self._is_shared_state_up()))
         if self._discovery is not None:
-            text = "Whether the cluster's API server tells which pods there are (1), or those known last are kept (0)"
+            text = "Whether the cluster's API server reports the pods (1), or the last known ones are used (0)"
             yield GaugeMetricFamily("router_discovery_up", text, float(self._discovery.is_current))
             pods = GaugeMetricFamily("router_discovered_pods", "Pods of the selector by their state", labels=["state"])
             for state, count in self._discovery.count_pods().items():
@@ -333,7 +333,7 @@ class RouterMetrics:
             inference.add_metric([mixed, prefill, decode, str(status)], count)
         failed = CounterMetricFamily(
             "router_failed_requests",
-            "Requests that ended with a 5xx, or whose answer broke off after it had begun, by the error's code",
+            "Requests that ended with a 5xx, or with an incomplete answer, by error code",
             labels=["code"],
         )
         for code, count in self._failed.items():
@@ -342,17 +342,17 @@ class RouterMetrics:
 
     def _collect_tokens(self) -> Iterator[Metric]:
         yield self._queue_time.build_family(
-            "router_queue_time_seconds", "Time that completion requests waited in line; 0 of those that did not wait"
+            "router_queue_time_seconds", "Time that completion requests were queued; 0 for those that were not"
         )
         yield self._request_time.build_family(
-            "router_request_duration_seconds", "From a completion request's arrival to the end of its answer, if good"
+            "router_request_duration_seconds", "From a completion request's arrival to the end of its successful answer"
         )
         yield self._first_token.build_family(
             "router_time_to_first_token_seconds", "From a streaming request's arrival to the first byte of its answer"
         )
         yield self._output_token.build_family(
             "router_time_per_output_token_seconds",
-            "Mean time between a streaming request's later tokens, or pieces where the engine does not count tokens",
+            "Mean time between a streaming request's later tokens, or pieces if the engine does not count tokens",
         )
         tokens = CounterMetricFamily("router_tokens", "Tokens as engines counted them", labels=["kind"])
         for kind, count in self._tokens.items():
@@ -360,20 +360,20 @@ class RouterMetrics:
         yield tokens
         for name, text, value in (
             ("router_cache_request", "Completion requests placed by their prefix", self._placed_by_prefix),
-            ("router_cache_hit", "Those placed where a part of it was expected in a cache", self._placed_on_a_hit),
-            ("router_predicted_cached_tokens", "Cached tokens predicted, where the engine said after", self._predicted),
-            ("router_actual_cached_tokens", "What the engine said, of the same requests", self._actual),
-            ("router_mispredicted_cached_tokens", "Sum of the differences between both", self._missed_by),
+            ("router_cache_hit", "Those placed at an instance expected to have cached a part", self._placed_on_a_hit),
+            ("router_predicted_cached_tokens", "Cached tokens predicted, if the engine reports them", self._predicted),
+            ("router_actual_cached_tokens", "Cached tokens reported for the same requests", self._actual),
+            ("router_mispredicted_cached_tokens", "Sum of the absolute differences", self._missed_by),
         ):
             yield CounterMetricFamily(name, text, value)
 
     def _collect_attempts(self) -> Iterator[Metric]:
         for name, text, counts in (
-            ("router_retries", "Attempts failed before the first byte of an answer, by who failed", self._retries),
-            ("router_aborts", "Requests aborted at an instance because nobody will read their answer", self._aborts),
-            ("router_reschedules", "Requests put down half-way, by who did, and taken up again", self._preemptions),
-            ("router_prompts_computed_twice", "Prompts of pairs that handed nothing over", self._computed_twice),
-            ("router_resumptions", "Streams whose instance failed half-way, by who did, resumed", self._resumptions),
+            ("router_retries", "Attempts failed before the first byte, by instance", self._retries),
+            ("router_aborts", "Requests aborted at an instance without a waiting client", self._aborts),
+            ("router_reschedules", "Requests preempted and resumed, by instance", self._preemptions),
+            ("router_prompts_computed_twice", "Prompts computed again by decode", self._computed_twice),
+            ("router_resumptions", "Streams resumed after a failure, by instance", self._resumptions),
         ):
             family = CounterMetricFamily(name, text, labels=["instance"])
             known = {instance.key: 0 for instance in self._registry}
@@ -397,7 +397,7 @@ class RouterMetrics:
                         sums.setdefault((role, name), []).append(value)
         family = GaugeMetricFamily(
             "router_policy_figure",
-            f"What policies decided by: means over the last {_DECISION_WINDOW} requests",
+            f"Means of the values that policies used, over the last {_DECISION_WINDOW} requests",
             labels=["role", "figure"],
         )
         for labels, values in sums.items():
@@ -407,9 +407,9 @@ class RouterMetrics:
     def _collect_admission(self) -> Iterator[Metric]:
         gate = self._admission
         yield GaugeMetricFamily("router_running_requests", "Requests being served", gate.running)
-        yield GaugeMetricFamily("router_queued_requests", "Requests waiting in line to be served", gate.waiting)
+        yield GaugeMetricFamily("router_queued_requests", "Queued requests", gate.waiting)
         by_priority = GaugeMetricFamily(
-            "router_queued_requests_by_priority", "Those of each priority that has any", labels=["priority"]
+            "router_queued_requests_by_priority", "Queued requests by priority", labels=["priority"]
         )
         for priority, count in gate.waiting_by_priority.items():
             by_priority.add_metric([str(priority)], count)
@@ -430,13 +430,13 @@ class RouterMetrics:
             "router_instance_tokens", "Prompt tokens of the requests running, estimated", labels=labels
         )
         queued = GaugeMetricFamily(
-            "router_instance_queued_tokens", "Tokens still to be computed of those without a first token", labels=labels
+            "router_instance_queued_tokens", "Tokens to compute of requests without a first token", labels=labels
         )
         running = GaugeMetricFamily(
-            "router_instance_reported_running", "Requests running by its account", labels=labels
+            "router_instance_reported_running", "Running requests reported by the instance", labels=labels
         )
         waiting = GaugeMetricFamily(
-            "router_instance_reported_waiting", "Requests waiting by its account", labels=labels
+            "router_instance_reported_waiting", "Waiting requests reported by the instance", labels=labels
         )
         breakers = GaugeMetricFamily(
             "router_instance_breaker_open", "0: closed; 0.5: one request is being tried; 1: open", labels=labels
@@ -464,7 +464,7 @@ def _build_need(need: InstancesNeeded, families: Sequence[Metric]) -> Metric:
     """Return the metric for the whole fleet; ``families`` are of all processes."""
     waiting = [each.samples[0].value for each in families if each.name == "router_queued_requests"]
     family = GaugeMetricFamily(
-        "router_instances_needed", "Instances that the present traffic needs, of the whole fleet", labels=["role"]
+        "router_instances_needed", "Instances that the present traffic needs, for the whole fleet", labels=["role"]
     )
     for role, count in need.compute(sum(waiting)).items():
         family.add_metric([role.value], count)

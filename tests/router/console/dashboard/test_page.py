@@ -264,7 +264,7 @@ def test_the_pool_shows_its_master_and_then_that_it_is_away(
 def test_a_conversation_streams_and_tells_where_its_prompts_came_from(
     router: RouterUnderTest, engine: Engine, page: Page
 ) -> None:
-    open_view(page, "/try", "Nothing said yet")
+    open_view(page, "/try", "No messages yet")
     page.get_by_label("Your question").fill("What time was it?")
     page.get_by_label("Your question").press("Enter")
     page.get_by_text("It was", exact=True).wait_for()  # while the engine still holds the rest back
@@ -281,7 +281,7 @@ def test_a_conversation_streams_and_tells_where_its_prompts_came_from(
 def test_an_answer_can_be_stopped_and_the_conversation_begun_anew(
     router: RouterUnderTest, instance: StandIn, page: Page
 ) -> None:
-    open_view(page, "/try", "Nothing said yet")
+    open_view(page, "/try", "No messages yet")
     page.get_by_role("button", name="Use a long question").click()
     page.get_by_role("button", name="Send").click()
     page.get_by_text("It was", exact=True).wait_for()
@@ -295,12 +295,12 @@ def test_an_answer_can_be_stopped_and_the_conversation_begun_anew(
 def test_a_conversation_begun_anew_leaves_no_half_answer_behind(
     router: RouterUnderTest, instance: StandIn, engine: Engine, page: Page
 ) -> None:
-    open_view(page, "/try", "Nothing said yet")
+    open_view(page, "/try", "No messages yet")
     page.get_by_label("Your question").fill("What time was it?")
     page.get_by_role("button", name="Send").click()
     page.get_by_text("It was", exact=True).wait_for()
     page.get_by_role("button", name="New chat").click()
-    page.get_by_text("Nothing said yet").wait_for()
+    page.get_by_text("No messages yet").wait_for()
     wait_until(lambda: instance.left, "the instance to see that nobody listens")
     router.thread.loop.call_soon_threadsafe(engine.may_go_on.set)
     page.get_by_label("Your question").fill("And now?")
@@ -316,7 +316,7 @@ def test_a_router_that_wants_a_key_is_told_in_a_sentence(
 ) -> None:
     (tmp_path / "keys").write_text("somebody: key\n")
     dashboard.router.lead_to(make_router(instance, api_keys_file=str(tmp_path / "keys")).port)
-    open_view(page, "/try", "Nothing said yet")
+    open_view(page, "/try", "No messages yet")
     page.get_by_label("Your question").fill("Hello?")
     page.get_by_role("button", name="Send").click()
     page.get_by_text("wants a client's API key: give it with --api-key-file").wait_for()
@@ -368,7 +368,7 @@ def test_a_router_that_goes_and_comes_back(
     expect(page.get_by_role("row", name=instance.key)).to_be_visible()
     page.get_by_text("No answer from the router: ").wait_for()
     dashboard.router.lead_to(router.port)
-    page.get_by_text("No news of the router").wait_for(state="hidden")
+    page.get_by_text("No answer from the router").wait_for(state="hidden")
 
 
 def test_a_router_without_instances(make_router: MakeRouter, dashboard: Dashboard, page: Page) -> None:
