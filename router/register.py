@@ -200,37 +200,40 @@ def _make_flags() -> FlagParser:
         "--role",
         type=_parse_role,
         choices=ROLES,
-        help="what the server does (default: mixed; an SGLang server tells its role)",
+        help="role of the server (default: mixed; an SGLang server reports its role)",
     )
-    parser.add_argument("--port", type=parse_port, required=True, help="where the server listens")
+    parser.add_argument("--port", type=parse_port, required=True, help="port of the server")
     parser.add_argument(
         "--host",
         metavar="IP",
-        help="of the server (default: this machine's, as the router sees it); https://HOST if it speaks HTTPS",
+        help="address of the server (default: this machine's, as the router sees it); https://HOST if it serves HTTPS",
     )
     parser.add_argument(
         "--ca-file",
         type=Path,
         metavar="FILE",
-        help="with certificates of the authorities that the router's and the server's own must be of, where they speak "
+        help="file with the authorities that may issue the certificates of the router and the server, if they serve "
         "HTTPS (default: the system's)",
     )
     parser.add_argument(
-        "--connector-port", type=parse_port, help="where it takes KV from prefill instances, if it does"
+        "--connector-port", type=parse_port, help="port at which it receives KV from prefill instances, if it does"
     )
     parser.add_argument(
-        "--engine", choices=ENGINES, help="the server's kind (default: what it tells; openai is any other one)"
+        "--engine", choices=ENGINES, help="kind of the server (default: as reported by it; openai is any other one)"
     )
     parser.add_argument(
         "--bootstrap-port",
         type=parse_port,
-        help="SGLang's --disaggregation-bootstrap-port (default: what the server tells, or 8998)",
+        help="SGLang's --disaggregation-bootstrap-port (default: as reported by the server, or 8998)",
     )
     parser.add_argument(
-        "--kv-connector", choices=KV_CONNECTORS, help="the way in which a pair of vLLM's hands KV over (default: nixl)"
+        "--kv-connector", choices=KV_CONNECTORS, help="KV connector of a pair of vLLM instances (default: nixl)"
     )
     parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="with the router's registration or admin token, if it has one"
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the router's registration or admin token, if it has one",
     )
     return parser
 

@@ -400,35 +400,39 @@ def _make_parser() -> FlagParser:
         prog="python -m router.simulate",
         description="Replays a trace of requests over simulated instances, by each policy of the router.",
     )
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="JSON lines, as Mooncake's traces")
-    parser.add_argument("--instances", type=_positive_number(int), default=8, metavar="N", help="(default 8)")
+    parser.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="JSON lines in the format of Mooncake's traces"
+    )
+    parser.add_argument(
+        "--instances", type=_positive_number(int), default=8, metavar="N", help="number of instances (default 8)"
+    )
     parser.add_argument(
         "--headroom", type=_positive_number(float), default=0.9, metavar="H",
-        help="what all instances can compute, as a part of all prompt tokens (default 0.9)",
+        help="fraction of all prompt tokens that the instances can compute (default 0.9)",
     )  # fmt: skip
     parser.add_argument(
         "--cache-blocks", type=_positive_number(int), default=3000, metavar="N",
-        help=f"blocks of {TOKENS_PER_BLOCK} tokens that an instance keeps (default 3000)",
+        help=f"blocks of {TOKENS_PER_BLOCK} tokens that an instance caches (default 3000)",
     )  # fmt: skip
-    parser.add_argument("--policy", choices=POLICIES, action="append", help="only this one; may come more than once")
+    parser.add_argument("--policy", choices=POLICIES, action="append", help="simulate only this policy; repeatable")
     parser.add_argument(
         "--routers", type=_positive_number(int), default=1, metavar="N",
-        help="processes that place the requests, each of which one gets at random (default 1)",
+        help="number of processes that place requests; each request goes to a random one (default 1)",
     )  # fmt: skip
     parser.add_argument(
         "--propagation-ms", type=_positive_number(float, or_zero=True), default=1.0, metavar="MS",
-        help="time that a message from one of them to another takes (default 1); loads are told every 10 ms at most, "
-        "and which prompts went where every 100 ms",
+        help="delay of a message between two processes (default 1); loads are sent every 25 ms at most, placed "
+        "prompts every 100 ms",
     )  # fmt: skip
     parser.add_argument(
         "--prefix-propagation-ms", type=_positive_number(float, or_zero=True), metavar="MS",
-        help="time that a message on prompts takes (default: that of the others)",
+        help="delay of a message about prompts (default: as --propagation-ms)",
     )  # fmt: skip
     parser.add_argument(
         "--spread", action="store_true",
-        help="let requests with equal timestamps come at random times until the next one",
+        help="spread requests with equal timestamps randomly until the next timestamp",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn at random (default 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random choices (default 0)")
     return parser
 
 

@@ -240,14 +240,16 @@ def add_router_flags(parser: FlagParser) -> None:
         type=_parse_url,
         default="http://127.0.0.1:9000",
         metavar="HOST:PORT",
-        help="the router (default: 127.0.0.1:9000, where it listens by default); https://HOST:PORT if it speaks HTTPS",
+        help="the router (default: 127.0.0.1:9000, its own default); https://HOST:PORT if it serves HTTPS",
     )
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="with the router's admin token, if it has one")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file with the router's admin token, if it has one"
+    )
     parser.add_argument(
         "--ca-file",
         type=Path,
         metavar="FILE",
-        help="with certificates of the authorities that the router's own must be of (default: the system's)",
+        help="file with the authorities that may issue the router's certificate (default: the system's)",
     )
 
 

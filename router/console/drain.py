@@ -83,7 +83,7 @@ def _parse_flags(argv: Sequence[str]) -> argparse.Namespace:
 def make_parser() -> FlagParser:
     """Build the parser of the flags."""
     parser = FlagParser(prog="kvrouter drain", description="Let instances take no new requests.")
-    parser.add_argument("instances", nargs="*", metavar="HOST:PORT", help="as /registered lists it")
+    parser.add_argument("instances", nargs="*", metavar="HOST:PORT", help="instance as listed by /registered")
     parser.add_argument(
         "--self-port",
         type=parse_port,
@@ -97,17 +97,17 @@ def make_parser() -> FlagParser:
         const=math.inf,
         type=_parse_seconds,
         metavar="SECONDS",
-        help="wait until the instance has no running request, for so long at most (default: as long as it takes)",
+        help="wait until the instance has no running request, at most this long (default: no limit)",
     )
     parser.add_argument(
         "--until-restart",
         action="store_true",
-        help="the next process at the same address takes requests again (default: the order holds until --undrain)",
+        help="end the drain when another process uses the same address (default: only with --undrain)",
     )
     parser.add_argument(
-        "--force", action="store_true", help="also where no other instance of its role takes requests; asks nobody"
+        "--force", action="store_true", help="drain without confirmation, even the last usable instance of its role"
     )
-    parser.add_argument("--undrain", action="store_true", help="take the order back")
+    parser.add_argument("--undrain", action="store_true", help="end the drain")
     add_router_flags(parser)
     return parser
 

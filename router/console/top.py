@@ -110,13 +110,13 @@ def make_parser() -> FlagParser:
         type=parse_interval,
         default=DEFAULT_INTERVAL,
         metavar="SECONDS",
-        help=f"between two looks (default: {DEFAULT_INTERVAL:g})",
+        help=f"seconds between two polls (default: {DEFAULT_INTERVAL:g})",
     )
-    parser.add_argument("--sort", choices=ORDERS, default="load", help="the order of instances (default: load)")
+    parser.add_argument("--sort", choices=ORDERS, default="load", help="order of the instances (default: load)")
     parser.add_argument(
         "--once",
         action="store_true",
-        help="look twice, print what happened in between, and end; so it is, too, where the output is no terminal",
+        help="poll twice, print the difference, and end; default if the output is not a terminal",
     )
     add_router_flags(parser)
     return parser

@@ -11,7 +11,7 @@ __all__ = ["can_decode_for", "may_pair", "pairing_kind", "share_model"]
 
 
 def can_decode_for(prefill_tp_size: int, decode_tp_sizes: Collection[int]) -> bool:
-    """Return whether a decode instance with one of these tensor-parallel sizes can continue after the prefill."""
+    """Return whether decode with one of these tensor-parallel sizes can continue a prefill with this size."""
     return 1 in decode_tp_sizes or prefill_tp_size in decode_tp_sizes
 
 

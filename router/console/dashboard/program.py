@@ -72,13 +72,13 @@ def make_parser() -> FlagParser:
         "--port",
         type=_parse_own_port,
         default=DEFAULT_PORT,
-        help=f"of the page (default: {DEFAULT_PORT}; 0: any free one)",
+        help=f"port of the page (default: {DEFAULT_PORT}; 0: any free port)",
     )
     parser.add_argument(
         "--host",
         default=LOOPBACK,
         metavar="ADDRESS",
-        help=f"where the page listens (default: {LOOPBACK}, this machine only; the page asks nobody for a password)",
+        help=f"address to listen at (default: {LOOPBACK}, this machine only; the page requires no password)",
     )
     parser.add_argument(
         "--pool",
@@ -86,17 +86,20 @@ def make_parser() -> FlagParser:
         type=_parse_authority,
         default=[],
         metavar="HOST:PORT",
-        help="the metrics port of a mooncake_master; once for each master",
+        help="metrics port of a mooncake_master; repeat it for each master",
     )
     parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="with a client's API key, if the router wants one: for Try it"
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with a client's API key, if the router requires one: for Try it",
     )
     parser.add_argument(
         "--interval",
         type=parse_interval,
         default=DEFAULT_INTERVAL,
         metavar="SECONDS",
-        help=f"between two looks at everything (default: {DEFAULT_INTERVAL:g})",
+        help=f"seconds between two polls (default: {DEFAULT_INTERVAL:g})",
     )
     return parser
 
