@@ -282,7 +282,7 @@ class SharedAdmission:
         return self.waiting_by_priority.total()
 
     def try_enter(self, client: str, tokens: int = 0) -> bool:
-        """See ``Admission.try_enter``. If limits are set, return False: only the other process knows."""
+        """Return False: only the other process knows whether there is capacity."""
         return False
 
     async def enter(self, client: str, priority: int = 0, tokens: int = 0, body_bytes: int = 0) -> None:

@@ -93,9 +93,9 @@ class WaitingLine(Generic[T]):
     def find_last(self, priority: int, client: str) -> Place[T] | None:
         """Return the queued request that has to give way to a new one of ``client``; None if the new one has to.
 
-        It has the lowest priority in the queue, if that is lower than the new one's. Else it belongs to the client with
-        the most queued requests, provided that this client would still have more than ``client``. The last request of
-        that client gives way.
+        A request of the lowest queued priority gives way: the last one of the client that has most requests of that
+        priority. It gives way to a request of a higher priority; to one of the same priority only if its client has at
+        least two requests more than ``client``.
         """
         lowest = min(self._levels, default=priority)
         if lowest > priority or lowest not in self._levels:

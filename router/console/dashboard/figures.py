@@ -91,9 +91,9 @@ class RouterFigures(NamedTuple):
     answers: Mapping[str, float]
     """Number of requests by response status."""
     first_token: Mapping[float, float]
-    """Number of streams by the upper bound of their time to first token, in seconds."""
+    """Cumulative number of streams with a first token within each bound, in seconds."""
     output_token: Mapping[float, float]
-    """Number of streams by the upper bound of their time per later token, in seconds."""
+    """Cumulative number of streams with a time per later token within each bound, in seconds."""
     tokens: Mapping[str, float]
     retries: Mapping[str, float]
     """Number of failed attempts by instance."""
