@@ -1,4 +1,4 @@
-"""The router's parts put together, and its control plane in FastAPI; ``server`` leads the data plane past it."""
+"""The complete router, and its control plane in FastAPI. ``server`` passes data-plane requests to the proxy."""
 
 from __future__ import annotations
 
@@ -75,23 +75,23 @@ __all__ = ["RouterApp"]
 _log = logging.getLogger("router.app")
 
 MODELS_SECONDS = 5.0
-# To ask all instances of a large fleet in one go would hold requests up.
+# A query to all instances of a large fleet in one step would delay other requests.
 MAX_ASKED_AT_ONCE = 64
-# The control plane is asked nothing as long, and takes its queries apart.
+# No control-plane request needs a longer query string, and the control plane parses it.
 MAX_QUERY_BYTES = 8 * 1024
-# Aborts that the router still has to send to engines when it stops get this long.
+# Time limit for the aborts that the router still has to send to engines when it stops.
 CLOSING_SECONDS = 0.5
 
-# Of those that have ended, /admin/requests lists so many unless it is told another number.
+# Number of ended requests that /admin/requests lists by default, and at most.
 LISTED_REQUESTS, MAX_LISTED_REQUESTS = 50, 1000
 
 NO_SHARED_STATE = "the shared state cannot be reached; the router's log says why"
 
-# FastAPI's own pages load their scripts from the internet.
+# FastAPI's own documentation pages load their scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
 
-# Why an instance may pass over the salts of --cache-salt-per-key, if it does not say that it takes them.
+# Why an instance may ignore the salts of --cache-salt-per-key, if it does not report that it supports them.
 _UNSALTED = {
     EngineKind.FASTDEPLOY: "FastDeploy has no cache_salt",
     EngineKind.SGLANG: "SGLang keeps salts apart since its pull request 23300 only (2026)",
@@ -101,15 +101,15 @@ _UNSALTED = {
 
 
 class RouterApp:
-    """The whole router as one ASGI application, built from its settings."""
+    """The complete router as one ASGI application, built from its settings."""
 
     def __init__(self, settings: RouterSettings, link: Link = NO_LINK) -> None:
         """
         Args:
-            link: to the router's other processes, if it has several.
+            link: connection to the router's other processes, if there are several.
 
         Raises:
-            SettingsError: a file that the settings name cannot be used.
+            SettingsError: a file named in the settings cannot be used.
         """
         self.settings = settings
         self.link = link
@@ -133,7 +133,7 @@ class RouterApp:
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.probing: asyncio.Future[dict[str, str]] | None = None
-        """The round of probes that ``/health_generate`` has asked for last."""
+        """Latest round of probes started by ``/health_generate``."""
         self.fleet_sync = FleetSync(link, self.registry, self.health)
         self.snapshot = self._make_snapshot()
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced, settings.dialect)
@@ -156,7 +156,7 @@ class RouterApp:
         self.control = _control_plane(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request of the control plane; ``RouterProtocol`` gives the data plane's to ``proxy``."""
+        """Answer a request of the control plane. ``RouterProtocol`` passes the data plane's requests to ``proxy``."""
         if scope["type"] == "http":
             if echo := echo_request_id(scope["headers"]):
                 send = _add_headers(send, echo)
@@ -171,7 +171,7 @@ class RouterApp:
                 message = f"the query is longer than the {MAX_QUERY_BYTES} bytes that this path takes"
                 await error_reply(ApiError(414, message, "target_too_long"), scope["path"])(scope, receive, send)
                 return
-            # A model's id may be its folder, which begins with a slash of its own.
+            # A model id may be the path of its folder, which begins with its own slash.
             if not is_normal_path(scope["path"].replace("/v1/models//", "/v1/models/", 1)):
                 message = f"the path {scope['path']!r} has an empty segment, '.' or '..'; paths here have none"
                 await error_reply(ApiError(404, message, "unknown_path"), scope["path"])(scope, receive, send)
@@ -185,7 +185,7 @@ class RouterApp:
             except Refused as refused:
                 await refusal_reply(refused, scope["path"])(scope, receive, send)
                 return
-            if scope["method"] == "HEAD":  # uvicorn leaves out the body
+            if scope["method"] == "HEAD":  # uvicorn omits the body
                 scope = {**scope, "method": "GET"}
         try:
             await self.control(scope, receive, send)
@@ -196,9 +196,9 @@ class RouterApp:
         """Add the instances of the register file.
 
         Raises:
-            SettingsError: as ``add_listed_instances``.
+            SettingsError: see ``add_listed_instances``.
         """
-        if self.settings.dialect == "go" and not path.exists():  # as in its run_with_config example
+        if self.settings.dialect == "go" and not path.exists():  # as in FastDeploy's run_with_config example
             _log.warning("manager.register-path %s: No such file or directory; no instances are listed", path)
         else:
             add_listed_instances(self.registry, path, time.monotonic())
@@ -219,7 +219,7 @@ class RouterApp:
         )
 
     def prepare_to_leave(self) -> None:
-        """Be ready no more, and let clients close their connections: the process is to end soon."""
+        """Report "not ready" from now on, and have clients close their connections: the process stops soon."""
         self.proxy.is_leaving = True
 
     def _make_snapshot(self) -> Snapshot | None:
@@ -229,11 +229,11 @@ class RouterApp:
         return Snapshot(Path(path), self.registry, self.selector.policies, versions=self.fleet_sync)
 
     def find_unreadiness(self) -> str:
-        """Why requests should be sent to other routers, in one sentence; ``""`` if they may be sent here."""
+        """Return why requests should go to other routers, in one sentence; ``""`` if this router can take them."""
         return "the router is about to end" if self.proxy.is_leaving else self.selector.find_obstacle()
 
     def _gather_services(self) -> Services:
-        """The parts that a request on its way needs."""
+        """Return the components that request handling needs."""
         return Services(
             settings=self.settings,
             auth=self.auth,
@@ -251,7 +251,7 @@ class RouterApp:
         )
 
     def _share_kept_responses(self) -> KeptResponses:
-        """Whose answers are kept where, of this process and of the others."""
+        """Return the index of stored responses, filled by this process and the others."""
         topic = "kept_responses"
         kept = KeptResponses(lambda *answer: self.link.publish_event(topic, answer))
         self.link.subscribe_to_topic(topic, kept.on_told)
@@ -268,7 +268,7 @@ class RouterApp:
 
 
 def _warn_of_shared_cache(instance: Instance) -> None:
-    """Say that clients of this instance may find out each other's prompts, if it is not known to take salts."""
+    """Warn that clients of this instance may find out each other's prompts, unless it is known to use salts."""
     if not instance.registration.takes_cache_salt:
         _log.warning(
             "%s instance %s may keep all clients in one cache in spite of --cache-salt-per-key: %s; an instance that "
@@ -324,7 +324,7 @@ def _explain_unknown_path(path: str) -> ApiError:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Errors in OpenAI's form."""
+    """Define error responses in OpenAI's format."""
 
     @app.exception_handler(HTTPException)
     async def explain_unknown_route(request: Request, exc: HTTPException) -> Response:
@@ -343,7 +343,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_fleet(app: FastAPI, router: RouterApp) -> None:
-    """The paths for instances, and those that list them."""
+    """Define the paths for instances, and those that list instances."""
 
     @app.post("/register")
     async def register_instance(request: Request) -> Response:
@@ -375,7 +375,7 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/decode_instances")
     async def list_decode_instances(version: str | None = None) -> Response:
-        # FastDeploy's prefill instances ask this to connect to decode instances ahead, and keep its answer.
+        # FastDeploy's prefill instances query this to connect to decode instances in advance, and cache the response.
         decodes = [i.registration for i in router.registry if i.role is Role.DECODE and i.healthy]
         wanted = [
             _format_registration(decode)
@@ -386,12 +386,12 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
 
 
 def _add_probes(app: FastAPI, router: RouterApp) -> None:
-    """The paths for probes, for figures, and for who looks for a description."""
+    """Define the paths for probes, metrics and the API description."""
 
     @app.get("/health")
     async def answer_health_probe(request: Request) -> Response:
         if router.link.trouble:
-            # The trouble names the address of Redis.
+            # The reason contains the address of Redis.
             is_admin = router.auth.is_admin(request.headers.raw)
             return json_reply(
                 200, {"status": "ok", "shared_state": router.link.trouble if is_admin else NO_SHARED_STATE}
@@ -406,7 +406,7 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/health_generate")
     async def probe_instances() -> Response:
-        # One round for all who ask meanwhile: it opens a connection to each instance.
+        # Concurrent callers share one round, because it opens a connection to each instance.
         if router.probing is None or router.probing.done():
             router.probing = asyncio.ensure_future(router.health.find_troubles())
         troubles = await asyncio.shield(router.probing)
@@ -417,7 +417,7 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        # What the others are told of these is what the answer shows: later readings must not be less.
+        # Reuse one snapshot for the answer and for the other processes, so that counters never go backwards.
         own = router.metrics.dump()
         others = await router.link.ask_others("figures", own)
         return Response(await router.metrics.render_aside(own, *others), media_type=CONTENT_TYPE)
@@ -433,7 +433,7 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
 
 def _add_admin(app: FastAPI, router: RouterApp) -> None:
-    """The paths by which operators give orders."""
+    """Define the paths of operator commands."""
 
     async def carry_out_order(request: Request) -> Response:
         try:
@@ -466,7 +466,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
 
 
 def _add_explanations(app: FastAPI, router: RouterApp) -> None:
-    """The paths by which operators look at requests that have ended."""
+    """Define the paths at which operators inspect ended requests."""
 
     @app.get("/admin/requests")
     async def list_last_requests(count: str = str(LISTED_REQUESTS)) -> Response:
@@ -496,10 +496,10 @@ def _add_explanations(app: FastAPI, router: RouterApp) -> None:
 
 
 async def _find_explanation(router: RouterApp, request_id: str) -> dict[str, Any]:
-    """The explanation of a request, which any of the router's processes may have.
+    """Return the explanation of a request; any of the router's processes may have it.
 
     Raises:
-        Refused: none of them has it.
+        Refused: no process has it.
     """
     explanation = router.audit.explain_request(request_id)
     if explanation is None:
@@ -511,7 +511,7 @@ async def _find_explanation(router: RouterApp, request_id: str) -> dict[str, Any
 
 
 def _add_clients(app: FastAPI, router: RouterApp) -> None:
-    """The paths for clients that concern all instances at once."""
+    """Define the client paths that concern all instances together."""
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> Response:
@@ -534,7 +534,7 @@ def _add_clients(app: FastAPI, router: RouterApp) -> None:
 
 
 def _add_headers(send: Send, headers: Headers) -> Send:
-    """``send``, which adds ``headers`` to the response."""
+    """Wrap ``send`` so that it adds ``headers`` to the response."""
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -545,7 +545,7 @@ def _add_headers(send: Send, headers: Headers) -> Send:
 
 
 async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[str, Any]]:
-    """The models of all instances, each once, and their aliases, by their ids."""
+    """Return the models of all instances and their aliases by id, each once."""
     authorization = [header for header in request.headers.raw if header[0] == b"authorization"]
     asked_at_once = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
 
@@ -570,10 +570,10 @@ async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[
 
 
 async def _read_body(request: Request) -> bytes:
-    """The body of a request of the control plane.
+    """Read the body of a control-plane request.
 
     Raises:
-        Refused: 413: it is larger than these are; no more of it is read.
+        Refused: 413: it is too large; the rest is not read.
     """
     size, pieces = int(request.headers.get("content-length", "0")), []
     if size <= CONTROL_BYTES:
@@ -590,13 +590,12 @@ async def _read_body(request: Request) -> bytes:
 
 
 async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Response:
-    """Pass an abort on to every instance, and gather the requests they aborted.
+    """Forward an abort to every instance, and collect the requests that they aborted.
 
-    A client that is known by its key reaches its own requests only.
+    A client that is identified by its key reaches only its own requests.
 
     Raises:
-        Refused: the body says nothing that could be aborted; or the asker wants to abort everybody's requests, and does
-            not hold the admin token.
+        Refused: the body names nothing to abort, or it would abort all clients' requests without the admin token.
     """
     try:
         members = parse_object(body)
@@ -623,7 +622,7 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
 
 
 async def _abort_here_and_elsewhere(router: RouterApp, scope: AbortScope) -> tuple[set[str], list[str]]:
-    """``Proxy.abort_requests`` in all processes."""
+    """Run ``Proxy.abort_requests`` in all processes."""
     found, engine_ids = router.proxy.abort_requests(scope)
     for found_elsewhere, known_elsewhere in await router.link.ask_others("abort", scope.dump(), everywhere=True):
         found.update(found_elsewhere)
@@ -632,7 +631,7 @@ async def _abort_here_and_elsewhere(router: RouterApp, scope: AbortScope) -> tup
 
 
 def _refuse_registration(settings: RouterSettings, refused: BadBody | RegistrationError) -> Response:
-    """The answer to an instance that is not taken, as of the FastDeploy router of the configured dialect."""
+    """Return the response to an instance that is not accepted, in the format of the configured FastDeploy router."""
     if settings.dialect == "python":
         return json_reply(400, {"detail": str(refused)})
     status, text = 400, "invalid InstanceInfo format"
@@ -647,7 +646,7 @@ def _refuse_registration(settings: RouterSettings, refused: BadBody | Registrati
 
 
 def _format_registration(registration: Registration) -> dict[str, Any]:
-    """All that the instance sent, with role, ports and ids as FastDeploy's Python router gives them back."""
+    """Return all fields that the instance sent, with role, ports and ids as FastDeploy's Python router formats them."""
     fields = registration.fields
     return {
         **fields,
@@ -667,7 +666,7 @@ def _format_registration(registration: Registration) -> dict[str, Any]:
 
 
 def _describe_instance(instance: Instance) -> dict[str, Any]:
-    """The entry that FastDeploy's Go router has for an instance, all fields that the instance sent, and its state."""
+    """Return the entry of FastDeploy's Go router for an instance: all fields that it sent, and its state."""
     registration = instance.registration
     return {
         **_format_registration(registration),
@@ -691,7 +690,7 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
 
 
 def _describe_target(instance: Instance) -> dict[str, Any]:
-    """Where Prometheus finds an instance's figures (http_sd_configs); no more than ``/metrics`` tells of it."""
+    """Return the instances as Prometheus targets (http_sd_configs), which reveal no more than ``/metrics`` does."""
     registration = instance.registration
     address = instance.address._replace(port=registration.metrics_port)
     labels = {"instance": instance.key, "role": registration.role.value, "engine": registration.engine.value}

@@ -1,12 +1,12 @@
-"""Registers a server that does not know our router: ``python -m router.register --router H:P --port N``.
+"""Registers a server that does not know this router: ``python -m router.register --router H:P --port N``.
 
-A sidecar, started beside any server with OpenAI's endpoints and a ``/health`` (vLLM, SGLang, MindIE, llama.cpp): as
-FastDeploy's instances do for themselves, it asks that server every five seconds whether it is healthy and, if so,
-registers it. When the server is not healthy, or the sidecar ends, the heartbeat ends and the router forgets it. Which
-engine it is, it asks the server, too.
+It is a sidecar, started next to any server with OpenAI's endpoints and a ``/health`` (vLLM, SGLang, MindIE, llama.cpp).
+FastDeploy's instances register themselves; for other servers, the sidecar checks every five seconds whether the server
+is healthy and, if so, registers it. When the server is not healthy, or the sidecar ends, the heartbeat stops and the
+router removes the instance. The sidecar also queries the server for the kind of its engine.
 
-It is a program of its own: the router does not load it, so that all that the router itself asks of instances still
-goes through ``router.http``; nor does it load the router's fleet.
+It is a separate program, and the router does not import it: the router itself sends requests to instances only through
+``router.http``. The sidecar does not import the router's fleet, either.
 """
 
 from __future__ import annotations
@@ -47,17 +47,21 @@ ENGINES = ("fastdeploy", "vllm", "sglang", "openai")
 """The values of ``router.fleet.EngineKind``."""
 KV_CONNECTORS = ("nixl", "mooncake", "kvstore")
 """The values of ``router.fleet.KvConnector``."""
-# Of our own engine's models; FastDeploy's do without the second word.
+# Owner of our own engine's models. FastDeploy's models have an owner without the second word.
 OUR_OWNER = "fastdeploy-kvstore"
 _TIMEOUT_SECONDS = 4.0
 
 
 class UntoldError(Exception):
-    """The server does not tell its kind, or another than the operator says: one sentence, to stand behind "as"."""
+    """The server does not report its kind, or it differs from the operator's flags. The message is appended to "not
+    registered, as ...".
+    """
 
 
 class UntrustedError(Exception):
-    """The router's or the server's certificate is not believed, which trying again does not change: one sentence."""
+    """The certificate of the router or the server is not trusted. A retry does not help. The message is one
+    sentence.
+    """
 
 
 class Sidecar:
@@ -65,13 +69,12 @@ class Sidecar:
 
     Args:
         router: the router's URL.
-        payload: the registration payload: ``port``, and where known ``role``, ``host_ip``, ``connector_port``,
-            ``engine``, ``bootstrap_port`` and ``kv_connector``.
-            Without ``host_ip`` it is this machine's address as the router sees it, found out anew each time; without
-            ``engine`` or ``role``, the server is asked when it is healthy.
-        token: the router's registration token or admin token, where it has one.
-        tls: decides which certificates are believed, of the router and of the server; None for those of the system's
-            authorities.
+        payload: the registration payload: ``port``, and if known ``role``, ``host_ip``, ``connector_port``, ``engine``,
+            ``bootstrap_port`` and ``kv_connector``. Without ``host_ip``, it is this machine's address as the router
+            sees it, determined again each time. Without ``engine`` or ``role``, the server is queried once it is
+            healthy.
+        token: the router's registration token or admin token, if it has one.
+        tls: context with the trusted authorities, for the router and the server; None for those of the system.
     """
 
     def __init__(
@@ -82,16 +85,16 @@ class Sidecar:
         self._tls = tls or ssl.create_default_context()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._last_problem: str | None = None
-        self._found: dict[str, Any] | None = None  # by asking the server, until it is not healthy any more
+        self._found: dict[str, Any] | None = None  # reported by the server; until it is not healthy any more
 
     async def keep_registering(self) -> None:
-        """Until cancelled: query the server, register it, log each change.
+        """Query the server, register it, and log each change, until cancelled.
 
-        After a failure it tries again sooner than after a success: at start the router or the server is often only a
-        second late.
+        After a failure it retries sooner than after a success: at start the router or the server is often only a second
+        late.
 
         Raises:
-            UntrustedError: the router's or the server's certificate is not believed.
+            UntrustedError: the certificate of the router or the server is not trusted.
         """
         async with httpx.AsyncClient(timeout=_TIMEOUT_SECONDS, trust_env=False, verify=self._tls) as client:
             pause = FIRST_RETRY_SECONDS
@@ -102,7 +105,7 @@ class Sidecar:
                 pause = min(2 * pause, HEARTBEAT_SECONDS) if problem else FIRST_RETRY_SECONDS
 
     async def _send_heartbeat(self, client: httpx.AsyncClient) -> str:
-        """One heartbeat; the problem in one sentence, or nothing."""
+        """Send one heartbeat; return the problem in one sentence, or ``""``."""
         try:
             payload = {"host_ip": await asyncio.to_thread(find_own_address, self._router), **self._payload}
         except OSError as exc:
@@ -126,10 +129,10 @@ class Sidecar:
         return ""
 
     async def _check_server(self, client: httpx.AsyncClient, server: str) -> None:
-        """See that the server is healthy, and find out its kind unless that is known.
+        """Check that the server is healthy, and find out its kind unless that is known.
 
         Raises:
-            UntoldError: it is not healthy, or does not tell.
+            UntoldError: it is not healthy, or does not report its kind.
         """
         try:
             health = await client.get(f"{server}/health")
@@ -152,7 +155,7 @@ class Sidecar:
         self._found = found
 
     def _log_change(self, problem: str) -> None:
-        """Log the problem, or that there is none any more, once when it changes."""
+        """Log a problem, or its end, once when it changes."""
         if problem != self._last_problem:
             self._last_problem = problem
             if problem:
@@ -164,8 +167,9 @@ class Sidecar:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Register until SIGTERM or SIGINT; the exit status: 0, 1 if the router's or the server's certificate is not
-    believed, 2 if the command line cannot be used."""
+    """Register until SIGTERM or SIGINT. Return the exit status: 0, 1 if the certificate of the router or the server is
+    not trusted, 2 if the command line cannot be used.
+    """
     try:
         arguments = _make_flags().parse_args(sys.argv[1:] if argv is None else argv)
         token = read_token(arguments.token_file, "--token-file") if arguments.token_file else ""
@@ -196,37 +200,40 @@ def _make_flags() -> FlagParser:
         "--role",
         type=_parse_role,
         choices=ROLES,
-        help="what the server does (default: mixed; an SGLang server tells its role)",
+        help="role of the server (default: mixed; an SGLang server reports its role)",
     )
-    parser.add_argument("--port", type=parse_port, required=True, help="where the server listens")
+    parser.add_argument("--port", type=parse_port, required=True, help="port of the server")
     parser.add_argument(
         "--host",
         metavar="IP",
-        help="of the server (default: this machine's, as the router sees it); https://HOST if it speaks HTTPS",
+        help="address of the server (default: this machine's, as the router sees it); https://HOST if it serves HTTPS",
     )
     parser.add_argument(
         "--ca-file",
         type=Path,
         metavar="FILE",
-        help="with certificates of the authorities that the router's and the server's own must be of, where they speak "
+        help="file with the authorities that may issue the certificates of the router and the server, if they serve "
         "HTTPS (default: the system's)",
     )
     parser.add_argument(
-        "--connector-port", type=parse_port, help="where it takes KV from prefill instances, if it does"
+        "--connector-port", type=parse_port, help="port at which it receives KV from prefill instances, if it does"
     )
     parser.add_argument(
-        "--engine", choices=ENGINES, help="the server's kind (default: what it tells; openai is any other one)"
+        "--engine", choices=ENGINES, help="kind of the server (default: as reported by it; openai is any other one)"
     )
     parser.add_argument(
         "--bootstrap-port",
         type=parse_port,
-        help="SGLang's --disaggregation-bootstrap-port (default: what the server tells, or 8998)",
+        help="SGLang's --disaggregation-bootstrap-port (default: as reported by the server, or 8998)",
     )
     parser.add_argument(
-        "--kv-connector", choices=KV_CONNECTORS, help="the way in which a pair of vLLM's hands KV over (default: nixl)"
+        "--kv-connector", choices=KV_CONNECTORS, help="KV connector of a pair of vLLM instances (default: nixl)"
     )
     parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="with the router's registration or admin token, if it has one"
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the router's registration or admin token, if it has one",
     )
     return parser
 
@@ -240,10 +247,10 @@ async def _run_until_signal(sidecar: Sidecar) -> None:
 
 
 async def _ask_engine(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
-    """The kind of the server, and the other fields of a registration that it tells.
+    """Query the kind of the server, and the other registration fields that it reports.
 
     Raises:
-        UntoldError: it does not tell.
+        UntoldError: it does not report its kind.
     """
     status, models = await _fetch_object(client, f"{server}/v1/models")
     listed = models.get("data")
@@ -261,10 +268,10 @@ async def _ask_engine(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
 
 
 async def _ask_sglang(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
-    """An SGLang server's own facts; nothing, if it tells none or is another one."""
+    """Query the registration fields of an SGLang server; empty if it is another server or reports none."""
     _, info = await _fetch_object(client, f"{server}/server_info")
     if "disaggregation_mode" not in info:
-        _, info = await _fetch_object(client, f"{server}/get_server_info")  # its name before
+        _, info = await _fetch_object(client, f"{server}/get_server_info")  # its earlier name
     if "disaggregation_mode" not in info:
         return {}
     mode, port = info["disaggregation_mode"], info.get("disaggregation_bootstrap_port")
@@ -275,7 +282,8 @@ async def _ask_sglang(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
 
 
 async def _fetch_object(client: httpx.AsyncClient, url: str) -> tuple[int, dict[str, Any]]:
-    """The status and the JSON object that ``url`` answers with; an empty one if it is none, or no success.
+    """Fetch ``url``, and return the status and the JSON object of the answer; an empty one if it is no object or no
+    success.
 
     Raises:
         UntoldError: it does not answer.

@@ -1,16 +1,16 @@
-"""Replays a trace of requests over simulated instances, through the policy objects that the router runs.
+"""Replays a trace of requests over simulated instances, with the same policy objects as the router.
 
     python -m router.simulate --trace ../shared/traces/conversation_trace.jsonl --instances 8 --headroom 0.9
     python -m router.simulate --trace FILE --policy pool_aware --spread --routers 4 --propagation-ms 50
 
-A simulated instance prefills one request after another at a fixed rate, and keeps the blocks that it used last; the
-pool keeps the blocks of all instances, and a token from there costs a quarter of computing it. A request's time to
-first token is its wait and its prefill; decoding is not simulated.
+A simulated instance prefills one request after another at a fixed rate, and caches the most recently used blocks. The
+pool stores the blocks of all instances, and a token from the pool costs a quarter of computing it. A request's time to
+first token is its waiting time plus its prefill; decoding is not simulated.
 
-With ``--routers`` each request is placed by one of several processes, drawn at random. Each has a policy of its own,
-which learns from its own requests, and hears of the others' loads and prompts by the router's own ``LoadSync`` and
-``PrefixSync``: told at the router's intervals, and under way for ``--propagation-ms``. Mooncake's traces tell times in
-steps of 3 s. Processes cannot know of each other's choices at one moment, so compare them with ``--spread``.
+With ``--routers``, one of several processes, drawn at random, places each request. Each process has its own policy,
+which learns from its own requests. It receives the others' loads and prompts through the router's own ``LoadSync`` and
+``PrefixSync``: sent at the router's intervals, with a delay of ``--propagation-ms``. The times in Mooncake's traces
+have steps of 3 s. Processes cannot know each other's choices of the same moment, so compare them with ``--spread``.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from router.sharing import NO_LINK, Link, LoadSync, PrefixSync, WorkerLink
 __all__ = ["Arrival", "BadInput", "Cluster", "Division", "Report", "main", "read_trace", "replay", "spread_arrivals"]
 
 TOKENS_PER_BLOCK = 512
-"""Of the traces that Mooncake published; a ``hash_ids`` entry stands for this many tokens."""
+"""Tokens per ``hash_ids`` entry in the traces that Mooncake published."""
 _INSTANCES_OF_TRACE = 8
-"""For so many the trace is replayed at its own pace; for more, faster in proportion."""
+"""Number of instances for which the trace is replayed at its own rate; for more, the rate is proportionally higher."""
 _POOL_BLOCKS = 1_000_000
 _REQUESTS_PER_LOOK = 100
 _LINE_SECONDS = 5.0
 
 
 class BadInput(ValueError):
-    """A trace or a flag that cannot be used; one sentence."""
+    """A trace or a flag that cannot be used. The message is one sentence."""
 
 
 class Arrival(NamedTuple):
@@ -62,16 +62,16 @@ class Arrival(NamedTuple):
     at: float
     """Seconds since the trace's start."""
     tokens: int
-    """Of its prompt."""
+    """Number of prompt tokens."""
     blocks: tuple[int, ...]
-    """The chained hashes of its prompt's blocks; the last one may be partly filled."""
+    """The chained hashes of its prompt's blocks; the last block may be partly filled."""
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """The requests of a trace in Mooncake's form: JSON lines with timestamp (ms), input_length and hash_ids.
+    """Read the requests of a trace in Mooncake's format: JSON lines with timestamp (ms), input_length and hash_ids.
 
     Raises:
-        BadInput: there is no such file, or a line is no such request.
+        BadInput: there is no such file, or a line is not a valid request.
     """
     try:
         lines = path.read_text().splitlines()
@@ -99,46 +99,46 @@ def _parse_arrival(line: str, where: str) -> Arrival:
 
 
 class Cluster(NamedTuple):
-    """The instances and the pool that are simulated."""
+    """The simulated instances and pool."""
 
     instances: int
     tokens_per_second: float
-    """That one instance computes."""
+    """Tokens per second that one instance computes."""
     cache_blocks: int
-    """That one instance keeps."""
+    """Number of blocks that one instance caches."""
     pool_blocks: int
     fetch_cost: float = 0.25
-    """Time that a token from the pool takes, as a part of computing it."""
+    """Time for a token from the pool, relative to computing it."""
 
 
 @dataclass
 class Report:
-    """How a policy did."""
+    """Results of a policy."""
 
     ttft: list[float] = field(default_factory=list)
     """Seconds, by request."""
     tokens: int = 0
     own_tokens: int = 0
-    """Of these, held by the instance that the request went to."""
+    """Number of these that the request's instance had cached."""
     pool_tokens: int = 0
-    """Of these, fetched from the pool."""
+    """Number of these that were fetched from the pool."""
     decision_seconds: float = 0.0
-    """CPU that all choices took."""
+    """CPU seconds for all choices."""
 
 
 class _Blocks:
-    """Blocks kept, the longest unused being dropped for new ones."""
+    """A cache of blocks; the least recently used ones are dropped for new ones."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def count_leading(self, blocks: Sequence[int]) -> int:
-        """How many of the first ones are here."""
+        """Return how many of the first blocks are in the cache."""
         return next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def use_blocks(self, blocks: Iterable[int]) -> None:
-        """Keep these."""
+        """Add or refresh these blocks."""
         for block in blocks:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -151,46 +151,46 @@ class Division(NamedTuple):
 
     routers: int = 1
     propagation: float = 0.0
-    """Seconds that a message from one to another takes."""
+    """Seconds from sending to receiving a message."""
     prefix_propagation: float = 0.0
-    """Seconds that one on prompts takes."""
+    """The same for a message about prompts."""
     seed: int = 0
-    """Of all that is drawn at random, such as the router that a request comes to."""
+    """Seed of everything random, such as the router that gets a request."""
 
 
 _UNDIVIDED = Division()
 
 
 class _Timeline(asyncio.SelectorEventLoop):
-    """An event loop whose clock does not wait: it jumps to the next event that is due."""
+    """An event loop with a simulated clock, which jumps to the next scheduled event."""
 
     def __init__(self) -> None:
         self._jumps = _Jumps()
         super().__init__(self._jumps)
 
     def time(self) -> float:
-        """The time that this loop has come to."""
+        """Return the simulated time."""
         return self._jumps.now
 
     async def wait_until(self, at: float) -> None:
-        """Let everything happen that is due before ``at``."""
+        """Run everything that is scheduled before ``at``."""
         if at > self.time():
             await asyncio.sleep(at - self.time())
 
 
 class _Jumps(selectors.DefaultSelector):
-    """Waits for no file, and no time."""
+    """Selector that waits neither for files nor for time."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Let the time pass that there would be to wait."""
+        """Advance the clock by the time-out."""
         self.now += timeout or 0.0
         return []
 
 
 class _SlowLink(WorkerLink):
-    """A link over which messages take their time."""
+    """A link with a message delay."""
 
     def __init__(self, name: str, division: Division) -> None:
         super().__init__(name, is_first=False, is_late=False)
@@ -198,7 +198,7 @@ class _SlowLink(WorkerLink):
         self._seconds = {"load": division.propagation, "chains": division.prefix_propagation}
 
     def tell_supervisor(self, *message: Any) -> None:
-        """Tell the others themselves, of events on the two topics that there are here."""
+        """Deliver events directly to the others; there are only two topics here."""
         kind, topic, content = message
         loop = asyncio.get_running_loop()
         for other in self.others:
@@ -206,7 +206,7 @@ class _SlowLink(WorkerLink):
 
 
 class _Router:
-    """One process that places requests: its policy, and the loads as it knows them."""
+    """One process that places requests: its policy, and the loads that it knows."""
 
     def __init__(self, policy: Policy, link: Link, keys: Iterable[str]) -> None:
         self.policy = policy
@@ -261,7 +261,7 @@ class _Replay:
             key: _Instance(key, cluster.cache_blocks) for key in map("instance-{}:1".format, range(cluster.instances))
         }
         self._pool = _Blocks(cluster.pool_blocks)
-        self._ends: list[tuple[float, str]] = []  # when, and whose prefill
+        self._ends: list[tuple[float, str]] = []  # time of the end, and key of the instance
         self._timeline = _Timeline()
         self._dice = random.Random(division.seed)
         links = [_SlowLink(str(number), division) for number in range(division.routers)]
@@ -273,7 +273,7 @@ class _Replay:
         ]
 
     def play_all(self, arrivals: Sequence[Arrival]) -> None:
-        """Let the requests come at their times, until the last has its first token."""
+        """Play the requests at their times, until the last one has its first token."""
         try:
             self._timeline.run_until_complete(self._place_all(arrivals))
         finally:
@@ -293,14 +293,14 @@ class _Replay:
         await asyncio.gather(*telling, return_exceptions=True)
 
     async def _end_prefills(self, until: float) -> None:
-        """Let time pass while prefills end that end by then."""
+        """Advance the time, and end all prefills that end by then."""
         while self._ends and self._ends[0][0] <= until:
             at, key = heapq.heappop(self._ends)
             await self._timeline.wait_until(at)
             self._end_prefill(self._instances[key], at)
 
     def _place_request(self, arrival: Arrival) -> None:
-        """Let one of the routers choose its instance."""
+        """Have one of the routers select an instance for the request."""
         router = self._dice.choice(self._routers)
         features = RequestFeatures(arrival.tokens, lambda: arrival.blocks, tokens_per_chunk=TOKENS_PER_BLOCK)
         started = time.process_time()
@@ -313,7 +313,7 @@ class _Replay:
             self._begin_prefill(instance, arrival.at)
 
     def _begin_prefill(self, instance: _Instance, now: float) -> None:
-        """Let the first of the line begin."""
+        """Begin the prefill of the first request in the queue."""
         arrival, cluster = instance.line[0].arrival, self._cluster
         own = instance.blocks.count_leading(arrival.blocks)
         shared = max(own, self._pool.count_leading(arrival.blocks))
@@ -328,7 +328,7 @@ class _Replay:
         heapq.heappush(self._ends, (now + work / cluster.tokens_per_second, instance.key))
 
     def _end_prefill(self, instance: _Instance, now: float) -> None:
-        """Let the first of the line go, and its router learn from it."""
+        """End the prefill of the first request in the queue, and let its router learn from it."""
         arrival, features, decision, queued, router = instance.line.popleft()
         router.loads[instance.key].remove_request(arrival.tokens, decision.work)
         ttft = now - arrival.at
@@ -351,11 +351,11 @@ def replay(
     division: Division = _UNDIVIDED,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Report:
-    """Send the requests where a policy says, at their times, and let it learn from their outcomes.
+    """Place the requests with a policy, at their times, and let it learn from the results.
 
     Args:
-        division: by how many processes, each with such a policy.
-        on_progress: is told from time to time how many requests have been placed.
+        division: the processes, each with such a policy.
+        on_progress: called periodically with the number of placed requests.
     """
     random.seed(division.seed)
     work = _Replay(cluster, make_policy, division, on_progress)
@@ -364,11 +364,11 @@ def replay(
 
 
 def spread_arrivals(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]:
-    """The requests of one moment at random times until the next one's, in their order."""
+    """Spread the requests of one moment randomly over the time until the next moment; their order stays."""
     dice = random.Random(seed)
     moments = [list(group) for _, group in itertools.groupby(arrivals, key=lambda arrival: arrival.at)]
     starts = [moment[0].at for moment in moments]
-    ends = [*starts[1:], 2 * starts[-1] - starts[-2]]  # the last step is as long as the one before
+    ends = [*starts[1:], 2 * starts[-1] - starts[-2]]  # the last step is as long as the previous one
     return [
         arrival._replace(at=at)
         for moment, start, end in zip(moments, starts, ends, strict=True)
@@ -379,7 +379,7 @@ def spread_arrivals(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]
 def _pace_arrivals(
     arrivals: Sequence[Arrival], instances: int, headroom: float, cache_blocks: int
 ) -> tuple[list[Arrival], Cluster]:
-    """The requests at the pace of so many instances, which can compute ``headroom`` times all their tokens."""
+    """Return the requests at the rate at which these instances can compute ``headroom`` times all their tokens."""
     pace = instances / _INSTANCES_OF_TRACE
     paced = [arrival._replace(at=(arrival.at - arrivals[0].at) / pace) for arrival in arrivals]
     demand = sum(arrival.tokens for arrival in paced) / paced[-1].at
@@ -400,35 +400,39 @@ def _make_parser() -> FlagParser:
         prog="python -m router.simulate",
         description="Replays a trace of requests over simulated instances, by each policy of the router.",
     )
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="JSON lines, as Mooncake's traces")
-    parser.add_argument("--instances", type=_positive_number(int), default=8, metavar="N", help="(default 8)")
+    parser.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="JSON lines in the format of Mooncake's traces"
+    )
+    parser.add_argument(
+        "--instances", type=_positive_number(int), default=8, metavar="N", help="number of instances (default 8)"
+    )
     parser.add_argument(
         "--headroom", type=_positive_number(float), default=0.9, metavar="H",
-        help="what all instances can compute, as a part of all prompt tokens (default 0.9)",
+        help="fraction of all prompt tokens that the instances can compute (default 0.9)",
     )  # fmt: skip
     parser.add_argument(
         "--cache-blocks", type=_positive_number(int), default=3000, metavar="N",
-        help=f"blocks of {TOKENS_PER_BLOCK} tokens that an instance keeps (default 3000)",
+        help=f"blocks of {TOKENS_PER_BLOCK} tokens that an instance caches (default 3000)",
     )  # fmt: skip
-    parser.add_argument("--policy", choices=POLICIES, action="append", help="only this one; may come more than once")
+    parser.add_argument("--policy", choices=POLICIES, action="append", help="simulate only this policy; repeatable")
     parser.add_argument(
         "--routers", type=_positive_number(int), default=1, metavar="N",
-        help="processes that place the requests, each of which one gets at random (default 1)",
+        help="number of processes that place requests; each request goes to a random one (default 1)",
     )  # fmt: skip
     parser.add_argument(
         "--propagation-ms", type=_positive_number(float, or_zero=True), default=1.0, metavar="MS",
-        help="time that a message from one of them to another takes (default 1); loads are told every 10 ms at most, "
-        "and which prompts went where every 100 ms",
+        help="delay of a message between two processes (default 1); loads are sent every 25 ms at most, placed "
+        "prompts every 100 ms",
     )  # fmt: skip
     parser.add_argument(
         "--prefix-propagation-ms", type=_positive_number(float, or_zero=True), metavar="MS",
-        help="time that a message on prompts takes (default: that of the others)",
+        help="delay of a message about prompts (default: as --propagation-ms)",
     )  # fmt: skip
     parser.add_argument(
         "--spread", action="store_true",
-        help="let requests with equal timestamps come at random times until the next one",
+        help="spread requests with equal timestamps randomly until the next timestamp",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn at random (default 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random choices (default 0)")
     return parser
 
 
@@ -449,7 +453,7 @@ def _positive_number(kind: type[int] | type[float], *, or_zero: bool = False) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     try:
         args = _make_parser().parse_args(sys.argv[1:] if argv is None else argv)
         arrivals = read_trace(args.trace)
@@ -476,7 +480,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Progress:
-    """How many of all requests have been placed, on standard error: a bar on a terminal, else a line at times."""
+    """Progress on standard error: the number of placed requests, as a bar on a terminal, else occasional lines."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -496,7 +500,7 @@ class _Progress:
         self._bar.stop()
 
     def tell(self, policy: str, before: int, number: int) -> None:
-        """Tell that so many were placed before this policy's turn, and so many in it."""
+        """Show the number placed before this policy's run, plus the number in it."""
         done, now = before + number, time.monotonic()
         self._bar.update(self._task, completed=done, description=policy)
         if self._bar.disable and now - self._told >= _LINE_SECONDS:

@@ -1,10 +1,10 @@
-"""Access: who may ask, and how much at once.
+"""Access: which clients may send requests, and how many of them concurrently.
 
-routes.py       every path, with its methods and who may ask for it
+routes.py       every path, with its methods and the access it requires
 auth.py         Auth: API keys of clients, and the tokens of operators and instances
-admission.py    Admission: limits, and the line of requests that wait for their turn
-line.py         WaitingLine: priorities, and turns of clients within each
-token_rate.py   TokenRates: tokens a second of each client
+admission.py    Admission: limits, and the queue of requests that wait for their turn
+line.py         WaitingLine: the queue; priorities, and fair turns of the clients within each priority
+token_rate.py   TokenRates: tokens per second of each client
 cache_salt.py   CacheSalts: a cache_salt for each client
 """
 

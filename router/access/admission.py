@@ -1,13 +1,13 @@
-"""Admission: how many requests are served at once, in all and for each client, and which of those waiting is next.
+"""Admission: how many requests are served concurrently, in total and per client, and which waiting request is next.
 
-A request that cannot be served at once waits in one line of bounded length, in which higher priorities come first and
-clients of one priority take turns: a client with a thousand requests waiting delays another's only request by one turn,
-not by a thousand. When the line is full, a newcomer takes the place of a lower priority's last request, or of the last
-one of the client that has most requests in it, if the newcomer's has fewer. The bodies of those that wait in one
-process have a bounded size, too.
+A request that cannot be served immediately waits in one bounded queue. Higher priorities come first. Clients of one
+priority take turns: a client with 1,000 waiting requests delays the only request of another client by one turn, not by
+1,000. When the queue is full, a new request replaces the last request of a lower priority. If there is none, it
+replaces the last request of the client with the most requests in the queue, provided that its own client has fewer. The
+total size of the bodies that wait in one process is bounded, too.
 
-A request that was let in (``try_enter`` returned True, or ``enter`` returned) leaves again with ``leave``. All that
-these are told is plain data, so that another process may be asked: by ``SharedAdmission``.
+Call ``leave`` for each request that was admitted (``try_enter`` returned True, or ``enter`` returned). All arguments
+are plain data, so that ``SharedAdmission`` can forward the calls to another process.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Admission", "Limits", "SharedAdmission"]
 
-# A waiter's future is given None when it is its turn, and otherwise the refusal.
+# The result of a waiting request's future: None when it is admitted, else the refusal.
 _Turn = asyncio.Future["Refused | None"]
 
-# The bodies of requests in line, in one process, have so many bytes together at most; or it is one alone.
+# Limit of the total size of queued bodies in one process. A single larger body may wait if no other one does.
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 
 _NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 
 class Admission:
-    """Counts the requests that are served, and keeps the line of those that wait."""
+    """Counts the requests that are being served, and manages the queue of waiting requests."""
 
     def __init__(self, settings: RouterSettings, token_rates: Mapping[str, float] = _NO_RATES) -> None:
         """
         Args:
-            token_rates: tokens a second of the clients that have a limit of their own; 0 is none.
+            token_rates: tokens per second of the clients that have their own limit; 0 means no limit.
         """
         self.running = 0
-        """Requests let in and not gone yet."""
+        """Number of requests that were admitted and have not left yet."""
         self.refused: dict[str, int] = {"queue_full": 0, "queue_timeout": 0}
-        """Requests rejected so far, by the code of their error."""
+        """Number of rejected requests so far, by error code."""
         rates = TokenRates(settings.max_tokens_per_sec_per_key, token_rates)
         self._rates = rates if rates.is_limited else None
         if self._rates is not None:
@@ -57,7 +57,7 @@ class Admission:
         self.is_limited = self._rates is not None or bool(
             settings.max_concurrent_requests or settings.max_concurrent_requests_per_key
         )
-        """Whether there are limits, so that a request's priority and its tokens make a difference."""
+        """Whether any limit is set. Without limits, a request's priority and token count have no effect."""
         self._limit = settings.max_concurrent_requests or sys.maxsize
         self._client_limit = settings.max_concurrent_requests_per_key or sys.maxsize
         self._line_limit = settings.max_queued_requests
@@ -66,7 +66,7 @@ class Admission:
         self._running_elsewhere: dict[str, Mapping[str, int]] = {}
         self._num_elsewhere = 0
         self.waiting_bytes = 0
-        """Bytes of the bodies of the requests in the line, as far as they are in this process."""
+        """Total size in bytes of the queued bodies that are in this process."""
         self._line: WaitingLine[_Turn] = WaitingLine()
         self._usual_wait = 1.0
 
@@ -75,24 +75,24 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Requests in the line."""
+        """Number of queued requests."""
         return self._line.waiting
 
     @property
     def waiting_by_priority(self) -> dict[int, int]:
-        """Requests in the line, for each priority that has any."""
+        """Number of queued requests of each priority that has any."""
         return self._line.count_by_priority()
 
     def try_enter(self, client: str, tokens: int = 0) -> bool:
-        """Let a request of ``client`` in if there is room for it now.
+        """Admit a request of ``client`` if there is capacity for it now.
 
-        It overtakes nobody: a request that waits while there is room for others waits for one of its own client.
+        This is fair: if requests wait although there is capacity, they wait because of the limit of their own client.
 
         Args:
-            tokens: those of its prompt, estimated.
+            tokens: estimated number of prompt tokens.
 
         Raises:
-            Refused: 429: the client has used its tokens.
+            Refused: 429: the client has used up its tokens.
         """
         running = self._running_of.get(client, 0)
         if self._num_elsewhere:
@@ -106,15 +106,15 @@ class Admission:
         return True
 
     async def enter(self, client: str, priority: int = 0, tokens: int = 0, body_bytes: int = 0) -> None:
-        """Let a request of ``client`` in as soon as it is its turn; cancelling this leaves the line.
+        """Admit a request of ``client`` when its turn comes. If this task is cancelled, the request leaves the queue.
 
         Args:
-            priority: higher comes first.
-            tokens: those of its prompt, estimated.
-            body_bytes: the size of its body, if that is in this process.
+            priority: higher values come first.
+            tokens: estimated number of prompt tokens.
+            body_bytes: size of its body, if the body is in this process.
 
         Raises:
-            Refused: 429: the line is full, or it was not its turn in time; or the client has used its tokens.
+            Refused: 429: the queue is full, the request waited too long, or the client has used up its tokens.
         """
         if self.try_enter(client, tokens):
             return
@@ -137,10 +137,10 @@ class Admission:
             raise
 
     def leave(self, client: str, tokens: int = 0) -> None:
-        """A request of ``client`` that was let in has ended; let in the next ones in line.
+        """Note that an admitted request of ``client`` has ended, and admit the next requests in the queue.
 
         Args:
-            tokens: how many more it used than were named at its beginning; negative if it used less.
+            tokens: tokens used beyond the estimate that was charged at admission; negative if it used fewer.
         """
         if self._rates is not None:
             self._rates.charge_tokens(client, tokens)
@@ -159,7 +159,7 @@ class Admission:
             self._rates.charge_tokens(client, tokens)
 
     def note_elsewhere(self, router: str, running: Mapping[str, int]) -> None:
-        """Another router has these requests of clients running, and they count; or none, if ``running`` is empty."""
+        """Set the running requests per client of another router, which count here, too; empty if there are none."""
         self._running_elsewhere[router] = running
         if not running:
             del self._running_elsewhere[router]
@@ -178,7 +178,7 @@ class Admission:
             refused = await place.turn
         except asyncio.CancelledError:
             if not place.turn.cancelled() and place.turn.result() is None:
-                self.leave(client)  # it was let in, but its task was cancelled before it could know
+                self.leave(client)  # it was admitted, but its task was cancelled before it was notified
             else:
                 self._line.leave_line(place)
             raise
@@ -189,12 +189,12 @@ class Admission:
         self._usual_wait += 0.1 * (loop.time() - since - self._usual_wait)
 
     def _admit_waiting(self) -> None:
-        """Let in as many as there is room for, one of each client in turn."""
+        """Admit as many requests as there is capacity for, one of each client in turn."""
         while self.running + self._num_elsewhere < self._limit:
             place = self._line.take_next(self._has_room_for)
             if place is None:
                 return
-            if not place.turn.done():  # else it was cancelled just now, and its task has not run since
+            if not place.turn.done():  # else it was just cancelled, and its task has not run since
                 self.running += 1
                 self._running_of[place.client] = self._running_of.get(place.client, 0) + 1
                 place.turn.set_result(None)
@@ -206,7 +206,7 @@ class Admission:
         return sum(running.get(client, 0) for running in self._running_elsewhere.values())
 
     def _take_tokens(self, rates: TokenRates, client: str, tokens: int) -> None:
-        """Charge the client for a prompt; refuse it where it has used its tokens."""
+        """Charge the client for a prompt; refuse the request if the client has used up its tokens."""
         seconds = rates.seconds_to_wait(client)
         if seconds:
             rate = rates.rate_of(client)
@@ -215,7 +215,7 @@ class Admission:
         rates.charge_tokens(client, tokens)
 
     def _make_room(self, client: str, priority: int) -> None:
-        """Reject a request in line, so that one of ``client`` may stand there; or this one, if none has to give way."""
+        """Reject a queued request to make room for one of ``client``, or reject the new one if none has to give way."""
         place = self._line.find_last(priority, client)
         if place is None:
             message = f"{self.running} requests run and {self.waiting} wait; no more may wait"
@@ -229,27 +229,27 @@ class Admission:
             place.turn.set_result(self._count_refusal("queue_full", message, self._guess_wait()))
 
     def _time_out(self, place: Place[_Turn]) -> None:
-        """Reject a request that has waited for too long."""
+        """Reject a request that has waited too long."""
         if not place.turn.done():
             self._line.leave_line(place)
             message = f"it was not this request's turn within {self._patience:g} s; {self.running} requests run"
             place.turn.set_result(self._count_refusal("queue_timeout", message, self._guess_wait()))
 
     def _guess_wait(self) -> float:
-        # A client that comes back after as long as others wait at present will most likely not find the same crowd.
+        # Other clients wait this long at present. A client that retries after this time probably finds a shorter queue.
         return min(self._usual_wait, self._patience)
 
     def _count_refusal(self, code: str, message: str, seconds: float) -> Refused:
-        """The refusal of a request that is not let in, and may come again after so many ``seconds``."""
+        """Return the refusal of a request that the client may send again after ``seconds``."""
         self.refused[code] += 1
         return Refused(ApiError(429, message, code), max(1, math.ceil(seconds)))
 
 
 class SharedAdmission:
-    """Asks the process that has the ``Admission`` of all, and counts this one's requests."""
+    """Forwards to the process that has the ``Admission`` of all workers, and counts the requests of this process."""
 
     is_limited = True
-    """Whether there are limits, as in ``Admission``."""
+    """Whether any limit is set, as in ``Admission``."""
 
     def __init__(
         self,
@@ -258,18 +258,18 @@ class SharedAdmission:
     ) -> None:
         """
         Args:
-            wait_for_entry: takes client, priority and tokens; returns None once the request is let in, or else the
-                parts of its refusal: status, message, code, and the seconds to wait.
-            report_end: takes client and tokens of a request that has ended.
+            wait_for_entry: takes client, priority and tokens. Returns None once the request is admitted, else the parts
+                of its refusal: status, message, code, and the seconds until a retry.
+            report_end: takes the client and the tokens of a request that has ended.
         """
         self.running = 0
-        """This process's requests that were let in and are not gone yet."""
+        """Number of this process's requests that were admitted and have not left yet."""
         self.refused: Counter[str] = Counter(queue_full=0, queue_timeout=0)
-        """This process's requests that were rejected, by the code of their error."""
+        """Number of this process's rejected requests, by error code."""
         self.waiting_bytes = 0
-        """Bytes of their bodies."""
+        """Total size in bytes of the queued bodies of this process."""
         self.waiting_by_priority: Counter[int] = Counter()
-        """This process's requests in the line."""
+        """Number of queued requests of this process."""
         self._wait_for_entry = wait_for_entry
         self._report_end = report_end
 
@@ -278,18 +278,18 @@ class SharedAdmission:
 
     @property
     def waiting(self) -> int:
-        """This process's requests in the line."""
+        """Number of queued requests of this process."""
         return self.waiting_by_priority.total()
 
     def try_enter(self, client: str, tokens: int = 0) -> bool:
-        """See ``Admission.try_enter``; only the other process knows whether there is room."""
+        """Return False: only the other process knows whether there is capacity."""
         return False
 
     async def enter(self, client: str, priority: int = 0, tokens: int = 0, body_bytes: int = 0) -> None:
         """See ``Admission.enter``.
 
         Raises:
-            Refused: as there.
+            Refused: for the same reasons.
         """
         if trouble := _explain_bytes(self.waiting, self.waiting_bytes, body_bytes):
             self.refused["queue_full"] += 1
@@ -301,7 +301,7 @@ class SharedAdmission:
         finally:
             self.waiting_bytes -= body_bytes
             self.waiting_by_priority[priority] -= 1
-            self.waiting_by_priority += Counter()  # drops priorities of which nobody waits any more
+            self.waiting_by_priority += Counter()  # drops priorities without waiting requests
         if refusal is not None:
             status, message, code, retry_after = refusal
             self.refused[code] += 1
@@ -318,7 +318,7 @@ Limits = Admission | SharedAdmission
 
 
 def _explain_bytes(waiting: int, waiting_bytes: int, coming: int) -> str:
-    """Why a request may not wait, for the size of the bodies that do; "" if it may."""
+    """Return why a request may not wait, if the queued bodies are too large together; ``""`` if it may."""
     if not waiting_bytes or not coming or waiting_bytes + coming <= MAX_WAITING_BYTES:
         return ""
     return (

@@ -1,7 +1,7 @@
-"""Auth: the API keys of clients, the token of operators, and one for instances that only register.
+"""Auth: the API keys of clients, the token of operators, and a token for instances that only register.
 
-All are sent as ``Authorization: Bearer ...``. Secrets are looked up by a keyed hash with a key of this process, so
-that neither a look-up's time nor a dump of memory says anything about them. The files are read again when they change.
+All are sent as ``Authorization: Bearer ...``. Secrets are looked up by a keyed hash with a key of this process, so that
+neither the time of a look-up nor a memory dump reveals anything about them. The files are read again when they change.
 """
 
 from __future__ import annotations
@@ -36,47 +36,47 @@ _SCHEME = b"bearer "
 
 
 class Auth:
-    """Knows the clients' keys, the admin token and the registration token, as the settings' files have them."""
+    """Holds the clients' keys, the admin token and the registration token, as read from the files in the settings."""
 
     def __init__(self, settings: RouterSettings) -> None:
         """
         Raises:
-            SettingsError: a file cannot be read, or has nothing usable in it.
+            SettingsError: a file cannot be read, or contains no usable entry.
         """
         self._settings = settings
         self._salt = secrets.token_bytes(32)
         self._clients: dict[bytes, str] = {}
         self._priorities: dict[str, int] = {}
         self.token_rates: dict[str, float] = {}
-        """Tokens a second of the clients that have a limit of their own; the same object, whenever the file changes."""
+        """Tokens per second of the clients that have their own limit. File changes update this same object."""
         self.cache_salts = CacheSalts({}) if settings.cache_salt_per_key else None
-        """Where clients' caches are to be kept apart."""
+        """Cache salts of the clients, if clients' caches are separated."""
         self.tags: dict[str, str] = {}
-        """What the ids of each client's requests end with at engines: equal ids of two clients differ there."""
+        """Suffix of each client's request ids at engines, so that equal ids of two clients differ there."""
         self._admin: bytes | None = None
         self._registration: bytes | None = None
         self._stamp = self._stamp_files()
         self._read_files()
         self.danger = ""
-        """What a stranger could do, in one sentence; ``""`` where that is nothing."""
+        """Risk of unprotected access from the network, in one sentence; ``""`` if there is none."""
         if self._admin is None and not _is_loopback(settings.host):
             mischief = "register an instance and read what is sent to it" if self._registration is None else \
                 "drain its instances and see where they are"  # fmt: skip
             self.danger = f"whoever reaches {settings.host} can {mischief}; set --admin-token-file, or --host 127.0.0.1"
 
     async def keep_current(self, *, is_logged: bool = True) -> None:
-        """Until cancelled: read the files again when one has changed, so that a key that was taken out is refused.
+        """Read the files again whenever one changes, until cancelled, so that a removed key is refused.
 
-        Where they cannot be used, the secrets that were read before stay.
+        If the files cannot be used, the secrets that were read before stay valid.
 
         Args:
-            is_logged: the log says so; one of several processes is enough.
+            is_logged: whether this process logs changes; one of several processes is enough.
         """
         seen = self._stamp
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             stamp = self._stamp_files()
-            if stamp == seen != self._stamp:  # nobody writes it any more
+            if stamp == seen != self._stamp:  # the writer has finished: no change since the last check
                 self._stamp = stamp
                 level, text = self._read_again()
                 if is_logged:
@@ -88,14 +88,14 @@ class Auth:
 
     @property
     def has_admin_token(self) -> bool:
-        """Whether there is an admin token, so that not everyone may change the instances."""
+        """Whether there is an admin token; without one, every client may change the instances."""
         return self._admin is not None
 
     def identify_client(self, headers: Headers) -> str:
-        """The name of the client that holds the key sent; ``""`` for everyone where there are no keys.
+        """Return the name of the client that holds the sent key; ``""`` for all clients if no keys are configured.
 
         Raises:
-            Refused: 401: no key was sent, or one that nobody holds.
+            Refused: 401: no key was sent, or it is unknown.
         """
         if not self._clients:
             return ""
@@ -109,10 +109,10 @@ class Auth:
         return name
 
     def check_access(self, access: Access, headers: Headers) -> None:
-        """Let pass who may ask for a path of this ``access``.
+        """Check that the sender has this ``access``.
 
         Raises:
-            Refused: 401: the key or token that it takes was not sent.
+            Refused: 401: the required key or token was not sent.
         """
         if access is Access.CLIENT:
             self.identify_client(headers)
@@ -124,7 +124,8 @@ class Auth:
             self.check_admin(headers)
 
     def find_scope(self, headers: Headers) -> str:
-        """The tag of the client that asks, which may reach its own requests; ``""`` for all: the admin, or no keys.
+        """Return the tag of the client, which may reach its own requests; ``""`` (all requests) for the admin, or
+        without keys.
 
         Raises:
             Refused: 401: neither a client's key nor the admin token was sent.
@@ -134,12 +135,12 @@ class Auth:
         return self.tags[self.identify_client(headers)]
 
     def find_priority(self, client: str, headers: Headers) -> int:
-        """The priority of a request: the client's, or a lower one that its header ``X-Priority`` asks for.
+        """Return the priority of a request: the client's priority, or a lower one from its header ``X-Priority``.
 
-        Where there are no keys, the header says it.
+        If no keys are configured, the header alone decides.
 
         Raises:
-            Refused: 400: the header says none.
+            Refused: 400: the header has no valid priority.
         """
         own = self._priorities.get(client)
         for name, value in headers:
@@ -152,15 +153,15 @@ class Auth:
         return own or 0
 
     def is_admin(self, headers: Headers) -> bool:
-        """Whether the admin token was sent, where there is one."""
+        """Return whether the admin token was sent; False if none is configured."""
         sent = _find_bearer_token(headers) if self._admin is not None else None
         return sent is not None and secrets.compare_digest(self._hash_secret(sent), self._admin or b"")
 
     def check_admin(self, headers: Headers) -> None:
-        """Let pass who holds the admin token; everyone where there is none.
+        """Check that the admin token was sent, if one is configured.
 
         Raises:
-            Refused: 401: it was not sent, or is another one.
+            Refused: 401: it was not sent, or it is wrong.
         """
         if self._admin is None:
             return
@@ -172,7 +173,8 @@ class Auth:
             raise Refused(ApiError(401, "the token sent is not the router's admin token", "invalid_admin_token"))
 
     def check_registration(self, headers: Headers) -> None:
-        """Let pass who may register an instance: who holds the admin token, or the one for instances if there is one.
+        """Check that the sender may register an instance: with the admin token or, if there is one, the registration
+        token.
 
         Raises:
             Refused: 401: neither was sent.
@@ -190,10 +192,10 @@ class Auth:
             raise Refused(ApiError(401, message, "invalid_register_token"))
 
     def _read_files(self) -> None:
-        """Take what the files have; nothing of it where one of them cannot be used.
+        """Load the files. Load nothing if one of them cannot be used.
 
         Raises:
-            SettingsError: a file cannot be read, or has nothing usable in it.
+            SettingsError: a file cannot be read, or contains no usable entry.
         """
         settings = self._settings
         keys: dict[str, ApiKey] = {}
@@ -212,7 +214,7 @@ class Auth:
         self.tags = {name: _tag_client(name) for name in keys}
 
     def _read_again(self) -> tuple[int, str]:
-        """Read files that have changed; a level and a sentence for the log."""
+        """Read files that have changed, and return the level and the message for the log."""
         try:
             self._read_files()
         except SettingsError as exc:
@@ -225,7 +227,7 @@ class Auth:
         return [stamp_file(Path(name)) for name in names if name]
 
     def _read_token(self, path: str, setting: str) -> bytes | None:
-        """The hash of the token in a file; None where no file is named."""
+        """Return the hash of the token in a file; None if no file is configured."""
         return self._hash_secret(read_token(Path(path), setting).encode()) if path else None
 
     def _hash_secret(self, secret: bytes) -> bytes:
@@ -240,7 +242,7 @@ def _find_bearer_token(headers: Headers) -> bytes | None:
 
 
 def _tag_client(name: str) -> str:
-    """The same in all processes and routers, so that each finds the requests that another has sent."""
+    """Return the tag of a client, equal in all processes and routers: each can find requests that another has sent."""
     return "-k" + hashlib.blake2b(name.encode(), person=b"request_id", digest_size=6).hexdigest()
 
 

@@ -1,9 +1,9 @@
-"""CacheSalts: a ``cache_salt`` for each client, so that none can find out another's prompts by timing.
+"""CacheSalts: a ``cache_salt`` for each client, so that no client can find out another client's prompts by timing.
 
-A salt is a hash of the holder's name, keyed with a secret that is derived from its API key: who does not have the key
-cannot guess it, it is the same in all processes and after each start that read the same file, and no further secret
-has to be kept. A client with a new key begins with an empty cache. A client's own salt is mixed in, and not refused, so
-that one who serves several users goes on to keep these apart, and can reach nobody else's cache.
+A salt is a hash of the client's name, keyed with a secret that is derived from the client's API key. Without the key it
+cannot be guessed. It is equal in all processes and after each start with the same file, and no other secret has to be
+stored. A client with a new key begins with an empty cache. A salt that the client sends is mixed in, not refused: a
+client that serves several users can continue to separate them, and cannot reach another client's cache.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ class CacheSalts:
     def __init__(self, keys: Mapping[str, str]) -> None:
         """
         Args:
-            keys: the API keys, by their holders' names.
+            keys: the API keys, by client name.
         """
         self._secrets: dict[str, bytes] = {}
         self.update(keys)
 
     def update(self, keys: Mapping[str, str]) -> None:
-        """Take the keys that there are now; a request of a client that has none any more may still be on its way."""
+        """Use these keys from now on. A client without a key may still have running requests."""
         self._secrets |= {
             name: hashlib.blake2b(key.encode(), person=b"cache_salt").digest() for name, key in keys.items()
         }
 
     def derive(self, client: str, own: str = "") -> str:
-        """The salt of a request.
+        """Return the salt of a request.
 
         Args:
             own: the salt that the client sent; ``""`` if it sent none.
         """
-        # Neither can imitate the other: the name's length is said.
+        # The length of the name is part of the hash input, so that name and salt cannot be confused with each other.
         name = client.encode()
         text = b"%d:%s:%s" % (len(name), name, own.encode(errors="surrogatepass"))
         return hashlib.blake2b(text, key=self._secrets[client], digest_size=_SALT_BYTES).hexdigest()

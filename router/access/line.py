@@ -1,7 +1,8 @@
 """WaitingLine: requests that wait for their turn. Higher priorities come first, and clients of one priority take turns.
 
-Nobody waits for ever: a priority that has been passed over ``MAX_PASSED_OVER`` times in a row by higher ones gets the
-next turn. So the first of a priority is let in after at most ``MAX_PASSED_OVER`` + (number of priorities) others.
+No request waits forever: a priority that was passed over ``MAX_PASSED_OVER`` times in a row by higher priorities gets
+the next turn. So the first request of a priority is admitted after at most ``MAX_PASSED_OVER`` + (number of priorities)
+others.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place(Generic[T]):  # no NamedTuple, which Python 3.10 has no generic ones of
-    """One request's place: enough to find it again."""
+class Place(Generic[T]):  # not a NamedTuple: Python 3.10 has no generic ones
+    """Position of one request: what is needed to find it again."""
 
     priority: int
     client: str
@@ -27,24 +28,24 @@ class Place(Generic[T]):  # no NamedTuple, which Python 3.10 has no generic ones
 
 
 class WaitingLine(Generic[T]):
-    """Requests in line, each known by its ``turn``: any hashable object of its own."""
+    """Queued requests, each identified by its ``turn``: any hashable object of its own."""
 
     def __init__(self) -> None:
         self.waiting = 0
-        """Requests in the line."""
+        """Number of queued requests."""
         self._levels: dict[int, _Level[T]] = {}
 
     @property
     def num_clients(self) -> int:
-        """How many clients have somebody in line."""
+        """Number of clients that have queued requests."""
         return len({client for level in self._levels.values() for client in level.clients})
 
     def count_by_priority(self) -> dict[int, int]:
-        """How many wait, for each priority that has somebody in line."""
+        """Number of queued requests of each priority that has any."""
         return {priority: sum(map(len, level.clients.values())) for priority, level in self._levels.items()}
 
     def join_line(self, priority: int, client: str, turn: T) -> Place[T]:
-        """Stand last among the client's requests of this priority."""
+        """Add a request behind the other requests of this client and priority."""
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = _Level()
@@ -54,7 +55,7 @@ class WaitingLine(Generic[T]):
         return Place(priority, client, turn)
 
     def leave_line(self, place: Place[T]) -> None:
-        """Take a request out of the line, if it is still there."""
+        """Remove a request from the queue, if it is still there."""
         level = self._levels.get(place.priority)
         line = level.clients.get(place.client, {}) if level else {}
         if level is not None and place.turn in line:
@@ -66,7 +67,7 @@ class WaitingLine(Generic[T]):
                 del self._levels[place.priority]
 
     def take_next(self, may_enter: Callable[[str], bool]) -> Place[T] | None:
-        """Take out the request whose turn it is, among the clients that ``may_enter``; None if there is none."""
+        """Remove and return the next request of those clients that ``may_enter``; None if there is none."""
         ready = []
         for priority, level in self._levels.items():
             client = next(filter(may_enter, level.clients), None)
@@ -74,7 +75,8 @@ class WaitingLine(Generic[T]):
                 ready.append((priority, client))
         if not ready:
             return None
-        # Of those passed over too often the one that was so most; of equals the higher.
+        # Of the priorities that were passed over too often, take the one passed over most; for equal counts, the higher
+        # one.
         late = [each for each in ready if self._levels[each[0]].passed_over >= MAX_PASSED_OVER]
         priority, client = max(late, key=lambda each: self._levels[each[0]].passed_over) if late else ready[0]
         for other, _ in ready:
@@ -84,15 +86,16 @@ class WaitingLine(Generic[T]):
         level.passed_over = 0
         line = level.clients[client]
         place = Place(priority, client, next(iter(line)))
-        level.clients[client] = level.clients.pop(client)  # the client goes to the end of the order
+        level.clients[client] = level.clients.pop(client)  # the client moves to the end of the order
         self.leave_line(place)
         return place
 
     def find_last(self, priority: int, client: str) -> Place[T] | None:
-        """The request that should give way to another one of ``client``; None if that one has to.
+        """Return the queued request that has to give way to a new one of ``client``; None if the new one has to.
 
-        It is one of the lowest priority in line, if that is lower; or else of the client that has most in line, if
-        this client would not have as many. Of the client's own requests the last gives way.
+        A request of the lowest queued priority gives way: the last one of the client that has most requests of that
+        priority. It gives way to a request of a higher priority; to one of the same priority only if its client has at
+        least two requests more than ``client``.
         """
         lowest = min(self._levels, default=priority)
         if lowest > priority or lowest not in self._levels:
@@ -105,12 +108,12 @@ class WaitingLine(Generic[T]):
 
 
 class _Level(Generic[T]):
-    """The requests of one priority."""
+    """Requests of one priority."""
 
     __slots__ = ("clients", "passed_over")
 
     def __init__(self) -> None:
-        # Clients in the order of their turns; each one's requests in the order they came.
+        # Clients in the order of their turns; the requests of each in order of arrival.
         self.clients: dict[str, dict[T, None]] = {}
         self.passed_over = 0
-        """How often in a row higher priorities came first while somebody here could have been let in."""
+        """How often in a row higher priorities came first while a request of this priority could have been admitted."""

@@ -1,9 +1,9 @@
-"""Routes: every path that the router answers, with its methods and who may ask for it.
+"""Routes: every path that the router answers, with its methods and the access it requires.
 
-This table is the only place that says so: the router checks requests by it, passes on to instances what it marks as
-forwarded and nothing else, and the tests make their cases of it. A path that is not here is a 404, even if somebody
-adds a handler for it. So an engine's control endpoints (``/v1/pause``, ``/v1/update_weights``,
-``/v1/load_lora_adapter``) cannot be reached through the router, whoever asks.
+This table is the only definition: the router checks requests against it and forwards to instances only the paths marked
+as forwarded, and the tests generate their cases from it. A path that is not listed is a 404, even if a handler for it
+exists. So an engine's control endpoints (``/v1/pause``, ``/v1/update_weights``, ``/v1/load_lora_adapter``) cannot be
+reached through the router, with any key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["FORWARDED", "ROUTES", "Access", "Route", "find_route"]
 
 
 class Access(Enum):
-    """Who may ask for a path, where there are keys and tokens; the values are for people."""
+    """Access that a path requires, if keys and tokens are configured. The values are descriptions for people."""
 
     OPEN = "everybody"
     CLIENT = "clients"
@@ -27,18 +27,18 @@ class Access(Enum):
 
 
 class Route(NamedTuple):
-    """A path, and what may be done with it."""
+    """One path and its properties."""
 
     path: str
-    """As FastAPI has it: ``{name}`` stands for one segment, ``{name:path}`` for one or several."""
+    """Path in FastAPI's notation: ``{name}`` is one segment, ``{name:path}`` one or more."""
     methods: tuple[str, ...]
-    """HEAD may come for each GET."""
+    """Allowed methods. GET includes HEAD."""
     access: Access
     is_forwarded: bool = False
-    """Whether an instance answers it."""
+    """Whether the request is forwarded to an instance."""
 
     def takes(self, method: str) -> bool:
-        """Whether the path may be asked with this method."""
+        """Return whether the path allows this method."""
         return method in self.methods or (method == "HEAD" and "GET" in self.methods)
 
 
@@ -51,7 +51,7 @@ def _serve(access: Access, path: str, *methods: str) -> Route:
 
 
 ROUTES: tuple[Route, ...] = (
-    # What FastDeploy, vLLM and SGLang offer to clients.
+    # Paths of FastDeploy, vLLM and SGLang for clients.
     _forward("/v1/chat/completions"),
     _forward("/v1/completions"),
     _forward("/v1/responses"),
@@ -81,22 +81,22 @@ ROUTES: tuple[Route, ...] = (
     _forward("/v2/embed"),
     _forward("/pooling"),
     _forward("/classify"),
-    # What the router answers itself, for clients.
+    # Paths for clients that the router answers itself.
     _serve(Access.CLIENT, "/v1/models"),
     _serve(Access.CLIENT, "/v1/models/{model_id:path}"),
     _serve(Access.CLIENT_OR_ADMIN, "/v1/abort_requests", "POST"),
-    # For probes and monitoring.
+    # Paths for probes and monitoring.
     _serve(Access.OPEN, "/health"),
     _serve(Access.OPEN, "/ready"),
     _serve(Access.OPEN, "/metrics"),
     _serve(Access.OPEN, "/prometheus_targets"),
     _serve(Access.OPEN, "/registered_number"),
     _serve(Access.ADMIN, "/health_generate"),
-    # For instances, which may have a token of their own, and drain themselves before they end.
+    # Paths for instances, which may have their own token, and which drain themselves before they stop.
     _serve(Access.INSTANCE, "/register", "POST"),
     _serve(Access.INSTANCE, "/decode_instances"),
     _serve(Access.INSTANCE_IF_ADMIN, "/admin/drain", "GET", "POST"),
-    # For operators.
+    # Paths for operators.
     _serve(Access.ADMIN, "/registered"),
     _serve(Access.ADMIN, "/admin/pause", "POST"),
     _serve(Access.ADMIN, "/admin/resume", "POST"),
@@ -109,16 +109,16 @@ ROUTES: tuple[Route, ...] = (
     _serve(Access.ADMIN, "/docs"),
     _serve(Access.ADMIN, "/redoc"),
 )
-"""All of them."""
+"""All routes."""
 
 _EXACT = {route.path: route for route in ROUTES if "{" not in route.path}
 
 FORWARDED = tuple(path for path, route in _EXACT.items() if route.is_forwarded)
-"""The paths without a name in them that an instance answers."""
+"""Forwarded paths without placeholders."""
 
 
 def find_route(path: str) -> Route | None:
-    """The route of a path without query and escapes; None where the router has none."""
+    """Return the route of a path without query and escapes; None if the router has none."""
     route = _EXACT.get(path)
     if route is None:
         route = next((each for pattern, each in _PATTERNS if pattern.fullmatch(path)), None)
@@ -126,8 +126,8 @@ def find_route(path: str) -> Route | None:
 
 
 def _compile_path(path: str) -> re.Pattern[str]:
-    # A segment has only characters that every server reads alike: no escape that could be resolved a second time, no
-    # ';', no backslash.
+    # A segment contains only characters that every server interprets in the same way: no escape that could be decoded a
+    # second time, no ';', no backslash.
     text = re.sub(r"\\{\w+:path\\}", ".+", re.escape(path))
     return re.compile(re.sub(r"\\{\w+\\}", r"[A-Za-z0-9_.:~-]+", text), re.DOTALL)
 

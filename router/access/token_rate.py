@@ -1,8 +1,9 @@
-"""TokenRates: how many tokens a second each client may use, prompt and generated ones together.
+"""TokenRates: how many tokens per second each client may use, prompt and generated tokens together.
 
-Each client has a bucket that fills at its rate, up to ``BURST_SECONDS`` of it. A request may begin while there is
-something in the bucket, and takes out the tokens of its prompt; at its end it is charged for all that it used. So a
-bucket may be in debt, a prompt larger than the bucket is served, too, and over time nobody uses more than the rate.
+Each client has a bucket that fills at the client's rate and holds the tokens of ``BURST_SECONDS``. A request may begin
+while the bucket is not empty, and takes the tokens of its prompt out of it. At its end it is charged for all tokens
+that it used. So a bucket can become negative, a prompt larger than the bucket is served, too, and in the long run no
+client uses more than its rate.
 """
 
 from __future__ import annotations
@@ -16,31 +17,31 @@ BURST_SECONDS = 10.0
 
 
 class TokenRates:
-    """The buckets of all clients."""
+    """Token buckets of all clients."""
 
     def __init__(self, common: float, own: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            common: tokens a second for each client that has no rate of its own; 0 is no limit.
-            own: the rates of those that have; 0 is no limit.
-            clock: gives seconds.
+            common: tokens per second of each client without its own rate; 0 means no limit.
+            own: rates of the clients that have their own; 0 means no limit.
+            clock: returns seconds.
         """
         self._common = common
         self._own = own
         self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # tokens in it, and when that was
+        self._buckets: dict[str, tuple[float, float]] = {}  # tokens in the bucket, and the time of that level
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is any limit at all."""
+        """Whether any client has a limit."""
         return self._common > 0 or any(self._own.values())
 
     def rate_of(self, client: str) -> float:
-        """Tokens a second; 0 is no limit."""
+        """Return the client's rate in tokens per second; 0 means no limit."""
         return self._own.get(client, self._common)
 
     def seconds_to_wait(self, client: str) -> float:
-        """How long until a request of ``client`` may begin; 0 if it may now."""
+        """Return the seconds until a request of ``client`` may begin; 0 if it may begin now."""
         rate = self.rate_of(client)
         if not rate:
             return 0.0
@@ -48,14 +49,14 @@ class TokenRates:
         return max(0.0, 1.0 - tokens) / rate if tokens < 1.0 else 0.0
 
     def charge_tokens(self, client: str, tokens: float) -> None:
-        """Take so many tokens out of the client's bucket; a negative number puts them back."""
+        """Take tokens out of the client's bucket; a negative number puts them back."""
         rate = self.rate_of(client)
         if rate and tokens:
             left = min(self._count_tokens(client, rate) - tokens, _bucket_size(rate))
             self._buckets[client] = (left, self._clock())
 
     def _count_tokens(self, client: str, rate: float) -> float:
-        """The tokens in a client's bucket by now."""
+        """Return the present level of a client's bucket, in tokens."""
         tokens, since = self._buckets.get(client, (_bucket_size(rate), 0.0))
         return min(_bucket_size(rate), tokens + (self._clock() - since) * rate)
 

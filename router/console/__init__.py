@@ -1,10 +1,10 @@
-"""kvrouter: the router, or a program that an operator runs beside it and that asks it over HTTP, as any client does.
+"""kvrouter: the router, or an operator program that runs next to it and queries it over HTTP like any client.
 
 commands.py  main: starts the router, or the program of a command
-client.py    RouterClient: a router's account of itself and its instances, and the orders it takes
-dashboard/   kvrouter dashboard: the router, its instances and the pool at work, as a page for a browser
-drain.py     kvrouter drain: no new requests for an instance, and wait until it has none
-top.py       kvrouter top: the router and its instances at work, in a terminal
+client.py    RouterClient: reads the state of a router and its instances, and sends operator commands
+dashboard/   kvrouter dashboard: the state of the router, its instances and the pool, as a web page
+drain.py     kvrouter drain: sends an instance no new requests, and waits until it has none
+top.py       kvrouter top: the state of the router and its instances, in a terminal
 """
 
 from router.console.commands import COMMANDS, main

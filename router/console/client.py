@@ -1,4 +1,4 @@
-"""RouterClient: a router's account of itself and of its instances, and the orders it takes, over HTTP."""
+"""RouterClient: reads the state of a router and its instances, and sends operator commands, over HTTP."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ __all__ = [
 ]
 
 ROLES = ("mixed", "prefill", "decode")
-"""As ``/registered`` lists instances."""
+"""An instance's key in the form that ``/registered`` uses."""
 TIMEOUT_SECONDS = 5.0
-# The router asks an instance, and then all others, for 10 s each at most.
+# The router queries one instance, then all others, with a timeout of 10 s each.
 MISS_SECONDS = 25.0
-# A stream's next piece; a long prompt is computed before the first.
+# Timeout for the next event of a stream. A long prompt is computed before the first event.
 STREAM_SECONDS = 300.0
 
 
 class RouterError(Exception):
-    """The router does not answer, or refuses: one sentence that says so."""
+    """The router does not answer, or it refuses. The message is one sentence."""
 
 
 class RouterAway(RouterError):
@@ -51,15 +51,15 @@ class RouterAway(RouterError):
 
 
 class UntrustedCertificate(RouterError):
-    """The router's certificate is not believed; asking again does not help."""
+    """The router's certificate is not trusted. A retry does not help."""
 
 
 class UnknownInstance(RouterError):
-    """The router knows no such instance."""
+    """The router does not know this instance."""
 
 
 class TokenWanted(RouterError):
-    """The router has an admin token, and was not given it."""
+    """The router requires its admin token, which was not sent."""
 
 
 class Sample(NamedTuple):
@@ -70,12 +70,12 @@ class Sample(NamedTuple):
 
 
 class RouterClient:
-    """One router, asked over one connection pool; every call raises ``RouterError`` if it does not answer as it should.
+    """Client of one router with one connection pool. Every call raises ``RouterError`` if the router fails to answer.
 
     Args:
-        url: the router's, without a path.
-        token: its admin token, where it has one.
-        ca_file: with the certificates of the authorities that the router's own must be of; ``""`` for the system's.
+        url: URL of the router, without a path.
+        token: its admin token, if it has one.
+        ca_file: certificates of the authorities that may have issued the router's certificate; ``""`` for the system's.
     """
 
     def __init__(self, url: str, token: str = "", ca_file: str = "") -> None:
@@ -88,10 +88,10 @@ class RouterClient:
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace) -> RouterClient:
-        """As ``add_router_flags`` has it.
+        """Create a client from the flags of ``add_router_flags``.
 
         Raises:
-            SettingsError: a file that the flags name cannot be used.
+            SettingsError: a file named in the flags cannot be used.
         """
         token = read_token(flags.token_file, "--token-file") if flags.token_file else ""
         return cls(flags.router, token, str(flags.ca_file or ""))
@@ -101,55 +101,55 @@ class RouterClient:
         await self._http.aclose()
 
     async def read_metrics(self) -> dict[str, list[Sample]]:
-        """The samples of ``/metrics``, of all processes of the router, by their names."""
+        """Return the samples of ``/metrics``, of all processes of the router, by name."""
         return parse_samples((await self._fetch("GET", "/metrics")).text)
 
     async def list_instances(self) -> list[dict[str, Any]]:
-        """The entries of ``/registered``, of all roles."""
+        """Return the entries of ``/registered``, of all roles."""
         listed = (await self._fetch("GET", "/registered")).json()
         return [instance for role in ROLES for instance in listed[role]]
 
     async def read_shared_state(self) -> str:
-        """Why the router does not hear of the other routers; ``""`` if it does, or there are none."""
+        """Return why the router has no contact with the other routers; ``""`` if it has, or there are none."""
         answer = await self._fetch("GET", "/health")
         return str(answer.json().get("shared_state", "")) if answer.content else ""
 
     async def read_drain(self, instance: str) -> dict[str, Any]:
-        """Whether an instance drains, and how many requests it runs."""
+        """Return whether an instance drains, and how many requests it runs."""
         progress: dict[str, Any] = (
             await self._fetch("GET", f"/admin/drain?instance={quote(instance, safe='')}")
         ).json()
         return progress
 
     async def list_requests(self, count: int = 50) -> list[dict[str, Any]]:
-        """The last requests that have ended, the newest first, as lines of the access log have them."""
+        """Return the requests that ended last, newest first, in the format of the access log."""
         listed: list[dict[str, Any]] = (await self._fetch("GET", f"/admin/requests?count={count}")).json()["requests"]
         return listed
 
     async def explain_request(self, request_id: str) -> dict[str, Any]:
-        """How a request that has ended was placed and answered."""
+        """Return how an ended request was placed and answered."""
         found: dict[str, Any] = (await self._fetch("GET", f"/admin/explain/{quote(request_id, safe='')}")).json()
         return found
 
     async def explain_miss(self, request_id: str) -> dict[str, Any]:
-        """Why the prompt of a request that has ended took no more from a cache, which instances are asked for."""
+        """Return why the prompt of an ended request did not get more from a cache; the router queries instances."""
         path = f"/admin/why_miss/{quote(request_id, safe='')}"
         told: dict[str, Any] = (await self._fetch("GET", path, timeout=MISS_SECONDS)).json()
         return told
 
     async def give_order(self, order: str, instance: str, **members: Any) -> dict[str, Any]:
-        """Let the router carry out ``drain``, ``pause``, ``resume`` or ``weight``; the instance's state afterwards."""
+        """Have the router execute ``drain``, ``pause``, ``resume`` or ``weight``; return the instance's new state."""
         answer = await self._fetch("POST", f"/admin/{order}", {"instance": instance, **members})
         outcome: dict[str, Any] = answer.json()
         return outcome
 
     @contextlib.asynccontextmanager
     async def open_chat(self, body: Mapping[str, Any], api_key: str = "") -> AsyncIterator[ChatStream]:
-        """A chat completion as a stream, which is given up where the block is left before its end.
+        """Stream a chat completion. Leaving the block early cancels it.
 
         Args:
-            body: the request's, but for ``stream``.
-            api_key: a client's, where the router wants one.
+            body: request body without ``stream``.
+            api_key: the API key of a client, if the router requires one.
         """
         request = self._http.build_request(
             "POST",
@@ -157,7 +157,7 @@ class RouterClient:
             json={**body, "stream": True, "stream_options": {"include_usage": True}},
             timeout=httpx.Timeout(TIMEOUT_SECONDS, read=STREAM_SECONDS),
         )
-        request.headers.pop("authorization", None)  # the admin token is no client's key
+        request.headers.pop("authorization", None)  # the admin token is not an API key
         if api_key:
             request.headers["authorization"] = f"Bearer {api_key}"
         try:
@@ -198,7 +198,7 @@ class RouterClient:
 
 
 class ChatStream:
-    """The answer to a chat completion, as it comes."""
+    """Streamed answer to a chat completion."""
 
     def __init__(self, url: str, answer: httpx.Response) -> None:
         self._url = url
@@ -206,7 +206,7 @@ class ChatStream:
         self.request_id = answer.headers.get("x-request-id", "")
 
     async def read_events(self) -> AsyncIterator[dict[str, Any]]:
-        """Its events, but for ``[DONE]``; one that tells an error is raised as a ``RouterError``."""
+        """Yield its events except ``[DONE]``; raise an error event as a ``RouterError``."""
         async for line in self._answer.aiter_lines():
             if not line.startswith("data:") or line == "data: [DONE]":
                 continue
@@ -221,10 +221,10 @@ class ChatStream:
 
 
 def parse_samples(text: str) -> dict[str, list[Sample]]:
-    """The samples of a page in Prometheus's text format, by their names.
+    """Parse a page in Prometheus's text format and return its samples by name.
 
     Raises:
-        ValueError: it is no such page.
+        ValueError: the page has another format.
     """
     samples: dict[str, list[Sample]] = {}
     for family in text_string_to_metric_families(text):
@@ -234,25 +234,27 @@ def parse_samples(text: str) -> dict[str, list[Sample]]:
 
 
 def add_router_flags(parser: FlagParser) -> None:
-    """The flags of every program here: where the router is, and how to be believed."""
+    """Add the flags that all operator programs share: the router's URL, and the credentials."""
     parser.add_argument(
         "--router",
         type=_parse_url,
         default="http://127.0.0.1:9000",
         metavar="HOST:PORT",
-        help="the router (default: 127.0.0.1:9000, where it listens by default); https://HOST:PORT if it speaks HTTPS",
+        help="the router (default: 127.0.0.1:9000, its own default); https://HOST:PORT if it serves HTTPS",
     )
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="with the router's admin token, if it has one")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file with the router's admin token, if it has one"
+    )
     parser.add_argument(
         "--ca-file",
         type=Path,
         metavar="FILE",
-        help="with certificates of the authorities that the router's own must be of (default: the system's)",
+        help="file with the authorities that may issue the router's certificate (default: the system's)",
     )
 
 
 def parse_interval(text: str) -> float:
-    """The seconds between two looks, as a flag gives them."""
+    """Parse a flag's value: the seconds between two polls."""
     try:
         seconds = float(text)
     except ValueError:
@@ -270,10 +272,10 @@ def _parse_url(text: str) -> str:
 
 
 def find_own_address(router: str) -> str:
-    """This machine's address as the router at this URL sees it.
+    """Return this machine's address as the router at this URL sees it.
 
     Raises:
-        RouterAway: there is no way to the router.
+        RouterAway: the router cannot be reached.
     """
     try:
         own = addresses.find_own_address(router)
@@ -283,7 +285,9 @@ def find_own_address(router: str) -> str:
 
 
 def _read_error(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, as OpenAI has it; in the Go router's dialect it is a text, and the facts stand beside."""
+    """Return the error object of an answer in OpenAI's format. In the Go router's dialect, ``error`` is a text and its
+    details are next to it.
+    """
     try:
         told = answer.json()
         error = told["error"]

@@ -1,8 +1,8 @@
-"""``kvrouter``: starts the router, or one of the programs that an operator runs beside it.
+"""``kvrouter``: starts the router, or one of the operator programs that run next to it.
 
-``kvrouter --port 52700 --splitwise`` is ``python -m router.launch --port 52700 --splitwise``; with a command as its
-first word, such as ``kvrouter drain``, it is that program. A program is loaded only when it is asked for.
-``kvrouter --print-completion bash`` (or ``zsh``) prints a script by which the shell completes commands and flags.
+``kvrouter --port 52700 --splitwise`` is ``python -m router.launch --port 52700 --splitwise``. If the first word is a
+command, as in ``kvrouter drain``, it runs that program. A program is imported only when it is used.
+``kvrouter --print-completion bash`` (or ``zsh``) prints a script for the shell's completion of commands and flags.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ COMMANDS = {
     "drain": "router.console.drain",
     "top": "router.console.top",
 }
-"""The module of each command, whose ``main`` takes the arguments behind the command."""
+"""Module of each command. Its ``main`` takes the arguments that follow the command."""
 
 COMPLETION, SHELLS = "--print-completion", ("bash", "zsh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command, or without one the router; return the exit status, 2 if there is no such command."""
+    """Run the command, or the router if there is none; return the exit status, 2 for an unknown command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0].startswith(COMPLETION):
         return _print_completion(arguments)
@@ -51,7 +51,7 @@ def _run(module: str, arguments: Sequence[str]) -> int:
 
 
 def _print_completion(arguments: Sequence[str]) -> int:
-    """``--print-completion bash``: the flags of the router, the commands, and theirs."""
+    """Print the script of ``--print-completion bash`` (or ``zsh``); return the exit status."""
     shell = arguments[0].partition("=")[2] or "".join(arguments[1:])
     if shell not in SHELLS:
         print(f"kvrouter: {COMPLETION} is followed by {' or '.join(SHELLS)}", file=sys.stderr)
@@ -61,7 +61,7 @@ def _print_completion(arguments: Sequence[str]) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """The flags of the router, the commands, and theirs."""
+    """Return a parser with the flags of the router, the commands, and their flags."""
     parser = argparse.ArgumentParser(
         prog="kvrouter",
         usage="%(prog)s [--port PORT] [--splitwise] [more of the flags below]\n       %(prog)s COMMAND [--help]",

@@ -1,4 +1,4 @@
-"""kvrouter drain: let instances take no new requests and, with --wait, wait until they have none.
+"""kvrouter drain: send instances no new requests and, with --wait, wait until they have none.
 
 kvrouter drain 10.0.0.5:52400 10.0.0.6:52400 --wait 600 --until-restart --router 10.0.0.8:9000
 kvrouter drain --self-port 52400 --wait 600 --router kvrouter:9000        # in the pod of the instance itself
@@ -31,22 +31,23 @@ from router.settings import FlagParser, SettingsError, parse_port
 __all__ = ["main", "make_parser"]
 
 POLL_SECONDS = 0.5
-# A request may just have been placed by another process, which tells of it some milliseconds later; or be on its way to
-# an instance that was chosen for it before the order came.
+# Another process may just have placed a request, which it reports some milliseconds later. Or a request is on its way
+# to an instance that was chosen before the drain.
 EMPTY_SECONDS = 1.0
-# While one waits, the router that is asked may be restarted, too.
+# During the wait, the router may be restarted, too.
 AWAY_SECONDS = 30.0
 
 T = TypeVar("T")
 
 
 class NotEmptied(RouterError):
-    """An instance did not become empty: one sentence that says so."""
+    """An instance did not become empty. The message is one sentence."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Give the orders; the exit status: 0, 1 if the router does not carry one out, or an instance does not become
-    empty in time, 2 for a bad command line."""
+    """Drain the instances. Return the exit status: 0, 1 if the router rejects a drain or an instance does not become
+    empty in time, 2 for a wrong command line.
+    """
     try:
         flags = _parse_flags(argv)
         router = RouterClient.from_flags(flags)
@@ -63,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """
+    """Parse and check the command line.
+
     Raises:
         SettingsError: the command line cannot be used.
     """
@@ -79,9 +81,9 @@ def _parse_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser() -> FlagParser:
-    """The flags."""
+    """Build the parser of the flags."""
     parser = FlagParser(prog="kvrouter drain", description="Let instances take no new requests.")
-    parser.add_argument("instances", nargs="*", metavar="HOST:PORT", help="as /registered lists it")
+    parser.add_argument("instances", nargs="*", metavar="HOST:PORT", help="instance as listed by /registered")
     parser.add_argument(
         "--self-port",
         type=parse_port,
@@ -95,17 +97,17 @@ def make_parser() -> FlagParser:
         const=math.inf,
         type=_parse_seconds,
         metavar="SECONDS",
-        help="wait until the instance has no running request, for so long at most (default: as long as it takes)",
+        help="wait until the instance has no running request, at most this long (default: no limit)",
     )
     parser.add_argument(
         "--until-restart",
         action="store_true",
-        help="the next process at the same address takes requests again (default: the order holds until --undrain)",
+        help="end the drain when another process uses the same address (default: only with --undrain)",
     )
     parser.add_argument(
-        "--force", action="store_true", help="also where no other instance of its role takes requests; asks nobody"
+        "--force", action="store_true", help="drain without confirmation, even the last usable instance of its role"
     )
-    parser.add_argument("--undrain", action="store_true", help="take the order back")
+    parser.add_argument("--undrain", action="store_true", help="end the drain")
     add_router_flags(parser)
     return parser
 
@@ -126,21 +128,21 @@ async def _carry_out(router: RouterClient, flags: argparse.Namespace) -> int:
     for failure in failures:
         if not isinstance(failure, RouterError):
             raise failure
-    for sentence in dict.fromkeys(map(str, failures)):  # the router that is away is so for all of them
+    for sentence in dict.fromkeys(map(str, failures)):  # if the router is down, the message is the same for all of them
         print(f"kvrouter drain: {sentence}", file=sys.stderr)
     return 1 if failures else 0
 
 
 async def _check_loss(router: RouterClient, instances: Sequence[str], flags: argparse.Namespace) -> None:
-    """Ask, where instances are the last of their role that take requests; a hook of the instance itself only warns.
+    """Ask for confirmation if the instances are the last usable ones of their role. An instance's own hook only warns.
 
     Raises:
-        RouterError: nobody says yes, or the router does not tell.
+        RouterError: the user does not confirm, or the router does not list its instances.
     """
     try:
         listed = await _ask(router.list_instances, AWAY_SECONDS if flags.wait is not None else 0.0)
     except TokenWanted:
-        return  # the order needs a token, too, but another one may do for it
+        return  # a drain needs a token, too, but another kind of token may be sufficient
     loss = describe_loss([read_listed(each) for each in listed], instances)
     if not loss:
         return
@@ -189,13 +191,14 @@ async def _wait_until_empty(
     progress: _Progress,
     give_again: Callable[[], Awaitable[dict[str, Any]]] | None,
 ) -> None:
-    """
+    """Wait until an instance has no requests.
+
     Args:
-        give_again: gives the order again, where a router that was started anew may have forgotten it.
+        give_again: drains again, because a restarted router may have forgotten it.
 
     Raises:
         NotEmptied: it takes too long, or the instance does not drain any more.
-        RouterError: the router does not tell.
+        RouterError: the router does not report the state.
     """
     began = time.monotonic()
     empty_since: float | None = None
@@ -225,10 +228,10 @@ async def _wait_until_empty(
 
 
 async def _ask(question: Callable[[], Awaitable[T]], patience: float) -> T:
-    """Ask the router, and again while it does not answer.
+    """Query the router, and retry while it does not answer.
 
     Raises:
-        RouterError: it refuses, or has not answered for so many seconds.
+        RouterError: it refuses, or has not answered for ``patience`` seconds.
     """
     give_up_at = time.monotonic() + patience
     while True:
@@ -241,7 +244,7 @@ async def _ask(question: Callable[[], Awaitable[T]], patience: float) -> T:
 
 
 class _Progress:
-    """Lines for a log, one on each change; on a terminal one line an instance, which changes."""
+    """Progress output: log lines, one per change; on a terminal one line per instance, which is updated."""
 
     def __init__(self) -> None:
         console = Console(highlight=False)
@@ -262,11 +265,11 @@ class _Progress:
                 self._print(sentence)
 
     def tell_state(self, instance: str, outcome: dict[str, Any]) -> None:
-        """Tell how it stands with an instance."""
+        """Report the state of an instance."""
         self.tell(instance, f"{instance} is {outcome['state']}, with {_count(outcome['running_requests'])}")
 
     def tell(self, instance: str, sentence: str) -> None:
-        """Tell something of an instance, once."""
+        """Report an event of an instance once."""
         if self._told.get(instance) == sentence:
             return
         self._told[instance] = sentence
@@ -276,7 +279,7 @@ class _Progress:
             self._print(sentence)
 
     def warn(self, sentence: str) -> None:
-        """Tell of a fault, once."""
+        """Report a fault once."""
         if sentence not in self._warnings:
             self._warnings.add(sentence)
             print(f"kvrouter drain: warning: {sentence}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""kvrouter top: the router and its instances at work, in a terminal, looked at again every two seconds.
+"""kvrouter top: the state of the router and its instances, in a terminal, updated every two seconds.
 
-kvrouter top --router 10.0.0.8:9000 --token-file admin-token      # q ends it; l, t, w, m, r, s and a choose the order
-kvrouter top --once --sort tokens                                 # one report, as into a pipe
+kvrouter top --router 10.0.0.8:9000 --token-file admin-token      # q ends it; l, t, w, m, r, s and a set the order
+kvrouter top --once --sort tokens                                 # one report, for example into a pipe
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from router.settings import FlagParser, SettingsError, read_authorities
 __all__ = ["main", "make_parser"]
 
 DEFAULT_INTERVAL = 2.0
-# Counters are told for this time; one look brings too little for quantiles.
+# Increase of counters is shown for this time range. A single poll interval has too few events for quantiles.
 SPAN = Span("the last minute", 60.0, 60)
 MIN_WIDTH, MAX_BAR = 110, 60
 
-# A sign of its own for each origin, as colours may be off.
+# A different character for each origin, because colours may be off.
 _BAR_SIGNS: Mapping[str, tuple[str, str]] = {
     OWN_CACHE: ("█", "blue"),
     POOL: ("▓", "green"),
@@ -63,7 +63,7 @@ _BREAKER_COLOURS = {"half_open": "yellow", "open": "red"}
 
 
 class _Order(NamedTuple):
-    """How the table can be sorted: by the figure that ``read`` finds, the largest first, or the least."""
+    """Sort order of the table: by the metric that ``read`` returns, largest or smallest first."""
 
     key: str
     read: Callable[[InstanceReport], tuple[float, float] | str]
@@ -79,12 +79,13 @@ ORDERS: Mapping[str, _Order] = {
     "state": _Order("s", lambda report: report.listed.state, False),
     "address": _Order("a", lambda report: report.listed.key, False),
 }
-"""The values of ``--sort``, and the key that chooses each."""
+"""The values of ``--sort``, and the key that selects each."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show it until somebody types q, or once; the exit status: 0, 1 if there is no router to tell of it once, 2 for a
-    bad command line, 130 for Ctrl-C."""
+    """Show the report until the user types q, or once. Return the exit status: 0, 1 if ``--once`` gets no answer from
+    the router, 2 for a wrong command line, 130 for Ctrl-C.
+    """
     try:
         flags = make_parser().parse_args(argv)
         router = RouterClient.from_flags(flags)
@@ -102,27 +103,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> FlagParser:
-    """The flags."""
+    """Build the parser of the flags."""
     parser = FlagParser(prog="kvrouter top", description="Show what the router and its instances do, in a terminal.")
     parser.add_argument(
         "--interval",
         type=parse_interval,
         default=DEFAULT_INTERVAL,
         metavar="SECONDS",
-        help=f"between two looks (default: {DEFAULT_INTERVAL:g})",
+        help=f"seconds between two polls (default: {DEFAULT_INTERVAL:g})",
     )
-    parser.add_argument("--sort", choices=ORDERS, default="load", help="the order of instances (default: load)")
+    parser.add_argument("--sort", choices=ORDERS, default="load", help="order of the instances (default: load)")
     parser.add_argument(
         "--once",
         action="store_true",
-        help="look twice, print what happened in between, and end; so it is, too, where the output is no terminal",
+        help="poll twice, print the difference, and end; default if the output is not a terminal",
     )
     add_router_flags(parser)
     return parser
 
 
 async def _show_once(collector: Collector, console: Console, order: str) -> int:
-    """Two looks, as counters tell only of the time between."""
+    """Poll twice, because counters need an interval between two polls."""
     if not console.is_terminal:
         console.width = max(console.width, MIN_WIDTH)
     try:
@@ -171,7 +172,7 @@ async def _keep_showing(collector: Collector, console: Console, order: str) -> i
 
 @contextlib.contextmanager
 def _listen_for_keys(on_key: Callable[[str], None]) -> Iterator[None]:
-    """Call ``on_key`` with each key as it is typed; no keys where standard input is no terminal."""
+    """Call ``on_key`` with each typed key; never if standard input is no terminal."""
     if not sys.stdin.isatty():
         yield
         return
@@ -180,7 +181,7 @@ def _listen_for_keys(on_key: Callable[[str], None]) -> Iterator[None]:
 
     def on_input() -> None:
         typed = os.read(fd, 64)
-        if not typed:  # the terminal is gone
+        if not typed:  # the terminal is closed
             loop.remove_reader(fd)
         for each in typed.decode(errors="replace"):
             on_key(each)
@@ -195,10 +196,10 @@ def _listen_for_keys(on_key: Callable[[str], None]) -> Iterator[None]:
 
 
 def _draw(collector: Collector, order: str, width: int, height: int | None = None) -> RenderableType:
-    """The report of the last look.
+    """Render the report of the last poll.
 
     Args:
-        height: lines that there is room for; of instances only so many are told.
+        height: number of lines that fit; it limits the number of instances shown.
     """
     last = collector.history.last
     if last is None:
@@ -229,7 +230,7 @@ def _draw(collector: Collector, order: str, width: int, height: int | None = Non
 
 
 def _draw_head(history: History, url: str, last: Moment) -> Text:
-    """The router's own figures, in two lines."""
+    """Render the router's own metrics, in two lines."""
     answers = sum_answers(history.count_span(SPAN, read_router(lambda router: router.answers)))
     first = history.count_span(SPAN, read_router(lambda router: router.first_token))
     later = history.count_span(SPAN, read_router(lambda router: router.output_token))
@@ -240,7 +241,7 @@ def _draw_head(history: History, url: str, last: Moment) -> Text:
     head.append(f"  {format_rate(total / seconds) if seconds > 0 else NOTHING} requests/s")
     if last.router is not None:
         head.append(f"  running {format_count(last.router.running)}")
-        head.append(f"  in line {format_count(last.router.queued)}", "yellow" if last.router.queued else "")
+        head.append(f"  queued {format_count(last.router.queued)}", "yellow" if last.router.queued else "")
     head.append(f"  failed {format_count(answers['failed'])}", "bold red" if answers["failed"] else "")
     head.append(f"  refused {format_count(answers['refused'])}", "yellow" if answers["refused"] else "")
     head.append(f"  of {format_count(total)} in {format_seconds(seconds)}\n")
@@ -255,7 +256,7 @@ def _draw_head(history: History, url: str, last: Moment) -> Text:
 
 
 def _draw_origins(history: History, width: int) -> Text:
-    """A bar of where prompt tokens came from."""
+    """Render a bar of the origins of prompt tokens."""
     shares = share_origins(history.count_span(SPAN, count_origins), with_handed_over=True)
     if not shares:
         return Text("prompts  no tokens in this time")

@@ -1,21 +1,21 @@
-"""The instances: who has registered, who is healthy, who may be paired with whom.
+"""The instances: which ones have registered, which are healthy, which may be paired.
 
 registration.py   Registration: the fields that an instance sends about itself, parsed
-events.py         Signal: what happens to instances, for those who subscribe
+events.py         Signal: events of instances, and their subscribers
 instance.py       Instance: one registered instance, its health and its load
-kept_responses.py KeptResponses: which instance keeps which answer of /v1/responses
-breaker.py        Breaker: takes an instance out of the choice whose live requests fail
+kept_responses.py KeptResponses: which instance stores which answer of /v1/responses
+breaker.py        Breaker: excludes an instance from selection after failed live requests
 registry.py       Registry: all instances by host:port
 models.py         which models instances serve, and which of them a request means
 pairing.py        which prefill and decode instance may work together
 health.py         HealthMonitor: probes instances
-discovery/        Discovery: instances that are found as pods of a Kubernetes cluster
-scrape.py         Scraper: asks instances for their own account of their load
-admin.py          the operator's orders: drain, pause, resume, weigh, empty caches
+discovery/        Discovery: finds instances as pods of a Kubernetes cluster
+scrape.py         Scraper: fetches the load that instances report themselves
+admin.py          operator commands: drain, pause, resume, set a weight, empty caches
 register_file.py  instances that are listed in a file instead of registering themselves
 snapshot.py       Snapshot: instances and prefixes for the next start
-tasks.py          Tasks: background work that nobody awaits
-awake.py          AwakeClock: seconds in which this process could have noticed something
+tasks.py          Tasks: background work that no other task awaits
+awake.py          AwakeClock: seconds during which this process was able to notice events
 """
 
 from router.fleet.admin import ORDERS, clear_prefix_caches, tell_progress

@@ -1,7 +1,7 @@
-"""The operator's orders about instances: drain, pause, resume, weigh, and empty their prefix caches.
+"""Operator commands for instances: drain, pause, resume, set a weight, and empty their prefix caches.
 
-They hold until the operator takes them back: neither a heartbeat nor a router's restart with a snapshot undoes them.
-A drain may be ordered to end with the instance's process, as a roll-out wants it.
+A command stays in effect until the operator revokes it: neither a heartbeat nor a restart of a router with a snapshot
+undoes it. Optionally, a drain ends with the instance's process, as a rolling update needs it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["ORDERS", "clear_prefix_caches", "tell_progress"]
 _log = logging.getLogger("router.fleet.admin")
 
 CLEAR_SECONDS = 10.0
-# Our engine's path, vLLM's (with VLLM_SERVER_DEV_MODE=1) and SGLang's.
+# Paths of our engine, of vLLM (with VLLM_SERVER_DEV_MODE=1) and of SGLang.
 CLEAR_PATHS = ("/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache")
 
 
 def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
-    """Let an instance take no new requests, or, with ``undrain``, take them again.
+    """Drain an instance: send it no new requests. With ``undrain``, send it requests again.
 
-    With ``until_restart``, its address takes requests again when another process has it.
+    With ``until_restart``, the drain ends when another process uses the instance's address.
 
     Raises:
-        Refused: the body makes no sense.
+        Refused: the body is invalid.
     """
     key, members = _parse_order(body)
     undrain, until_restart = (_parse_flag(members, name) for name in ("undrain", "until_restart"))
@@ -40,7 +40,7 @@ def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
 
 
 def tell_progress(registry: Registry, key: str) -> dict[str, Any]:
-    """Whether an instance drains, and how many requests it still runs, for all routers and workers.
+    """Return whether an instance drains, and how many requests it still runs, for all routers and workers.
 
     Raises:
         Refused: there is no such instance.
@@ -50,10 +50,10 @@ def tell_progress(registry: Registry, key: str) -> dict[str, Any]:
 
 
 def pause_instance(registry: Registry, body: bytes) -> dict[str, Any]:
-    """Let an instance take no new requests for the time being; those it runs go on.
+    """Pause an instance: send it no new requests for now. Its running requests continue.
 
     Raises:
-        Refused: the body makes no sense.
+        Refused: the body is invalid.
     """
     instance = _find_instance(registry, _parse_order(body)[0])
     instance.set_pause(True)
@@ -61,10 +61,10 @@ def pause_instance(registry: Registry, body: bytes) -> dict[str, Any]:
 
 
 def resume_instance(registry: Registry, body: bytes) -> dict[str, Any]:
-    """Let an instance that was paused or drained take requests again.
+    """Send new requests again to a paused or drained instance.
 
     Raises:
-        Refused: the body makes no sense.
+        Refused: the body is invalid.
     """
     instance = _find_instance(registry, _parse_order(body)[0])
     instance.set_pause(False)
@@ -73,10 +73,10 @@ def resume_instance(registry: Registry, body: bytes) -> dict[str, Any]:
 
 
 def weigh_instance(registry: Registry, body: bytes) -> dict[str, Any]:
-    """Give an instance a part of its share of the requests.
+    """Set the factor, 0 to 1, that multiplies an instance's share of the requests.
 
     Raises:
-        Refused: the body makes no sense.
+        Refused: the body is invalid.
     """
     key, members = _parse_order(body)
     weight = members.get("weight")
@@ -94,14 +94,14 @@ ORDERS: dict[str, Callable[[Registry, bytes], dict[str, Any]]] = {
     "/admin/resume": resume_instance,
     "/admin/weight": weigh_instance,
 }
-"""What carries out a ``POST`` to each of these paths."""
+"""The handler of ``POST`` for each of these paths."""
 
 
 async def clear_prefix_caches(registry: Registry, upstream: ConnectionPool) -> dict[str, str]:
-    """Make all instances forget the prefixes in their own caches; the pool keeps its own.
+    """Make all instances empty their own prefix caches. The pool is not changed.
 
     Returns:
-        By instance, ``success`` or why not.
+        For each instance, ``success`` or the reason of the failure.
     """
     instances = list(registry)
     outcomes = await gather_spread(_clear_prefix_cache(instance, upstream) for instance in instances)
@@ -126,7 +126,7 @@ async def _clear_prefix_cache(instance: Instance, upstream: ConnectionPool) -> s
 
 
 def _parse_order(body: bytes) -> tuple[str, dict[str, Any]]:
-    """The key of the instance that an order is about, and all members of its body."""
+    """Return the key of the instance that a command names, and all members of its body."""
     try:
         members = parse_object(body)
     except BadBody as exc:

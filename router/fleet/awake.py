@@ -1,8 +1,8 @@
-"""AwakeClock: how long this process could have noticed something.
+"""AwakeClock: the time during which this process was able to notice events.
 
-A process that gets no CPU, is stopped, or whose machine sleeps hears of nothing meanwhile, and finds all time-outs over
-when it goes on, before it has read what came in time. So what others must have done within some seconds is judged by
-a clock that stands still for as long as this process does.
+A process notices nothing while it gets no CPU or is stopped, or while its machine sleeps. When it continues, all
+time-outs have expired, although it has not yet read messages that arrived in time. So deadlines of other processes are
+measured with a clock that stops while this process does not run.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from collections.abc import Callable
 
 __all__ = ["AwakeClock"]
 
-# A tick that comes later than this after the one before shows that the loop did not run.
+# A tick later than this after the previous one means that the loop did not run in between.
 TICK_SECONDS = 0.1
 MAX_STEP_SECONDS = 0.25
 
 
 class AwakeClock:
-    """Seconds in which the event loop of this process ran."""
+    """Counts the seconds in which the event loop of this process ran."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            clock: seconds of a monotonic clock, which this one is equal to until it first stands still.
+            clock: monotonic clock in seconds. This clock starts with the same value, and falls behind whenever it
+                stops.
         """
         self._clock = clock
         self._ticked_at = self._awake_at_tick = clock()
@@ -34,12 +35,12 @@ class AwakeClock:
 
     @property
     def lost(self) -> float:
-        """The seconds for which this clock has stood still."""
+        """Seconds for which this clock has been stopped in total."""
         now = self._clock()
         return now - self._read(now)
 
     def now(self) -> float:
-        """The time by this clock, which ``keep_ticking`` must keep going."""
+        """Return the time of this clock. ``keep_ticking`` must be running."""
         return self._read(self._clock())
 
     def tick(self) -> None:
@@ -48,7 +49,7 @@ class AwakeClock:
         self._awake_at_tick, self._ticked_at = self._read(now), now
 
     async def keep_ticking(self) -> None:
-        """Tick, until cancelled."""
+        """Tick until cancelled."""
         while True:
             self.tick()
             await asyncio.sleep(TICK_SECONDS)

@@ -1,13 +1,13 @@
-"""The circuit breaker: takes an instance out of the choice when live requests keep failing there.
+"""The circuit breaker: excludes an instance from selection when live requests keep failing there.
 
-A probe of /health cannot see that an engine answers every request with 500; the requests themselves can::
+A probe of /health cannot detect that an engine answers every request with 500; the requests themselves can::
 
     closed ──FAILURES in a row──► open ──OPEN_SECONDS later, one request is tried──► half_open
-       ▲                            ▲                                                    │
-       └────────── a success ───────┼────────────────────────────────────────────────────┤
-                                    └──────────────────── a failure ─────────────────────┘
+      ▲                            ▲                                                    │
+      └────────── a success ───────┼────────────────────────────────────────────────────┤
+                                   └──────────────────── a failure ─────────────────────┘
 
-A trial that ends without a verdict (its client left) is followed by another one OPEN_SECONDS later.
+If a trial ends without a result (its client left), another one follows OPEN_SECONDS later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPEN_SECONDS = 5.0
 
 
 class Breaker:
-    """One instance's breaker. Times are seconds of one monotonic clock."""
+    """Breaker of one instance. Times are seconds of one monotonic clock."""
 
     __slots__ = ("failures", "retry_at", "state")
 
@@ -29,19 +29,19 @@ class Breaker:
         self.state = "closed"
         """``closed``, ``open`` or ``half_open``."""
         self.failures = 0
-        """Failed requests in a row."""
+        """Number of failed requests in a row."""
         self.retry_at = -math.inf
-        """The time from which on a request may go there."""
+        """Time from which on the instance may get a request."""
 
     def __repr__(self) -> str:
         return f"<Breaker {self.state} failures={self.failures}>"
 
     def admits(self, now: float) -> bool:
-        """Whether a request may go there."""
+        """Return whether the instance may get a request."""
         return now >= self.retry_at
 
     def record_success(self) -> bool:
-        """Note a request that was answered; return whether this closed the breaker."""
+        """Note a successful request; return whether this closed the breaker."""
         self.failures = 0
         if self.state == "closed":
             return False
@@ -49,14 +49,14 @@ class Breaker:
         return True
 
     def record_failure(self, now: float) -> bool:
-        """Note a request that failed; return whether this opened the breaker."""
+        """Note a failed request; return whether this opened the breaker."""
         self.failures += 1
-        # Requests that were under way when it opened say nothing new.
+        # Requests that were running when the breaker opened give no new information.
         if self.state == "open" or (self.state == "closed" and self.failures < FAILURES):
             return False
         self.state, self.retry_at = "open", now + OPEN_SECONDS
         return True
 
     def begin_half_open_trial(self, now: float) -> None:
-        """Let one request through although the breaker is not closed, and no other one for the time being."""
+        """Let one request through although the breaker is not closed, and no other one until the trial ends."""
         self.state, self.retry_at = "half_open", now + OPEN_SECONDS

@@ -1,4 +1,4 @@
-"""Signal: an event of the fleet, and who is called when it happens."""
+"""Signal: an event of the fleet, and the callbacks that it calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ P = ParamSpec("P")
 
 
 class Signal(Generic[P]):
-    """One kind of event; its callbacks are called in the order in which they subscribed."""
+    """One kind of event. Its callbacks are called in the order in which they subscribed."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[P, None]] = []

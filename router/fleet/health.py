@@ -1,4 +1,4 @@
-"""Health: asks every instance in parallel whether it works, and forgets those that are gone."""
+"""Health: probes every instance in parallel, and removes instances that are gone."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["HealthMonitor"]
 
 _log = logging.getLogger("router.fleet.health")
 
-# Instances are asked so often, with a probe, which models they serve: LoRA adapters come and go.
+# How often a probe also fetches the list of served models: LoRA adapters are loaded and unloaded.
 MODELS_SECONDS = 60.0
-# A probe that was late while this process itself did not run for longer than this says nothing.
+# If this process did not run for longer than this during a probe, the probe's time-out means nothing.
 LOST_SECONDS = 0.1
-# A registration waits for the answer.
+# A registration waits for this answer.
 ASK_SECONDS = 2.0
 
 
 class HealthMonitor:
-    """Probes instances when they register, periodically, and when live traffic makes one suspect."""
+    """Probes instances when they register, periodically, and when failed live traffic makes one suspect."""
 
     def __init__(self, settings: RouterSettings, registry: Registry, upstream: ConnectionPool, tasks: Tasks) -> None:
         self._settings = settings
@@ -41,9 +41,9 @@ class HealthMonitor:
         self._upstream = upstream
         self._tasks = tasks
         self._suspects: set[str] = set()
-        self._unprobed: set[str] = set()  # those of which the log says that they cannot be probed
+        self._unprobed: set[str] = set()  # instances for which "cannot be probed" was logged
         self.awake = AwakeClock()
-        """Must tick while instances are probed."""
+        """Clock of this process; it must tick while instances are probed."""
         self._excused = 0.0
 
     async def keep_probing(self) -> None:
@@ -63,7 +63,7 @@ class HealthMonitor:
             _log.exception("a round of probes failed; the next one follows")
 
     async def _probe_one_by_one(self) -> None:
-        """Probe each instance; they are spread over the interval, so that the loop is not held up by all at once."""
+        """Probe each instance. The probes are spread over the interval, because all together would block the loop."""
         interval = self._settings.health_check_interval_secs
         ends_at = time.monotonic() + interval
         instances = list(self._registry)
@@ -74,10 +74,10 @@ class HealthMonitor:
         await asyncio.sleep(max(0.0, ends_at - time.monotonic()))
 
     async def probe_and_register(self, registration: Registration) -> Instance:
-        """Admit an instance, or note its heartbeat. New ones and unhealthy ones are probed first.
+        """Register an instance, or note its heartbeat. New and unhealthy instances are probed first.
 
         Raises:
-            RegistrationError: the router's mode does not take its role, or it does not answer its probe.
+            RegistrationError: the router's mode does not accept its role, or its probe failed.
         """
         self._registry.check_role(registration.role)
         known = self._registry.get(registration.key)
@@ -94,11 +94,11 @@ class HealthMonitor:
         return instance
 
     async def check_all(self) -> None:
-        """Probe all instances at once, and note the results."""
+        """Probe all instances concurrently, and note the results."""
         await gather_spread(map(self._check_instance, list(self._registry)))
 
     async def find_troubles(self) -> dict[str, str]:
-        """Probe all instances at once; return the trouble of each, ``""`` where all is well. Nothing is noted."""
+        """Probe all instances concurrently. Return the trouble of each, ``""`` if it has none. Change no state."""
 
         async def find_trouble(instance: Instance) -> str:
             try:
@@ -112,10 +112,10 @@ class HealthMonitor:
         return {instance.key: each for instance, each in zip(instances, found, strict=True)}
 
     def on_trouble(self, instance: Instance, error: Exception) -> None:
-        """An exchange with ``instance`` failed: believe a refused connection at once, else probe it soon.
+        """Handle a failed exchange with ``instance``: a refused connection counts immediately, else probe it soon.
 
-        Where a connection was not accepted in time, a name not resolved, or TLS not agreed upon, the network may be
-        at fault, or the moment.
+        If a connection was not accepted in time, a name not resolved, or TLS not negotiated, the cause may be the
+        network, or temporary.
         """
         if isinstance(error, ConnectRefused):
             instance.mark_unhealthy(str(error))
@@ -145,20 +145,21 @@ class HealthMonitor:
             is_refused = isinstance(exc, ConnectRefused)
             is_out_of_reach = isinstance(exc, ConnectFailed) and not is_refused
             if (is_out_of_reach or isinstance(exc, TimedOut)) and self.awake.lost - lost > LOST_SECONDS:
-                return  # the answer may have come in time, but this process did not run
+                return  # the answer may have arrived in time, but this process did not run
             threshold = self._settings.health_failure_threshold
             instance.record_failed_probe(str(exc), threshold, may_finish=is_refused, is_out_of_reach=is_out_of_reach)
         else:
             if self._should_ask_models(instance):
                 models = await self._ask_models(instance.address)
-                # One that came back may be another one; one that never left serves what it did.
+                # An instance that became healthy again may be a different one. One that stayed healthy serves the same
+                # models.
                 if models is not None or not instance.healthy:
                     instance.set_models(models, time.monotonic())
             self._unprobed.discard(instance.key)
             instance.record_passed_probe(time.monotonic(), self._settings.health_success_threshold)
 
     def _log_unprobed(self, instance: Instance, error: UpstreamError) -> None:
-        """Say that this machine cannot ask the instance, once until it can."""
+        """Log that this machine cannot probe the instance, once until it can again."""
         if instance.key not in self._unprobed:
             self._unprobed.add(instance.key)
             _log.error("%s was not probed, and is taken for as healthy as before: %s", instance.key, error)
@@ -173,10 +174,10 @@ class HealthMonitor:
         return asked_at < self._registry.models_wanted_at or time.monotonic() - asked_at > MODELS_SECONDS
 
     async def _probe_address(self, address: Address) -> None:
-        """Ask whether all is well at ``address``.
+        """Probe the instance at ``address``.
 
         Raises:
-            UpstreamError: it is not, in one sentence.
+            UpstreamError: the probe failed. The message is one sentence.
         """
         endpoint = self._settings.health_check_endpoint
         timeout = self._settings.health_check_timeout_secs
@@ -185,10 +186,10 @@ class HealthMonitor:
             raise UpstreamError(f"{address} answered GET {endpoint} with {response.status}")
 
     async def _ask_models(self, address: Address) -> frozenset[str] | None:
-        """The names of the models that the instance at ``address`` serves; none of them if it does not tell.
+        """Fetch the names of the models that the instance at ``address`` serves; empty if it does not list them.
 
         Returns:
-            None if it could not be asked now, and should be asked again.
+            None if the request failed and should be repeated later.
         """
         try:
             answer = await self._upstream.fetch(address, "GET", "/v1/models", timeout=ASK_SECONDS)

@@ -1,6 +1,6 @@
-"""KeptResponses: the instances that keep answers of ``/v1/responses``, by the answers' ids.
+"""KeptResponses: which instance stores which answer of ``/v1/responses``, by the answer's id.
 
-A request that goes on from an answer (``previous_response_id``), reads it or deletes it has to go where it is kept.
+A request that continues an answer (``previous_response_id``), reads it or deletes it has to go to that instance.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ _ID = re.compile(rb'"id"\s*:\s*"(resp_[\w-]{1,200})"')
 
 
 class KeptResponses:
-    """Knows of the last ``MAX_RESPONSES`` answers, this process's and those that others report."""
+    """Index of the last ``MAX_RESPONSES`` answers, of this process and of those that others report."""
 
     def __init__(self, publish: Callable[[str, str, str], None]) -> None:
         """
         Args:
-            publish: is given id, instance and owner of each answer that ``note_answer`` finds, for the other processes.
+            publish: called with id, instance and owner of each answer that ``note_answer`` finds, for the other
+                processes.
         """
         self._publish = publish
         self._keepers: OrderedDict[str, tuple[str, str]] = OrderedDict()
@@ -33,8 +34,8 @@ class KeptResponses:
         """Note the id of the answer that begins with ``data``.
 
         Args:
-            instance: that keeps it, by its key.
-            owner: the tag of the client that asked for it; ``""`` where clients have no keys.
+            instance: key of the instance that stores it.
+            owner: tag of the client that sent the request; ``""`` if clients have no keys.
         """
         if found := _ID.search(data, 0, _HEAD_BYTES):
             response_id = found.group(1).decode()
@@ -42,22 +43,22 @@ class KeptResponses:
             self._publish(response_id, instance, owner)
 
     def add_keeper(self, response_id: str, instance: str, owner: str = "") -> None:
-        """Note that this instance, by its key, keeps the answer of this client."""
+        """Note that the instance with this key stores this client's answer."""
         self._keepers[response_id] = instance, owner
         if len(self._keepers) > MAX_RESPONSES:
             self._keepers.popitem(last=False)
 
     def find_keeper(self, response_id: str) -> str | None:
-        """The key of the instance that keeps the answer; None where it is not known."""
+        """Return the key of the instance that stores the answer; None if unknown."""
         return self._keepers.get(response_id, (None, ""))[0]
 
     def is_open_to(self, response_id: str, client: str) -> bool:
-        """Whether the client with this tag may ask for the answer: its own; any one, where clients have no keys.
+        """Return whether the client with this tag may access the answer: its own; without keys, every answer.
 
-        One that is not known here may be another client's.
+        An answer that is unknown here may belong to another client, so it is not accessible.
         """
         return not client or self._keepers.get(response_id, ("", ""))[1] == client
 
     def on_told(self, _sender: str, content: Any) -> None:
-        """Another process reports an answer."""
+        """Note an answer that another process reports."""
         self.add_keeper(*content)

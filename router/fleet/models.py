@@ -1,8 +1,8 @@
-"""Models: which ones an instance serves, LoRA adapters among them, and which of them a request means.
+"""Models: which ones an instance serves, including LoRA adapters, and which of them a request means.
 
-Instances are asked (``GET /v1/models``) before they are chosen, and again now and then, as adapters come and go. One
-that does not tell serves any model. Names are told apart only where that matters: a fleet with one model serves
-requests by any name, as its clients send any.
+Instances are queried (``GET /v1/models``) before they are selected, and again periodically, because adapters are loaded
+and unloaded. An instance that does not list its models serves any model. Names matter only if there are several models:
+a fleet with one model serves requests with any name, because clients send arbitrary ones.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["UNLISTED", "ServedModels", "parse_models"]
 
-# By these names clients mean whatever is served, if nothing is served by the name itself; "default" is FastDeploy's.
+# With these names, clients mean any served model, unless a model has exactly this name. "default" is FastDeploy's.
 _ANY_NAMES = frozenset({"", "any", "default"})
 
 UNLISTED = "\0"
-"""Stands for all models that no instance lists; those that do not tell theirs may serve them."""
+"""Stands for all models that no instance lists. Instances that do not list their models may serve them."""
 
 
 def parse_models(data: bytes) -> list[dict[str, Any]]:
-    """The entries of a list of models in OpenAI's form.
+    """Return the entries of a list of models in OpenAI's format.
 
     Raises:
-        ValueError: ``data`` is none.
+        ValueError: ``data`` has another format.
     """
     try:
         listed = orjson.loads(data)["data"]
@@ -40,12 +40,12 @@ def parse_models(data: bytes) -> list[dict[str, Any]]:
 
 
 class ServedModels:
-    """The names of the models that instances serve at one moment."""
+    """Names of the models that instances serve at one moment."""
 
     def __init__(self, instances: Iterable[Instance], gone: Collection[str] = ()) -> None:
         """
         Args:
-            gone: names that were served by instances which are gone.
+            gone: names that were served by removed instances.
         """
         known = [instance.models for instance in instances]
         self._some_serve_any = frozenset() in known
@@ -57,21 +57,21 @@ class ServedModels:
 
     @property
     def are_told_apart(self) -> bool:
-        """Whether it matters which model a request names: there are several, or were."""
+        """Whether the model name in a request matters: there are several models, or there were."""
         return len(self.names) > 1 or bool(self.gone)
 
     def list_names(self) -> str:
-        """The names, as they are told to people."""
+        """Return the names as text for a message."""
         return ", ".join(map(repr, sorted(self.names))) or "none that they tell"
 
     def find(self, name: object) -> str | None:
-        """The model that a request for ``name`` is for, or ``UNLISTED``.
+        """Return the model that a request for ``name`` means, or ``UNLISTED``.
 
         Returns:
-            ``""`` if any model will do, None if none is served that could be meant.
+            ``""`` if any model is suitable, None if no served model matches.
         """
         if not isinstance(name, str):
-            return ""  # it names none; or engines tell the client what is wrong with it
+            return ""  # it names no model, or the engine reports the mistake to the client
         if name in self.names:
             return name
         if name in _ANY_NAMES:

@@ -11,16 +11,16 @@ __all__ = ["can_decode_for", "may_pair", "pairing_kind", "share_model"]
 
 
 def can_decode_for(prefill_tp_size: int, decode_tp_sizes: Collection[int]) -> bool:
-    """Whether a decode instance of one of these tensor-parallel sizes can take over from such a prefill instance."""
+    """Return whether decode with one of these tensor-parallel sizes can continue a prefill with this size."""
     return 1 in decode_tp_sizes or prefill_tp_size in decode_tp_sizes
 
 
 def may_pair(prefill: Registration, decode: Registration) -> bool:
-    """Whether the KV blocks that ``prefill`` computes can be handed over to ``decode``.
+    """Return whether KV blocks that ``prefill`` computes can be transferred to ``decode``.
 
-    Instances of different engines, or of vLLM's with different connectors, do not understand each other. KV blocks of
-    two versions of a model must never meet. A prefill instance that connects to decode instances ahead
-    (FastDeploy's FD_ENABLE_PD_RDMA_EAGER_CONNECT) hands over to those it names, once it names any.
+    Instances of different engines, or of vLLM with different connectors, are incompatible. KV blocks of two versions of
+    a model must never be mixed. A prefill instance that connects to decode instances in advance (FastDeploy's
+    FD_ENABLE_PD_RDMA_EAGER_CONNECT) transfers only to those it lists, once it lists any.
     """
     return (
         pairing_kind(prefill) == pairing_kind(decode)
@@ -31,11 +31,11 @@ def may_pair(prefill: Registration, decode: Registration) -> bool:
 
 
 def pairing_kind(registration: Registration) -> Hashable:
-    """Engine, and connector of vLLM's: both instances of a pair are of one kind."""
+    """Return the engine, and for vLLM the connector. Both instances of a pair have the same kind."""
     is_vllm = registration.engine is EngineKind.VLLM
     return registration.engine, registration.kv_connector if is_vllm else None
 
 
 def share_model(prefill: Instance, decode: Instance) -> bool:
-    """Whether there is a model that both serve, for all they tell."""
+    """Return whether both serve a common model, or may because one lists no models."""
     return not prefill.models or not decode.models or not prefill.models.isdisjoint(decode.models)

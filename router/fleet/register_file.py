@@ -1,11 +1,11 @@
-"""The register file: instances that the router knows from its start on, in the form of FastDeploy's Go router::
+"""The register file: instances that the router knows from its start, in the format of FastDeploy's Go router::
 
     instances:
       - {role: prefill, host_ip: 127.0.0.1, port: 8097, connector_port: 8001, rdma_ports: [7100, "7101"],
          device_ids: [0, "1"], transfer_protocol: [ipc, rdma], metrics_port: 8003}
 
-``role``, ``host_ip`` and ``port`` are needed. Instances of other engines say ``engine`` (vllm, sglang, openai), and
-perhaps ``kv_connector`` or ``bootstrap_port``. Numbers may be text; lists may be text with commas.
+``role``, ``host_ip`` and ``port`` are required. Instances of other engines specify ``engine`` (vllm, sglang, openai),
+and if needed ``kv_connector`` or ``bootstrap_port``. Numbers may be strings; lists may be strings with commas.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _FIELDS = (
 
 
 def read_register_file(path: Path) -> list[Registration]:
-    """The instances that the file lists.
+    """Return the instances that the file lists.
 
     Raises:
-        SettingsError: the file cannot be read, or an entry makes no sense; it names the entry and the field.
+        SettingsError: the file cannot be read, or an entry is invalid; the message names the entry and the field.
     """
     where = f"manager.register-path {path}"
     try:
@@ -54,10 +54,10 @@ def read_register_file(path: Path) -> list[Registration]:
 
 
 def add_listed_instances(registry: Registry, path: Path, now: float) -> None:
-    """Add the file's instances to ``registry``: probed like others, and never forgotten.
+    """Add the file's instances to ``registry``. They are probed like others, and never removed.
 
     Raises:
-        SettingsError: as ``read_register_file``; or the router's mode does not take the role of an entry.
+        SettingsError: as ``read_register_file``; or the router's mode does not accept the role of an entry.
     """
     for i, registration in enumerate(read_register_file(path)):
         try:
@@ -68,7 +68,7 @@ def add_listed_instances(registry: Registry, path: Path, now: float) -> None:
 
 
 def _warn_of_unknown(document: dict[Any, Any], where: str) -> None:
-    """Log all names in one line that the router does not know; FastDeploy's Go router passes over them, too."""
+    """Log all unknown names in one line. FastDeploy's Go router ignores such names, too."""
     fields = [name for entry in document["instances"] or [] if isinstance(entry, dict) for name in entry]
     unknown = dict.fromkeys(str(name) for name in fields if name not in _FIELDS)
     beside = [str(name) for name in document if name != "instances"]

@@ -1,4 +1,4 @@
-"""Registration: the fields that an instance sends about itself, in FastDeploy's form, and its engine's kind."""
+"""Registration: the fields that an instance sends about itself, in FastDeploy's format, and the kind of its engine."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = [
     "RoleRefused",
 ]
 
-# A name or an address of either kind, an IPv6 one perhaps with its zone; perhaps behind a scheme.
+# A host name, an IPv4 address, or an IPv6 address optionally with its zone; optionally after a scheme.
 _HOST = re.compile(r"(http://|https://)?([\w.:%-]+)", re.ASCII)
 
 _PROTOCOLS = ("ipc", "rdma", "tcp")
-# Of SGLang's --disaggregation-bootstrap-port.
+# SGLang's default of --disaggregation-bootstrap-port.
 _BOOTSTRAP_PORT = 8998
 
 
 class Role(str, enum.Enum):
-    """The part of a request that an instance does: all of it, or one half of a pair's."""
+    """The part of a request that an instance computes: all of it, or one half of a pair's work."""
 
     MIXED = "mixed"
     PREFILL = "prefill"
@@ -39,17 +39,17 @@ class Role(str, enum.Enum):
 
 
 class EngineKind(str, enum.Enum):
-    """The engine that an instance runs, which decides how it is asked; FastDeploy's is our own engine's kind, too."""
+    """Engine of an instance, which decides the request format. Our own engine has FastDeploy's kind."""
 
     FASTDEPLOY = "fastdeploy"
     VLLM = "vllm"
     SGLANG = "sglang"
     OPENAI = "openai"
-    """Any other one with OpenAI's endpoints."""
+    """Any other engine with OpenAI's endpoints."""
 
 
 class KvConnector(str, enum.Enum):
-    """The way in which a pair of vLLM's hands KV over: vLLM's NixlConnector, its MooncakeConnector, or our own one."""
+    """Connector for KV transfer in a pair of vLLM instances: vLLM's NixlConnector or MooncakeConnector, or our own."""
 
     NIXL = "nixl"
     MOONCAKE = "mooncake"
@@ -60,11 +60,11 @@ _AnyEnum = TypeVar("_AnyEnum", bound=enum.Enum)
 
 
 class RegistrationError(ValueError):
-    """A registration that cannot be accepted: one sentence, naming the field and a right value."""
+    """A registration that cannot be accepted. The message is one sentence that names the field and a right value."""
 
 
 class RoleRefused(RegistrationError):
-    """The router's mode does not take the instance's role."""
+    """The router's mode does not accept the instance's role."""
 
 
 class NotHealthy(RegistrationError):
@@ -77,9 +77,9 @@ class NotHealthy(RegistrationError):
 
 @dataclass(frozen=True)
 class Registration:
-    """An instance's account of itself, as FastDeploy's instances give it; ports and ids as strings.
+    """Data that an instance sends about itself, in the format of FastDeploy's instances; ports and ids are strings.
 
-    ``fields`` keeps everything it sent, including fields that this router does not know.
+    ``fields`` contains everything it sent, including fields that this router does not know.
     """
 
     role: Role
@@ -91,34 +91,34 @@ class Registration:
     tp_size: int
     is_paused: bool
     version: str | None
-    """The model's version; instances that name none are of one version too."""
+    """The model's version. Instances that name none have one common version."""
     connected_decodes: frozenset[str]
-    """Keys of the decode instances that a prefill instance has connected to ahead; empty where it does not do that."""
+    """Keys of the decode instances to which a prefill instance has connected in advance; may be empty."""
     metrics_port: int
     engine: EngineKind
     bootstrap_port: int
-    """Where a prefill instance of SGLang's tells decode instances about itself."""
+    """SGLang only: the port at which a prefill instance exchanges connection data with decode instances."""
     kv_connector: KvConnector
-    """Of an instance of vLLM's."""
+    """vLLM only: its KV connector."""
     models: frozenset[str]
-    """The names of the models that it serves, where it should not be asked for them."""
+    """Names of the models that it serves, if it should not be queried for them."""
     start_id: str
-    """Names its process: another one at the same address has another. ``""`` where it does not tell."""
+    """Identifies its process: another process at the same address has another value. ``""`` if unknown."""
     fields: Mapping[str, Any]
 
     @property
     def key(self) -> str:
-        """Its identity: ``host_ip:port``."""
+        """Its key: ``host_ip:port``."""
         return str(self.address)
 
     @property
     def takes_cache_salt(self) -> bool:
-        """Whether it is known to keep the caches of different ``cache_salt`` apart: it says so, or is vLLM's."""
+        """Whether it is known to separate the caches of different ``cache_salt``: it reports so, or it is vLLM."""
         return bool(self.fields.get("cache_salt", self.engine is EngineKind.VLLM))
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """The fields that stay as they are while the instance's process lives."""
+        """The fields that do not change during the lifetime of the instance's process."""
         return (
             *(self.role, self.connector_port, self.rdma_ports, self.device_ids, self.transfer_protocol, self.tp_size),
             *(self.version, self.metrics_port, self.address.tls, self.fields.get("engine_worker_queue_port")),
@@ -127,10 +127,10 @@ class Registration:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Registration:
-        """Read the body of ``POST /register``.
+        """Parse the body of ``POST /register``.
 
         Raises:
-            RegistrationError: a field is missing or makes no sense.
+            RegistrationError: a field is missing or invalid.
         """
         _check_encodable(fields)
         address = _parse_address(fields)
@@ -163,13 +163,13 @@ class Registration:
 def _check_encodable(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         try:
-            orjson.dumps({"instances": [{"registration": {name: value}}]})  # the deepest that the router writes it
+            orjson.dumps({"instances": [{"registration": {name: value}}]})  # the deepest nesting in use
         except orjson.JSONEncodeError as exc:
             raise RegistrationError(f"{name!r} cannot be passed on as JSON: {exc}") from None
 
 
 def _parse_role(value: Any) -> Role:
-    # FastDeploy's own enumeration numbers them in this order, and its Go router takes the number too.
+    # FastDeploy's own enumeration has these numbers, and its Go router accepts numbers, too.
     names = [role.value for role in Role]
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
         return Role(names[value])
@@ -190,7 +190,7 @@ def _parse_name(fields: Mapping[str, Any], name: str, default: _AnyEnum) -> _Any
 
 
 def _parse_address(fields: Mapping[str, Any]) -> Address:
-    # Both of FastDeploy's routers take an address that says its scheme.
+    # Both of FastDeploy's routers accept an address with a scheme.
     host = fields.get("host_ip")
     found = _HOST.fullmatch(host) if isinstance(host, str) else None
     if found is None:
@@ -199,7 +199,7 @@ def _parse_address(fields: Mapping[str, Any]) -> Address:
 
 
 def _parse_instance_keys(fields: Mapping[str, Any], name: str) -> frozenset[str]:
-    # FastDeploy's prefill instances send back the objects that GET /decode_instances gave them.
+    # FastDeploy's prefill instances send back the objects that they got from GET /decode_instances.
     value = fields.get(name)
     keys = set()
     for entry in [] if value is None else value if isinstance(value, list) else [value]:
@@ -216,7 +216,7 @@ def _parse_instance_keys(fields: Mapping[str, Any], name: str) -> frozenset[str]
 
 
 def _parse_optional_port(fields: Mapping[str, Any], name: str) -> str | None:
-    # FastDeploy says 0 and null for a port that it does not use, and turns both into text here and there.
+    # FastDeploy sends 0 and null for an unused port, and in some places converts both to text.
     return None if fields.get(name) in (None, 0, "", "0", "None") else _parse_port(fields, name)
 
 
@@ -242,13 +242,13 @@ def _parse_strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _is_text_or_whole(value: Any) -> bool:
-    # JSON has one kind of number, and an encoder may write 3 as 3.0.
+    # JSON has one type of number, and an encoder may write 3 as 3.0.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return isinstance(value, str) or (is_number and value == value // 1)
 
 
 def _parse_rdma_ports(fields: Mapping[str, Any], role: Role) -> tuple[str, ...]:
-    # Only the instances of a pair use them; FastDeploy's Go router, too, takes any text of a mixed one.
+    # Only the instances of a pair use these ports. FastDeploy's Go router, too, accepts any text from a mixed instance.
     ports = _parse_strings(fields, "rdma_ports")
     for port in ports:
         if role is not Role.MIXED and not 0 < _parse_whole_number(port) < 65536:
@@ -257,7 +257,7 @@ def _parse_rdma_ports(fields: Mapping[str, Any], role: Role) -> tuple[str, ...]:
 
 
 def _parse_tp_size(value: Any, num_devices: int) -> int:
-    # FastDeploy's Go router counts the devices of an instance that does not say it.
+    # FastDeploy's Go router counts the devices if the instance does not specify the number.
     if value is None:
         return num_devices or 1
     if number := _parse_whole_number(value):
@@ -266,6 +266,6 @@ def _parse_tp_size(value: Any, num_devices: int) -> int:
 
 
 def _parse_whole_number(value: Any) -> int:
-    """The number that ``value`` or its text is; 0 for anything else, and for one of absurdly many digits."""
+    """Return the whole number that ``value`` or its text represents; 0 for anything else, or too many digits."""
     text = str(value) if isinstance(value, (int, str)) else ""
     return int(text) if text.isdecimal() and len(text) < 20 else 0

@@ -1,8 +1,8 @@
-"""Registry: all instances, and who is told when one of them fails or loses its cache.
+"""Registry: all instances, and the events when one of them fails or loses its cache.
 
-Instances that a register file lists, or the snapshot of an earlier start, begin as unhealthy and are probed at once.
+Instances from a register file, or from the snapshot of an earlier start, begin as unhealthy and are probed immediately.
 
-All times are seconds of one monotonic clock, ``time.monotonic`` where nobody injects another.
+All times are seconds of one monotonic clock, ``time.monotonic`` unless the caller injects another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Registry"]
 _log = logging.getLogger("router.fleet.registry")
 
 
-# Instances may list adapters without end.
+# Instances may list any number of adapters.
 MAX_GONE_MODELS = 1000
 
 
@@ -30,14 +30,14 @@ class Registry:
     def __init__(self, splitwise: bool) -> None:
         self.splitwise = splitwise
         self.events = events = FleetEvents()
-        """What happens to the instances."""
+        """Events of the instances."""
         events.new_models.subscribe(self._on_new_models)
         self.gone_models: set[str] = set()
-        """The names of models that nobody serves any more, because the instances that did are gone."""
+        """Names of models that no instance serves any more, because the instances that did are gone."""
         self.models_wanted_at = -math.inf
-        """When a request last named a model that nobody knows: instances may have loaded it since they were asked."""
+        """When a request last named an unknown model: instances may have loaded it since they were last queried."""
         self.make_load: Callable[[str], InstanceLoad] = InstanceLoad
-        """Makes the load of each instance that is added."""
+        """Creates the load counters of each instance that is added."""
         self._instances: dict[str, Instance] = {}
 
     def __repr__(self) -> str:
@@ -47,16 +47,16 @@ class Registry:
         return iter(list(self._instances.values()))
 
     def get(self, key: str) -> Instance | None:
-        """The instance of this key, if it is registered."""
+        """Return the instance with this key, if it is registered."""
         return self._instances.get(key)
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The roles that the router's mode takes."""
+        """The roles that the router's mode accepts."""
         return (Role.PREFILL, Role.DECODE) if self.splitwise else (Role.MIXED,)
 
     def check_role(self, role: Role) -> None:
-        """Raise ``RoleRefused`` if the router's mode does not take ``role``."""
+        """Raise ``RoleRefused`` if the router's mode does not accept ``role``."""
         if role not in self.roles:
             mode = "with --splitwise" if self.splitwise else "without --splitwise"
             takes = " and ".join(r.value for r in self.roles)
@@ -86,13 +86,13 @@ class Registry:
         has_heartbeat: bool = False,
         proven: bool = False,
     ) -> Instance:
-        """Add an instance that has not registered with this process, but of which it has been told.
+        """Add an instance that has not registered with this process, but is known from another source.
 
         Args:
             now: seconds of a monotonic clock.
-            permanent: it is never forgotten, however long it is silent.
-            has_heartbeat: it has registered more than once, elsewhere or earlier.
-            proven: who tells has it for healthy; otherwise it is unhealthy until it is probed.
+            permanent: whether it is never removed, even without any sign of life.
+            has_heartbeat: whether it has registered more than once, elsewhere or earlier.
+            proven: whether the source regards it as healthy; otherwise it is unhealthy until a probe succeeds.
         """
         instance = self._make_instance(
             registration, now, proven=proven, permanent=permanent, has_heartbeat=has_heartbeat
@@ -108,13 +108,13 @@ class Registry:
         return gone
 
     def excuse_silence(self, seconds: float) -> None:
-        """Count these seconds for no instance's silence: this process could not have heard any."""
+        """Exclude these seconds from the silence of all instances: this process could not receive anything."""
         for instance in self._instances.values():
             instance.last_registered += seconds
             instance.last_healthy += seconds
 
     def remove(self, instance: Instance) -> None:
-        """Forget ``instance``, which gets no more requests; those it runs go on."""
+        """Remove ``instance``. It gets no more requests; its running requests continue."""
         del self._instances[instance.key]
         self.events.bump_generation()
         self.events.lost_caches.emit(instance.key)

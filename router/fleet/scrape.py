@@ -1,6 +1,6 @@
-"""Scraper: asks instances for their own account of their load, for the policies that want it.
+"""Scraper: fetches the load that instances report themselves, for the policies that use it.
 
-The router's own counts know nothing of requests that came by another way; an instance's ``/metrics`` does.
+The router's own counts do not include requests that reach an instance by another way; its ``/metrics`` do.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ __all__ = ["WANTED_BY", "Scraper"]
 _log = logging.getLogger("router.fleet.scrape")
 
 WANTED_BY = frozenset({"fd_remote_metrics_score", "remote_cache_aware"})
-"""The policies that look at instances' own figures."""
+"""The policies that use the load reported by instances."""
 
-# One line of Prometheus's text format; FastDeploy's names, which are our engine's too, and vLLM's. An instance may say
-# a figure several times, for each model or data-parallel rank.
+# One line of Prometheus's text format, with the names of FastDeploy (also used by our engine) and vLLM. An instance may
+# report a metric several times, for each model or data-parallel rank.
 _SAMPLE = re.compile(rb"^(?:fastdeploy|vllm):num_requests_(running|waiting)(?:\{.*\})? +([0-9.eE+]+)", re.MULTILINE)
 
 
 class Scraper:
-    """Keeps ``InstanceLoad.running`` and ``InstanceLoad.waiting`` up to date; None where an instance does not say."""
+    """Updates ``InstanceLoad.running`` and ``InstanceLoad.waiting``; None if an instance does not report them."""
 
     def __init__(self, settings: RouterSettings, registry: Registry, upstream: ConnectionPool) -> None:
         policies = (settings.prefill_policy, settings.decode_policy) if settings.splitwise else (settings.policy,)
         self.wanted = not WANTED_BY.isdisjoint(policies)
-        """Whether a policy in use looks at the figures."""
+        """Whether a policy in use needs the metrics."""
         self._interval = settings.stats_interval_secs
         self._registry = registry
         self._upstream = upstream
 
     async def keep_scraping(self) -> None:
-        """Ask all instances every ``stats_interval_secs`` until cancelled; return at once if no policy wants it."""
+        """Poll all instances every ``stats_interval_secs`` until cancelled; return if no policy needs it."""
         while self.wanted:
             try:
                 await self.scrape_all()
@@ -52,7 +52,7 @@ class Scraper:
             await asyncio.sleep(self._interval)
 
     async def scrape_all(self) -> None:
-        """Ask all instances at once; each has as long as there is between two rounds, so that no figure grows stale."""
+        """Poll all instances concurrently. The time-out is one interval, so that no value becomes stale."""
         await gather_spread(map(self._scrape_instance, list(self._registry)))
 
     async def _scrape_instance(self, instance: Instance) -> None:
@@ -68,10 +68,10 @@ class Scraper:
 
 
 def _parse_figures(text: bytes) -> tuple[int, int]:
-    """Requests running and waiting.
+    """Return the numbers of running and waiting requests.
 
     Raises:
-        ValueError: the text does not say one of them.
+        ValueError: the text lacks one of them.
     """
     sums: dict[bytes, float] = {}
     for name, value in _SAMPLE.findall(text):

@@ -1,8 +1,8 @@
 """Snapshot: a file with the instances and prefixes that a router knows, for its next start.
 
-It keeps the registrations, so that a restarted router probes its instances at once instead of waiting for their
-heartbeats, and the prefixes that policies know in instances' caches. It is a help, never a condition: one that cannot
-be used is left aside with a line in the log.
+It contains the registrations, so that a restarted router probes its instances immediately instead of waiting for their
+heartbeats, and the prefixes that policies expect in instances' caches. It is optional: a file that cannot be used is
+ignored and logged.
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ __all__ = ["STALE_SECONDS", "PersistentPolicy", "Snapshot"]
 _log = logging.getLogger("router.fleet.snapshot")
 
 _FORMAT = "kvrouter snapshot 1"
-# The document without its policies, and of each role the policy's name and the function that encodes its memory.
+# The document without its policies; and for each role the policy's name and the function that encodes its state.
 _Contents = tuple[dict[str, Any], dict[str, tuple[str, Callable[[], bytes]]]]
-# Monotonic over processes, but not over starts of the machine, which this file names.
+# Boot time is monotonic across processes, but not across boots of the machine. This file identifies the boot.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# By then, caches have turned over, and ports may have been given to others.
+# After this time, caches have changed, and ports may have been assigned to other processes.
 STALE_SECONDS = 600.0
-# Of orders that nobody has given, or that were given where there is nobody to share them with.
+# Version of commands that were never given, or not shared with other routers.
 _NO_VERSION = (0, "")
 
 
 @runtime_checkable
 class PersistentPolicy(Protocol):
-    """A policy whose memory is worth keeping over a restart."""
+    """A policy that stores its state across a restart."""
 
     def prepare_dump(self) -> Callable[[], bytes]:
-        """Return a function that encodes the memory as it is now; it may take long, and may run in any thread."""
+        """Return a function that encodes the present state. It may take long, and may run in any thread."""
 
     def load_dump(self, data: bytes) -> None:
-        """Take over the memory of another router's policy of the same name.
+        """Load the state of another router's policy of the same name.
 
         Raises:
-            ValueError: this policy cannot use ``data``; its memory is then as it was.
+            ValueError: this policy cannot use ``data``; its own state is unchanged.
         """
 
 
 class OrderVersions(Protocol):
-    """Knows which version the orders about each instance have among all routers, as of ``sharing/records.py``."""
+    """Versions of the operator commands for each instance across all routers; see ``sharing/records.py``."""
 
     def find_orders_version(self, key: str) -> tuple[int, str]:
-        """The version of the latest orders that were heard or given; (0, "") where there were none."""
+        """Return the version of the latest commands that were received or given; (0, "") if there were none."""
 
     def note_restored_orders(self, instance: Instance, version: tuple[int, str]) -> None:
-        """Take over that the orders of ``instance`` are those of this version."""
+        """Note that the restored commands of ``instance`` have this version."""
 
 
 def read_boot_clock() -> tuple[str, float]:
-    """Which start of the machine this is, and the seconds since then; ``""`` where the system does not tell."""
+    """Return the id of the machine's boot, ``""`` if the system does not report it, and the seconds since then."""
     try:
         return _BOOT_ID.read_text().strip(), time.clock_gettime(time.CLOCK_BOOTTIME)
     except (OSError, AttributeError):
@@ -89,14 +89,14 @@ class Snapshot:
     ) -> None:
         """
         Args:
-            path: the file; a file of its name with ``.new`` behind it is written first.
-            policies: each role's policy; the memory of each ``PersistentPolicy`` is kept.
-            clock: seconds since the epoch, by which a file of another start of the machine, or of another one, is old.
-            boot_clock: as of ``read_boot_clock``.
-            versions: those of the orders, where other routers or processes may know later ones than the file.
+            path: the file. A temporary file with the suffix ``.new`` is written first.
+            policies: each role's policy; the state of each ``PersistentPolicy`` is stored.
+            clock: seconds since the epoch, to compute the age of a file from another boot or another machine.
+            boot_clock: as ``read_boot_clock``.
+            versions: versions of the commands, if other routers or processes may have later ones than the file.
 
         Raises:
-            SettingsError: there is no folder for the file, or it is a folder itself.
+            SettingsError: the folder of the file does not exist, or the path is a folder.
         """
         if not path.parent.is_dir():
             raise SettingsError(f"manager.snapshot-path is {str(path)!r}, but there is no folder {path.parent}")
@@ -110,11 +110,11 @@ class Snapshot:
         self._versions = versions
         self._has_new_orders = asyncio.Event()
         registry.events.new_orders.subscribe(self._has_new_orders.set)
-        # One that is cancelled in ``keep_writing`` goes on in its thread while ``save`` begins.
+        # If ``keep_writing`` is cancelled, its write continues in its thread while ``save`` begins.
         self._one_at_a_time = threading.Lock()
 
     async def keep_writing(self, seconds: float) -> None:
-        """Write the file every ``seconds``, and at once after an operator's order, until cancelled."""
+        """Write the file every ``seconds``, and immediately after an operator command, until cancelled."""
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._has_new_orders.wait(), seconds)
@@ -128,7 +128,7 @@ class Snapshot:
             self._write_file(self._gather_contents())
 
     def restore(self, now: float) -> None:
-        """Take over the file's instances and memories, if there is a file and it can be used.
+        """Load the file's instances and policy states, if the file exists and is usable.
 
         Args:
             now: seconds of the monotonic clock of the registry's times.
@@ -145,7 +145,7 @@ class Snapshot:
         for role, state in document["policies"].items():
             try:
                 self._restore_policy(role, state)
-            except Exception:  # whatever a file has, the router starts
+            except Exception:  # the router must start with any content of the file
                 _log.exception("what the snapshot %s has of the %s policy is left aside", self._path, role)
         _log.info("the snapshot %s gave back %d instances", self._path, len(document["instances"]))
 
@@ -155,17 +155,17 @@ class Snapshot:
         known = self._registry.get(registration.key)
         if known is None:
             if entry["permanent"]:
-                return  # the register file named it, and names it no longer
+                return  # it was in the register file, but is not any more
             known = self._registry.add_known_instance(
                 registration, now, permanent=False, has_heartbeat=entry["has_heartbeat"]
             )
         elif not known.permanent:
-            return  # other routers have told of it, and of orders that may be later
+            return  # other routers have reported it, possibly with later commands
         known.set_models(entry["models"], -math.inf)
         self._restore_orders(known, entry)
 
     def _restore_orders(self, known: Instance, entry: dict[str, Any]) -> None:
-        """Take over the file's orders, unless another router or process has told of later ones."""
+        """Apply the file's commands, unless another router or process has reported later ones."""
         if self._versions is not None and self._versions.find_orders_version(known.key) > entry["ordered"]:
             return
         known.set_draining(entry["draining"], until_restart=entry["until_restart"])
@@ -183,7 +183,7 @@ class Snapshot:
                 _log.warning("what the snapshot %s has of the %s policy is left aside: %s", self._path, role, exc)
 
     def _gather_contents(self) -> _Contents:
-        """The file's contents; requests are relayed only once this has returned."""
+        """Collect the file's contents. No requests are relayed until this returns."""
         boot, since_boot = self._boot_clock()
         document: dict[str, Any] = {
             "format": _FORMAT,
@@ -243,11 +243,11 @@ class Snapshot:
                 raise
 
     def _read_file(self) -> dict[str, Any]:
-        """The file's content; registrations parsed, policies' data decoded.
+        """Read the file: registrations are parsed, the policies' data is decoded.
 
         Raises:
-            OSError: it cannot be read.
-            ValueError: it cannot be used: it is damaged, too old, or of a router of the other mode.
+            OSError: the file cannot be read.
+            ValueError: it is unusable: damaged, too old, or written by a router of the other mode.
         """
         data = self._path.read_bytes()
         try:
@@ -266,14 +266,14 @@ class Snapshot:
             }
         except (orjson.JSONDecodeError, RegistrationError, KeyError, TypeError, AttributeError, binascii.Error) as exc:
             raise ValueError(f"it is damaged: {exc or type(exc).__name__}") from exc
-        if not 0 <= age <= STALE_SECONDS:  # nan is none either
+        if not 0 <= age <= STALE_SECONDS:  # also rejects nan
             raise ValueError(f"it was written {age:.0f} s ago; it is used up to {STALE_SECONDS:.0f} s")
         if splitwise is not self._registry.splitwise:
             raise ValueError(f"it is of a router {'with' if splitwise else 'without'} --splitwise")
         return document
 
     def _measure_age(self, document: dict[str, Any]) -> float:
-        """The seconds since it was written; by no clock that may be set, if the machine has not been started since."""
+        """Return the seconds since the file was written. Clock changes have no effect, unless it rebooted."""
         boot, since_boot = self._boot_clock()
         if boot and document.get("boot") == boot:
             age: float = since_boot - document["since_boot"]
@@ -283,7 +283,7 @@ class Snapshot:
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    """Write a new file to the disk, for this user alone; what somebody has put in its place is not followed.
+    """Write a new file to the disk, readable only by this user. Do not follow a link that exists at this path.
 
     Raises:
         OSError: it cannot be written.
@@ -296,7 +296,7 @@ def _write_private(path: Path, data: bytes) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Let a change of names in ``folder`` outlast a crash of the machine."""
+    """Flush the entries of ``folder`` to the disk, so that a renaming survives a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -305,7 +305,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _read_orders(entry: dict[str, Any]) -> dict[str, Any]:
-    """The flags, the weight and the orders' version of an instance; files of earlier versions lack some."""
+    """Return the flags, the weight and the commands' version of an instance. Older files lack some of them."""
     flags = {name: bool(entry[name]) for name in ("has_heartbeat", "permanent", "draining")}
     weight = float(entry.get("weight", 1.0))
     if not 0 <= weight <= 1:

@@ -1,4 +1,4 @@
-"""Background work that nobody awaits, kept alive until it is done; and the same work for many instances at once."""
+"""Background work that no other task awaits, which lives until it is done; and the same work for many instances."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _Result = TypeVar("_Result")
 
 
 class Tasks:
-    """Tasks that nobody awaits; asyncio itself keeps only weak references to them."""
+    """Background tasks. Strong references are stored here, because asyncio itself has only weak ones."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
 
     def run_in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run ``work`` now; an exception it raises is logged."""
+        """Run ``work`` now; log an exception that it raises."""
         task = asyncio.ensure_future(work)
         self._running.add(task)
         task.add_done_callback(self._on_task_done)
         return task
 
     async def close(self, patience: float) -> None:
-        """Give the tasks that still run ``patience`` seconds to end, then cancel them."""
+        """Wait up to ``patience`` seconds for the running tasks, then cancel them."""
         if self._running:
             await asyncio.wait(self._running, timeout=patience)
         for task in self._running:
@@ -42,9 +42,9 @@ class Tasks:
 
 
 async def gather_spread(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """``asyncio.gather`` of many ``works``, a few of which start in one turn of the event loop.
+    """Run ``asyncio.gather`` on many ``works``, but start only a few per turn of the event loop.
 
-    A thousand that start in one turn, each with a connection to open, keep every other request waiting for 20 ms.
+    A thousand that start in one turn, each with a connection to open, would delay every other request by 20 ms.
     """
     tasks: list[asyncio.Task[_Result]] = []
     try:

@@ -1,19 +1,19 @@
-"""HTTP/1.1: the server that clients talk to, and pooled connections to instances. Only this room speaks HTTP.
+"""HTTP/1.1: the server for clients, and pooled connections to instances. No other package speaks HTTP.
 
-server.py       a client's connection: uvicorn's protocol, with a shorter way for the data plane
-tls.py          TLS towards clients
-cors.py         which pages' scripts may use the router from a browser
+server.py       a client's connection: uvicorn's protocol, with a shorter path for the data plane
+tls.py          TLS for connections from clients
+cors.py         which web pages may use the router from a browser
 exchange.py     one request to one instance and its response
-connection.py   one connection to an instance: received bytes to pieces of a response
+connection.py   one connection to an instance: from received bytes to pieces of a response
 pool.py         the connections to all instances
 errors.py       why an exchange with an instance failed
-api_error.py    the errors that a client gets, in OpenAI's form or in that of FastDeploy's routers
+api_error.py    the errors that a client gets, in OpenAI's format or in that of FastDeploy's routers
 message.py      the parts of a message: address, headers, head
-replies.py      responses of the control plane: JSON, and errors in that form
-body.py         a request's body: parsed once, extended without being serialised again
-large_body.py   a large body, looked through before it is parsed
+replies.py      responses of the control plane: JSON, and errors in the same format
+body.py         a request's body: parsed once, extended without serialising it again
+large_body.py   a large body, scanned before it is parsed
 request_id.py   the id that a client gives its request in a header
-usage.py        token figures, read from a response or set in it, without parsing it
+usage.py        token counts, read from a response or replaced in it, without parsing it
 """
 
 from router.http.api_error import ApiError, Refused, encode_error_event, to_dialect

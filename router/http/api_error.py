@@ -1,9 +1,10 @@
-"""Errors a client of the router sees, as JSON bytes, in the shape of the API that it asked.
+"""Errors that a client of the router gets, as JSON bytes, in the format of the API that it uses.
 
-OpenAI's is ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``, and Anthropic's, under
-``/v1/messages``, is ``{"type": "error", "error": {"type": ..., "message": ...}}``, with our ``code`` in it.
+OpenAI's format is ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``. Anthropic's, under
+``/v1/messages``, is ``{"type": "error", "error": {"type": ..., "message": ...}}``, to which the router adds its
+``code``.
 
-``to_dialect`` gives those that FastDeploy's routers have, too, the shape that scripts written for one of these expect.
+FastDeploy's routers have some of these errors, too. For scripts written for them, ``to_dialect`` converts the format.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import orjson
 
 __all__ = ["ApiError", "Refused", "encode_error_event", "to_dialect"]
 
-# Of other statuses: those below 500 are the client's mistake.
+# Types for other statuses: those below 500 are the client's mistake.
 _TYPES = {
     403: "permission_error",
     408: "timeout",
@@ -24,9 +25,9 @@ _TYPES = {
     503: "service_unavailable",
     504: "timeout",
 }
-# By the role of the instance that failed.
+# Codes by the role of the failed instance.
 _UNREACHABLE = ("mixed_failed", "prefill_failed", "decode_failed")
-# The same in Anthropic's names.
+# The same types with Anthropic's names.
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -44,49 +45,49 @@ def _is_anthropic(path: str) -> bool:
 
 
 class ApiError(NamedTuple):
-    """One error answer: its HTTP ``status``, one sentence, a machine-readable ``code``, the field at fault."""
+    """One error answer: its HTTP ``status``, one sentence, a machine-readable ``code``, and the wrong field."""
 
     status: int
     message: str
     code: str
     param: str | None = None
     members: Mapping[str, Any] | None = None
-    """The members of an answer that has another shape, in place of OpenAI's."""
+    """Members of an answer in another format, instead of OpenAI's."""
 
     def body(self, path: str = "") -> bytes:
-        """The JSON body of the answer to a request for this path."""
+        """Return the JSON body of the answer to a request for this path."""
         if _is_anthropic(path):
             kind = _ANTHROPIC_TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "api_error")
             return orjson.dumps({"type": "error", "error": {"type": kind, "message": self.message, "code": self.code}})
         return orjson.dumps({"error": self.describe()} if self.members is None else self.members)
 
     def describe(self) -> dict[str, Any]:
-        """OpenAI's object for it."""
+        """Return OpenAI's error object."""
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "internal_error")
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     def error_event(self, path: str = "") -> bytes:
-        """The error as an event; in OpenAI's form, a stream with nothing but an error ends with it."""
+        """Return the error as an event. In OpenAI's format, a stream that contains only an error ends with it."""
         return encode_error_event(self.body(path), path)
 
     def sse(self, path: str = "") -> bytes:
-        """The end of an event stream that has already begun: the error as an event, then OpenAI's ``[DONE]``."""
+        """Return the end of an event stream that has already begun: the error as an event, then OpenAI's ``[DONE]``."""
         return self.error_event(path) + (b"" if _is_anthropic(path) else b"data: [DONE]\n\n")
 
 
 def encode_error_event(body: bytes, path: str) -> bytes:
-    """The event that an error's body is in a stream; Anthropic's events have names."""
+    """Return an error's body as a stream event. Anthropic's events have names."""
     return (b"event: error\ndata: " if _is_anthropic(path) else b"data: ") + body + b"\n\n"
 
 
 class Refused(Exception):
-    """A request is not served: for its client, or its size, or it has to wait its turn elsewhere."""
+    """A request is not served: because of its client or its size, or because it has to be retried later."""
 
     def __init__(self, error: ApiError, retry_after: int = 0) -> None:
         """
         Args:
             error: the answer to the client.
-            retry_after: seconds after which it is worth another try; 0 where trying again is of no use.
+            retry_after: seconds until a retry makes sense; 0 if it does not.
         """
         super().__init__(error.message)
         self.error = error
@@ -94,20 +95,21 @@ class Refused(Exception):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers of the response: ``Retry-After``, or how to say who one is (RFC 9110)."""
+        """Return the response headers: ``Retry-After``, or how the client has to authenticate (RFC 9110)."""
         if self.retry_after:
             return [(b"retry-after", b"%d" % self.retry_after)]
         return [(b"www-authenticate", b"Bearer")] if self.error.status == 401 else []
 
 
 def to_dialect(dialect: str, error: ApiError, request_id: str, *, splitwise: bool) -> ApiError:
-    """The error as FastDeploy's router of this dialect answers it, where that has such an error; else ``error``.
+    """Return the error as FastDeploy's router of this dialect answers it, if it has such an error; else ``error``.
 
-    In the Go router's, ``error`` is a text; ``message`` and ``code``, which that router does not have, say more.
+    In the Go router's format, ``error`` is a text. The added ``message`` and ``code``, which that router does not have,
+    give more details.
 
     Args:
-        dialect: ``python`` or ``go``, as of the setting.
-        request_id: of the request; the Go router tells it in a pair's mode.
+        dialect: ``python`` or ``go``, as in the setting.
+        request_id: id of the request; the Go router reports it in the mode for pairs.
     """
     if dialect == "python":
         if error.code != "tp_size_mismatch":

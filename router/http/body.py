@@ -1,7 +1,7 @@
-"""A request's body: read once, parsed once, and extended without being serialised again.
+"""A request's body: read once, parsed once, and extended without serialising it again.
 
-Serialising again would change the client's text: 1.0 becomes 1, big integers lose digits, escapes change.
-So the router splices its own members into the original bytes.
+Serialising again would change the client's text: 1.0 becomes 1, big integers lose digits, escapes change. So the router
+inserts its own members into the original bytes.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ __all__ = [
 ]
 
 CONTROL_BYTES = 1024 * 1024
-"""Of the control plane: more than a registration, an order, or a list of ids to abort needs."""
-# Python's own parser is slower.
+"""Limit for the control plane: larger than any registration, command, or list of ids to abort."""
+# A lower limit for Python's own parser, which is slower.
 _LENIENT_BYTES, _LENIENT_WEIGHT = 16 * 1024 * 1024, 250_000
 
-# A string or an array of numbers, as a whole; or a character that opens, closes or separates. Escapes must be hidden.
+# A complete string or array of numbers; or a character that opens, closes or separates. Escapes must be hidden.
 _TOKEN = re.compile(rb'"[^"]*"|\[[^"{}\[\]]*\]|[{}\[\],]')
-# A body up to here is taken apart token by token; a longer one all at once, which needs numpy's constant time.
+# A body up to this size is split token by token. A longer one is processed with numpy, which has a constant overhead.
 _TOKENS_BYTES = 8 * 1024
 _DEPTH_CHANGE = np.zeros(256, np.int8)
 _DEPTH_CHANGE[list(b"{[")], _DEPTH_CHANGE[list(b"}]")] = 1, -1
-# A body with more, or with the same one as often, is no request.
+# A body with more members, or with one member repeated more often, is not a request.
 MAX_MEMBERS = 1000
-# Everything to a space, but the ends of lines, which keep the numbers of those that follow.
+# Translates everything to a space except line ends, so that line numbers of later lines stay the same.
 _BLANK = bytes(each if each in b"\r\n" else 0x20 for each in range(256))
 _SPACES = b" " * 65536
 _COMMA, _QUOTE, _OPENING, _CLOSING = b',"{}'
-# The model in a body of JSON, how the head of its part in a form ends a line, and where in a large body it is looked
-# for. Each byte there is looked at a few times, whatever a client sends.
+# The model name in a JSON body; the end of the header line of its part in a form; and how many bytes at both ends of a
+# large body are searched. Each byte is scanned only a few times, for any input.
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
 _MODEL_FIELDS = (b' name="model"', b';name="model"', b" name=model", b";name=model")
 _MODEL_BYTES = 16_384
-# With its two dashes (RFC 2046, 5.1.1).
+# Includes its two dashes (RFC 2046, 5.1.1).
 _LONGEST_BOUNDARY = 72
 _NO_BLANKS: Sequence[tuple[int, int]] = ()
-# English text has about four bytes to a token; a policy compares loads, so the constant matters little.
+# English text has about four bytes per token. A policy compares loads, so the constant matters little.
 _BYTES_PER_TOKEN = 4
-# Where a body of JSON has media: in the URL "data:image/png;base64,...", and as members of OpenAI's input_audio, of
+# Marks of media in a JSON body: in the URL "data:image/png;base64,...", and as members of OpenAI's input_audio, of
 # Anthropic's source, and of vLLM's embeddings. Shorter ones are counted as if they were text.
 _MEDIA_MARKS = (b";base64,", b'"data"', b'embeds"')
 _SMALL_MEDIA_BYTES, _SAMPLE_BYTES = 1024, 512
@@ -58,29 +58,30 @@ _MAX_MARKS = 1000
 _STRING_BEGIN = re.compile(rb'\s*:\s*"')
 _MEDIA_MEMBER = re.compile(rb'(?:"data"|embeds")\s*:\s*"\Z')
 _NAME_BYTES = 64
-# In so many places a large body is looked at for media.
+# Number of positions at which a large body is checked for media.
 _SAMPLES = 256
 _BASE64 = re.compile(rb"[A-Za-z0-9+/_\\-]*")
-# More sequences than any engine makes of one request; a client's number must not size a list here.
+# More sequences than any engine generates for one request. A number from a client must not determine the size of a list
+# here.
 _MOST_CHOICES = 1024
 
 
 class InferenceBody(NamedTuple):
-    """The members of a completion request that the router needs to know, beside its bytes."""
+    """A completion request: its bytes, and the members that the router needs."""
 
     data: bytes
     members: dict[str, Any]
     request_id: str | None
     prompt_tokens: int
-    """An estimate; exact where the client sent token ids."""
+    """Estimated number of prompt tokens; exact if the client sent token ids."""
     choices: int
-    """How many sequences the engine makes of it, at most."""
+    """Upper bound of the number of sequences that the engine generates."""
     large: LargeBody | None = None
-    """Of a large one, what was left out for the parser."""
+    """For a large body: the parts that were removed before parsing."""
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object that ``data`` is, a body of the control plane.
+    """Parse a control-plane body as a JSON object.
 
     Raises:
         BadBody: it is not JSON, or not an object, or too large.
@@ -104,10 +105,10 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 
 
 def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBody:
-    """The body of a completion request.
+    """Parse the body of a completion request.
 
     Args:
-        large: of one larger than ``UNCHECKED_BYTES``, once it was looked through.
+        large: the scanned body, if it is larger than ``UNCHECKED_BYTES``.
 
     Raises:
         BadBody: it is not a JSON object, or its ``request_id`` is not a string.
@@ -131,7 +132,7 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
         prompt_tokens = len(data) // _BYTES_PER_TOKEN if len(data) < _SMALL_MEDIA_BYTES else estimate_tokens(data)
     n, prompts = members.get("n"), 1
     choices = 1 if n is None else max(1, whole_number(n) or 1)
-    for prompt in (token_ids, members.get("prompt")):  # of both, FastDeploy takes the ids, and others take the prompt
+    for prompt in (token_ids, members.get("prompt")):  # if both exist, FastDeploy uses the ids
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             prompts = max(prompts, len(prompt))
     choices *= prompts
@@ -139,9 +140,10 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
 
 
 def find_model(data: bytes) -> str:
-    """The name of the model in a body that is not read otherwise, JSON or a form; ``""`` where none is found.
+    """Return the model's name from a body that is not parsed otherwise, JSON or a form; ``""`` if none is found.
 
-    Members of a small JSON object are told from those of the objects in it; in others, the first one counts.
+    In a small JSON object, only its own members are considered, not those of nested objects. In other bodies, the first
+    match counts.
     """
     if len(data) <= _MODEL_BYTES and data.startswith(b"{"):
         try:
@@ -160,7 +162,7 @@ def find_model(data: bytes) -> str:
 
 
 def rename_model(data: bytes, model: str) -> bytes:
-    """A body with ``model`` in place of the name that ``find_model`` has found."""
+    """Return a body in which ``model`` replaces the name that ``find_model`` found."""
     if len(data) <= _MODEL_BYTES and data.startswith(b"{"):
         body = InferenceBody(data, orjson.loads(data), None, 0, 1)
         return splice(body, {"model": encode_member("model", model)})
@@ -171,7 +173,7 @@ def rename_model(data: bytes, model: str) -> bytes:
 
 
 def _search_model(data: bytes) -> slice | None:
-    """Where a large body, or a form, names its model: near its beginning, or near its end."""
+    """Return where a large body, or a form, contains the model's name: near its beginning, or near its end."""
     search = _search_form if data.startswith(b"--") else _search_object
     first = search(data, 0, _MODEL_BYTES)
     return first if first is not None else search(data, max(0, len(data) - _MODEL_BYTES), len(data))
@@ -183,7 +185,7 @@ def _search_object(data: bytes, start: int, end: int) -> slice | None:
 
 
 def _search_form(data: bytes, start: int, end: int) -> slice | None:
-    """The value of the part that is named so, if all of it lies there."""
+    """Return the position of the form part with the model's name, if it lies completely within the range."""
     boundary, line_end, _ = data[: _LONGEST_BOUNDARY + 2].partition(b"\r\n")
     if not line_end:
         return None
@@ -199,7 +201,7 @@ def _search_form(data: bytes, start: int, end: int) -> slice | None:
 
 
 def whole_number(value: Any) -> int | None:
-    """The number for which engines take a member; by pydantic they read 10.0, "10" and "10.0" as 10. None if none."""
+    """Return the number as engines interpret a member: pydantic reads 10.0, "10" and "10.0" as 10. Else None."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -211,21 +213,21 @@ def whole_number(value: Any) -> int | None:
 
 
 def estimate_tokens(data: bytes) -> int:
-    """About how many prompt tokens the text in a body holds: images, sounds and files in it are not counted."""
+    """Estimate the number of prompt tokens of the text in a body, without images, sounds and files."""
     if len(data) < _SMALL_MEDIA_BYTES:
         return len(data) // _BYTES_PER_TOKEN
     if data.startswith(b"--"):
-        return 0  # a form, of a file
+        return 0  # a form with a file
     if len(data) > UNCHECKED_BYTES:
         return (len(data) - _sample_media(data)) // _BYTES_PER_TOKEN
     return (len(data) - sum(_measure_media(data, mark) for mark in _MEDIA_MARKS)) // _BYTES_PER_TOKEN
 
 
 def _sample_media(data: bytes) -> int:
-    """About the bytes of the strings of base64 in a large body of JSON: exact for those longer than a stride.
+    """Estimate the bytes of base64 strings in a large JSON body; exact for strings longer than a stride.
 
-    To search all of it for marks would hold the router up; so only the strings at some places are looked at, each once.
-    A shorter string counts as a stride, as so many times fewer of them are met.
+    A search through the whole body would block the router. So only the strings at certain positions are examined, each
+    once. A shorter string counts as one stride, because such strings are hit correspondingly less often.
     """
     stride = len(data) // _SAMPLES
     size, place, known = 0, stride, 0
@@ -244,7 +246,7 @@ def _sample_media(data: bytes) -> int:
 
 
 def _measure_media(data: bytes, mark: bytes) -> int:
-    """Bytes of the base64 strings that follow this mark in a JSON body, for the first ``_MAX_MARKS`` of them."""
+    """Return the bytes of the base64 strings that follow this mark in a JSON body, at most ``_MAX_MARKS`` of them."""
     size, place = 0, data.find(mark)
     for _ in range(_MAX_MARKS):
         if place < 0:
@@ -263,33 +265,34 @@ def _measure_media(data: bytes, mark: bytes) -> int:
 
 
 def encode_member(name: str, value: Any) -> bytes:
-    """A member of an object, as ``splice`` takes it."""
+    """Return a member of an object in the form that ``splice`` takes."""
     return orjson.dumps({name: value})[1:-1]
 
 
 def splice(body: InferenceBody, added: Mapping[str, bytes]) -> bytes:
-    """``splice_parts`` in one piece."""
+    """Run ``splice_parts``, and join the parts."""
     return b"".join(splice_parts(body, added))
 
 
 def splice_parts(body: InferenceBody, added: Mapping[str, bytes], dropped: Collection[str] = ()) -> tuple[bytes, ...]:
-    """The parts of the body with members set or dropped; all others keep every byte, and their place.
+    """Return the parts of the body with members set or dropped. All other members keep every byte, and their positions.
 
-    The new members stand behind them, so that a place in the body that an instance finds fault with is the same in the
-    client's. Members of the same name that the client sent are blanked, so that no reader can prefer them.
+    The new members follow at the end. So if an instance reports the position of an error in the body, it is the same in
+    the client's body. Members of the same name that the client sent are overwritten with blanks, so that no reader can
+    prefer them.
 
     Args:
-        added: by name, each as ``encode_member`` made it.
-        dropped: names of members that are blanked, too.
+        added: new members by name, each encoded by ``encode_member``.
+        dropped: names of members that are overwritten with blanks, too.
 
     Raises:
-        BadBody: the client sent the same member again and again.
+        BadBody: the client sent the same member too often.
     """
     data, has_members, blanks = body.data, bool(body.members), _NO_BLANKS
     if not body.members.keys().isdisjoint(dropped) or not added.keys().isdisjoint(body.members):
         blanks, has_members = _find_blanks(body, {*added, *dropped})
     end = data.rindex(b"}")
-    # To copy a large body would hold the router up.
+    # Copying a large body would block the router.
     kept = data if end < UNCHECKED_BYTES else cast(bytes, memoryview(data))
     parts: list[bytes] = []
     start = 0
@@ -304,7 +307,7 @@ def splice_parts(body: InferenceBody, added: Mapping[str, bytes], dropped: Colle
 
 
 def _blank(data: bytes, large: LargeBody, start: int, end: int) -> Iterator[bytes]:
-    """Blanks in parts for what stands between two places of a large body; what was left out of it is not copied."""
+    """Yield blanks for a range of a large body, in parts. Removed parts of a large body are not copied."""
     for first, last, is_blank in large.list_cuts(start, end):
         yield data[start:first].translate(_BLANK)
         if is_blank:
@@ -317,7 +320,7 @@ def _blank(data: bytes, large: LargeBody, start: int, end: int) -> Iterator[byte
 
 
 def _find_blanks(body: InferenceBody, names: Container[str]) -> tuple[Sequence[tuple[int, int]], bool]:
-    """Where the members of these names stand in the body; whether others are left."""
+    """Return the positions of the members with these names in the body, and whether other members remain."""
     data, large = body.data, body.large
     blanks, is_any_left = [], False
     parsed = data if large is None else large.shorten()
@@ -327,13 +330,13 @@ def _find_blanks(body: InferenceBody, names: Container[str]) -> tuple[Sequence[t
             is_any_left = True
             continue
         first, last = (start, end) if large is None else (large.find_place(start), large.find_place(end))
-        # The comma before it goes with it; or, where nothing is left before it, the one behind it.
+        # The comma before the member is blanked, too; if no member remains before it, the comma after it instead.
         blanks.append((first - 1, last) if is_any_left else (first, last + (data[last] == _COMMA)))
     return blanks, is_any_left
 
 
 def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
-    """Name, start and end of each member of the object that ``data`` is; a name may come twice."""
+    """Yield name, start and end of each member of the object in ``data``. A name may occur twice."""
     depth, start = 0, 0
     key: str | None = None
     for token in _TOKEN.finditer(hide_escapes(data)):
@@ -354,14 +357,14 @@ def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 def _members_of_long(data: bytes, hidden: bytes | None = None) -> Iterator[tuple[str, int, int]]:
-    """As ``_members``, in time that goes by the bytes and not by the values.
+    """Yield the same as ``_members``, in a time that depends on the number of bytes, not of values.
 
     Args:
-        hidden: the same with its escapes hidden, if that is known.
+        hidden: ``data`` with its escapes hidden, if that has been computed.
     """
     hidden = hide_escapes(data) if hidden is None else hidden
     characters = np.frombuffer(hidden, np.uint8)
-    folded = characters | 0x20  # brackets are braces then
+    folded = characters | 0x20  # makes brackets equal to braces
     is_structural = (folded == _OPENING) | (folded == _CLOSING) | (characters == _QUOTE) | (characters == _COMMA)
     places = np.flatnonzero(is_structural)
     kinds = characters[places]
@@ -381,8 +384,8 @@ def _members_of_long(data: bytes, hidden: bytes | None = None) -> Iterator[tuple
 
 
 def _parse_leniently(data: bytes, error: orjson.JSONDecodeError) -> Any:
-    # NaN, half a surrogate pair and numbers out of range are not JSON, but engines written in Python read them.
-    # ``error`` may be about one of these, and the mistake stand behind it.
+    # NaN, half a surrogate pair and numbers out of range are not JSON, but engines written in Python accept them.
+    # ``error`` may be about one of these, and the real mistake may come later.
     if len(data) > _LENIENT_BYTES or weigh_values(data, 0, len(data)) > _LENIENT_WEIGHT:
         raise BadBody(f"the body is not valid JSON: {error}")
     try:

@@ -1,4 +1,4 @@
-"""One connection to an instance: received bytes to the pieces of a response, by httptools."""
+"""One connection to an instance: from received bytes to the pieces of a response, with httptools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Connection"]
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 15, 5, 3
 
 
-# A head that goes on for longer is no answer of an instance; as of clients' requests (``server.py``).
+# A longer head is not a valid answer of an instance. The limit is the same as for clients' requests (``server.py``).
 HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 1000
 
@@ -27,20 +27,20 @@ _TELLS_LENGTH = frozenset({b"content-length", b"transfer-encoding"})
 
 
 class Receiver(Protocol):
-    """The exchange that a connection carries."""
+    """The exchange that uses a connection."""
 
     bodiless: bool
     fresh: bool
     status: int
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """Take the head of the response."""
+        """Receive the head of the response."""
 
     def on_data(self, data: bytes, is_whole: bool) -> bool:
-        """Take a piece of the body; True if the connection must stop reading."""
+        """Receive a piece of the body; return True if the connection must stop reading."""
 
     def on_lost(self, error: UpstreamError) -> None:
-        """The connection ended before the response was complete."""
+        """Handle a connection that ended before the response was complete."""
 
 
 class Owner(Protocol):
@@ -50,17 +50,17 @@ class Owner(Protocol):
         """Count a connection that was made."""
 
     def discard_open(self, connection: Connection) -> None:
-        """Forget a connection that is closed."""
+        """Remove a closed connection."""
 
     def give_back(self, connection: Connection) -> None:
-        """Take a connection whose response is complete."""
+        """Take back a connection after a complete response."""
 
 
 class Connection(asyncio.Protocol):
-    """One connection to an instance, and the exchange that it carries.
+    """One connection to an instance, and the exchange that uses it.
 
-    httptools calls the methods ``on_...`` while bytes are fed to it. They only collect: the exchange is told once of
-    all that one read of the socket brought.
+    httptools calls the methods ``on_...`` while it parses bytes. These only collect data. After each read of the
+    socket, the exchange gets all that was collected in one call.
     """
 
     def __init__(self, pool: Owner, address: Address) -> None:
@@ -71,49 +71,49 @@ class Connection(asyncio.Protocol):
         self._parser: Any = None
         self._exchange: Receiver | None = None
         self.is_open = True
-        """Whether a request may be sent on it, once it was made; its exchange may still get a response where not."""
+        """Whether a request may be sent on it, once it is connected. If not, its exchange may still get a response."""
         self._is_paused = False
         self._keep_alive = False
-        # The response that is being received: its headers, whether one of them says where its body ends, the pieces of
-        # the body not yet handed on, and whether it is whole.
+        # State of the response that is being received: its headers, whether one of them defines where its body ends,
+        # the pieces of the body not yet passed on, and whether it is complete.
         self._headers: Headers = []
-        self._head_bytes = 0  # received of a head that is not complete
+        self._head_bytes = 0  # received bytes of an incomplete head
         self._has_length = False
         self._is_informational = False
         self._pieces: list[bytes] = []
         self._is_whole = False
 
     def send_request(self, exchange: Receiver, request: Sequence[bytes]) -> None:
-        """Begin ``exchange``, which from now on is told of all bytes that come, by writing the parts of its request.
+        """Begin ``exchange`` by writing the parts of its request. From now on it gets all received bytes.
 
-        The connection is open.
+        The connection must be open.
         """
         self._exchange = exchange
         self._transport.writelines(request)
 
     def resume_reading(self) -> None:
-        """Go on reading, if the exchange had too much to take."""
+        """Continue reading, if it was stopped because the exchange had too much data."""
         if self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Close it at once, without a word to its exchange."""
+        """Close it immediately, without notifying its exchange."""
         self._exchange = None
         self.is_open = False
         if self._is_made:
             self._transport.abort()
 
     def drop(self) -> None:
-        """Close it, which nobody waits for any more: where it was just made, uvloop does not tell that it ends."""
+        """Close it if nothing waits for it any more: uvloop does not report the end of a new connection."""
         self.abort()
         self.connection_lost(None)
         self._transport, self._is_made = cast(asyncio.Transport, None), False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
+        """Handle asyncio's event."""
         self._transport, self._is_made = cast(asyncio.Transport, transport), True
-        if not self.is_open:  # nobody waits for it any more
+        if not self.is_open:  # nothing waits for it any more
             self._transport.abort()
             return
         self._parser = httptools.HttpResponseParser(self)
@@ -121,12 +121,12 @@ class Connection(asyncio.Protocol):
         try:
             _set_options(transport.get_extra_info("socket"))
         except OSError:
-            self.abort()  # the instance has cut it already
+            self.abort()  # the instance has already closed it
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio."""
+        """Handle asyncio's event."""
         if self._exchange is None:
-            self.abort()  # bytes that nobody asked for: this connection cannot be trusted with a request
+            self.abort()  # unexpected bytes: this connection cannot be trusted with a request
             return
         error = None
         try:
@@ -154,66 +154,66 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def eof_received(self) -> None:
-        """Called by asyncio, which closes the connection then."""
+        """Handle asyncio's event; asyncio closes the connection then."""
         self.is_open = False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio."""
+        """Handle asyncio's event."""
         self.is_open = False
-        self._parser = None  # it holds us, and only the collector could free both
+        self._parser = None  # breaks a reference cycle that only the garbage collector could free
         self._pool.discard_open(self)
         exchange = self._exchange
         if exchange is None:
             return
         if exc is None and exchange.status and not self._has_length:
             self._exchange = None
-            exchange.on_data(b"", True)  # a body without a length ends where the connection does
+            exchange.on_data(b"", True)  # a body without a length ends with the connection
         else:
             self._fail_exchange(ConnectionLost(f"{self.address} closed the connection before its answer was complete"))
 
     def on_message_begin(self) -> None:
-        """Called by httptools."""
+        """Handle httptools's event."""
         if self._is_whole:
-            self._keep_alive = False  # more bytes than the response has: not to be used again
+            self._keep_alive = False  # more bytes than the response has: the connection must not be reused
         self._headers, self._has_length = [], False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by httptools."""
+        """Handle httptools's event."""
         name = name.lower()
         if name in _TELLS_LENGTH:
             self._has_length = True
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Called by httptools."""
+        """Handle httptools's event."""
         status = self._parser.get_status_code()
         if not 100 <= status <= 599:
             raise ValueError(f"status {status}")
         if len(self._headers) > MAX_HEADERS:
-            raise ValueError(f"more than {MAX_HEADERS} headers")  # goes to ``data_received`` as the parser's error
+            raise ValueError(f"more than {MAX_HEADERS} headers")  # the parser passes it on to ``data_received``
         self._is_informational = status < 200
         exchange = self._exchange
         if self._is_informational or self._is_whole or exchange is None:
             return
         self._keep_alive = self._parser.should_keep_alive() and not exchange.fresh
         exchange.on_head(status, self._headers)
-        self._headers, self._head_bytes = _DROPPED, 0  # trailers, after a chunked body, are no headers
+        self._headers, self._head_bytes = _DROPPED, 0  # trailers, after a chunked body, are ignored
         if exchange.bodiless:
-            self._keep_alive = False  # the parser would take the next bytes for the body that HEAD does not get
+            self._keep_alive = False  # the parser would regard the next bytes as the body, which a HEAD response lacks
             self._is_whole = True
 
     def on_body(self, data: bytes) -> None:
-        """Called by httptools."""
+        """Handle httptools's event."""
         if not self._is_whole:
             self._pieces.append(data)
 
     def on_message_complete(self) -> None:
-        """Called by httptools."""
+        """Handle httptools's event."""
         if not self._is_informational:
             self._is_whole = True
 
     def _end_exchange(self) -> None:
-        """The response is whole: let another exchange have the connection, if it may be used again."""
+        """End the exchange after a complete response, and release the connection for another one if it is reusable."""
         if not self.is_open:
             return
         if self._is_paused:

@@ -1,7 +1,7 @@
-"""CORS: which pages' scripts may use the router from a browser, by the WHATWG's Fetch Standard.
+"""CORS: which web pages may use the router from a browser, according to the WHATWG's Fetch Standard.
 
-A browser keeps an answer from a script of another origin than the answer's own unless a header allows it, errors too.
-Before a request that no HTML form could send, it asks by a preflight, an OPTIONS without credentials.
+A browser hides an answer, including errors, from a script of another origin unless a response header allows it. Before
+a request that no HTML form could send, it sends a preflight: an OPTIONS request without credentials.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = ["Cors", "PreflightAnswer"]
 
 ANYBODY = "*"
 METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE"
-# What a script may read beside the headers that the standard names.
+# Headers that a script may read in addition to those in the standard.
 EXPOSED = b"X-Request-Id, Retry-After"
-# So long a browser need not ask again; Chromium takes two hours at most.
+# A browser may cache the preflight's answer for this time. Chromium's maximum is two hours.
 MAX_AGE_SECONDS = 3600
 
 _VARY = (b"vary", b"Origin")
 
 
 class PreflightAnswer(NamedTuple):
-    """The answer to a preflight, beside the headers of every answer."""
+    """The answer to a preflight, in addition to the headers of every answer."""
 
     status: int
     headers: Headers
@@ -33,12 +33,12 @@ class PreflightAnswer(NamedTuple):
 
 
 class Cors:
-    """The origins whose pages may use the router."""
+    """The origins of the pages that may use the router."""
 
     def __init__(self, origins: Collection[str]) -> None:
         """
         Args:
-            origins: such as ``https://chat.example.com``; ``*`` for all.
+            origins: for example ``https://chat.example.com``; ``*`` for all.
         """
         self._is_open = ANYBODY in origins
         self._origins = {_as_browsers_say(origin) for origin in origins}
@@ -47,16 +47,16 @@ class Cors:
         return f"<Cors {ANYBODY if self._is_open else sorted(self._origins)}>"
 
     def answer_headers(self, headers: Headers) -> Headers:
-        """Headers of every answer to a request with these ``headers``, of an error too."""
+        """Return the headers for every answer to a request with these ``headers``, including errors."""
         if self._is_open:
             return [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", EXPOSED)]
         origin = _find_header(headers, b"origin")
         if origin.decode("latin-1") not in self._origins:
-            return [_VARY]  # no cache may give this answer to an origin that is allowed
+            return [_VARY]  # a cache must not send this answer to an allowed origin
         return [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", EXPOSED), _VARY]
 
     def answer_preflight(self, headers: Headers) -> PreflightAnswer | None:
-        """The answer to an OPTIONS with these headers; None if it is no preflight."""
+        """Return the answer to an OPTIONS with these headers; None if it is not a preflight."""
         origin = _find_header(headers, b"origin")
         if not origin or not _find_header(headers, b"access-control-request-method"):
             return None
@@ -67,7 +67,7 @@ class Cors:
             body = ApiError(403, message, "origin_not_allowed").body()
             return PreflightAnswer(403, [(b"content-type", b"application/json")], body)
         allowed = [(b"access-control-allow-methods", METHODS), (b"access-control-max-age", b"%d" % MAX_AGE_SECONDS)]
-        # Those asked for, as "*" would leave out Authorization.
+        # Lists the requested headers, because "*" would not include Authorization.
         if wanted := _find_header(headers, b"access-control-request-headers"):
             allowed.append((b"access-control-allow-headers", wanted))
         return PreflightAnswer(204, allowed, b"")
@@ -81,6 +81,6 @@ def _find_header(headers: Headers, wanted: bytes) -> bytes:
 
 
 def _as_browsers_say(origin: str) -> str:
-    """In lower case, and without the scheme's own port."""
+    """Return the origin as browsers send it: in lower case, and without the scheme's default port."""
     origin = origin.lower()
     return origin.removesuffix(":443" if origin.startswith("https:") else ":80")

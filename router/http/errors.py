@@ -4,14 +4,14 @@
 
     UpstreamError
     ├── NoRoom            this machine cannot open one more connection, to any instance
-    ├── ConnectFailed     no connection was made, so the instance has not seen the request
-    │   ├── NameUnresolved    no name server answers at present, which says nothing of the instance
-    │   └── ConnectRefused    nobody listens there: not yet, or no more, and then accepted requests may still go on
+    ├── ConnectFailed     no connection was made, so the instance has not received the request
+    │   ├── NameUnresolved    no name server answers at present; the instance may work
+    │   └── ConnectRefused    no process listens there: not yet, or not any more, then accepted requests may continue
     ├── ConnectionLost    the connection ended before the response did
     │   └── StaleConnection   a pooled connection ended without one byte of response: most likely, but not
-    │                         certainly, the instance closed it while idle and never saw the request
-    ├── BadResponse       the bytes received are not an HTTP/1.1 response
-    └── TimedOut          the time given was over
+    │                         certainly, the instance closed it while idle and never received the request
+    ├── BadResponse       the received bytes are not an HTTP/1.1 response
+    └── TimedOut          the time limit was exceeded
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ __all__ = [
 
 
 class UpstreamError(Exception):
-    """An exchange with an instance failed; the text is one sentence that names the instance."""
+    """An exchange with an instance failed. The message is one sentence that names the instance."""
 
 
 class ConnectFailed(UpstreamError):
-    """No connection was made, so the instance has not seen the request."""
+    """No connection was made, so the instance has not received the request."""
 
 
 class ConnectRefused(ConnectFailed):
-    """Nobody listens there. A process that ends may still finish the requests it has accepted."""
+    """No process listens there. A process that is shutting down may still finish the requests it has accepted."""
 
 
 class NameUnresolved(ConnectFailed):
-    """The instance's name was not resolved, as no name server answered."""
+    """The instance's name was not resolved, because no name server answered."""
 
 
 class NoRoom(UpstreamError):
-    """This machine has no room for one more connection; no instance is to blame."""
+    """This machine cannot open one more connection. The instance is not the cause."""
 
 
 class ConnectionLost(UpstreamError):
@@ -54,12 +54,12 @@ class ConnectionLost(UpstreamError):
 
 
 class StaleConnection(ConnectionLost):
-    """A pooled connection ended without one byte of response: most likely the instance never saw the request."""
+    """A pooled connection ended without one byte of response: most likely the instance never received the request."""
 
 
 class BadResponse(UpstreamError):
-    """The bytes received are not an HTTP/1.1 response."""
+    """The received bytes are not an HTTP/1.1 response."""
 
 
 class TimedOut(UpstreamError):
-    """The time given to the exchange was over."""
+    """The time limit of the exchange was exceeded."""

@@ -1,7 +1,7 @@
 """One request to one instance and its response.
 
-``Exchange.fail`` lets others (a client that left, the other leg of a pair, a timer) end an exchange from
-outside, with their own exception, at any moment: so no task needs to be cancelled.
+``Exchange.fail`` ends an exchange from outside at any moment, with an exception that the caller chooses. It is used
+when the client leaves, the other leg of a pair fails, or a timer fires. So no task has to be cancelled.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from router.http.message import Address, Headers
 
 __all__ = ["HIGH_WATER", "Exchange", "ExchangeRecord"]
 
-# A body not yet taken by the client is held up to here; then the instance's socket is no longer read.
+# Limit of buffered body bytes that the client has not taken yet; beyond it, the instance's socket is not read.
 HIGH_WATER = 256 * 1024
-# Of a response that is consumed, so much is kept of its beginning and of its end: enough for an error and for usage
-# figures, which may come after the ids of a long prompt.
+# How much of a consumed response is retained of its beginning and of its end: enough for an error and for the token
+# usage, which may come after the ids of a long prompt.
 KEPT_BYTES = 64 * 1024
 
 
 class Connector(Protocol):
-    """The pool that gives an exchange its connection."""
+    """The pool that provides the exchange's connection."""
 
     def take_idle(self, address: Address) -> Connection | None:
-        """An open connection without an exchange, if there is one."""
+        """Return an open connection without an exchange, if there is one."""
 
     async def connect(self, address: Address) -> Connection:
-        """A new connection; raises ``UpstreamError`` where none can be made."""
+        """Return a new connection; raise ``UpstreamError`` if it cannot be made."""
 
 
 class ExchangeRecord:
-    """The part of an exchange that outlives it: records of requests keep it, by the thousand.
+    """The part of an exchange that outlives it: records of requests retain thousands of these.
 
-    ``Exchange.__init__`` sets all of it: a constructor here would be one more call for each leg of each request.
+    ``Exchange.__init__`` sets all attributes. A constructor here would cost one more call per leg of each request.
     """
 
     __slots__ = ("ended_at", "first_byte_at", "is_complete", "sent_at", "status")
 
     sent_at: float
-    """When the request was sent: this and the others on ``time.perf_counter``, and 0 until then."""
+    """When the request was sent. All times here are from ``time.perf_counter``, and 0 before the event."""
     first_byte_at: float
-    """When the first byte of the body came."""
+    """When the first byte of the body arrived."""
     ended_at: float
     """When the response was complete, or the exchange failed."""
     status: int
@@ -56,9 +56,9 @@ class ExchangeRecord:
 class Exchange:
     """One request to one instance and its response.
 
-    ``await head()`` sends the request and fills ``status`` and ``headers``; then ``await chunk()`` gives the part of
-    the body that has come since the last call, ``b""`` at its end. Or ``consume`` sends it and calls back at its end,
-    which needs no task. The maker of an exchange closes it. Its public attributes are for reading.
+    ``await head()`` sends the request and fills ``status`` and ``headers``. Then ``await chunk()`` returns the part of
+    the body received since the last call, and ``b""`` at its end. Alternatively, ``consume`` sends it and calls back at
+    its end, which needs no task. The creator of an exchange closes it. Callers only read its public attributes.
     """
 
     __slots__ = (
@@ -92,15 +92,15 @@ class Exchange:
         self.bodiless = bodiless
         """Whether the response ends with its head (a response to HEAD)."""
         self.fresh = fresh
-        """Whether it has a connection of its own."""
+        """Whether it uses its own connection."""
         self.status = 0
         self.headers: Headers = []
         self.complete = False
-        """Whether the whole response has arrived (it may not all have been taken yet)."""
+        """Whether the whole response has arrived (it may not have been taken completely)."""
         self.error: Exception | None = None
         """Why it ended early, if it did."""
         self.last_heard = 0.0
-        """When the last piece of the body came, on ``time.perf_counter``."""
+        """When the last piece of the body arrived, from ``time.perf_counter``."""
         self.record = record = ExchangeRecord()
         record.sent_at = record.first_byte_at = record.ended_at = 0.0
         record.status, record.is_complete = 0, False
@@ -127,18 +127,18 @@ class Exchange:
         return self.complete and not self._chunks
 
     def is_silent(self, since: float) -> bool:
-        """Whether nothing has come since then, on ``time.perf_counter``, though all that had come was taken."""
+        """Return whether nothing has arrived since this time of ``time.perf_counter``, although all data was taken."""
         return not self.complete and self.error is None and not self._chunks and self.last_heard < since
 
     @property
     def kept_body(self) -> bytes:
-        """The body of an exchange that was consumed; of a long one its beginning and its end."""
+        """Return the body of a consumed exchange; if it is long, only its beginning and its end."""
         return b"".join(self._chunks)
 
     def consume(self, on_end: Callable[[], None]) -> None:
         """Send the request now, and call ``on_end`` once, when the response is complete or the exchange has failed.
 
-        Of the body, ``kept_body`` keeps the beginning and the end.
+        ``kept_body`` retains the beginning and the end of the body.
         """
         self._on_end = on_end
         self._send()
@@ -146,7 +146,7 @@ class Exchange:
     def begin(self, on_begin: Callable[[], None]) -> None:
         """Send the request now, and call ``on_begin`` once: when the response has begun, or the exchange has failed.
 
-        A response that comes whole with its head is complete then. For any other, ``head`` and ``chunk`` go on.
+        A response that arrives together with its head is complete then. For any other, use ``head`` and ``chunk``.
         """
         self._is_begun, self._on_begin = True, on_begin
         self._send()
@@ -172,11 +172,11 @@ class Exchange:
         return self.status
 
     async def chunk(self, sink: Callable[[bytes], bool] | None = None) -> bytes:
-        """The bytes of the body that were not taken yet, waiting for at least one; ``b""`` at the end.
+        """Return the bytes of the body that were not taken yet, waiting for at least one; ``b""`` at the end.
 
         Args:
-            sink: is given the bytes that arrive while this waits, which saves waking the task that waits. Those that
-                it does not take (it answers False), and those that come with the body's end, are returned.
+            sink: called with the bytes that arrive while this waits, to avoid waking the waiting task. Bytes that it
+                rejects (by returning False), and those that arrive with the body's end, are returned.
 
         Raises:
             UpstreamError: it failed before the end; or the exception that ``fail`` was called with.
@@ -199,15 +199,15 @@ class Exchange:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def take_whole(self) -> bytes:
-        """The rest of the body, once the response is complete."""
+        """Return the rest of the body, once the response is complete."""
         chunks, self._chunks = self._chunks, []
         return b"".join(chunks)
 
     async def read(self, enough: int) -> bytes:
-        """The rest of the body, or as much as has come once there are ``enough`` bytes.
+        """Return the rest of the body, or what has arrived as soon as there are ``enough`` bytes.
 
         Raises:
-            UpstreamError: as ``chunk``.
+            UpstreamError: as in ``chunk``.
         """
         parts: list[bytes] = []
         size = 0
@@ -217,38 +217,38 @@ class Exchange:
         return b"".join(parts)
 
     def fail(self, error: Exception) -> None:
-        """End this exchange now: the task that waits on it gets ``error``. Without effect on a complete response."""
+        """End this exchange now: the waiting task gets ``error``. This has no effect on a complete response."""
         if self.complete or self.error is not None:
             return
         self.error = error
         self.record.ended_at = time.perf_counter()
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
-            connecting.cancel()  # if it has not begun it will not, and could not say by itself that it has ended
+            connecting.cancel()  # if it has not started yet, it never will, and cannot report its end itself
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
         self._wake()
 
     def close(self) -> None:
-        """Give the connection back, closing it if the response is not complete."""
+        """Release the connection; close it if the response is not complete."""
         if not self.complete and self.error is None:
             self.fail(ConnectionLost(f"the exchange with {self.address} was closed"))
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """Called by the connection, before ``on_data``: the response has begun."""
+        """Receive the head from the connection, before ``on_data``: the response has begun."""
         self.status, self.headers = status, headers
         self.record.status = status
 
     def on_data(self, data: bytes, is_whole: bool) -> bool:
-        """Called by the connection after each read of its socket, with all that this brought of the body.
+        """Receive the new body bytes from the connection, once after each read of its socket.
 
         Args:
-            data: the next bytes of the body; none where only the head came, or the end.
-            is_whole: the response is complete, and the connection free for another exchange.
+            data: the next bytes of the body; empty if only the head or the end arrived.
+            is_whole: whether the response is complete. Then the connection is free for another exchange.
 
         Returns:
-            Whether more is held than is good: the connection is to stop reading.
+            Whether the buffer is too full: the connection has to stop reading.
         """
         self._may_be_stale = False
         now = time.perf_counter()
@@ -279,7 +279,7 @@ class Exchange:
         return self._buffered > HIGH_WATER
 
     def on_lost(self, error: UpstreamError) -> None:
-        """Called by the connection: it is gone, and the response is not complete."""
+        """Handle the loss of the connection before the response is complete; called by the connection."""
         self._connection = None
         if self._may_be_stale:
             error = StaleConnection(f"{self.address} closed an idle connection as the request was sent on it")
@@ -289,7 +289,7 @@ class Exchange:
         self._wake()
 
     def _send(self) -> None:
-        """Send the request on an idle connection, or on a new one as soon as that is made."""
+        """Send the request on an idle connection, or on a new one as soon as it is made."""
         if self.error is not None:
             return
         connection = self._connection = None if self.fresh else self._pool.take_idle(self.address)
@@ -305,13 +305,13 @@ class Exchange:
         connection: Connection | None = None
         try:
             connection = await self._pool.connect(self.address)
-            self._connecting = None  # or else ``fail`` would cancel us
+            self._connecting = None  # else ``fail`` would cancel this task
             self._send_on(connection)
-        except Exception as exc:  # a mistake of the router's own, too: somebody waits
+        except Exception as exc:  # also a bug in the router: a task waits for the result
             self._connecting = None
             if connection is not None:
                 connection.abort()
-            self.fail(exc.with_traceback(None))  # its traceback leads here: only the collector could free both
+            self.fail(exc.with_traceback(None))  # its traceback would form a reference cycle
 
     def _send_on(self, connection: Connection) -> None:
         """Send the request on a connection that was just made."""
@@ -325,9 +325,10 @@ class Exchange:
             connection.send_request(self, request)
 
     def _release_error(self, error: Exception) -> Exception:
-        """``error``, no longer kept here: once raised its traceback leads here, and only the collector could free both.
+        """Return ``error`` and remove it here: once raised, its traceback refers to this exchange, which would form a
+        reference cycle that only the garbage collector could free.
 
-        (For the same reason it is no variable of the function that raises it.)
+        (For the same reason, the function that raises it does not store it in a variable.)
         """
         self.error = ConnectionLost(f"the exchange with {self.address} had failed")
         return error

@@ -1,8 +1,9 @@
-"""Large bodies, looked through before they are parsed.
+"""Scan of large bodies before they are parsed.
 
-Parsing holds up everything else that the router does, and its time goes by the number of values first, then by bytes.
-So a large body is looked through in pieces, with others' turns between them: it is refused if it is divided too finely,
-and of very long texts, which the router does not need, the most is left out for the parser. Instances get it whole.
+Parsing blocks everything else in the router. Its time depends mainly on the number of values, then on the number of
+bytes. So a large body is scanned in pieces, and other work can run between them. It is refused if it has too many
+values. Most of any very long text, which the router does not need, is removed before parsing. Instances get the whole
+body.
 """
 
 from __future__ import annotations
@@ -17,46 +18,46 @@ import orjson
 __all__ = ["UNCHECKED_BYTES", "BadBody", "LargeBody", "hide_escapes", "show_escapes", "weigh_values"]
 
 UNCHECKED_BYTES = 100_000
-"""Bodies up to here may be parsed as they are."""
+"""Bodies up to this size may be parsed directly."""
 
-# Of a body longer than that, so much may be left when its long texts were left out.
+# Limit of the bytes to parse that remain of a larger body after removing its long texts.
 MAX_PARSED_BYTES = 6 * 1024 * 1024
-# So much may have its escapes hidden at once.
+# Maximum size of a body in which escapes are hidden in one step.
 _HIDDEN_AT_ONCE = 1024 * 1024
-# Looking through so much takes a few milliseconds.
+# Scanning this much takes a few milliseconds.
 PIECE_BYTES = 128 * 1024
-# Of a body longer than that, texts are left out beyond the first so many pieces; policies look at four megabytes.
+# In larger bodies, texts are removed beyond the first pieces; policies use four megabytes.
 SHORTENED_BYTES = 5 * 1024 * 1024
 KEPT_PIECES = 32
-# orjson takes some 40 ns for a number, 4 times that for a member's name, and 6 times for an array or an object, which
-# the garbage collector has to know, too.
+# orjson takes about 40 ns for a number, 4 times that for a member's name, and 6 times for an array or an object, which
+# the garbage collector has to track, too.
 QUOTE_WEIGHT, BRACKET_WEIGHT = 2, 6
 MAX_WEIGHT = 1_050_000
-# Up to here all is parsed at once.
+# Up to this number, everything is parsed in one step.
 FEW_VALUES = 250_000
 TOO_FINE = (
     "the body is divided too finely to be parsed in time: of numbers alone it may have 1000000, of strings 200000, of "
     "arrays and objects 120000"
 )
-# Stand for an escaped backslash and an escaped quote where these are hidden: bytes that UTF-8 never has.
+# Replacements for an escaped backslash and an escaped quote while these are hidden: bytes that never occur in UTF-8.
 _BACKSLASH, _QUOTE = b"\xff\xfd", b"\xff\xfe"
-# The longest escape, of half a pair each: \ud83d\ude00.
+# The longest escape, a surrogate pair: \ud83d\ude00.
 _ESCAPE_BYTES = 12
 _ESCAPE = 0x5C
 _CHARACTER_BYTES = 4
-# One of its own, that is no half of a pair.
+# A complete escape that is not half of a surrogate pair.
 _WHOLE_ESCAPE = re.compile(rb"[^\\]\\u[0-9a-cefA-CEF][0-9a-fA-F]{3}")
 # The beginning of a prompt that may be token ids.
 _PROMPT = re.compile(rb'"(prompt|prompt_token_ids)"[ \t\r\n]*:[ \t\r\n]*\[')
 _PROMPT_BYTES = 64
-# Beyond the pieces that are kept, the inner part of a text as long as this is left out.
+# Beyond the retained pieces, the inner part of a text of at least this length is removed.
 LONG_TEXT_BYTES = 4096
-# So far is looked for a place at which a text may be cut.
+# Length of the range that is searched for a position at which a text may be cut.
 _SEARCHED_BYTES = 512
 
 
 class BadBody(ValueError):
-    """The client's body cannot be served; one sentence, and the member at fault if there is one."""
+    """The client's body cannot be served. The message is one sentence; ``param`` is the wrong member, or None."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -64,29 +65,29 @@ class BadBody(ValueError):
 
 
 class LargeBody:
-    """A body to be looked through with ``check_values``; then ``shorten`` gives the part that is to be parsed."""
+    """A body to scan with ``check_values``; then ``shorten`` returns the part to parse."""
 
     def __init__(self, data: bytes) -> None:
         self.numbers: dict[str, list[Any]] = {}
-        """By their names, long arrays that were parsed in pieces; ``shorten`` leaves them empty."""
+        """Long arrays that were parsed in pieces, by name. ``shorten`` leaves them empty."""
         self.prompt_tokens = 0
-        """An estimate of whoever has looked it through; 0 where none was made."""
+        """Estimated prompt tokens, set by the code that scanned it; 0 if there is no estimate."""
         self.hidden: bytes | None = None
-        """Of a body that is still long when it is shortened, that with its escapes hidden."""
+        """The shortened body with its escapes hidden, if it is still long."""
         self._data = data
         self._cuts: list[tuple[int, int]] = []
         self._shortened: bytes | None = None
-        # Where those of the cuts begin that are white space between values.
+        # Start positions of the cuts that are white space between values.
         self._blank_cuts: set[int] = set()
-        # Of each cut, where it stands in the shortened body, and how much is left out up to there.
+        # For each cut, its position in the shortened body, and the number of bytes removed up to there.
         self._places: list[int] = []
         self._left_out: list[int] = []
 
     def check_values(self) -> Iterator[None]:
-        """Look through the body; after each piece, others may have their turn.
+        """Scan the body; yield after each piece so that other work can run.
 
         Raises:
-            BadBody: it has so many values that parsing it would hold up the router.
+            BadBody: it has so many values that parsing it would block the router.
         """
         weight = yield from self._weigh_values()
         if weight > FEW_VALUES or len(self._data) > SHORTENED_BYTES:
@@ -101,7 +102,7 @@ class LargeBody:
             yield from self._hide_escapes()
 
     def _hide_escapes(self) -> Iterator[None]:
-        """Prepare ``hidden`` in pieces: a text of escapes takes long."""
+        """Compute ``hidden`` in pieces, because a text full of escapes takes long."""
         data, start = self.shorten(), 0
         pieces = []
         while start < len(data):
@@ -124,7 +125,7 @@ class LargeBody:
         return weight
 
     def _parse_numbers(self) -> Iterator[None]:
-        """Parse a long prompt of token ids in pieces, if there is one, and nothing else in it."""
+        """Parse a long prompt of token ids in pieces, if there is one, and no other part of the body."""
         data = self._data
         for start in range(0, len(data), PIECE_BYTES):
             found = _PROMPT.search(data, start, start + PIECE_BYTES + _PROMPT_BYTES)
@@ -146,7 +147,7 @@ class LargeBody:
             except orjson.JSONDecodeError:
                 return
             if not parsed or last == end - 1:
-                return  # there is a comma too many, or nothing at all: the parser is to say so
+                return  # there is a comma too many, or nothing at all: the parser will report it
             numbers += parsed
             start = last + 1
             yield
@@ -155,7 +156,7 @@ class LargeBody:
         self.numbers[found[1].decode()] = numbers
 
     def shorten(self) -> bytes:
-        """The body without the parts left out: the same values, but for the ends of very long texts."""
+        """Return the body without the removed parts: the values are equal, but long texts lack their inner part."""
         if not self._cuts:
             return self._data
         if self._shortened is None:
@@ -170,18 +171,18 @@ class LargeBody:
         return self._shortened
 
     def find_place(self, place: int) -> int:
-        """The place in the body of one in the shortened body, which is not within a text."""
+        """Convert a position in the shortened body, outside of texts, to the position in the body."""
         cuts_before = bisect_left(self._places, place)
         return place + self._left_out[cuts_before - 1] if cuts_before else place
 
     def list_cuts(self, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
-        """Beginning and end of each part left out between two places, and whether it is white space."""
+        """Yield start and end of each removed part between two positions, and whether it is white space."""
         for number in range(bisect_left(self._cuts, (start, start)), bisect_left(self._cuts, (end, end))):
             first, last = self._cuts[number]
             yield first, last, first in self._blank_cuts
 
     def _check_exactly(self) -> Generator[None, None, int]:
-        """Count no commas, brackets and escaped quotes that stand in texts; and note which texts can be cut."""
+        """Count only commas, brackets and quotes outside of texts; and note which texts can be cut."""
         data, size = self._data, len(self._data)
         weight, start, in_text, is_clean = 0, 0, False, False
         while start < size:
@@ -191,7 +192,7 @@ class LargeBody:
                 raise BadBody(TOO_FINE)
             parts = piece.split(b'"')
             is_beyond = size > SHORTENED_BYTES and start >= KEPT_PIECES * PIECE_BYTES
-            if in_text and len(parts) == 1:  # text from end to end
+            if in_text and len(parts) == 1:  # the whole piece is inside a text
                 if is_beyond and is_clean and ends_clean:
                     self._cuts.append((start, end))
             else:
@@ -207,7 +208,7 @@ class LargeBody:
         return weight
 
     def _cut_within(self, start: int, parts: list[bytes], is_text: bool) -> None:
-        """Note the inner part of each long text, and of each long blank, in a piece that was split at its quotes."""
+        """Note the inner part of each long text and white space, in a piece that was split at its quotes."""
         data = self._data
         for part in parts:
             end = start + len(part)
@@ -224,31 +225,31 @@ class LargeBody:
 
 
 def weigh_values(data: bytes, start: int, end: int) -> int:
-    """About how long it takes to parse a part of a body, in times of a number; too much where its texts are JSON."""
+    """Estimate the time to parse a part of a body, in units of one number; too high if texts contain JSON."""
     brackets = data.count(b"[", start, end) + data.count(b"{", start, end)
     quotes = data.count(b'"', start, end)
     return data.count(b",", start, end) + QUOTE_WEIGHT * quotes + BRACKET_WEIGHT * brackets
 
 
 def hide_escapes(data: bytes) -> bytes:
-    """JSON with its escaped quotes and backslashes made as many other bytes: each of its strings is ``"[^"]*"`` then.
+    """Replace escaped quotes and backslashes in JSON by as many bytes, so that each string matches ``"[^"]*"``.
 
-    A pattern that reads the escapes itself keeps 60 bytes of state for each: gigabytes for the longest bodies.
+    A pattern that handles the escapes itself needs 60 bytes of state for each: gigabytes for the longest bodies.
     """
-    if b"\\" not in data:  # most have none, and each replacement would look through it
+    if b"\\" not in data:  # most bodies have none, and each replacement would scan them
         return data
     return data.replace(b"\\\\", _BACKSLASH).replace(b'\\"', _QUOTE)
 
 
 def show_escapes(data: bytes) -> bytes:
-    """The bytes as they were before ``hide_escapes``."""
+    """Undo ``hide_escapes``."""
     if b"\xff" not in data:
         return data
     return data.replace(_QUOTE, b'\\"').replace(_BACKSLASH, b"\\\\")
 
 
 def _find_end(data: bytes, start: int) -> tuple[int, bool]:
-    """The end of a piece, within no escape; and whether it is within no character and no pair of escapes, either."""
+    """Return the end of a piece, outside of escapes; and whether it is outside of characters and pairs of escapes."""
     end = start + PIECE_BYTES
     if end >= len(data):
         return len(data), False
@@ -264,7 +265,7 @@ def _find_end(data: bytes, start: int) -> tuple[int, bool]:
 
 
 def _find_seam(data: bytes, start: int, end: int) -> int:
-    """A place between them that is certainly within no character and no escape of a text; 0 if there is none."""
+    """Return a position in the range that is certainly not within a character or an escape; 0 if none is found."""
     found = _WHOLE_ESCAPE.search(data, start, end)
     if found is not None and _begins_character(data, found.end()):
         return found.end()

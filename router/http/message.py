@@ -1,4 +1,4 @@
-"""The parts of an HTTP/1.1 message as the router passes them around."""
+"""The parts of an HTTP/1.1 message, as used inside the router."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOP_BY_HOP = frozenset(
         *("te", "trailer", "transfer-encoding", "upgrade"),
     )
 )
-"""Names of headers that concern one connection, and are not passed on (RFC 9110, 7.6.1)."""
+"""Names of headers that concern one connection, and are not forwarded (RFC 9110, 7.6.1)."""
 
 NOT_PASSED_BACK = HOP_BY_HOP | {
     *(b"location", b"content-location", b"refresh", b"alt-svc", b"x-request-id", b"set-cookie"),
@@ -27,12 +27,13 @@ NOT_PASSED_BACK = HOP_BY_HOP | {
     *(b"access-control-allow-credentials", b"access-control-allow-headers", b"access-control-allow-methods"),
     *(b"access-control-allow-origin", b"access-control-expose-headers", b"access-control-max-age"),
 }
-"""Names of headers of an instance's response that no client gets: those that would lead it past the router, and those
-that the router writes itself, where it does."""
+"""Names of headers in an instance's response that are not forwarded to clients: those that would lead a client around
+the router, and those that the router sets itself.
+"""
 
 
 class Address(NamedTuple):
-    """Where an instance listens."""
+    """Host and port at which an instance listens."""
 
     host: str
     port: int
@@ -40,7 +41,7 @@ class Address(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Its address for people, with its scheme."""
+        """Return the address as text, with its scheme."""
         return f"{'https' if self.tls else 'http'}://{self}"
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ class Address(NamedTuple):
 
 
 class PreparedHead(NamedTuple):
-    """Request line and headers, as far as they do not depend on the instance."""
+    """Request line and headers, except the parts that depend on the instance."""
 
     start: bytes
     needs_length: bool
@@ -64,21 +65,21 @@ class Response(NamedTuple):
 
 
 def prepare_head(method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> PreparedHead:
-    """The head of a request.
+    """Return the head of a request.
 
     Args:
-        target: path and query as they stand in the request line.
+        target: path and query as in the request line.
         headers: without ``host``, ``connection`` and ``content-length``, which are added later.
     """
     lines = [b"%s %s HTTP/1.1\r\n" % (method.encode(), target)]
-    for header in headers:  # no comprehension: each costs a call, and this is done for every request
+    for header in headers:  # no comprehension: it costs a call, and this runs for every request
         lines.append(b"%s: %s\r\n" % header)
     start = b"".join(lines)
     return PreparedHead(start, method != "GET" and method != "HEAD", method == "HEAD")
 
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes] = HOP_BY_HOP) -> Headers:
-    """The headers that are for the other end, not for this hop: without ``dropped``, and those ``connection`` names."""
+    """Return the end-to-end headers: all except ``dropped``, and except those that ``connection`` names."""
     kept: Headers = []
     named: set[bytes] | None = None
     for header in headers:

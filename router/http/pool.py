@@ -1,4 +1,4 @@
-"""Pooled connections to instances: HTTP/1.1, one exchange at a time on each."""
+"""Pooled connections to instances: HTTP/1.1, one exchange at a time per connection."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from router.http.message import Address, PreparedHead, Response, prepare_head
 __all__ = ["ConnectionPool"]
 
 CONNECT_SECONDS = 3.0
-# uvicorn closes a connection idle for 5 s; using none older than this avoids the race with its closing.
+# uvicorn closes a connection idle for 5 s. Using none idle for longer than this avoids a race with the closing.
 IDLE_SECONDS = 4.0
 IDLE_CONNECTIONS = 256
-# So many addresses are remembered as they stand in a head.
+# Maximum number of cached ``host`` header values.
 MAX_HOSTS = 4096
-# Up to here, one copy of a body is cheaper than one more piece to write.
+# For bodies up to this size, copying is cheaper than writing one more piece.
 JOINED_BYTES = 16 * 1024
 # An answer to a probe or a listing is not read further than this.
 FETCH_BYTES = 16 * 1024 * 1024
-# Of a name with several addresses, the next one is tried beside the first after so long (RFC 8305).
+# For a name with several addresses, a connection to the next address is tried in parallel after this time (RFC 8305).
 NEXT_ADDRESS_SECONDS = 0.25
-# Addresses whose header is kept.
+# Maximum number of addresses with a cached header.
 MAX_HOSTS = 4096
-# connect()'s errors when this machine, and not the instance, has run out of something.
+# Errors of connect() that mean that this machine, not the instance, has run out of a resource.
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN})
 
 
@@ -42,7 +42,7 @@ class ConnectionPool:
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         """
         Args:
-            tls: decides whose certificates are believed; None for those of the system's authorities.
+            tls: context with the trusted authorities; None for those of the system.
         """
         self._tls = tls
         self._idle: dict[Address, deque[tuple[float, Connection]]] = {}
@@ -64,23 +64,23 @@ class ConnectionPool:
         *,
         fresh: bool = False,
     ) -> Exchange:
-        """A request to ``address``, sent by ``Exchange.head``.
+        """Return a request to ``address``, which ``Exchange.head`` sends.
 
         Args:
-            target: path and query as they stand in the request line.
+            target: path and query as in the request line.
             headers: without ``host``, ``connection`` and ``content-length``, which are added here.
-            fresh: use a connection of its own, closed afterwards.
+            fresh: whether to use a new connection, which is closed afterwards.
         """
         return self.prepare_exchange(address, prepare_head(method, target, headers), body, fresh)
 
     def prepare_exchange(
         self, address: Address, head: PreparedHead, body: bytes | tuple[bytes, ...], fresh: bool = False
     ) -> Exchange:
-        """As ``exchange``, with a head that several requests share, and perhaps with a body in parts."""
+        """Return the same as ``exchange``, with a head that several requests share, and optionally a body in parts."""
         host = self._hosts.get(address)
         if host is None:
             if len(self._hosts) >= MAX_HOSTS:
-                self._hosts.clear()  # of addresses that may be long gone; those in use come back
+                self._hosts.clear()  # some addresses may be unused for long; used ones are added again
             host = self._hosts[address] = b"host: %s\r\n" % str(address).encode()
         bodies = body if type(body) is tuple else (body,)
         size = sum(map(len, bodies))
@@ -98,7 +98,7 @@ class ConnectionPool:
         body: bytes = b"",
         timeout: float,
     ) -> Response:
-        """A whole small exchange on a connection of its own: probes, aborts, listings.
+        """Run a whole small exchange on a new connection: probes, aborts, listings.
 
         Args:
             timeout: seconds from now to the end of the response.
@@ -125,7 +125,7 @@ class ConnectionPool:
             self._closing_old.cancel()
 
     def take_idle(self, address: Address) -> Connection | None:
-        """The idle connection to ``address`` that was used last, if it is fresh enough."""
+        """Return the idle connection to ``address`` that was used last, if it has not been idle for too long."""
         idle = self._idle.get(address)
         now = time.monotonic()
         while idle:
@@ -136,7 +136,7 @@ class ConnectionPool:
         return None
 
     def give_back(self, connection: Connection) -> None:
-        """Keep ``connection``, whose response is complete, for another exchange."""
+        """Store ``connection`` after a complete response, for another exchange."""
         idle = self._idle.get(connection.address)
         if idle is None:
             idle = self._idle[connection.address] = deque(maxlen=IDLE_CONNECTIONS)
@@ -147,11 +147,11 @@ class ConnectionPool:
             self._closing_old = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._close_old)
 
     async def connect(self, address: Address) -> Connection:
-        """A new connection to ``address``.
+        """Open a new connection to ``address``.
 
         Raises:
             NoRoom: this machine cannot open one more.
-            ConnectFailed: nobody accepted it.
+            ConnectFailed: the connection was not accepted.
         """
         loop = asyncio.get_running_loop()
         tls = self._trust() if address.tls else None
@@ -163,14 +163,14 @@ class ConnectionPool:
             try:
                 await asyncio.wait_for(opening, CONNECT_SECONDS)
             except BaseException:
-                connection.drop()  # it may just have been made, and nobody else knows of it
-                del connection  # the traceback leads here: only the collector could free both
+                connection.drop()  # it may just have been made, and nothing else refers to it
+                del connection  # avoids a reference cycle through the traceback
                 raise
         except asyncio.TimeoutError:
             raise ConnectFailed(f"{address} did not accept a connection within {CONNECT_SECONDS:g} s") from None
         except ssl.SSLError as exc:
             raise ConnectFailed(f"cannot connect to {address.url}: {_describe_tls_failure(exc)}") from exc
-        except socket.gaierror as exc:  # its numbers are no errors of connect()
+        except socket.gaierror as exc:  # its numbers are not errors of connect()
             error: type[ConnectFailed] = NameUnresolved if exc.errno == socket.EAI_AGAIN else ConnectFailed
             raise error(f"cannot connect to {address}: {exc.strerror}") from exc
         except OSError as exc:
@@ -183,21 +183,21 @@ class ConnectionPool:
         return connection
 
     def _trust(self) -> ssl.SSLContext:
-        """The context that decides whose certificates are believed."""
+        """Return the TLS context with the trusted authorities."""
         if self._tls is None:
             self._tls = ssl.create_default_context()
         return self._tls
 
     def add_open(self, connection: Connection) -> None:
-        """A connection was made."""
+        """Count a connection that was made."""
         self._open.add(connection)
 
     def discard_open(self, connection: Connection) -> None:
-        """A connection is closed."""
+        """Remove a closed connection."""
         self._open.discard(connection)
 
     def _close_old(self) -> None:
-        """Close the connections that are too old to be used, and come back when there may be more."""
+        """Close connections that have been idle for too long, and schedule the next check."""
         loop = asyncio.get_running_loop()
         for address, idle in list(self._idle.items()):
             while idle and time.monotonic() - idle[0][0] >= IDLE_SECONDS:
@@ -208,10 +208,10 @@ class ConnectionPool:
 
 
 def _list_options(loop: asyncio.AbstractEventLoop, host: str) -> dict[str, Any]:
-    """Options of ``create_connection`` that only asyncio's own loop has: uvloop tries one address after another.
+    """Return options of ``create_connection`` that only asyncio's own loop has; uvloop tries addresses in sequence.
 
-    Not for an address in numbers: there is nothing to choose from, and asyncio leaves the socket open where connecting
-    is cancelled with this option.
+    They are omitted for a numeric address: it has no alternatives, and with this option asyncio does not close the
+    socket if connecting is cancelled.
     """
     is_name = ":" not in host and not host.replace(".", "").isdigit()
     return {"happy_eyeballs_delay": NEXT_ADDRESS_SECONDS} if is_name and isinstance(loop, asyncio.BaseEventLoop) else {}

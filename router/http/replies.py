@@ -1,4 +1,4 @@
-"""Responses of the control plane: JSON, and errors in OpenAI's form."""
+"""Responses of the control plane: JSON, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["error_reply", "json_reply", "raw_reply", "refusal_reply"]
 
 
 def json_reply(status: int, value: Any) -> Response:
-    """A response with ``value`` as JSON."""
+    """Return a response with ``value`` as JSON."""
     return Response(orjson.dumps(value), status_code=status, media_type="application/json")
 
 
 def error_reply(error: ApiError, path: str = "") -> Response:
-    """A response to a request for ``path`` that is an error."""
+    """Return an error response to a request for ``path``."""
     return Response(error.body(path), status_code=error.status, media_type="application/json")
 
 
 def raw_reply(status: int, headers: Headers, body: bytes) -> Response:
-    """A response with these headers and this body."""
+    """Return a response with these headers and this body."""
     answer = Response(body, status_code=status)
     answer.raw_headers += headers
     return answer
 
 
 def refusal_reply(refused: Refused, path: str = "") -> Response:
-    """A response to a request for ``path`` that is not served, with the headers that say how it would be."""
+    """Return the response to a refused request for ``path``, with headers that describe how it could succeed."""
     answer = error_reply(refused.error, path)
     answer.raw_headers += refused.headers
     return answer

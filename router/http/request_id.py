@@ -11,10 +11,10 @@ __all__ = ["MAX_ID_CHARACTERS", "echo_request_id", "encode_request_id", "find_re
 
 
 def find_request_id(headers: Headers) -> str:
-    """The id that ``X-Request-Id`` gives; "" where it gives none.
+    """Return the id in ``X-Request-Id``; "" if there is none.
 
     Raises:
-        BadBody: it cannot be an id.
+        BadBody: it is not a valid id.
     """
     try:
         return request_ids.find_request_id(headers, "this router")
@@ -23,7 +23,7 @@ def find_request_id(headers: Headers) -> str:
 
 
 def echo_request_id(headers: Headers) -> Headers:
-    """The header by which a client gets back the id it sent; none where it sent none that can be one."""
+    """Return the header that sends a client its own id back; empty if it sent no valid id."""
     try:
         sent = find_request_id(headers)
     except BadBody:

@@ -1,9 +1,9 @@
-"""The HTTP server's face to clients: uvicorn's protocol, with a shorter way for the data plane.
+"""The HTTP server for clients: uvicorn's protocol, with a shorter path for the data plane.
 
-uvicorn reads a request's head and body for us, and runs the control plane as the ASGI application it is. A request of
-the data plane skips the costs of ASGI: messages as dictionaries, a task that waits for the client's leaving,
-headers matched against patterns on their way out. Together with a prefill leg that needs no task, this took a P/D
-request from 174 to 103 microseconds (``benchmarks/router_overhead.py``).
+uvicorn parses each request's head and body, and runs the control plane as an ASGI application. A data-plane request
+avoids the costs of ASGI: messages as dictionaries, a task that waits until the client leaves, and matching response
+headers against patterns. Together with a prefill leg that needs no task, this reduced the time for a P/D request from
+174 to 103 microseconds (``benchmarks/router_overhead.py``).
 """
 
 from __future__ import annotations
@@ -31,55 +31,56 @@ from router.http.request_id import echo_request_id
 __all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "is_normal_path", "path_of"]
 
 
-# A head, or anything else that is no body, that goes on for longer is not read further; as in most servers.
+# Limit for a head, or anything else that is not a body; as in most servers.
 HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 1000
-LONGEST_URL = 0xFFFF  # of httptools, which takes a longer one for no HTTP
+LONGEST_URL = 0xFFFF  # limit of httptools, which does not regard a longer one as HTTP
 MAX_PIPELINED = 4
-# So much of what was received is read at once, as it may be many small requests or chunks; then others have their turn.
+# Received bytes are parsed in pieces of this size, because they may be many small requests or chunks. Other connections
+# run between the pieces.
 PIECE_BYTES = 16 * 1024
-# A client that is refused while it still sends may finish for so long: closing at once would let its system throw the
-# answer away unread.
+# A refused client that is still sending gets this time to finish. If the connection were closed immediately, the
+# client's system could discard the answer before the client reads it.
 LINGER_SECONDS = 2.0
-# When the server stops, an idle client's goodbye, which ends a connection with TLS, is waited for for so long.
+# When the server stops, it waits this long for an idle client's closing message, which ends a TLS connection.
 GOODBYE_SECONDS = 1.0
-# Of a request that has begun, and of a new connection, something must come within so long; as in nginx.
+# Read time-out for a request that has begun, and for a new connection; as in nginx.
 READ_SECONDS = 60.0
-# Of an answer, a client must take something within so long; as in nginx.
+# Write time-out for a response; as in nginx.
 SEND_SECONDS = 60.0
 _TLS_HANDSHAKE = b"\x16\x03"
 
 
 class DataPlane(Protocol):
-    """Takes the requests that are not the control plane's."""
+    """Handles all requests that are not for the control plane."""
 
     max_body_bytes: int
     is_leaving: bool
     usual_targets: Mapping[bytes, str]
-    """Targets of its requests that need no further look, and their paths."""
+    """Checked targets of its requests, and their paths."""
 
     def takes(self, path: str) -> bool:
-        """Whether a request for this path belongs to the data plane."""
+        """Return whether a request for this path belongs to the data plane."""
 
     def find_refusal(self, headers: Headers) -> Refused | None:
-        """Why the sender of these headers may not send a body; None if it may."""
+        """Return why the sender of these headers may not send a body; None if it may."""
 
     def serve(self, request: ClientRequest) -> None:
-        """Answer a request whose body has been read; an answer that has to wait does so in ``ClientRequest.run``."""
+        """Answer a completely read request. If the answer has to wait, it does so in ``ClientRequest.run``."""
 
     def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
-        """Note a request that was answered with ``error`` without being read; ``""`` where it was not understood."""
+        """Note a request that was answered with ``error`` without being read; unknown parts are ``""``."""
 
 
 class _NobodyWaits:
-    """Stands for the event that uvicorn sets when something has come: here nobody waits for it."""
+    """Replaces the event that uvicorn sets when data has arrived: here no task waits for it."""
 
     def set(self) -> None:
         pass
 
 
 class _Flow(FlowControl):
-    """uvicorn's control of a connection's flow: nothing more is received while something received is still unread."""
+    """Flow control of a connection, in place of uvicorn's: reading pauses while received data is still unprocessed."""
 
     has_unread = False
 
@@ -89,9 +90,9 @@ class _Flow(FlowControl):
 
 
 class ClientRequest:
-    """One client's request, read to its end, and the way back to the client.
+    """One client's request, read to its end, and its response.
 
-    It stands where uvicorn has its ``RequestResponseCycle``: the attributes without a comment are uvicorn's.
+    It replaces uvicorn's ``RequestResponseCycle``. The attributes without a docstring are uvicorn's.
     """
 
     __slots__ = (
@@ -131,25 +132,25 @@ class ClientRequest:
         self._protocol = protocol
         self.method = method
         self.target = target
-        """Path and query as they stand in the request line."""
+        """Path and query as in the request line."""
         self.path = path
         """The path in ``target``, without query and escapes."""
         self.headers = headers
-        """Without ``content-length``, which is the body's own."""
+        """Headers without ``content-length``, which depends on the body."""
         self.known_head: object = None
         """See ``keep_head``."""
         self.version = version
         self.added_head = b""
-        """Lines that the response's head gets, however it turns out."""
+        """Header lines that every response to this request gets."""
         self.body = b""
         self.arriving: bytearray | None = None
-        """The body so far, if it comes in more than one piece."""
+        """The body received so far, if it arrives in several pieces."""
         self.refusal: Refused | None = None
-        """Why its body is not kept."""
+        """Why its body is discarded."""
         self.on_leave: Callable[[], None] | None = None
         """Called when the client leaves before its answer is complete."""
         self.task: asyncio.Task[None] | None = None
-        """Serves it until its answer is complete, if that takes one."""
+        """Task that serves it until its answer is complete, if a task is needed."""
         self.disconnected = False
         self.keep_alive = keep_alive
         self.more_body = True
@@ -160,10 +161,10 @@ class ClientRequest:
         self._left_to_send = 0
 
     def send_response(self, status: int, headers: Headers, body: bytes, lines: bytes = b"") -> None:
-        """Send a whole response; a ``content-length`` among ``headers`` is replaced, but for HEAD.
+        """Send a whole response. A ``content-length`` in ``headers`` is replaced, except for HEAD.
 
         Args:
-            lines: more of the head.
+            lines: additional header lines.
         """
         is_head = self.method == "HEAD"
         head = [STATUS_LINE[status], self.added_head, lines]
@@ -180,7 +181,7 @@ class ClientRequest:
         self._complete_response()
 
     def start_response(self, status: int, headers: Headers, lines: bytes = b"") -> None:
-        """Send the head of a response whose body comes in pieces; as ``send_response``."""
+        """Send the head of a response, before pieces of its body; arguments as in ``send_response``."""
         head, length = [STATUS_LINE[status], self.added_head, lines], None
         for header in headers:
             head.append(b"%s: %s\r\n" % header)
@@ -204,27 +205,27 @@ class ClientRequest:
 
     def run(self, serving: Coroutine[Any, Any, None]) -> None:
         """Serve it from now on in a task, until its answer is complete."""
-        # No callback at its end, which costs the loop another turn: what follows the answer is done at once.
+        # No callback at its end, which would cost one more turn of the event loop: the next steps are done immediately.
         self.task = self._protocol.loop.create_task(serving)
         self._protocol.tasks.add(self.task)
 
     def keep_head(self, head: object) -> None:
-        """Let the next requests of this connection know this one's head, as it was read."""
+        """Cache this request's parsed head for the next requests of this connection."""
         self._protocol.known_head = head
 
     @property
     def is_ready(self) -> bool:
-        """Whether the client has taken all that was sent before."""
+        """Return whether the client has taken everything sent so far."""
         return not self._protocol.flow.write_paused
 
     async def send_piece(self, data: bytes) -> None:
-        """Send a piece of the body, once the client has taken all that was sent before."""
+        """Send a piece of the body, once the client has taken everything sent before."""
         if self._protocol.flow.write_paused and not self.disconnected:
             await self._protocol.flow.drain()
         self.write_piece(data)
 
     def write_piece(self, data: bytes) -> None:
-        """Send a piece of the body."""
+        """Send a piece of the body without waiting."""
         if data and self.method != "HEAD":
             self._left_to_send -= len(data)
             self._write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
@@ -238,20 +239,20 @@ class ClientRequest:
             if data and self.method != "HEAD":
                 self._write(data)
             if self._left_to_send > 0 and self.method != "HEAD":
-                self.keep_alive = False  # short of its length: the client must see that it was cut
+                self.keep_alive = False  # shorter than its length: the client must notice that it is incomplete
         self._complete_response()
 
     def cut_response(self) -> None:
-        """End an answer that cannot be completed so that the client sees it was cut."""
+        """End an answer that cannot be completed, in a way that the client notices."""
         self.keep_alive = False
         self._complete_response()
 
     def unblock_sending(self) -> None:
-        """Let ``send_piece`` wait no longer for a client that does not read: the answer is about to end."""
+        """Let ``send_piece`` stop waiting for a client that does not read: the answer is about to end."""
         self._protocol.flow.resume_writing()
 
     def on_client_gone(self) -> None:
-        """The client is gone."""
+        """Handle that the client has disconnected."""
         self.disconnected = True
         on_leave, self.on_leave = self.on_leave, None
         if on_leave is not None and not self.response_complete:
@@ -266,7 +267,7 @@ class ClientRequest:
             return
         self.response_complete = True
         self.on_leave = None
-        self.body = b""  # an idle connection keeps its last request
+        self.body = b""  # an idle connection still refers to its last request
         if self.task is not None:
             self._protocol.tasks.discard(self.task)
             self.task = None
@@ -276,7 +277,7 @@ class ClientRequest:
 
 
 class RouterProtocol(HttpToolsProtocol):
-    """One client's connection. The application is a ``RouterApp``; its ``proxy`` takes the data plane."""
+    """One client's connection. The application is a ``RouterApp``; its ``proxy`` handles the data plane."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -284,31 +285,32 @@ class RouterProtocol(HttpToolsProtocol):
         self._data_plane: DataPlane = application.proxy
         self._cors: Cors | None = application.cors
         self._served: Any = None
-        # Bytes received since the parser last came to something, and of the body of the request that it reads.
+        # Number of received bytes since the parser last completed anything, and size of the body of the request being
+        # read.
         self._undigested = 0
         self._body_bytes = 0
         self._content_length = b""
         self.known_head: object = None
-        # When something of a request came last, or the last answer ended.
+        # When data of a request last arrived, or the last answer ended.
         self._active_at = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._unread = b""
-        # How many bytes the client had not taken at the last look, and when the next one is.
+        # Number of bytes that the client had not taken at the last check, and the time of the next check.
         self._untaken = 0
         self._send_watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected; it must send something."""
+        """Handle a new connection; the client must send data in time."""
         super().connection_made(transport)
         self.flow: _Flow = _Flow(transport)
         self._active_at = self.loop.time()
         self._watch_for(READ_SECONDS)
 
     def data_received(self, data: bytes, is_piece: bool = False) -> None:
-        """Read the bytes that the client sends.
+        """Parse the bytes that the client sends.
 
         Args:
-            is_piece: they are to be read at once.
+            is_piece: whether they are to be parsed in one step.
         """
         if not is_piece and (len(data) > PIECE_BYTES or self._unread):
             self._unread += data
@@ -331,9 +333,9 @@ class RouterProtocol(HttpToolsProtocol):
             return
 
     def _read_piece(self) -> None:
-        """Read a piece of what was received; the next one after others had their turn, and once there is room for it.
+        """Parse a piece of the received data. Schedule the next piece for after other work, when there is capacity.
 
-        A body whose length is known is read at once, as it cannot be many requests or chunks.
+        A body of known length is read in one step, because it cannot contain many requests or chunks.
         """
         if self.transport.is_closing():
             self._unread = b""
@@ -354,7 +356,7 @@ class RouterProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._read_piece)
 
     def _refuse_unreadable(self, data: bytes) -> None:
-        """Refuse what is no HTTP."""
+        """Refuse data that is not HTTP."""
         if data.startswith(_TLS_HANDSHAKE):
             self._refuse_request(ApiError(400, "this port speaks plain HTTP, not HTTPS", "tls_at_plain_port"))
         elif len(self.headers or ()) > MAX_HEADERS:
@@ -366,17 +368,17 @@ class RouterProtocol(HttpToolsProtocol):
             self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
 
     def pause_writing(self) -> None:
-        """The client takes its answer more slowly than it comes."""
+        """Note that the client takes its answer more slowly than it is generated."""
         super().pause_writing()
         self._watch_sending()
 
     def resume_writing(self) -> None:
-        """The client has taken the most of what was sent."""
+        """Note that the client has taken most of what was sent."""
         super().resume_writing()
         self._untaken = sys.maxsize
 
     def _watch_sending(self) -> None:
-        """Give up a client that takes nothing of what was sent for a while."""
+        """Close the connection of a client that takes nothing of what was sent for some time."""
         if self._send_watch is None:
             self._untaken = self._count_untaken()
             self._send_watch = self.loop.call_later(SEND_SECONDS, self._check_sending)
@@ -391,7 +393,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._watch_sending()
 
     def _count_untaken(self) -> int:
-        """The bytes that were sent and that the client's system has not acknowledged."""
+        """Return the number of sent bytes that the client's system has not acknowledged."""
         sock: socket.socket = self.transport.get_extra_info("socket")
         in_kernel = bytearray(4)
         try:
@@ -402,20 +404,20 @@ class RouterProtocol(HttpToolsProtocol):
 
     @property
     def _has_untaken_body(self) -> bool:
-        """Whether the control plane has so much of a body to take that uvicorn has paused the reading, until it has."""
+        """Return whether uvicorn has paused reading, because the control plane still has to take much of a body."""
         request: Any = self.cycle
         is_control = request is not None and not isinstance(request, ClientRequest)
         return is_control and not request.response_complete and len(request.body) > HIGH_WATER_LIMIT
 
     @property
     def _is_reading(self) -> bool:
-        """Whether a request has come in part, or none at all yet."""
+        """Return whether a request has arrived in part, or none at all yet."""
         request: Any = self.cycle  # uvicorn's type has no None
         return self._undigested > 0 or request is None or (request.more_body and not request.response_complete)
 
     @property
     def _is_answering(self) -> bool:
-        """Whether the answer to a request that has come in whole is under way."""
+        """Return whether a fully received request is being answered."""
         return any(
             not request.response_complete and (request.response_started or not request.more_body)
             for request in self._own_requests
@@ -423,14 +425,14 @@ class RouterProtocol(HttpToolsProtocol):
 
     @property
     def _own_requests(self) -> list[Any]:
-        """The one that is served, those that wait, and the one that was read last; some may have ended."""
+        """Return the request being served, the waiting ones, and the last one that was read. Some may have ended."""
         requests = [self._served, *(cycle for cycle, _ in self.pipeline), self.cycle]
         return [request for request in requests if request is not None]
 
     def _check_activity(self) -> None:
-        """Give up a client that sends no more of its request, or nothing at all; and come back in time.
+        """Close the connection of a client that stops sending its request, or sends nothing; schedule the next check.
 
-        One timer is enough for a connection: a request neither sets nor cancels any.
+        One timer per connection is sufficient: requests neither set nor cancel timers.
         """
         if self.transport.is_closing():
             self._watch_sending()
@@ -446,19 +448,19 @@ class RouterProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
         if self.transport.is_closing():
-            self._watch_sending()  # as it closes only once the client has taken all
+            self._watch_sending()  # because it closes only once the client has taken everything
 
     def _watch_for(self, seconds: float) -> None:
-        """Look again after so long, or as soon as anything that begins now could have taken too long."""
+        """Check again after this time, or earlier if a time-out of something that begins now could expire."""
         seconds = min(seconds, READ_SECONDS, self.timeout_keep_alive)
         self._watch = self.loop.call_later(seconds, self._check_activity)
 
     def on_message_begin(self) -> None:
-        """Prepare for a request's head; uvicorn's further needs are met for the control plane only."""
+        """Prepare for a request's head. The rest of uvicorn's preparation is done only for the control plane."""
         self.url, self.headers, self.expect_100_continue, self._content_length = b"", [], False, b""
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; that of the body's length, in which requests of one client differ, apart from the others."""
+        """Store a header. ``content-length`` is separate, because it differs between requests of one client."""
         name = name.lower()
         if name == b"content-length":
             self._content_length = value
@@ -468,10 +470,10 @@ class RouterProtocol(HttpToolsProtocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Give the request to the data plane, or to uvicorn's own way."""
+        """Pass the request to the data plane, or to uvicorn's own handling."""
         self._undigested = self._body_bytes = 0
         if len(self.headers) > MAX_HEADERS:
-            raise ValueError("too many headers")  # goes to ``data_received`` as the parser's error
+            raise ValueError("too many headers")  # the parser passes it on to ``data_received``
         if self.parser.should_upgrade():
             return
         existing = self.cycle
@@ -493,17 +495,17 @@ class RouterProtocol(HttpToolsProtocol):
         if self._cors is not None:
             for header in self._cors.answer_headers(self.headers):
                 request.added_head += b"%s: %s\r\n" % header
-        self.headers = _DROPPED  # type: ignore[assignment]  # trailers, after a chunked body, are no headers
+        self.headers = _DROPPED  # type: ignore[assignment]  # trailers, after a chunked body, are ignored
         self.cycle = request  # type: ignore[assignment]
         if existing is not None and not existing.response_complete:
             self.pipeline.appendleft((request, self._data_plane))  # type: ignore[arg-type]
             if len(self.pipeline) >= MAX_PIPELINED:
-                self.flow.pause_reading()  # and then nobody notices that the client leaves
+                self.flow.pause_reading()  # meanwhile it is not noticed if the client leaves
         elif self.expect_100_continue:
             self._answer_expectation(request)
 
     def _answer_expectation(self, request: ClientRequest) -> None:
-        """Tell a client that waits for it to send the body of its request, which is the one that is being read."""
+        """Answer a client that waits for permission to send the body of its request (``Expect: 100-continue``)."""
         if int(self._content_length or 0) > self._data_plane.max_body_bytes:
             self._refuse_body(request, Refused(self._too_large()))
         elif (refused := self._data_plane.find_refusal(request.headers)) is not None:
@@ -512,7 +514,7 @@ class RouterProtocol(HttpToolsProtocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        """Keep a piece of the body."""
+        """Store a piece of the body."""
         self._undigested = 0
         self._body_bytes += len(body)
         is_too_large = self._body_bytes > self._data_plane.max_body_bytes
@@ -532,13 +534,13 @@ class RouterProtocol(HttpToolsProtocol):
         elif not request.body:
             request.body = body
         elif (refused := self._data_plane.find_refusal(request.headers)) is not None:
-            self._refuse_body(request, refused)  # or else anybody could fill the memory
+            self._refuse_body(request, refused)  # else any client could fill the memory
         else:
             request.arriving = bytearray(request.body)
             request.arriving += body
 
     def on_message_complete(self) -> None:
-        """The request is whole: serve it."""
+        """Serve the request, which is complete now."""
         self._undigested = 0
         request: Any = self.cycle
         if self.parser.should_upgrade():
@@ -552,13 +554,13 @@ class RouterProtocol(HttpToolsProtocol):
                 self.transport.close()
             return
         if request.arriving is not None:
-            # Not copied, which would hold the router up; nobody changes it any more.
+            # Not copied, which would block the router; it does not change any more.
             request.body, request.arriving = cast(bytes, request.arriving), None
         if not self.pipeline or self._has_its_turn(request):
             self._start_asgi_task(request, self._data_plane)
 
     def on_response_complete(self) -> None:
-        """An answer has ended: serve the request that waits for that, if there is one."""
+        """Serve the next waiting request after an answer has ended, if there is one."""
         if self.transport.is_closing():
             return
         self._active_at = self.loop.time()
@@ -568,7 +570,9 @@ class RouterProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._start_next)
 
     def _start_next(self) -> None:
-        """Serve the request that was next in the pipeline; not at once, as an answer may need no task and no wait."""
+        """Serve the next pipelined request in a later turn of the event loop, because answers may need no task or
+        wait.
+        """
         if self.pipeline and not self.transport.is_closing():
             was_full = len(self.pipeline) >= MAX_PIPELINED
             self._start_asgi_task(*self.pipeline.pop())
@@ -576,16 +580,16 @@ class RouterProtocol(HttpToolsProtocol):
                 self._read_piece()
 
     def hang_up(self, request: ClientRequest) -> None:
-        """Close the connection after ``request``, once its client has sent all of it, or has had time for it."""
+        """Close the connection after ``request``, once its client has sent all of it, or a time limit is exceeded."""
         if request.more_body and not self.transport.is_closing():
-            if self.transport.can_write_eof():  # not with TLS, where the answer's own length must do
+            if self.transport.can_write_eof():  # not with TLS: there the answer's length marks its end
                 self.transport.write_eof()
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
         else:
             self.transport.close()
 
     def shutdown(self) -> None:
-        """The server stops: end the connection, with TLS even if its client does not, or after its request."""
+        """End the connection when the server stops: after its request; with TLS even if the client does not respond."""
         super().shutdown()
         if self.scheme == "https" and self.transport.is_closing():
             self.loop.call_later(GOODBYE_SECONDS, self._cut_goodbye_short)
@@ -595,10 +599,10 @@ class RouterProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell every request of this connection that its client is gone."""
+        """Notify every request of this connection that its client has disconnected."""
         requests = self._own_requests
         super().connection_lost(exc)
-        # They hold us, and only the collector could free both.
+        # Breaks a reference cycle that only the garbage collector could free.
         self.cycle = self._served = None  # type: ignore[assignment]
         self._unread = b""
         for watch in (self._watch, self._send_watch):
@@ -609,7 +613,7 @@ class RouterProtocol(HttpToolsProtocol):
                 request.on_client_gone()
 
     def _find_path(self) -> str:
-        """The path that the request is for, ``""`` where the control plane is to refuse it."""
+        """Return the path of the request; ``""`` if the control plane has to refuse it."""
         if not self.url.startswith((b"/", b"*")):
             self.url = _origin_form(self.url)
         path = path_of(self.url)
@@ -618,9 +622,9 @@ class RouterProtocol(HttpToolsProtocol):
         return path
 
     def _normalize_target(self) -> str:
-        """Drop a slash at the path's end, and a fragment; return the path, "" where the control plane is to refuse it.
+        """Remove a slash at the path's end, and a fragment. Return the path, "" if the control plane has to refuse it.
 
-        Otherwise an instance might take it for another path than the router, or redirect the client to itself.
+        Otherwise an instance might interpret the path differently from the router, or redirect the client to itself.
         """
         target, question_mark, query = self.url.partition(b"#")[0].partition(b"?")
         if path_of(target)[1:].endswith("/"):
@@ -630,10 +634,10 @@ class RouterProtocol(HttpToolsProtocol):
         return path if is_normal_path(path) else ""
 
     def _decline_upgrade(self, rest: bytes) -> bytes:
-        """What is to be read of a request that asks for another protocol, as if it had not, and of what follows it.
+        """Return the bytes of a request that offers another protocol, without the offer, and the bytes after it.
 
-        Java's client asks for HTTP/2. The parser reads no body after such a head; so it is given the head again,
-        without the question.
+        Java's client offers HTTP/2. The parser reads no body after such a head, so it gets the head again without the
+        offer.
         """
         if self.parser.get_method() == b"CONNECT":
             self._refuse_request(ApiError(405, "this router opens no tunnels", "method_not_allowed"))
@@ -645,7 +649,7 @@ class RouterProtocol(HttpToolsProtocol):
         return b"".join([start, *head, b"\r\n", rest])
 
     def _refuse_body(self, request: ClientRequest, refused: Refused) -> None:
-        """Answer with a refusal when it is the request's turn; keep nothing of its body."""
+        """Answer with a refusal when it is the request's turn; discard its body."""
         request.body, request.arriving = b"", None
         request.refusal = refused
         if not request.response_complete and self._has_its_turn(request):
@@ -657,7 +661,7 @@ class RouterProtocol(HttpToolsProtocol):
             request.send_response(error.status, headers, error.body(request.path))
 
     def _has_its_turn(self, request: Any) -> bool:
-        """Whether the request that is being read does not wait for the answer to another one before it."""
+        """Return whether the request being read does not have to wait for the answer to an earlier one."""
         return not self.pipeline or self.pipeline[0][0] is not request
 
     def _head_too_large(self) -> ApiError:
@@ -672,14 +676,14 @@ class RouterProtocol(HttpToolsProtocol):
         return ApiError(413, f"the body is larger than the {limit} bytes this router takes", "body_too_large")
 
     def _refuse_request(self, error: ApiError) -> None:
-        """Answer a request that is not read to its end, and close the connection."""
+        """Answer a request without reading it to its end, and close the connection."""
         is_answering = self._is_answering
         for request in self._own_requests:
             if request is self.cycle or not isinstance(request, ClientRequest):
-                request.disconnected = True  # uvicorn's own would write on to the closed connection
+                request.disconnected = True  # uvicorn's own request object would write to the closed connection
         if is_answering:
             self._data_plane.on_refused("", "", error)
-            self.transport.close()  # within another answer, this one could not be told from it
+            self.transport.close()  # within another answer, this one could not be distinguished from it
         elif not self.transport.is_closing():
             self._data_plane.on_refused("", "", error)
             latest: Any = self.cycle
@@ -705,7 +709,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._answer_expectation(cycle)
 
     def _answer_preflight(self, request: ClientRequest) -> bool:
-        """Answer a request that only asks for a page's script whether it may send another one; False for others."""
+        """Answer a preflight (whether a page's script may send a request). Return False for other requests."""
         answer = self._cors.answer_preflight(request.headers) if self._cors is not None else None
         if answer is not None:
             request.send_response(*answer)
@@ -714,13 +718,13 @@ class RouterProtocol(HttpToolsProtocol):
 
 _NOBODY_WAITS = _NobodyWaits()
 _BODILESS = frozenset({204, 304})
-# ``urllib.parse.unquote`` goes through them one by one.
+# ``urllib.parse.unquote`` processes them one by one, which is slower.
 _ESCAPES = re.compile("(?:%[0-9a-fA-F]{2})+")
 _DROPPED: deque[tuple[bytes, bytes]] = deque(maxlen=0)
 
 
 def path_of(target: bytes) -> str:
-    """The path in a request's target, without query and escapes."""
+    """Return the path in a request's target, without query and escapes."""
     path = target.partition(b"?")[0].decode("latin-1")
     return _ESCAPES.sub(_unescape, path) if "%" in path else path
 
@@ -730,12 +734,12 @@ def _unescape(found: re.Match[str]) -> str:
 
 
 def is_normal_path(path: str) -> bool:
-    """Whether no segment of the path is empty, ``.`` or ``..``, so that all servers take it for the same."""
+    """Return whether no segment of the path is empty, ``.`` or ``..``, so that all servers read it equally."""
     return path == "/" or {"", ".", ".."}.isdisjoint(path.split("/")[1:])
 
 
 def _origin_form(target: bytes) -> bytes:
-    """Path and query of a target that names scheme and host too, as any server must take it (RFC 9112, 3.2.2)."""
+    """Return path and query of a target with scheme and host, which every server must accept (RFC 9112, 3.2.2)."""
     parsed = httptools.parse_url(target)
     path: bytes = parsed.path or b"/"
     return path if parsed.query is None else b"%s?%s" % (path, parsed.query)

@@ -1,4 +1,4 @@
-"""TLS towards clients: a listener's context, which also answers who speaks plain HTTP to it."""
+"""TLS for connections from clients: a listener's context, which also answers clients that use plain HTTP."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _PLAIN_HTTP = ApiError(400, "this port speaks HTTPS: the address begins with htt
 
 
 class _ClientTls(ssl.SSLObject):
-    """The TLS of one client's connection: a handshake that fails is logged, and plain HTTP is answered.
+    """TLS of one client's connection: a failed handshake is logged, and plain HTTP is answered.
 
-    The event loop calls these methods, and sends the bytes in ``outgoing`` whenever one of them wants to read on.
+    The event loop calls these methods, and sends the bytes in ``outgoing`` whenever a method has to wait for data.
     """
 
     outgoing: ssl.MemoryBIO
     _failure: ssl.SSLError | None = None
 
     def do_handshake(self) -> None:
-        """Called by the event loop whenever something has come."""
+        """Continue the handshake; called by the event loop whenever data has arrived."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -43,21 +43,21 @@ class _ClientTls(ssl.SSLObject):
             body = _PLAIN_HTTP.body()
             head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             self.outgoing.write(head % (STATUS_LINE[_PLAIN_HTTP.status], len(body)) + body)
-            raise ssl.SSLWantReadError from None  # the client reads that and leaves, or the handshake's time ends
+            raise ssl.SSLWantReadError from None  # the client reads the answer and leaves, or the handshake times out
 
 
 class ListenerContext(ssl.SSLContext):
-    """The context of a port that clients connect to; it still needs a certificate."""
+    """TLS context of a port that clients connect to. The certificate is loaded later."""
 
     def __new__(cls) -> ListenerContext:
-        """An ``ssl.SSLContext`` is given its protocol where it is made."""
+        """Create the context. An ``ssl.SSLContext`` gets its protocol here, not in ``__init__``."""
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
     def __init__(self) -> None:
         self.sslobject_class = _ClientTls
 
     def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """Called by the event loop for each connection."""
+        """Return the TLS object of a new connection; called by the event loop."""
         client = super().wrap_bio(incoming, outgoing, *args, **kwargs)
         assert isinstance(client, _ClientTls)
         client.outgoing = outgoing

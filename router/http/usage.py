@@ -1,7 +1,7 @@
-"""An engine's token figures, read from its response, or set in it, without parsing all of it.
+"""An engine's token usage, read from its response or replaced in it, without parsing the whole response.
 
-In OpenAI's names for chat and completions and for responses, and in Anthropic's for messages, whose ``input_tokens``
-are those that were neither read from a cache nor written to it.
+It uses OpenAI's names for chat, completions and responses, and Anthropic's for messages, in which ``input_tokens`` are
+only those that were neither read from a cache nor written to it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import orjson
 __all__ = ["TokenCount", "Usage", "read_cached_figures", "read_usage", "set_figures"]
 
 _MARK = b'"usage"'
-# A longer one than any engine's is not read.
+# Limit of the bytes to read; no engine has a longer usage.
 _USAGE_BYTES = 2048
-# Figures of how much of the prompt was cached where it was computed, by all engines and APIs.
+# Names, in all engines and APIs, of the numbers of prompt tokens that were cached.
 _CACHED_NAME = (
     rb"(?:own_|pool_)?cached_tokens|created_cache_tokens|cache_write_tokens|cache_(?:read|creation)_input_tokens"
 )
@@ -29,27 +29,27 @@ _TEXT = re.compile(
     rb'"(?:content|text|reasoning_content|reasoning|thinking|arguments|partial_json|delta)"\s*:\s*"'
     rb'([^"\\]*(?:\\.[^"\\]*)*)"'
 )
-# Of a text that comes without ids; English has about four.
+# For text without token ids. English has about four bytes per token.
 _BYTES_PER_TOKEN = 4
 
 
 class Usage(NamedTuple):
-    """The figures of an answer's ``usage``, as far as it has them."""
+    """Token counts of an answer's ``usage``, as far as it has them."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     own_cached_tokens: int | None = None
-    """Of the cached ones, those that the instance had itself; our engine says so."""
+    """Cached tokens from the instance's own cache (the rest came from the pool). Reported by our engine only."""
 
 
 _NO_FIGURES = Usage()
 
 
 def read_usage(data: bytes) -> Usage | None:
-    """The usage that stands last in ``data``, an answer or the end of an event stream; None where there is none.
+    """Return the last usage in ``data``, an answer or the end of an event stream; None if there is none.
 
-    The figures are for measuring only: text that imitates a usage could mislead them, and nothing else.
+    Use the counts for statistics only: generated text that imitates a usage can falsify them.
     """
     mark = data.rfind(_MARK)
     if mark < 0:
@@ -81,7 +81,7 @@ def read_usage(data: bytes) -> Usage | None:
 
 
 def _find_end(data: bytes, start: int, end: int) -> int:
-    """Where the object at ``start`` ends, which has others in it, the first of them until ``end``; 0 if too far off."""
+    """Return the end of the object at ``start``, with its first nested object before ``end``; 0 if it is too far."""
     limit = start + _USAGE_BYTES
     while end and data.count(b"{", start, end) > data.count(b"}", start, end):
         end = data.find(b"}", end, limit) + 1
@@ -89,7 +89,7 @@ def _find_end(data: bytes, start: int, end: int) -> int:
 
 
 def _add_details(members: dict[str, Any]) -> dict[str, Any]:
-    """The members of a usage and those of the objects in it."""
+    """Return the members of a usage and those of its nested objects."""
     found = members
     for details in members.values():
         if type(details) is dict:
@@ -98,7 +98,7 @@ def _add_details(members: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_cached_figures(data: bytes) -> Mapping[bytes, bytes]:
-    """By their names, the figures of an answer's usage that say how much of its prompt was cached."""
+    """Return the cached-token counts of an answer's usage, by name."""
     start = data.rfind(_MARK)
     if start < 0:
         return {}
@@ -109,7 +109,7 @@ def read_cached_figures(data: bytes) -> Mapping[bytes, bytes]:
 
 
 def set_figures(data: bytes, figures: Mapping[bytes, bytes]) -> bytes:
-    """An answer, or events of one, with those ``figures`` that its usage has set to these values."""
+    """Return an answer, or events of one, in which those ``figures`` that its usage contains have these values."""
     start = data.find(_MARK)
     if start < 0 or not figures:
         return data
@@ -118,7 +118,7 @@ def set_figures(data: bytes, figures: Mapping[bytes, bytes]) -> bytes:
 
 
 class TokenCount:
-    """The tokens that an event stream has brought, for where its engine has not said its usage yet."""
+    """Number of tokens in an event stream so far, needed while its engine has not sent its usage."""
 
     __slots__ = ("_by_ids", "_by_text")
 
@@ -127,11 +127,11 @@ class TokenCount:
 
     @property
     def tokens(self) -> int:
-        """By the tokens' ids where the engine tells them; else by the text, and at least one for each event."""
+        """The number of token ids if the engine sends them; else an estimate from the text, at least one per event."""
         return self._by_ids or self._by_text
 
     def add(self, events: bytes) -> None:
-        """Count the tokens of these events, as they came from the engine."""
+        """Count the tokens of these events, as received from the engine."""
         for ids in _GENERATED_IDS.findall(events):
             self._by_ids += ids.count(b",") + 1
         if not self._by_ids:

@@ -1,10 +1,10 @@
 """Starts the router: ``python -m router.launch --port 52700 --splitwise``, or ``kvrouter``.
 
 program.py    main, fd_router: reads the settings, opens log and port, runs one process or several
-server.py     RouterServer: uvicorn, whose shutdown also ends the router's requests in progress
+server.py     RouterServer: uvicorn with a shutdown that also ends the router's requests in progress
 worker.py     run_worker: one process of several
-nursery.py    loaded into the process that workers are forked from
-logs.py       open_log: where the router's own log goes
+nursery.py    preloaded into the process from which workers are forked
+logs.py       open_log: the destination of the router's own log
 __main__.py   python -m router.launch
 """
 

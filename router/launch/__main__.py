@@ -1,4 +1,4 @@
-"""``python -m router.launch``."""
+"""Entry point of ``python -m router.launch``."""
 
 import sys
 

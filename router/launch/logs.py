@@ -1,4 +1,4 @@
-"""Where the router's own log goes."""
+"""The destination of the router's own log."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from router.settings import RouterSettings, SettingsError
 
 __all__ = ["LOG_FILE", "open_log"]
 
-# As of FastDeploy's Go router: under the folder it is started in.
+# As in FastDeploy's Go router: below the folder in which it is started.
 LOG_FILE = Path("logs/router.log")
 LOG_FILES_KEPT = 4
 
 
 def open_log(settings: RouterSettings) -> None:
-    """Let all that this process logs go where ``log.output`` says.
+    """Send everything that this process logs to the destination in ``log.output``.
 
     Raises:
         SettingsError: the log file cannot be written.
@@ -29,12 +29,12 @@ def open_log(settings: RouterSettings) -> None:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         force=True,
     )
-    logging.getLogger("router").setLevel(settings.log_level.upper())  # the libraries' details tell nobody anything
+    logging.getLogger("router").setLevel(settings.log_level.upper())  # the libraries' details are not useful
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def send_log(send: Callable[[int, str, str], None]) -> None:
-    """Let another process write this one's log: a file that several rotate loses lines.
+    """Have another process write this one's log: if several processes rotated one file, lines would be lost.
 
     Args:
         send: takes level, logger and text.
@@ -48,7 +48,7 @@ class _Sender(logging.Handler):
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by logging."""
+        """Send a log record; called by ``logging``."""
         self._send(record.levelno, record.name, self.format(record))
 
 
@@ -57,7 +57,7 @@ def _make_handler(settings: RouterSettings) -> logging.Handler:
         return logging.StreamHandler(sys.stderr if settings.log_output == "stderr" else sys.stdout)
     try:
         LOG_FILE.parent.mkdir(exist_ok=True)
-        # The file and its predecessors share the space that logs may take.
+        # The limit of the total size is divided between the file and its predecessors.
         size = settings.log_max_total_size_mb * 1_000_000 // (LOG_FILES_KEPT + 1)
         return RotatingFileHandler(LOG_FILE, maxBytes=size, backupCount=LOG_FILES_KEPT)
     except OSError as exc:

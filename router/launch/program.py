@@ -28,7 +28,7 @@ _log = logging.getLogger("router.launch")
 
 
 def fd_router(argv: Sequence[str] | None = None) -> int:
-    """``fd-router``: the router by the name of FastDeploy's Go router, with its answers; return the exit status."""
+    """Run the router as ``fd-router``, FastDeploy's Go router, with its response format; return the exit status."""
     return main(argv, dialect="go")
 
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None, *, dialect: str = "python") -> int:
     """Run the router until SIGTERM or SIGINT; return the exit status.
 
     Args:
-        dialect: as of ``load_settings``.
+        dialect: as in ``load_settings``.
     """
     try:
         settings = load_settings(sys.argv[1:] if argv is None else argv, dialect=dialect)
@@ -62,11 +62,11 @@ def _run_alone(settings: RouterSettings, listener: socket.socket) -> None:
     """Serve in this process.
 
     Raises:
-        SettingsError: a file that the settings name cannot be used.
+        SettingsError: a file named in the settings cannot be used.
     """
     server = RouterServer(RouterApp(settings))
 
-    # uvicorn handles both signals while it serves and raises them again afterwards; here they mean a good end.
+    # uvicorn handles both signals while it serves and raises them again afterwards. Here they mean a normal end.
     def end_service(*_: object) -> None:
         server.should_exit = True
 
@@ -78,10 +78,10 @@ def _run_alone(settings: RouterSettings, listener: socket.socket) -> None:
 
 
 def _run_workers(settings: RouterSettings, listener: socket.socket) -> None:
-    """Let several processes serve, and supervise them.
+    """Serve in several processes, and supervise them.
 
     Raises:
-        SettingsError: a file that the settings name cannot be used.
+        SettingsError: a file named in the settings cannot be used.
     """
     auth = Auth(settings)
     admission = Admission(settings, auth.token_rates)
@@ -100,7 +100,7 @@ def _run_workers(settings: RouterSettings, listener: socket.socket) -> None:
 
 
 def _open_listener(host: str, port: int) -> socket.socket:
-    """A socket that listens at ``host:port``.
+    """Return a socket that listens on ``host:port``.
 
     Raises:
         SettingsError: it cannot be bound.
@@ -109,7 +109,7 @@ def _open_listener(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as exc:
         raise SettingsError(f"--host {host} is not an address of this machine: {exc.strerror}") from exc
-    except ValueError as exc:  # no possible name, such as one with two dots together
+    except ValueError as exc:  # an impossible name, for example one with two adjacent dots
         raise SettingsError(f"--host {host} is not an address of this machine: {exc}") from exc
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

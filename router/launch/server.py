@@ -1,4 +1,4 @@
-"""RouterServer: uvicorn, whose shutdown also ends the router's requests in progress."""
+"""RouterServer: uvicorn with a shutdown that also ends the router's requests in progress."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = ["INTERRUPT_GRACE_SECONDS", "RouterServer", "list_graces", "prepare_pr
 
 _log = logging.getLogger("router.launch")
 
-# After Ctrl-C, requests that still run get so long; then they are ended with an error.
+# After Ctrl-C, running requests get this time; then they end with an error.
 INTERRUPT_GRACE_SECONDS = 1.0
-# Stopping that takes longer is explained, and explained again after each further so long.
+# If stopping takes longer than the first time, log why, and log it again periodically.
 QUIET_SECONDS, PROGRESS_SECONDS = 2.0, 5.0
-# A client that has not taken its response's end by then is cut off.
+# A client that has not taken the end of its response by then is disconnected.
 FLUSH_SECONDS = 1.0
 # Longer than the clients' own limits (5 s in httpx, 60 s in many load balancers), so that they close first.
 CLIENT_IDLE_SECONDS = 65
-# The collector need not look often: requests leave no circles (tests/router/serving/test_fault_table.py).
+# The garbage collector may run rarely: requests leave no reference cycles (tests/router/serving/test_fault_table.py).
 GC_THRESHOLDS = (20_000, 10, 10)
-# The least that Python can be told.
+# The minimum that Python accepts.
 MAX_DIGITS = 640
 
 
@@ -67,12 +67,12 @@ class RouterServer(uvicorn.Server):
             self._certificate = ServedCertificate(config.ssl, settings.ssl_certfile, settings.ssl_keyfile)
         super().__init__(config)
         self._router = router
-        self._stops_at: float | None = None  # once it is told to end, if it goes on until then
+        self._stops_at: float | None = None  # time of the end, if the server stops with a delay
         self._ends_requests_at = 0.0
         self._renewal: asyncio.Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop, perhaps after a delay, and let running requests end in their time; told so again, at once."""
+        """Stop, possibly after a delay, and give running requests time to end; at a second signal, stop immediately."""
         delay = self._router.settings.shutdown_delay_secs
         if self.should_exit or self._stops_at is not None:
             self.stop_serving(0.0)
@@ -84,19 +84,19 @@ class RouterServer(uvicorn.Server):
             self.stop_serving(self._graces[signal.Signals(sig)])
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second: whether to stop now."""
+        """Return whether to stop now; called by uvicorn ten times per second."""
         if self._stops_at is not None and time.monotonic() >= self._stops_at and not self.should_exit:
             self.stop_serving(self._graces[signal.SIGTERM])
         return await super().on_tick(counter)
 
     def stop_serving(self, grace: float) -> None:
-        """Stop, and let running requests end within ``grace`` seconds."""
+        """Stop, and give running requests ``grace`` seconds to end."""
         self._router.prepare_to_leave()
         self._ends_requests_at = time.monotonic() + grace
         self.should_exit = True
 
     def make_protocol(self) -> RouterProtocol:
-        """The protocol of a connection that was accepted elsewhere; the server has started."""
+        """Return the protocol of a connection that was accepted elsewhere. The server must have started."""
         return RouterProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -106,7 +106,7 @@ class RouterServer(uvicorn.Server):
             self._renewal = asyncio.ensure_future(self._certificate.keep_current())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing new; wait for requests that run, or end them."""
+        """Accept no new connections; wait for running requests, or end them."""
         if self._renewal is not None:
             self._renewal.cancel()
         meanwhile = [asyncio.ensure_future(self._end_requests()), asyncio.ensure_future(self._tell_progress())]
@@ -115,7 +115,7 @@ class RouterServer(uvicorn.Server):
             task.cancel()
 
     async def _tell_progress(self) -> None:
-        """Say why it takes long to stop, if it does."""
+        """Log why stopping takes long, if it does."""
         await asyncio.sleep(QUIET_SECONDS)
         while True:
             requests = self._router.proxy.num_requests
@@ -137,18 +137,18 @@ class RouterServer(uvicorn.Server):
 
 
 def list_graces(settings: RouterSettings) -> dict[signal.Signals, float]:
-    """The seconds that running requests get at each signal that ends the router."""
+    """Return the seconds that running requests get, for each signal that ends the router."""
     return {signal.SIGTERM: settings.shutdown_grace_secs, signal.SIGINT: INTERRUPT_GRACE_SECONDS}
 
 
 def prepare_process() -> None:
-    """Prepare a process that serves requests, once all is loaded."""
-    # Reading a longer number takes time by the square of its length; no engine has any.
+    """Prepare a process that serves requests, once all modules are loaded."""
+    # The time to parse a number grows with the square of its length. No engine has longer ones.
     sys.set_int_max_str_digits(MAX_DIGITS)
-    # The records kept to be explained would be looked through again and again for garbage that is not there.
+    # Otherwise the collector would scan the retained records again and again without finding garbage.
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    # A request needs three descriptors, and the usual limit is 1,024.
+    # A request needs three file descriptors, and the usual limit is 1,024.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS says "unlimited", and does not mean it
+    with contextlib.suppress(ValueError, OSError):  # macOS reports "unlimited", but refuses it
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

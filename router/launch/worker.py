@@ -20,13 +20,13 @@ __all__ = ["run_worker"]
 
 _log = logging.getLogger("router.launch.worker")
 
-# So often the supervisor hears that this process lives, and how many connections it has.
+# Interval at which the worker reports to the supervisor that it lives, and how many connections it has.
 COUNT_SECONDS = 0.25
 
 
 def run_worker(task: WorkerTask) -> None:
-    """Serve the connections that the supervisor hands over, until it says to stop."""
-    # Ctrl-C reaches all processes of a terminal: the supervisor says what follows from it.
+    """Serve the connections that the supervisor passes on, until it orders a stop."""
+    # Ctrl-C reaches all processes of a terminal. Only the supervisor handles it, and orders the workers to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     open_log(task.settings)
     prepare_process()
@@ -39,7 +39,7 @@ async def _serve(task: WorkerTask) -> None:
     if task.settings.log_output == "file":
         send_log(link.send_log_line)
     (handler,) = logging.getLogger().handlers
-    if not task.is_first:  # a warning about the settings is the same in all of them: one says it
+    if not task.is_first:  # a warning about the settings is the same in all workers: only the first logs it
         handler.setLevel(logging.ERROR)
     try:
         router = RouterApp(task.settings, link)
@@ -52,14 +52,14 @@ async def _serve(task: WorkerTask) -> None:
     link.subscribe_to_leave(router.prepare_to_leave)
     link.subscribe_to_stop(server.stop_serving)
     taking = asyncio.ensure_future(_take_connections(task.connections, server, link))
-    # uvicorn takes SIGTERM for the time that it serves: a worker that is told to end alone does, and is replaced.
+    # uvicorn handles SIGTERM while it serves. A worker that gets this signal alone ends, and is replaced.
     await server.serve(sockets=[])
     taking.cancel()
     link.disconnect()
 
 
 async def _take_connections(channel: socket.socket, server: RouterServer, link: WorkerLink) -> None:
-    """Serve the connections that come over ``channel``, and say how many there are; until cancelled."""
+    """Serve the connections that arrive over ``channel``, and report their number, until cancelled."""
     loop = asyncio.get_running_loop()
     while not server.started:
         await asyncio.sleep(0.01)

@@ -1,13 +1,13 @@
 """Policies: which instance a request goes to. Plain data in, a decision out.
 
-base.py               Policy, and the plain data that a policy sees and returns
+base.py               Policy, and the plain data that a policy gets and returns
 features.py           request_features: a prompt as a chain of chunk hashes
 prefix_index.py       PrefixIndex: which instance has computed which prefix
 prefix_policy.py      PrefixPolicy: the base of policies with such an index
 prefill_cost.py       PrefillCost: learns the cost of waiting, computing and fetching
-simple.py             policies that look at loads only: random, round_robin, request_num, ...
+simple.py             policies that consider only loads: random, round_robin, request_num, ...
 consistent_hash.py    the same instance for the same session
-cache_aware.py        FastDeploy's Go router's weighing of caches against load
+cache_aware.py        weighs caches against load, as FastDeploy's Go router does
 pool_aware.py         the least cost, given the caches, the pool and the queues
 """
 
@@ -59,4 +59,4 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "remote_cache_aware": RemoteCacheAware,
     "pool_aware": PoolAware,
 }
-"""Every policy by the name that flags and YAML use; each is made of ``PolicyOptions`` and a clock, or of neither."""
+"""Every policy by its name in flags and YAML. Constructors take ``PolicyOptions`` and a clock, or nothing."""

@@ -1,4 +1,4 @@
-"""Policy, and the data that it sees and returns: plain, so that live router, test and simulator run the same object."""
+"""Policy, and its input and output: plain data, so that router, tests and simulator use the same policies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class RequestFeatures:
-    """The properties of a request that a policy may go by; its prefix is hashed only for a policy that asks."""
+    """Properties of a request that a policy may use. Its prefix is hashed only if a policy reads it."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class RequestFeatures:
     ) -> None:
         """
         Args:
-            prompt_tokens: tokens of its prompt, estimated.
-            prefix: gives the chained hashes of the prompt's whole chunks, first to last.
-            tokens_per_chunk: how many tokens one of those chunks stands for, estimated.
-            key: the session or user it belongs to; ``""`` where it names none.
-            model: the name of the model that it asks for, as the client sent it; ``""`` where it names none.
+            prompt_tokens: estimated number of prompt tokens.
+            prefix: returns the chained hashes of the prompt's whole chunks, first to last.
+            tokens_per_chunk: estimated number of tokens per chunk.
+            key: session or user of the request; ``""`` if it names none.
+            model: name of the model in the request, as the client sent it; ``""`` if it names none.
         """
         self.prompt_tokens = prompt_tokens
         self.tokens_per_chunk = tokens_per_chunk
@@ -55,75 +55,75 @@ class RequestFeatures:
 
     @cached_property
     def chunks(self) -> Sequence[int]:
-        """The chained hashes of the prompt's whole chunks: equal first hashes mean an equal beginning."""
+        """Chained hashes of the prompt's whole chunks: equal first hashes mean an equal beginning."""
         return self._hash_prefix()
 
 
 @dataclass(slots=True)
 class InstanceLoad:
-    """The requests that the router has running on one instance. Policies choose among these, and only read them."""
+    """The requests that the router has running on one instance. Policies choose among these, read-only."""
 
     key: str
     """``host:port``."""
     requests: int = 0
-    """Requests sent to it and not yet answered to the end."""
+    """Number of requests sent to it and not completely answered."""
     tokens: int = 0
     """Prompt tokens of those requests."""
     queued: float = 0.0
     """Work of those requests that have no first token yet: the sum of their decisions' ``work``."""
     running: int | None = None
-    """Requests running there by its own account, from all routers; None where that is not known."""
+    """Number of running requests that the instance reports, from all routers; None if unknown."""
     waiting: int | None = None
-    """Requests waiting there by its own account; None where that is not known."""
+    """Number of waiting requests that the instance reports; None if unknown."""
 
     def add_request(self, tokens: int, work: float) -> None:
-        """A request with so many prompt tokens is sent to it, whose prefill costs ``work``."""
+        """Count a request that is sent to it, with this number of prompt tokens and a prefill that costs ``work``."""
         self.requests += 1
         self.tokens += tokens
         self.queued += work
 
     def remove_prefill(self, tokens: int, work: float) -> None:
-        """The prefill of a request is done."""
+        """Note that the prefill of a request is complete."""
         self.tokens -= tokens
         self.queued -= work
 
     def remove_request(self, tokens: int, work: float) -> None:
-        """A request has ended; ``tokens`` and ``work`` are of its prefill, if that was not done."""
+        """Note that a request has ended. ``tokens`` and ``work`` are those of its prefill, if that was not complete."""
         self.requests -= 1
         self.tokens -= tokens
         self.queued -= work
 
 
 class Decision(NamedTuple):
-    """The chosen instance's key, and the figures that made it the choice."""
+    """The chosen instance's key, and the values that decided the choice."""
 
     key: str
     reasons: Mapping[str, float | str]
     work: float
-    """The cost of its prefill, in tokens' worth of computing: the prompt's tokens, less what is cached."""
+    """Cost of its prefill in computed tokens: the tokens of the prompt without the cached ones."""
     cached_tokens: int = 0
-    """How many of the prompt's tokens the policy expects not to be computed."""
+    """Number of the prompt's tokens that the policy expects not to be computed."""
 
 
 class Outcome(NamedTuple):
     """The result of a request that a policy placed."""
 
     key: str
-    """The instance."""
+    """Key of the instance."""
     queued: float
     """Its ``InstanceLoad.queued`` when the request was sent there, without the request's own work."""
     ttft: float | None
-    """Seconds from sending to the first token; None where no single moment shows it."""
+    """Seconds from sending to the first token; None if no single moment shows it."""
     prompt_tokens: int | None
-    """As the engine counted; None where it did not say."""
+    """Number of prompt tokens as the engine counted them; None if it did not report it."""
     cached_tokens: int | None
-    """Prompt tokens that the engine did not compute; None where it did not say."""
+    """Number of prompt tokens that the engine did not compute; None if it did not report it."""
     own_cached_tokens: int | None = None
-    """Of these, those from the instance's own cache and not from the pool; None where it did not say."""
+    """Number of those from the instance's own cache, not from the pool; None if the engine did not report it."""
 
 
 class PolicyOptions(NamedTuple):
-    """The settings of policies; most names and defaults are those of FastDeploy's Go router."""
+    """Settings of policies. Most names and defaults are those of FastDeploy's Go router."""
 
     eviction_duration_mins: float = 30.0
     balance_abs_threshold: float = 1.0
@@ -135,37 +135,39 @@ class PolicyOptions(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses one of the candidates; it may keep state of its own, and is called from one thread."""
+    """Chooses one of the candidates. It may have its own state, and is called from one thread."""
 
     token_seconds: float
-    """What a token of work takes an instance, as it has learned; 0 where it has not."""
+    """Learned time that a token of work takes an instance, in seconds; 0 if not learned yet."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """One of ``candidates``, of which there is at least one."""
+        """Return the choice among ``candidates``, which is not empty."""
 
     def observe_outcome(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
         """Learn from a request that was placed by ``decision`` and has been answered."""
 
     def make_sibling(self) -> Policy:
-        """A policy of the same kind for requests of another model: it knows the same caches, and learns for itself."""
+        """Return a policy of the same kind for requests of another model. It shares the known caches, but learns
+        separately.
+        """
 
     def forget_instance(self, key: str) -> None:
-        """Drop all that is known of this instance's cache: it has restarted or is gone."""
+        """Discard all knowledge about this instance's cache: it has restarted or is gone."""
 
 
 DEFAULTS = PolicyOptions()
 
 requests_of = attrgetter("requests")
-"""``InstanceLoad.requests``, for ``map``."""
+"""Get ``InstanceLoad.requests``, for ``map``."""
 tokens_of = attrgetter("tokens")
-"""``InstanceLoad.tokens``, for ``map``."""
+"""Get ``InstanceLoad.tokens``, for ``map``."""
 
 
 _AnyPolicy = TypeVar("_AnyPolicy", bound="PolicyBase")
 
 
 class PolicyBase:
-    """A policy that learns nothing and remembers no instance."""
+    """A policy that learns nothing and stores nothing about instances."""
 
     token_seconds = 0.0
     """See ``Policy.token_seconds``."""
@@ -173,7 +175,7 @@ class PolicyBase:
     def __init__(self, options: PolicyOptions = DEFAULTS, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            clock: gives the time in seconds; a simulator's is its own.
+            clock: returns the time in seconds; a simulator has its own clock.
         """
         self._options = options
         self._clock = clock
@@ -191,7 +193,7 @@ class PolicyBase:
 
 
 class Turns:
-    """Takes candidates in turn, so that equals share the work."""
+    """Selects candidates in turn, so that equal ones share the work."""
 
     __slots__ = ("taken",)
 
@@ -199,15 +201,17 @@ class Turns:
         self.taken = 0
 
     def take_next(self, candidates: Sequence[InstanceLoad]) -> InstanceLoad:
-        """The candidate whose turn it is."""
+        """Return the next candidate in turn."""
         chosen = candidates[self.taken % len(candidates)]
         self.taken += 1
         return chosen
 
     def take_least(self, candidates: Sequence[InstanceLoad], scores: Sequence[Any]) -> InstanceLoad:
-        """The candidate with the least of ``scores``, which stand in the candidates' order; equals take turns."""
+        """Return the candidate with the lowest of ``scores``, which have the candidates' order. Equal ones take
+        turns.
+        """
         count = len(candidates)
         start = self.taken % count
         self.taken += 1
-        # No function of Python's is called for each candidate: a request waits for this.
+        # No Python function is called per candidate, because a request waits for this.
         return candidates[min([*range(start, count), *range(start)], key=scores.__getitem__)]

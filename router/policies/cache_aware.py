@@ -1,4 +1,4 @@
-"""FastDeploy's Go router's weighing of each instance's cache against its load."""
+"""Policies that weigh each instance's cache against its load, as FastDeploy's Go router does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["CacheAware", "RemoteCacheAware"]
 
 
 class CacheAware(PrefixPolicy):
-    """The lowest (1 - hit ratio) x hit-ratio-weight + (load / highest load) x load-balance-weight.
+    """Minimises (1 - hit ratio) x hit-ratio-weight + (load / highest load) x load-balance-weight.
 
-    Load is the number of requests running. Where it differs by more than both thresholds, caches are not looked
-    at, and the instance with the fewest prompt tokens is taken.
+    Load is the number of running requests. If it differs by more than both thresholds, caches are ignored, and the
+    instance with the fewest prompt tokens is chosen.
     """
 
     name = "cache_aware"
@@ -45,12 +45,12 @@ class CacheAware(PrefixPolicy):
         return Decision(chosen.key, reasons, request.prompt_tokens - cached, cached)
 
     def _measure_loads(self, candidates: Sequence[InstanceLoad]) -> list[int]:
-        """The load of each candidate."""
+        """Return the load of each candidate."""
         return list(map(requests_of, candidates))
 
 
 class RemoteCacheAware(CacheAware):
-    """The same, with load by the instances' own account where that is known; it counts all routers' requests."""
+    """The same, with the load that the instances report, if known; it includes all routers' requests."""
 
     name = "remote_cache_aware"
 

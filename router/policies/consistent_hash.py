@@ -1,4 +1,4 @@
-"""The same instance for the same session or user, for as long as it is there and not overloaded."""
+"""The same instance for the same session or user, as long as it is available and not overloaded."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from router.policies.base import Decision, InstanceLoad, PolicyBase, RequestFeat
 __all__ = ["ConsistentHash"]
 
 # An instance may have this many times the average number of requests ("Consistent Hashing with Bounded Loads",
-# Mirrokni, Thorup and Zadimoghaddam, 2016); a request beyond that goes to the key's next choice.
+# Mirrokni, Thorup and Zadimoghaddam, 2016). Further requests go to the key's next choice.
 _BOUND = 1.25
-# Without a key, prompts that agree up to here (about 512 tokens) are taken for one session's.
+# Without a key, prompts with the same beginning of this length (about 512 tokens) count as one session.
 _FIRST_CHUNKS = 4
 
 
 class ConsistentHash(PolicyBase):
-    """Rendezvous hashing with bounded loads: each key ranks the instances in an order of its own.
+    """Rendezvous hashing with bounded loads: each key ranks the instances in its own order.
 
-    An instance that leaves moves only its own keys, one that comes takes only those that rank it first. A request
-    without a key goes by the beginning of its prompt, and a short one to the instance with the fewest requests.
+    If an instance is removed, only its own keys move. A new instance gets only the keys that rank it first. A request
+    without a key uses the beginning of its prompt as key; a short one goes to the instance with the fewest requests.
     """
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
@@ -38,7 +38,7 @@ class ConsistentHash(PolicyBase):
                 request.prompt_tokens,
             )
         bound = _BOUND * (sum(map(requests_of, candidates)) + 1) / len(candidates)
-        # This request is counted too, so some candidate is always within the bound.
+        # This request is counted, too, so at least one candidate is within the bound.
         chosen, highest, overloaded = candidates[0], -1, 0
         for candidate in candidates:
             if candidate.requests >= bound:

@@ -1,8 +1,8 @@
-"""request_features: a prompt as a chain of chunk hashes, so that two prompts that begin alike have equal first hashes.
+"""request_features: a prompt as a chain of chunk hashes. Prompts with the same beginning have the same first hashes.
 
-No tokenizer is needed: the chunks are cut from the text that a chat template would render, or from the token ids
-where the client sent those. The parts rendered first come first, and the whole conversation counts: a conversation's
-next turn, which appends messages, shares all whole chunks of the turn before.
+No tokenizer is needed: the chunks are cut from the text that a chat template would render, or from the token ids if the
+client sent these. The order of the parts is the order in which they are rendered, and the whole conversation is
+included: the next turn of a conversation, which appends messages, shares all whole chunks with the previous turn.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from router.policies.base import RequestFeatures
 __all__ = ["TOKENS_PER_CHUNK", "chunk_hashes", "find_session", "request_features", "session_key"]
 
 TOKENS_PER_CHUNK = 128
-"""Tokens that one chunk stands for: exact for token ids, about right for text."""
+"""Tokens per chunk: exact for token ids, approximate for text."""
 
-# Of a longer prompt, what stands behind a million tokens places no request: hashing it would hold the router up.
+# The part of a prompt after a million tokens is ignored: hashing it would block the router.
 MAX_CHUNKS = 8192
 
-# Both kinds of chunk are as long: 128 tokens at about four bytes of text each, or at four bytes of token id.
+# Both kinds of chunk have the same size: 128 tokens with about four bytes of text each, or four bytes per token id.
 _BYTES_PER_TOKEN = 4
 _CHUNK_BYTES = _BYTES_PER_TOKEN * TOKENS_PER_CHUNK
 _MAX_BYTES = MAX_CHUNKS * _CHUNK_BYTES
 _MAX_TOKENS = MAX_CHUNKS * TOKENS_PER_CHUNK
-# A part of a prompt is counted as so much at least, so that there are not too many of them.
+# Each part of a prompt counts as at least this size, which limits the number of parts.
 _PART_BYTES = 200
 _MAX_DEPTH = 20
-# Equal text under another of these has other KV.
+# If one of these differs, equal text has different KV.
 _SALTS = ("model", "cache_salt", "lora_path", "lora_request")
 # Members that chat templates render before the messages.
 _RENDERED_FIRST = ("chat_template", "tools", "documents", "system", "instructions")
@@ -43,11 +43,11 @@ _RENDERED_FIRST = ("chat_template", "tools", "documents", "system", "instruction
 def request_features(
     members: Mapping[str, Any], prompt_tokens: int, session: str = "", num_bytes: int = 0
 ) -> RequestFeatures:
-    """The features of the request with this body, whose headers name this ``session``; hashes nothing yet.
+    """Return the features of the request with this body, and with this ``session`` in its headers; hash nothing yet.
 
     Args:
-        prompt_tokens: an estimate, of the text alone.
-        num_bytes: of the body: images and other media belong to a prefix, too.
+        prompt_tokens: estimate for the text only.
+        num_bytes: size of the body: images and other media belong to a prefix, too.
     """
     size = max(prompt_tokens, num_bytes // _BYTES_PER_TOKEN)
     return RequestFeatures(
@@ -60,7 +60,7 @@ def request_features(
 
 
 def find_session(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The session that a request's headers (ASGI's) name; ``""`` where they name none."""
+    """Return the session named in a request's headers (in ASGI's format); ``""`` if there is none."""
     for name, value in headers:
         if name == b"x-session-id" and value:
             return value.decode("latin-1")
@@ -68,9 +68,11 @@ def find_session(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def session_key(members: Mapping[str, Any]) -> str:
-    """The session or user that a request's body names: ``session_id``, else that of ``extra_body``, else ``user``."""
+    """Return the session or user named in a request's body: ``session_id``, else that of ``extra_body``, else
+    ``user``.
+    """
     key, extra = members.get("session_id"), members.get("extra_body")
-    if not (isinstance(key, str) and key) and isinstance(extra, dict):  # where FastDeploy's Go router looks, too
+    if not (isinstance(key, str) and key) and isinstance(extra, dict):  # FastDeploy's Go router reads it there, too
         key = extra.get("session_id")
     if not (isinstance(key, str) and key):
         key = members.get("user")
@@ -78,13 +80,13 @@ def session_key(members: Mapping[str, Any]) -> str:
 
 
 def chunk_hashes(members: Mapping[str, Any], prompt_tokens: int = 0) -> list[int]:
-    """The chained 64-bit hashes of the prompt's whole chunks, first to ``MAX_CHUNKS``; none where there is no prompt.
+    """Return the chained 64-bit hashes of the prompt's whole chunks, at most ``MAX_CHUNKS``; empty without a prompt.
 
-    Each hash is ``xxh3_64(chunk, seed=the one before)``; the first seed is made of the model and of the other
-    members that keep equal text from having equal KV.
+    Each hash is ``xxh3_64(chunk, seed=previous hash)``. The first seed is computed from the model and the other members
+    for which equal text has different KV.
 
     Args:
-        prompt_tokens: an estimate; of a prompt that is too long only the beginning is looked at.
+        prompt_tokens: an estimate. Only the beginning of a prompt that is too long is used.
     """
     if prompt_tokens > _MAX_TOKENS:
         members = _clip_members(members)
@@ -110,7 +112,7 @@ def _encode_prompt(members: Mapping[str, Any]) -> bytes:
 
 
 def _encode_sequence(prompt: Any) -> bytes:
-    """Bytes that begin alike for prompts that begin alike: no closing bracket or quote ends them."""
+    """Encode a prompt so that equal beginnings give equal bytes: no closing bracket or quote ends the encoding."""
     if isinstance(prompt, str):
         return prompt[:_MAX_BYTES].encode(errors="surrogatepass")
     if not isinstance(prompt, list):
@@ -118,13 +120,13 @@ def _encode_sequence(prompt: Any) -> bytes:
     if prompt and isinstance(prompt[0], int):
         try:
             return array("I", prompt if len(prompt) <= _MAX_TOKENS else prompt[:_MAX_TOKENS]).tobytes()
-        except (TypeError, OverflowError):  # numbers, but no token ids
+        except (TypeError, OverflowError):  # numbers that are not token ids
             return _encode_json(prompt)[:-1]
     return _encode_json(prompt)[:-1]
 
 
 def _clip_members(members: Mapping[str, Any]) -> dict[str, Any]:
-    """``members`` without the most of the text behind the first ``_MAX_BYTES`` of the prompt."""
+    """Return ``members`` without most of the text after the first ``_MAX_BYTES`` of the prompt."""
     clipped, room = dict(members), _MAX_BYTES
     for name in (*_RENDERED_FIRST, "messages", "input"):
         if name in members:
@@ -133,7 +135,7 @@ def _clip_members(members: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clip_value(value: Any, room: int, depth: int = 0) -> tuple[Any, int]:
-    """``value`` with as many of its first parts as there is room for in JSON, and the room that is left."""
+    """Return ``value`` with as many of its first parts as fit into ``room`` bytes of JSON, and the remaining bytes."""
     if isinstance(value, str):
         return value[: max(0, room)], room - len(value) - _PART_BYTES
     if depth > _MAX_DEPTH or not value or not isinstance(value, list | dict):

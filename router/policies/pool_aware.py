@@ -1,4 +1,4 @@
-"""The instance where a request costs least, its own time and that of those behind it, given all caches."""
+"""The policy that minimises a request's total cost, its own time and the delay of later requests, given all caches."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ from router.policies.prefix_policy import PrefixPolicy
 
 __all__ = ["PoolAware"]
 
-# How much each request that waits adds to alpha, and the most that alpha becomes. Found with router.simulate: from
-# 8 to 64 instances and from little load to too much, the mean time to first token is then within 4 % of the best
-# fixed alpha's, which is 2 at little load and 32 at too much.
+# Increase of alpha for each waiting request, and the maximum of alpha. Found with router.simulate: from 8 to 64
+# instances and from low load to overload, the mean time to first token is within 4 % of that of the best fixed alpha,
+# which is 2 at low load and 32 at overload.
 _ALPHA_PER_WAITING = 2.0
 _MAX_ALPHA = 32.0
-# Candidates whose costs differ by less than this part of a request's mean work take turns. Routers that know the same
-# then agree less often on one instance: for four that hear of each other after 50 ms, router.simulate finds the mean
-# time to first token half a hundredth less, and for one router no difference beyond chance.
+# Candidates whose costs differ by less than this fraction of a request's mean work take turns. So routers with the same
+# knowledge choose the same instance less often: for four routers that exchange data after 50 ms, router.simulate finds
+# a mean time to first token that is 0.5 % lower, and for one router no significant difference.
 _NEARLY_EQUAL = 0.1
-# Means over about so many requests.
+# Means are taken over about this many requests.
 _MEMORY = 100
 
 _NO_MATCH = PrefixMatch(0, {}, [])
 
 
 class PoolAware(PrefixPolicy):
-    """The lowest cost = queue ahead + alpha x (tokens in neither place + fetch cost x tokens only in the pool).
+    """Minimises cost = queue ahead + alpha x (tokens in neither place + fetch cost x tokens only in the pool).
 
-    A token of work delays its own request, and all that come while the queue lasts. So **alpha** is the cost of a token
-    of work to all of them together: 1, and more the more requests wait; and it is in units of the queue, so that it
-    is the higher the less time a queued token takes next to a computed one (instances may prefill several at once).
-    With nobody waiting the request's own time decides; under too much load alpha is high, and the least work
-    in all wins, which shortens the queues.
+    A token of work delays its own request, and all requests that arrive while the queue lasts. **Alpha** is the cost of
+    a token of work to all of these together. It is 1 without waiting requests, and grows with their number. Its unit is
+    queued tokens, so it is higher if a queued token takes less time than a computed one (an instance may prefill
+    several requests in parallel). Without waiting requests, the request's own time decides. At overload, alpha is high,
+    and the least total work decides, which shortens the queues.
 
-    **Fetch cost** is the cost of a token from the pool next to computing it. A pool that often lacks chunks it should
-    have (it evicts, or there is none) makes it dearer, up to 1: then only the instances' own caches count.
+    **Fetch cost** is the cost of a token from the pool, relative to computing it. If the pool often lacks chunks that
+    it should have (it evicts, or there is no pool), this cost rises up to 1: then only the instances' own caches count.
 
-    Chunks that an instance should have kept and had not, if it tells, show how long instances keep unused ones.
+    If an instance reports that it no longer had chunks that it should have cached, the policy learns how long instances
+    cache unused chunks.
     """
 
     def __init__(self, options: PolicyOptions = DEFAULTS, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(options, clock)
         self._longest_kept = 60 * options.eviction_duration_mins
         self._cost = PrefillCost()
-        self._kept_seconds = self._longest_kept  # by an instance, after the last use
+        self._kept_seconds = self._longest_kept  # how long an instance caches a chunk after its last use
         self._mean_queue = 0.0
         self._mean_work = 0.0
-        self._pool_expected = self._pool_found = 100_000.0  # tokens; a pool is trusted until it is seen to lack some
+        self._pool_expected = self._pool_found = 100_000.0  # tokens; a pool is trusted until it lacks some
         self.alpha = 1.0
-        """The cost of a token of work, in tokens of the queue."""
+        """Cost of a token of work, in queued tokens."""
         self.fetch_cost = 1.0
-        """The cost of a token in the pool, as a part of computing it: if it is found, and if it is not."""
+        """Cost of a token that the pool should have, relative to computing it: if the pool has it, and if not."""
         self._update_costs()
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
@@ -62,7 +63,7 @@ class PoolAware(PrefixPolicy):
         chunks, prompt, per_chunk = request.chunks, request.prompt_tokens, request.tokens_per_chunk
         held = self._index.look_up(chunks, self._kept_seconds) if chunks else _NO_MATCH
         alpha, fetch_cost, own = self.alpha, self.fetch_cost, held.own
-        saving = alpha * fetch_cost * per_chunk  # by each chunk that need not be fetched
+        saving = alpha * fetch_cost * per_chunk  # per chunk that does not have to be fetched
         start = self._turns.taken % len(candidates)
         self._turns.taken += 1
         chosen, least, queue, handicap = candidates[start], float("inf"), 0.0, 0.0
@@ -101,14 +102,15 @@ class PoolAware(PrefixPolicy):
         """See ``Policy.observe_outcome``."""
         if not outcome.prompt_tokens or outcome.cached_tokens is None:
             return
-        # The engine counts tokens, the router estimates them: everything is in the router's tokens from here on.
+        # The engine counts tokens, the router estimates them. From here on, all values are in the router's tokens.
         scale = request.prompt_tokens / outcome.prompt_tokens
         cached = outcome.cached_tokens * scale
         own_expected, pool_expected = float(decision.reasons["own_tokens"]), float(decision.reasons["pool_tokens"])
         told = outcome.own_cached_tokens
         own = min(own_expected, cached) if told is None else told * scale
         if own_expected:
-            # An engine keeps whole blocks, which are not our chunks; hence the room for one's difference.
+            # An engine caches whole blocks, which differ from the router's chunks, so a difference of one chunk is
+            # allowed.
             kept = own + request.tokens_per_chunk >= own_expected
             self._learn_kept_seconds(float(decision.reasons["own_unused_secs"]), kept)
         if pool_expected:
@@ -131,7 +133,7 @@ class PoolAware(PrefixPolicy):
         self.alpha = min(_MAX_ALPHA, (1 + _ALPHA_PER_WAITING * waiting) / self._cost.queue_cost)
 
     def _learn_kept_seconds(self, unused_seconds: float, kept: bool) -> None:
-        # It levels off where chunks unused for nearly so long are gone as often as not.
+        # It converges to the age at which unused chunks are still cached in half of the cases.
         if not kept:
             self._kept_seconds = max(1.0, 0.9 * self._kept_seconds)
         elif unused_seconds > self._kept_seconds / 2:

@@ -1,4 +1,4 @@
-"""PrefillCost: the cost of waiting, computing and fetching, learned from the times of first tokens."""
+"""PrefillCost: the cost of waiting, computing and fetching, learned from the times to first token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["PrefillCost"]
 
 _WINDOW = 512
 _FIT_EVERY = 128
-# The weight of the assumed costs, in outcomes.
+# Weight of the assumed costs, in outcomes.
 _PRIOR = 16.0
 _TINY = 1e-6
 _LEAST_SECONDS = 1e-3
@@ -18,26 +18,29 @@ _ASSUMED = np.array([1.0, 1.0, 0.25, 0.0])
 
 
 class PrefillCost:
-    """A first token's time as queued x a + computed x b + fetched x c + d, with its figures in tokens.
+    """Models the time to first token as queued x a + computed x b + fetched x c + d, with queued, computed, fetched in
+    tokens.
 
-    A weighted least-squares fit of the relative error over the latest outcomes. An outcome that is off by more than
-    its own size (a stalled connection, a pause of the engine) weighs less the farther off it is, so that a few
-    of them change nothing. A cost that the outcomes leave open stays as assumed: a queued token takes as long as a
-    computed one, a fetched one a quarter of that.
+    The method is a weighted least-squares fit of the relative error over the latest outcomes. An outcome with an error
+    larger than its own value (a stalled connection, a pause of the engine) gets less weight the larger its error is, so
+    that a few outliers have no effect. A cost that the outcomes do not determine stays as assumed: a queued token takes
+    as long as a computed one, a fetched one takes a quarter of that.
     """
 
     def __init__(self) -> None:
         self.fetch_cost = 0.25
-        """Fetching a token, as a part of computing it; 0.02 to 1."""
+        """Time to fetch a token, relative to computing it; 0.02 to 1."""
         self.queue_cost = 1.0
-        """A token of the queue, as a part of computing one; 0.5 to 2."""
+        """Time of a queued token, relative to computing one; 0.5 to 2."""
         self.token_seconds = 0.0
-        """What computing a token takes; 0 until it is learned."""
+        """Seconds to compute a token; 0 until it is learned."""
         self._outcomes: deque[tuple[float, float, float, float]] = deque(maxlen=_WINDOW)
         self._until_fit = _FIT_EVERY
 
     def observe_first_token(self, queued: float, computed: float, fetched: float, seconds: float) -> None:
-        """Learn from a first token that came after ``seconds``, of a prompt with these tokens behind such a queue."""
+        """Learn from a first token that came after ``seconds``, for a prompt with these tokens and with this queue
+        ahead.
+        """
         if queued + computed + fetched < 1:
             return
         self._outcomes.append((queued, computed, fetched, max(seconds, _LEAST_SECONDS)))
@@ -49,10 +52,10 @@ class PrefillCost:
     def _refit_costs(self) -> None:
         outcomes = np.array(self._outcomes)
         figures, seconds = np.column_stack([outcomes[:, :3], np.ones(len(outcomes))]), outcomes[:, 3]
-        scale = float(np.median(seconds / (figures @ _ASSUMED)))  # seconds a token
+        scale = float(np.median(seconds / (figures @ _ASSUMED)))  # seconds per token
         assumed = _ASSUMED * scale
-        # The prior is rows of the same kind: each figure alone, as large as it typically is, costs as much as assumed.
-        # A figure that was never seen needs some size, or the equations have no solution.
+        # The prior consists of rows of the same kind: each variable alone, with its typical size, costs as much as
+        # assumed. A variable that was always 0 needs some size, or the equations have no solution.
         typical = np.mean((figures / (figures @ assumed)[:, None]) ** 2, axis=0)
         prior = np.diag(_PRIOR * np.maximum(typical, [_TINY / scale**2] * 3 + [0]))
         found = assumed

@@ -1,7 +1,7 @@
-"""PrefixIndex: which instance has computed which prefix, bounded in memory.
+"""PrefixIndex: which instance has computed which prefix, with bounded memory.
 
-Every chunk that any instance has computed is in the pool as well, for every instance saves there; so an entry of the
-index says both that the pool has a chunk and which instances do.
+Every chunk that any instance has computed is in the pool as well, because every instance saves there. So an entry of
+the index means both that the pool has a chunk and that these instances have it.
 """
 
 from __future__ import annotations
@@ -21,41 +21,45 @@ import orjson
 __all__ = ["DEFAULT_MAX_ENTRIES", "PrefixIndex", "PrefixMatch"]
 
 DEFAULT_MAX_ENTRIES = 1_100_000
-"""Chunks known at most. Measured with 256 instances: 110 bytes an entry, 121 MB in all; at worst, where every
-chunk is held by another set of instances, 230 bytes and 253 MB."""
+"""Maximum number of known chunks. Measured with 256 instances: 110 bytes per entry, 121 MB in total; in the worst case,
+where every chunk is in a different set of instances, 230 bytes and 253 MB.
+"""
 
 _MAGIC = b"kvrouter prefixes 1\n"
-_CHECKSUM = struct.Struct("<I")  # CRC-32 of all that follows
-_SIZE = struct.Struct("<I")  # of the JSON that comes next, in bytes
-# Restarts whose bits may lie unused; clearing them goes over every entry (about 0.5 s when the index is full).
+_CHECKSUM = struct.Struct("<I")  # CRC-32 of all following bytes
+_SIZE = struct.Struct("<I")  # of the JSON that follows, in bytes
+# Number of restarts whose bits may be unused. Clearing them processes every entry (about 0.5 s for a full index).
 _MAX_RETIRED_BITS = 256
 _MAX_NAMED_SETS = 4096
 
 
-# When it was last used, and by whom it was computed; the chunks of one run share one.
+# Time of the last use, and the set of instances that computed it. The chunks of one run share one entry.
 _Entry = tuple[float, int]
 
 
 class PrefixMatch(NamedTuple):
-    """How many leading chunks of a chain are where."""
+    """Number of leading chunks of a chain in the pool and in each instance."""
 
     pool: int
     """In the pool: computed by any instance."""
     own: dict[str, int]
-    """In each instance that holds any."""
+    """In each instance that has any."""
     ages: list[tuple[int, float]]
-    """(end, seconds), by ``end``: seconds since the chunks before ``end`` (and after the end before) were last used."""
+    """(end, seconds), sorted by ``end``: seconds since the chunks before ``end`` (and after the previous end) were last
+    used.
+    """
 
 
 class PrefixIndex:
-    """Chunk hash -> when it was last used, and the set of instances that computed it.
+    """Maps a chunk hash to the time of its last use, and to the set of instances that computed it.
 
-    A set is an integer with a bit for each instance. There are two generations: a chain that is used is written into
-    the current one, and when that is full or half a lifetime old, it takes the place of the previous one, which is
-    dropped. So an entry lives for half a lifetime to a whole one after its last use, and none is ever searched for.
+    A set is an integer with one bit per instance. There are two generations. When a chain is used, it is written into
+    the current generation. When that is full, or half a lifetime old, it replaces the previous generation, which is
+    dropped. So an entry lives for half a lifetime to a whole one after its last use, and expired entries never have to
+    be searched.
 
-    Chains are only ever added from their first chunk on. Hence along a chain times never get later and sets never
-    grow; ``_find_runs`` relies on it to look a chain of 256 chunks up in some twenty steps.
+    Chains are always added from their first chunk on. So along a chain, times never increase and sets never grow.
+    ``_find_runs`` relies on this to look up a chain of 256 chunks in about twenty steps.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class PrefixIndex:
     ) -> None:
         """
         Raises:
-            ValueError: there is no room for two entries.
+            ValueError: there is no capacity for two entries.
         """
         if max_entries < 2:
             raise ValueError(f"max_entries is {max_entries}; an index needs room for at least 2")
@@ -76,7 +80,7 @@ class PrefixIndex:
         self._turned_at = clock()
         self._current: dict[int, _Entry] = {}
         self._previous: dict[int, _Entry] = {}
-        self._names: list[str] = []  # of each bit; "" where its instance was forgotten
+        self._names: list[str] = []  # of each bit; "" if its instance was removed
         self._bits: dict[str, int] = {}
         self._named_sets: dict[int, tuple[str, ...]] = {}
 
@@ -87,10 +91,10 @@ class PrefixIndex:
         return f"<PrefixIndex {len(self)} of {2 * self._max_in_generation} entries, {len(self._bits)} instances>"
 
     def look_up(self, chunks: Sequence[int], kept_seconds: float = math.inf) -> PrefixMatch:
-        """Where the leading chunks of a chain are.
+        """Return where the leading chunks of a chain are.
 
         Args:
-            kept_seconds: after so long without use, an instance is taken to have evicted a chunk; the pool is not.
+            kept_seconds: time without use after which an instance is assumed to have evicted a chunk; the pool is not.
         """
         now = self._turn_generations(0)
         own: dict[str, int] = {}
@@ -100,7 +104,7 @@ class PrefixIndex:
             age = now - used_at
             ages.append((end, age))
             if age <= kept_seconds:
-                # Later runs are longer, and their sets are parts of the earlier ones.
+                # Later runs are longer, and their sets are subsets of the earlier ones.
                 own.update(dict.fromkeys(self._name_holders(holders), end))
         return PrefixMatch(end, own, ages)
 
@@ -126,17 +130,17 @@ class PrefixIndex:
             self._renumber_bits()
 
     def copy(self) -> PrefixIndex:
-        """This index as it is now; 0.02 microseconds an entry."""
+        """Return a copy of this index; takes 0.02 microseconds per entry."""
         other = copy.copy(self)
         other._current, other._previous = self._current.copy(), self._previous.copy()
         other._names, other._bits, other._named_sets = self._names.copy(), self._bits.copy(), {}
         return other
 
     def dump(self) -> bytes:
-        """The whole index, for ``load`` after a restart of the router.
+        """Encode the whole index, for ``load`` after a restart of the router.
 
-        Measured: 12 bytes and 0.2 microseconds an entry, four times as much where every set is another one; so where
-        somebody waits for this thread, let another one dump a ``copy``.
+        Measured: 12 bytes and 0.2 microseconds per entry, four times as much if every set is different. If this thread
+        must not be blocked, dump a ``copy`` in another thread.
         """
         numbers: dict[_Entry, int] = {}
         parts = []
@@ -154,7 +158,7 @@ class PrefixIndex:
         return _MAGIC + _CHECKSUM.pack(zlib.crc32(body)) + body
 
     def load(self, data: bytes) -> None:
-        """Take over the index that ``dump`` encoded on this machine, in place of this one.
+        """Replace the content by an index that ``dump`` encoded on this machine.
 
         Raises:
             ValueError: ``data`` is damaged, or of another version; then nothing has changed.
@@ -180,7 +184,7 @@ class PrefixIndex:
             hashes, places = array("Q"), array("I")
             hashes.frombytes(view[at : at + 8 * count])
             places.frombytes(view[at + 8 * count : at + 12 * count])
-            # The first that fit are kept: a chain stands in its order, so none loses its beginning.
+            # The first entries that fit are taken: a chain is stored in its order, so none loses its beginning.
             generations.append(
                 dict(islice(zip(hashes, map(values.__getitem__, places), strict=True), self._max_in_generation))
             )
@@ -192,19 +196,19 @@ class PrefixIndex:
         self._turned_at = now
 
     def _turn_generations(self, coming: int) -> float:
-        """The time; a new generation has begun if one was too old, or had no room for ``coming`` entries more."""
+        """Return the time. Begin a new generation if one is too old, or has no capacity for ``coming`` more entries."""
         now = self._clock()
         age = now - self._turned_at
         if age < self._half_life and len(self._current) + coming <= self._max_in_generation:
             return now
         self._previous = self._current if age < 2 * self._half_life else {}
         self._current = {}
-        # A turn that comes late begins when it was due, so that late turns do not add up.
+        # If a generation begins late, use the time at which it was due, so that delays do not add up.
         self._turned_at = self._turned_at + self._half_life if self._half_life <= age < 2 * self._half_life else now
         return now
 
     def _find_runs(self, chunks: Sequence[int]) -> list[tuple[int, int, _Entry]]:
-        """The chain's known part as (start, end, entry) of the chunks that have equal entries."""
+        """Return the chain's known part as (start, end, entry) of the chunks with equal entries."""
         current, previous = self._current, self._previous
         runs = []
         start, count = 0, len(chunks)
@@ -224,7 +228,7 @@ class PrefixIndex:
         return runs
 
     def _name_holders(self, holders: int) -> tuple[str, ...]:
-        """The names in a set; sets come again and again, so they are remembered."""
+        """Return the names in a set. Results are cached, because the same sets occur repeatedly."""
         names = self._named_sets.get(holders)
         if names is None:
             rest, found = holders, []
@@ -245,7 +249,7 @@ class PrefixIndex:
         return bit
 
     def _renumber_bits(self) -> None:
-        """Clear the bits of forgotten instances, so that sets stay small."""
+        """Clear the bits of removed instances, so that sets stay small."""
         moved = {old: 1 << new for new, old in enumerate(self._bits.values())}
         renumbered: dict[_Entry, _Entry] = {}
         for generation in (self._previous, self._current):

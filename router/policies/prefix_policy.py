@@ -1,4 +1,4 @@
-"""PrefixPolicy: the base of policies that look at prefixes, with an index that is kept over a restart."""
+"""PrefixPolicy: the base of policies that use prefixes, with an index that is stored across a restart."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _AnyPolicy = TypeVar("_AnyPolicy", bound="PrefixPolicy")
 
 
 class PrefixPolicy(PolicyBase):
-    """A policy with a ``PrefixIndex`` of its own."""
+    """A policy with its own ``PrefixIndex``."""
 
     def __init__(self, options: PolicyOptions = DEFAULTS, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(options, clock)
         self._index = PrefixIndex(options.prefix_index_entries, 60 * options.eviction_duration_mins, clock)
         self.note_chain: Callable[[Sequence[int], str], None] = self._index.add_chain
-        """Called with the chain of a prompt and the instance that it was placed on, here or by another process."""
+        """Called with the chain of a prompt and the instance on which this or another process placed it."""
         self._add_chain = self.note_chain
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks of prompts it remembers."""
+        """Number of prompt chunks in the index."""
         return len(self._index)
 
     def subscribe_to_chains(self, callback: Callable[[Sequence[int], str], None]) -> None:
-        """Call ``callback`` with each prompt's chain that this policy places, and the instance."""
+        """Call ``callback`` with the chain of each prompt that this policy places, and the instance."""
 
         def add_and_tell(chunks: Sequence[int], key: str) -> None:
             self._index.add_chain(chunks, key)

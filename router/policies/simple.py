@@ -1,4 +1,4 @@
-"""Policies of a few lines that look at loads only: no prefix, no session."""
+"""Policies of a few lines that consider only loads: no prefix, no session."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 class Random(PolicyBase):
-    """Any instance, each as likely as the others."""
+    """Chooses any instance with equal probability."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -28,7 +28,7 @@ class Random(PolicyBase):
 
 
 class RoundRobin(PolicyBase):
-    """One instance after another."""
+    """Chooses one instance after another."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -38,7 +38,7 @@ class RoundRobin(PolicyBase):
 
 
 class PowerOfTwo(PolicyBase):
-    """The one with fewer running requests of two random instances: nearly as even as the least busy of all."""
+    """Chooses the one with fewer running requests of two random instances: nearly as even as the least busy of all."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -53,7 +53,7 @@ class PowerOfTwo(PolicyBase):
 
 
 class RequestNum(PolicyBase):
-    """The instance with the fewest running requests: suits decode, whose step time grows with the batch."""
+    """Chooses the instance with the fewest running requests: suits decode: its step time grows with the batch."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -62,7 +62,7 @@ class RequestNum(PolicyBase):
 
 
 class ProcessTokens(PolicyBase):
-    """The instance with the fewest prompt tokens to process: suits prefill, whose time grows with tokens."""
+    """Chooses the instance with the fewest prompt tokens to process: suits prefill: its time grows with tokens."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -71,7 +71,7 @@ class ProcessTokens(PolicyBase):
 
 
 class FdMetricsScore(PolicyBase):
-    """FastDeploy's score by the router's own count of running requests; the lowest score wins."""
+    """Chooses the lowest value of FastDeploy's score, with the router's own count of running requests."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -80,7 +80,7 @@ class FdMetricsScore(PolicyBase):
 
 
 class FdRemoteMetricsScore(PolicyBase):
-    """FastDeploy's score by the instances' own metrics, which count the requests of all routers.
+    """Chooses by FastDeploy's score of the instances' own metrics, which count the requests of all routers.
 
     These metrics are some seconds old, so the requests that this router has sent since are added.
     """

@@ -1,8 +1,8 @@
-"""Aborts: tells engines to stop requests whose response nobody will read.
+"""Aborts: make engines stop requests when no client will read the response.
 
-Closing a connection is not enough: FastDeploy's engine stops at a disconnect only when configured to, and the
-KV that a prefill instance has already handed over waits at the decode instance for good. SGLang's takes seconds to
-notice. vLLM's stops at once, and has nothing else that could be asked.
+Closing a connection is not enough: FastDeploy's engine stops at a disconnect only if configured to, and KV that a
+prefill instance has already transferred stays at the decode instance permanently. SGLang notices a disconnect after
+seconds. vLLM stops immediately, and has no abort endpoint.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ _log = logging.getLogger("router.serving.aborts")
 ABORT_PATH = "/v1/abort_requests"
 _SGLANG_PATH = "/abort_request"
 ABORT_SECONDS = 5.0
-# Of one request; each costs every process and every instance some work.
+# Limit of ids in one abort; each costs every process and every instance some work.
 MAX_IDS = 1000
-# SGLang takes one id a request: so many are sent to an instance at once.
+# SGLang takes one id per request. This is the number of concurrent requests to one instance.
 _AT_ONCE = 16
 
 _PREFIX, _NUMBER = re.compile("^(chatcmpl-|cmpl-|resp_|msg_)"), re.compile(r"_[0-9]+$")
 
 
 class AbortScope:
-    """The requests that an abort means: those with the asked ids, or all; of one client, or of everybody."""
+    """The requests that an abort means: those with the given ids, or all; of one client, or of all clients."""
 
     def __init__(self, tag: str, asked: Sequence[Any] | None) -> None:
         """
         Args:
-            tag: what the ids of the client's requests end with at engines; ``""`` for everybody's requests.
+            tag: suffix of the client's request ids at engines; ``""`` for the requests of all clients.
             asked: the ids as the client wrote them; None for all requests.
         """
         self.tag = tag
         self.asked = asked
         self._ids = frozenset(each for each in asked or () if isinstance(each, str))
-        # Every request whose own id is none of these is passed over by one look-up.
+        # A request whose own id is not in this set is skipped with one look-up.
         cores = {core for each in self._ids for core in (each, _NUMBER.sub("", each))}
         self._cores = cores | {_PREFIX.sub("", core) for core in cores}
 
     @classmethod
     def load(cls, dumped: Mapping[str, Any]) -> AbortScope:
-        """The scope that another process has dumped."""
+        """Restore the scope that another process has dumped."""
         return cls(dumped["tag"], dumped["asked"])
 
     def dump(self) -> dict[str, Any]:
-        """The scope as plain data."""
+        """Return the scope as plain data."""
         return {"tag": self.tag, "asked": self.asked and sorted(self._ids)}
 
     def reaches(self, tag: str) -> bool:
-        """Whether it may mean requests of the client that has this tag."""
+        """Return whether it may mean requests of the client with this tag."""
         return not self.tag or self.tag == tag
 
     def find_meant(self, ids: EngineIds, tag: str) -> Collection[str]:
-        """Those of the asked ids that mean a request.
+        """Return those of the given ids that mean a request.
 
         Args:
-            ids: by which its client knows it.
-            tag: of its client.
+            ids: the ids by which its client knows it.
+            tag: tag of its client.
         """
         own = ids.request_id
         if not own or (own not in self._cores and own + tag not in self._cores):
@@ -77,19 +77,19 @@ class AbortScope:
         return {*meant, *ids._replace(request_id=own + tag).find_meant(self._ids)} if tag else meant
 
     def tell_engines(self, members: Mapping[str, Any], engine_ids: Sequence[str]) -> Mapping[str, Any]:
-        """The members of the abort that instances get.
+        """Return the members of the abort that instances get.
 
         Args:
             members: the client's own.
-            engine_ids: by which engines know the requests that the router has found.
+            engine_ids: ids at engines of the requests that the router has found.
         """
         if not self.tag:
             return members if self.asked is None else {**members, "req_ids": [*self.asked, *engine_ids]}
-        # Another router, of which this one does not know, may have sent the request.
+        # Another router, unknown to this one, may have sent the request.
         return {"req_ids": [*(form for each in sorted(self._ids) for form in self._add_tag(each)), *engine_ids]}
 
     def remove_tag(self, aborted: Iterable[Any]) -> list[Any]:
-        """What instances say that they aborted, by the ids that the client knows."""
+        """Return the aborts that instances report, with the ids that the client knows."""
         if not self.tag:
             return list(aborted)
         untagged = []
@@ -102,7 +102,9 @@ class AbortScope:
         return untagged
 
     def _add_tag(self, asked: str) -> list[str]:
-        """The forms that an id may have at engines; the number at its end may be a sequence's, or the client's own."""
+        """Return the forms that an id may have at engines. The number at its end may be a sequence number, or the
+        client's own.
+        """
         if self.tag in asked:
             return [asked]
         core = _NUMBER.sub("", asked)
@@ -110,7 +112,7 @@ class AbortScope:
 
 
 class AbortOutcome(NamedTuple):
-    """The instances' answers to an abort: entries as they sent them, and one sentence per instance that failed."""
+    """The instances' answers to an abort: entries as received, and one sentence per failed instance."""
 
     aborted: list[Any]
     not_found: list[Any]
@@ -118,25 +120,25 @@ class AbortOutcome(NamedTuple):
 
 
 class Aborter:
-    """Sends ``POST /v1/abort_requests`` to instances, or their engines' own form of it."""
+    """Sends ``POST /v1/abort_requests`` to instances, or the equivalent request of their engines."""
 
     def __init__(self, upstream: ConnectionPool, tasks: Tasks, count: Callable[[str], None]) -> None:
         """
         Args:
-            count: called with the key of each instance that is told to stop a request nobody waits for.
+            count: called with the key of each instance that gets an abort for a request without a waiting client.
         """
         self._upstream = upstream
         self._tasks = tasks
         self._count = count
 
     def abort_soon(self, instance: Instance, engine_ids: Sequence[str]) -> None:
-        """Abort requests at one instance, in the background; a failure is logged and otherwise ignored."""
+        """Abort requests at one instance, in the background. A failure is logged and otherwise ignored."""
         self._count(instance.key)
         _log.debug("aborting %s at %s", ", ".join(engine_ids), instance.key)
         self._tasks.run_in_background(self._abort_quietly(instance, engine_ids))
 
     async def abort_everywhere(self, instances: Iterable[Instance], members: Mapping[str, Any]) -> AbortOutcome:
-        """Tell all ``instances`` at once, by these members of FastDeploy's form, and gather their answers."""
+        """Send these members, in FastDeploy's format, to all ``instances`` concurrently, and collect their answers."""
         outcome = AbortOutcome([], [], [])
         if not members.get("abort_all") and not members.get("req_ids"):
             return outcome
@@ -150,7 +152,7 @@ class Aborter:
             result = response.get("result")
             found = result if isinstance(result, dict) else response
             outcome.aborted.extend(_entries(found, "aborted"))
-            if members.get("abort_all"):  # else each instance names nearly all of the ids
+            if members.get("abort_all"):  # else each instance lists nearly all of the ids
                 outcome.not_found.extend(_entries(found, "not_found"))
 
         await gather_spread(map(abort_at, list(instances)))
@@ -163,12 +165,14 @@ class Aborter:
             _log.info("abort of %s failed: %s", ", ".join(engine_ids), response)
 
     async def _abort_at(self, instance: Instance, members: Mapping[str, Any], body: bytes) -> dict[str, Any] | str:
-        """The instance's response to an abort in FastDeploy's form, or one sentence about why there is none."""
+        """Return the instance's response to an abort in FastDeploy's format, or one sentence with the reason of the
+        failure.
+        """
         engine = instance.registration.engine
         if engine is EngineKind.FASTDEPLOY:
             return await self._post(instance, ABORT_PATH, body)
         if engine is not EngineKind.SGLANG:
-            return {}  # its connections are closed, and there is no more to do
+            return {}  # its connections are closed, which is sufficient
         if members.get("abort_all"):
             return await self._post(instance, _SGLANG_PATH, b'{"rid":"","abort_all":true}')
         ids = sorted({each for each in members["req_ids"] if isinstance(each, str) and each})
@@ -197,9 +201,10 @@ class Aborter:
 
 
 def list_unknown_ids(asked: Iterable[Any], aborted: Iterable[Any]) -> list[Any]:
-    """Those of ``asked`` that mean none of the requests that instances say they ``aborted``.
+    """Return those of ``asked`` that match none of the requests that instances report as ``aborted``.
 
-    An instance says ``chatcmpl-<id>_0``, or an object with that as its ``request_id``; a client may write less of it.
+    An instance reports ``chatcmpl-<id>_0``, or an object with that as its ``request_id``; a client may write only a
+    part of it.
     """
     known: set[Any] = set()
     for entry in aborted:
@@ -211,10 +216,10 @@ def list_unknown_ids(asked: Iterable[Any], aborted: Iterable[Any]) -> list[Any]:
 
 
 def read_asked_ids(members: Mapping[str, Any]) -> list[Any] | None:
-    """The ids in the body of an abort, at most ``MAX_IDS``; None where it asks for all requests.
+    """Return the ids in the body of an abort, at most ``MAX_IDS``; None if it means all requests.
 
     Raises:
-        BadBody: it asks for nothing, or for what cannot be an id.
+        BadBody: it names no requests, or an invalid id.
     """
     asked = members.get("req_ids")
     if not members.get("abort_all"):

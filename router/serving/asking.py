@@ -1,4 +1,4 @@
-"""Asking: the legs of an attempt, each with the client's request as its instance's dialect has it."""
+"""The upstream requests of an attempt: for each leg, the client's request in the dialect of its instance."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ __all__ = ["Asking", "LegMaker", "ask_for_usage", "ask_instances", "list_members
 
 _Data: TypeAlias = "bytes | tuple[bytes, ...]"
 
-# Engines that take an id by a header, and may take one in the body, too.
+# Engines that take an id from a header, and may take one from the body, too.
 _BY_HEADER = (EngineKind.VLLM, EngineKind.OPENAI)
 _NOTHING = LegAsk({})
 _PARAMS = "kv_transfer_params"
 
 
 class Asking(NamedTuple):
-    """Who is asked, and with which changes to the client's own request."""
+    """Plan of the upstream requests: the instances, and the changes to the client's request for each."""
 
     selection: Selection
     pair: Pair | None
     answering: LegAsk
     prefill: LegAsk | None
     engine_ids: EngineIds | None
-    """By which the request is aborted at its engines; None where closing the connections does it."""
+    """Ids by which the request is aborted at its engines; None if closing the connections is sufficient."""
 
 
 def ask_instances(pairs: Pairs, selection: Selection, parsed: ParsedRequest, request_id: str) -> Asking:
-    """The changes for the selected instances; for decode alone where the pair cannot serve the request together.
+    """Return the changes for the selected instances; only for decode if the pair cannot serve the request together.
 
     Raises:
         RequestEnded: decode cannot serve it alone, either.
@@ -75,16 +75,16 @@ def list_members(
     resuming: Resuming | None,
     own_id: str = "",
 ) -> dict[str, bytes]:
-    """The members that the bodies of an attempt get in any dialect.
+    """Return the members that are added to the bodies of an attempt in every dialect.
 
     Args:
-        engine: of the answering instance.
-        merger: of the answer's segments, if it may have several.
-        resuming: there once an instance has put the request down: the answer so far is to be continued.
-        own_id: the request's id where clients have keys; in place of a member that could be the id of another client's.
+        engine: engine of the answering instance.
+        merger: merger of the answer's segments, if it may have several.
+        resuming: not None once the request was interrupted: the answer so far is to be continued.
+        own_id: the request's id if clients have keys; it replaces a member that could be the id of another client.
 
     Raises:
-        RequestEnded: this engine cannot go on with the answer.
+        RequestEnded: this engine cannot continue the answer.
     """
     members: dict[str, bytes] = {}
     if parsed.cache_salt:
@@ -106,16 +106,15 @@ def list_members(
 
 
 def ask_for_usage(parsed: ParsedRequest, engine: EngineKind) -> tuple[dict[str, bytes], bool]:
-    """The member by which a stream tells its usage, if it does not by itself and nothing else of it changes so.
+    """Return the member that makes a stream report its usage, if it does not do so already and nothing else changes.
 
-    Where engines of other kinds might refuse it, and where a client's own options mean something else with it, there
-    is none.
+    It is omitted if engines of other kinds might refuse it, or if it changes the meaning of a client's own options.
 
     Returns:
-        The member, and whether the other events may have a usage of null because of it.
+        The member, and whether it may add a null usage to the other events.
 
     Raises:
-        RequestEnded: the client's own options cannot be written again.
+        RequestEnded: the client's own options cannot be serialised again.
     """
     if parsed.body is None or not parsed.wants_stream or not parsed.api.is_continuable or engine is EngineKind.OPENAI:
         return {}, False
@@ -129,11 +128,11 @@ def ask_for_usage(parsed: ParsedRequest, engine: EngineKind) -> tuple[dict[str, 
     except TypeError:
         message = "stream_options is nested too deeply, or has a number out of range"
         raise RequestEnded(ApiError(400, message, "invalid_body", "stream_options")) from None
-    return {"stream_options": member}, engine is not EngineKind.SGLANG  # which writes them in any case
+    return {"stream_options": member}, engine is not EngineKind.SGLANG  # SGLang writes them in any case
 
 
 class LegMaker:
-    """Makes the legs of one attempt."""
+    """Creates the legs of one attempt."""
 
     __slots__ = ("_asking", "_is_fresh", "_members", "_parsed", "_trace", "_upstream")
 
@@ -148,9 +147,9 @@ class LegMaker:
     ) -> None:
         """
         Args:
-            members: those that each leg's body gets, in any dialect.
-            is_fresh: each leg gets a new connection.
-            trace: where the request is traced: each leg's head says which span it is.
+            members: members that each leg's body gets, in every dialect.
+            is_fresh: whether each leg gets a new connection.
+            trace: the request's trace, if it is traced: each leg's head contains its span.
         """
         self._upstream = upstream
         self._parsed = parsed
@@ -160,9 +159,9 @@ class LegMaker:
         self._trace = trace
 
     def make_legs(self) -> tuple[Leg, Leg | None]:
-        """The answering leg, and prefill's in a pair; nothing is sent yet.
+        """Return the answering leg, and prefill's leg in a pair; nothing is sent yet.
 
-        Where prefill is first, the answering leg has no request before ``ask_decode``.
+        If prefill comes first, the answering leg has no request before ``ask_decode``.
         """
         asking = self._asking
         selection, decisions = asking.selection, asking.selection.decisions
@@ -177,11 +176,11 @@ class LegMaker:
                 data = self._encode_body(asking.prefill, self._cut_members(asking.prefill))
             return answering, self._make_leg(selection.prefill, asking.prefill, data, decisions[0].work)
         except BaseException:
-            answering.finish()  # or else its instance would count it for good
+            answering.finish()  # else its instance would count it permanently
             raise
 
     def ask_decode(self, leg: Leg, answer: bytes) -> None:
-        """Give decode's leg its request, now that prefill has answered."""
+        """Set the request of decode's leg after prefill has answered."""
         asking = self._asking
         assert asking.pair is not None
         data = self._encode_body(asking.answering, _join(asking.pair.ask_after(answer), self._members))
@@ -201,7 +200,7 @@ class LegMaker:
         return head._replace(start=head.start + lines)
 
     def _cut_members(self, ask: LegAsk) -> dict[str, bytes]:
-        """Of the members that each leg gets, those that do not undo the changes for prefill alone."""
+        """Return the members for each leg, except those that would undo the changes for prefill."""
         undone = {*ask.members, *ask.dropped, "return_token_ids", "stream_options"} - {_PARAMS}
         return {name: member for name, member in self._members.items() if name not in undone}
 
@@ -214,7 +213,9 @@ class LegMaker:
 
 
 def _join(first: Mapping[str, bytes], second: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The members of both; ``kv_transfer_params`` of a pair, and of a stream that is resumed, have those of both."""
+    """Merge the members of both. If both have ``kv_transfer_params`` (a pair and a resumed stream), these are merged,
+    too.
+    """
     joined = {**first, **second}
     if _PARAMS in first and _PARAMS in second:
         joined[_PARAMS] = first[_PARAMS][:-1] + b"," + second[_PARAMS].partition(b"{")[2]
@@ -224,10 +225,10 @@ def _join(first: Mapping[str, bytes], second: Mapping[str, bytes]) -> dict[str, 
 def _continue_answer(
     merger: StreamMerger | ResponseMerger, engine: EngineKind, resuming: Resuming, *, is_chat: bool
 ) -> Mapping[str, Any]:
-    """The members by which an engine goes on with the answer so far.
+    """Return the members with which an engine continues the answer so far.
 
     Raises:
-        RequestEnded: this engine cannot.
+        RequestEnded: this engine cannot continue it.
     """
     if isinstance(merger, ResponseMerger):
         return merger.resumption()

@@ -1,10 +1,10 @@
-"""One attempt at a request: a prefill/decode pair, or a mixed instance alone; all its legs watched.
+"""One attempt at a request: a prefill/decode pair, or a mixed instance alone; all its legs are monitored.
 
 A leg is an exchange with one instance. The answering leg (decode, or mixed) is the one whose bytes the client gets. In
-a pair both legs are sent at once, and prefill's response is consumed; or decode is asked once prefill has answered, as
-the pair's dialect has it. Until the first byte of the response is there, a failure of either leg is a failure of the
-attempt: the other leg is aborted and the caller may try another pair. Afterwards prefill has done its part, and the end
-of its connection no longer matters.
+a pair, the dialect decides the order: either both legs are sent together, and prefill's response is consumed; or
+decode's leg is sent after prefill has answered. Before the first byte of the response, a failure of either leg is a
+failure of the attempt: the other leg is aborted, and the caller may try another pair. After it, prefill has done its
+part, and the end of its connection no longer matters.
 """
 
 from __future__ import annotations
@@ -30,77 +30,77 @@ __all__ = ["REDIRECTIONS", "Attempt", "Leg", "StreamStalled"]
 _log = logging.getLogger("router.serving.attempt")
 
 ERROR_BYTES = 1024 * 1024
-# The body of a refusal comes with its head, or is not worth waiting for.
+# A refusal's body comes together with its head, or it is ignored.
 REFUSAL_SECONDS = 2.0
 PD_ERROR = "PD Error"
-# Where one leg of a pair is lost, the other one may be, by the same request: so long is waited to know it.
+# If one leg of a pair is lost, the same request may have ended the other one: wait this long to find out.
 OTHER_LEG_SECONDS = 0.05
-# Decode began to answer, then prefill failed: if decode has the prompt's KV, its next bytes come in less.
+# If prefill fails after decode began to answer: if decode has the prompt's KV, its next bytes come earlier than this.
 SILENCE_SECONDS = 30.0
-# Prefill's last bytes may come after decode's when the response is short; after this long it is aborted.
+# For a short response, prefill's last bytes may come after decode's. After this time, prefill is aborted.
 PREFILL_GRACE_SECONDS = 5.0
-# Of these statuses, a client would follow the Location. 300, 304 and 305 are answers.
+# For these statuses, a client would follow the Location. 300, 304 and 305 are answers.
 REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 
 _PD_ERROR = PD_ERROR.encode()
-# FastDeploy's and SGLang's.
+# Errors of FastDeploy and SGLang.
 _HAND_OVER_ERROR = re.compile(rb"PD Error|(?:Prefill|Decode) (?:bootstrap|transfer|handshake) failed")
-# What vLLM answers with when its engine has died: of EngineDeadError, and of older versions.
+# Answers of vLLM after its engine has died: EngineDeadError, and those of older versions.
 _ENGINE_DEATH = re.compile(
     rb"EngineCore encountered an issue|EngineDeadError|Background loop (?:has errored|is stopped)"
 )
-# A stream whose preamble goes on for longer is relayed as it comes. It may name the ids of the whole prompt.
+# A stream with a longer preamble is relayed directly. The preamble may contain the ids of the whole prompt.
 PREAMBLE_BYTES = 1024 * 1024
-# Of an answer of one token.
+# Limit for an answer of one token.
 ANSWER_BYTES = 16 * 1024 * 1024
-# What vLLM's streams begin with before there is a token: chat, responses, messages.
+# Beginnings of vLLM's streams before the first token: chat, responses, messages.
 _PREAMBLE = re.compile(
     rb'"role": ?"assistant", ?"content": ?""|"type": ?"(?:response\.(?:created|in_progress)|message_start|ping)"'
 )
-# What vLLM says in a whole answer where prefill's KV did not come; of other troubles it says more.
+# vLLM's error in a complete answer if prefill's KV did not arrive. Its other errors contain more text.
 _LATE_ERROR = re.compile(rb'"message": ?"Internal server error"')
 _ERROR = re.compile(rb'^ ?\{"(?:error": ?\{|type": ?"error")')
 _EVENT_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
 
 
 class StreamStalled(TimedOut):
-    """A stream that had begun brought nothing for too long."""
+    """A stream that had begun was silent for too long."""
 
 
 class Leg:
-    """A request at one instance; the instance's load counts it until ``finish``."""
+    """A request at one instance. The instance's load includes it until ``finish``."""
 
     __slots__ = ("_tokens", "_work", "exchange", "instance", "is_finished", "queued_before", "span_id")
 
     def __init__(self, instance: Instance, exchange: Exchange, tokens: int, work: float, span_id: int = 0) -> None:
         """
         Args:
-            tokens: the prompt's.
-            work: the cost of its prefill, counted until ``end_prefill``.
-            span_id: of its span, where the request is traced.
+            tokens: number of prompt tokens.
+            work: cost of its prefill, counted until ``end_prefill``.
+            span_id: id of its span, if the request is traced.
         """
         self.instance = instance
         self.exchange = exchange
         self.is_finished = False
         self.span_id = span_id
         self.queued_before = instance.load.queued
-        """The work that was queued at the instance before this leg."""
+        """Work that was queued at the instance before this leg."""
         self._tokens = tokens
         self._work = work
         instance.load.add_request(tokens, work)
 
     @property
     def runs_at_engine(self) -> bool:
-        """Whether the instance may still be working on it."""
+        """Return whether the instance may still be working on it."""
         return self.exchange.record.sent_at > 0 and not self.exchange.complete
 
     def end_prefill(self) -> None:
-        """The first token is there."""
+        """Note that the first token has been generated."""
         self.instance.load.remove_prefill(self._tokens, self._work)
         self._tokens, self._work = 0, 0.0
 
     def finish(self) -> None:
-        """Close the exchange and stop counting the request; a second call does nothing."""
+        """Close the exchange and stop counting the request; a second call has no effect."""
         if not self.is_finished:
             self.is_finished = True
             self.instance.load.remove_request(self._tokens, self._work)
@@ -111,9 +111,10 @@ class Leg:
 class Attempt:
     """One attempt at a request.
 
-    ``begin`` gives the first bytes of the response; those that follow are taken from the answering leg's exchange.
-    ``fail`` ends both from outside. The maker of an attempt calls ``finish`` after a whole response, and ``give_up``
-    or ``break_off`` otherwise. ``is_event_stream`` says, once it has begun, whether the response is server-sent events.
+    ``begin`` returns the first bytes of the response; the following ones are read from the answering leg's exchange.
+    ``fail`` ends both from outside. The creator of an attempt calls ``finish`` after a complete response, and
+    ``give_up`` or ``break_off`` otherwise. After the beginning, ``is_event_stream`` is whether the response is
+    server-sent events.
     """
 
     __slots__ = (
@@ -150,24 +151,24 @@ class Attempt:
     ) -> None:
         """
         Args:
-            engine_ids: the names of the request's sequences at engines; None where it cannot be aborted by them.
-            ask_decode: gives the answering leg its request, made of prefill's answer; None where it has one, and both
-                are sent at once.
-            may_err_late: decode says that it could not have prefill's KV by an error of its own, in a stream only when
-                that has begun.
-            hold_bytes: so much of a response that is no event stream is held until it is whole, so that a leg dying
-                half-way can still be made good.
+            engine_ids: names of the request's sequences at engines; None if it cannot be aborted by them.
+            ask_decode: sets the answering leg's request from prefill's answer; None if that leg has a request already,
+                and both are sent together.
+            may_err_late: whether decode reports missing prefill KV as its own error, which in a stream comes only after
+                the beginning.
+            hold_bytes: number of bytes of a response without event stream that are held back until it is complete, so
+                that the death of a leg can still be hidden from the client.
         """
         self.answering = answering
         self.prefill = prefill
         self.engine_ids = engine_ids
         self.sent_at = 0.0
         self.deaths = 0
-        """How many of its connections were lost after the request was sent on them."""
+        """Number of its connections that were lost after the request was sent on them."""
         self.prefilled_at = 0.0
-        """When the first token was there, on ``time.perf_counter``; 0 until then."""
+        """Time of the first token, from ``time.perf_counter``; 0 before it."""
         self.prefill_answer = b""
-        """Prefill's response, once it is there: of a long one its beginning and its end."""
+        """Prefill's response, once it is received; if it is long, only its beginning and its end."""
         self.is_event_stream = False
         self._ask_decode = ask_decode
         self._may_err_late = may_err_late
@@ -182,10 +183,10 @@ class Attempt:
     def send(self, on_begin: Callable[[], None]) -> bool:
         """Send the legs now, and call ``on_begin`` once the answering one has a response, or has failed.
 
-        Then ``take_whole`` gives a response that is there already, and for any other ``begin`` goes on.
+        Then ``take_whole`` returns a response that is complete already; for any other, use ``begin``.
 
         Returns:
-            False if that cannot be, because decode is asked after prefill; then nothing is sent.
+            False if this is impossible, because decode's request depends on prefill's answer; then nothing is sent.
         """
         if self._ask_decode is not None:
             return False
@@ -196,7 +197,7 @@ class Attempt:
         return True
 
     def take_whole(self) -> bytes | None:
-        """The response, if it has come whole and is neither a refusal nor an event stream; else None."""
+        """Return the response if it is complete and neither a refusal nor an event stream; else None."""
         answering, exchange = self.answering, self.answering.exchange
         if not exchange.complete or not 200 <= exchange.status < 300 or _is_event_stream(exchange.headers):
             return None
@@ -208,7 +209,7 @@ class Attempt:
         return exchange.take_whole()
 
     async def begin(self) -> bytes:
-        """Send the legs and wait for the first bytes of the response, or for as many as are to be held.
+        """Send the legs and wait for the first bytes of the response, or for as many as are to be held back.
 
         Raises:
             LegFailed: a leg failed.
@@ -218,7 +219,7 @@ class Attempt:
         was_sent, self.sent_at = self.sent_at, self.sent_at or time.perf_counter()
         if self._ask_decode is not None:
             answer = await self._await_prefill()
-            if not self.answering.is_finished:  # else it was given up as prefill's answer came: see ``fail``
+            if not self.answering.is_finished:  # else it was ended when prefill's answer arrived: see ``fail``
                 self._ask_decode(answer)
         elif self.prefill is not None and not was_sent:
             self.prefill.exchange.consume(self._on_prefill_end)
@@ -226,7 +227,7 @@ class Attempt:
         try:
             status = await exchange.head()
             if not 200 <= status < 300:
-                raise await self._read_answer_refusal()  # no variable: its traceback will lead here
+                raise await self._read_answer_refusal()  # no variable: its traceback will refer to this frame
             self.is_event_stream = _is_event_stream(exchange.headers)
             if exchange.complete:
                 first = exchange.take_whole()
@@ -249,13 +250,15 @@ class Attempt:
         return first
 
     def fail(self, error: Exception) -> None:
-        """Give up all legs now, and make the task that waits for bytes of the response get ``error``."""
+        """End all legs now, and make the task that waits for bytes of the response get ``error``."""
         self._awaited.exchange.fail(error)
-        self.answering.exchange.fail(error)  # which is asked next, where prefill has just answered
+        self.answering.exchange.fail(error)  # its request follows when prefill has answered
         self.give_up()
 
     def on_instance_failure(self, instance: Instance, silence: float) -> None:
-        """``instance`` answers no probes: fail if it works on this attempt, and has been silent for so many seconds."""
+        """Fail if ``instance``, which answers no probes, works on this attempt and has been silent for ``silence``
+        seconds.
+        """
         leg = self.answering if self.answering.instance is instance else self.prefill
         if leg is None or leg.is_finished or leg.instance is not instance:
             return
@@ -266,17 +269,19 @@ class Attempt:
             leg.exchange.fail(TimedOut(message))
 
     def is_stalled(self, since: float) -> bool:
-        """Whether its event stream has begun, and nothing has come since then, on ``time.perf_counter``."""
+        """Return whether its event stream has begun, and nothing has arrived since this time of
+        ``time.perf_counter``.
+        """
         leg = self.answering
         return self._begun and self.is_event_stream and not leg.is_finished and leg.exchange.is_silent(since)
 
     def on_stall(self, seconds: float) -> None:
-        """Nothing has come of the stream for so long: the answering leg fails."""
+        """Fail the answering leg: the stream was silent for this time."""
         message = f"{self.answering.instance.key} has sent nothing of the stream for {seconds:g} s"
         self.answering.exchange.fail(StreamStalled(message))
 
     def finish(self) -> None:
-        """The client has the whole response; prefill gets a moment to end its own."""
+        """Finish after the client got the whole response. Prefill gets some time to end its own."""
         self.answering.finish()
         if self._timer is not None:
             self._timer.cancel()
@@ -286,14 +291,14 @@ class Attempt:
             self._timer = loop.call_later(PREFILL_GRACE_SECONDS, self.give_up)
 
     def break_off(self, error: UpstreamError) -> None:
-        """The answering leg failed in the middle of the response: give up the other one."""
+        """End the other leg: the answering leg failed in the middle of the response."""
         instance = self.answering.instance
         self._on_trouble(instance, error)
         instance.record_failure(time.monotonic(), str(error))
         self.give_up(culprit=instance)
 
     def give_up(self, culprit: Instance | None = None) -> None:
-        """Close all legs at once, and abort those that still run at their engines; not at the ``culprit``."""
+        """Close all legs immediately, and abort those that still run at their engines, except at the ``culprit``."""
         if self._timer is not None:
             self._timer.cancel()
         legs = [leg for leg in (self.answering, self.prefill) if leg is not None and not leg.is_finished]
@@ -305,17 +310,19 @@ class Attempt:
                 self._aborter.abort_soon(instance, self.engine_ids.list_ids())
 
     async def await_prefill_end(self) -> None:
-        """The answering leg was lost: wait a moment whether prefill's is lost, too, so that ``deaths`` counts it."""
+        """After the loss of the answering leg, wait briefly whether prefill's leg is lost, too, so that ``deaths``
+        includes it.
+        """
         prefill = self.prefill
         if prefill is not None and not prefill.is_finished and prefill.runs_at_engine:
             self._prefill_end = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._prefill_end}, timeout=OTHER_LEG_SECONDS)
 
     async def _await_prefill(self) -> bytes:
-        """Send prefill's leg, and give its whole answer.
+        """Send prefill's leg, and return its whole answer.
 
         Raises:
-            LegFailed: it failed, or decode does meanwhile.
+            LegFailed: prefill failed, or decode failed meanwhile.
             NoRoom: it could not be sent, to any instance.
         """
         leg = self.prefill
@@ -337,19 +344,19 @@ class Attempt:
 
     async def _read_answer_refusal(self) -> LegFailed:
         failure = await _read_refusal(self.answering)
-        # Of vLLM's decode this is all that it says where it cannot have prefill's KV.
+        # This is the only error of vLLM's decode if it cannot get prefill's KV.
         if self._may_err_late and _tells_late_error(failure.response):
             failure.trouble = Trouble.HAND_OVER
         return failure
 
     async def _read_preamble(self, first: bytes) -> bytes:
-        """The beginning of a stream to its first token.
+        """Return the beginning of a stream up to its first token.
 
         Raises:
-            LegFailed: there is an error instead.
+            LegFailed: the stream contains an error instead.
         """
         exchange = self.answering.exchange
-        # ``first[:seen]`` is whole lines of the preamble: only what follows them is looked at.
+        # ``first[:seen]`` is whole lines of the preamble: only the bytes after them are examined.
         said, seen = None, 0
         while (said := _find_token(first, seen)) is None and not exchange.is_taken and len(first) <= PREAMBLE_BYTES:
             seen = max(first.rfind(b"\n", seen) + 1, seen)
@@ -360,7 +367,7 @@ class Attempt:
         return first
 
     def _on_prefill_end(self) -> None:
-        """Prefill's response was read to its end, or failed: tell the answering leg if prefill did."""
+        """Handle the end or the failure of prefill's response; a failure is passed on to the answering leg."""
         leg = self.prefill
         assert leg is not None
         if leg.is_finished:
@@ -391,7 +398,9 @@ class Attempt:
         self._timer = loop.call_later(SILENCE_SECONDS, self._fail_if_silent, heard, str(failure))
 
     def _fail_if_silent(self, since: float, why: str) -> None:
-        """Give up decode if nothing has come from it: its first bytes were no sign that it had the prompt's KV."""
+        """End decode's leg if nothing has arrived from it: its first bytes did not prove that it had the prompt's
+        KV.
+        """
         exchange = self.answering.exchange
         if not self.answering.is_finished and exchange.last_heard == since:
             decode = self.answering.instance.key
@@ -406,7 +415,7 @@ class Attempt:
         body = self.prefill_answer
         if not 200 <= exchange.status < 300:
             return _make_refusal(leg, body)
-        # FastDeploy's prefill says so to its own client alone, in a response of status 200.
+        # FastDeploy's prefill reports this only to its own client, in a response with status 200.
         if body.find(_PD_ERROR) >= 0 and _tells_pd_error(body):
             message = f"{leg.instance.key} could not hand over to decode"
             return LegFailed(leg.instance, message, trouble=Trouble.HAND_OVER)
@@ -426,26 +435,30 @@ class _Judgement(TypedDict):
 
 
 def _judge(leg: Leg) -> _Judgement:
-    """How far the request of a leg got that ended without a whole response, and what that says of the instance."""
+    """Classify a leg that ended without a complete response: how far its request got, and whether the instance is the
+    cause.
+    """
     if not leg.exchange.record.sent_at:
         return {"reached": Reached.UNSENT, "trouble": Trouble.UNREACHABLE}
     return {"reached": Reached.HEAD if leg.exchange.status else Reached.SENT, "trouble": Trouble.DEATH}
 
 
 def _is_event_stream(headers: Headers) -> bool:
-    """Whether the response is server-sent events, and not compressed."""
+    """Return whether the response is server-sent events, and not compressed."""
     found = dict(headers)
     return found.get(b"content-type", b"").startswith(b"text/event-stream") and b"content-encoding" not in found
 
 
 def _find_token(data: bytes, start: int) -> bytes | None:
-    """The first event from ``start`` that is more than a stream's preamble; None where there is none yet."""
+    """Return the first event from ``start`` that is not part of a stream's preamble; None if there is none yet."""
     events = (found[1] for found in _EVENT_DATA.finditer(data, start))
     return next((event for event in events if not _PREAMBLE.search(event)), None)
 
 
 def _tells_pd_error(body: bytes) -> bool:
-    """Whether a response, or one of its events, is an error of hand-over; users and models may write of one, too."""
+    """Return whether a response, or one of its events, is a KV transfer error. Text of users and models may mention
+    one, too.
+    """
     for document in (body, *_EVENT_DATA.findall(body)):
         with contextlib.suppress(orjson.JSONDecodeError):
             value = orjson.loads(document)

@@ -1,4 +1,6 @@
-"""The attempts at one request, one after another: who is asked, and how failures bear on the next."""
+"""The attempts for one request, one after another: which instances are used, and how failures affect the next
+attempt.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ ABORTED = ApiError(409, "the request was aborted", "aborted")
 
 
 class Attempts:
-    """Of one request. Its public attributes, but for ``ended`` and ``is_aborted``, are for reading."""
+    """All attempts made for one request. Callers only read its public attributes, except ``ended`` and
+    ``is_aborted``.
+    """
 
     __slots__ = (
         *("_is_prepared", "_request", "_response", "_retries", "_services", "_story"),
@@ -41,40 +45,40 @@ class Attempts:
         self._services = services
         self._story = story
         self._response = response
-        self._retries: Retries | None = None  # once an attempt has failed
-        self._is_prepared = False  # ``prepare`` has selected instances, and perhaps made an attempt
+        self._retries: Retries | None = None  # set after the first failed attempt
+        self._is_prepared = False  # ``prepare`` has selected instances, and maybe created an attempt
         self.current: Attempt | None = None
-        """The one that runs, or ran last."""
+        """The present attempt, or the last one."""
         self.number = 0
-        """How many were made."""
+        """Number of attempts made."""
         self.resuming: Resuming | None = None
-        """There once an instance has put the request down."""
+        """State of the resumption, once an instance has interrupted the request."""
         self.ended: RequestEnded | None = None
-        """Ends the request instead of the next attempt."""
+        """Error that ends the request instead of the next attempt."""
         self.end_reason = ""
-        """Why no other attempt follows the one that failed last."""
+        """Why no other attempt follows the last failed one."""
         self.is_aborted = False
-        """Whether a client has told its engines to stop it: an attempt that fails now is the last."""
+        """Whether a client has made its engines stop it: if the present attempt fails, it is the last."""
 
     def prepare(self, parsed: ParsedRequest) -> Attempt:
-        """The first attempt, with which ``begin_response`` goes on; nothing is sent yet.
+        """Return the first attempt, with which ``begin_response`` continues; nothing is sent yet.
 
         Raises:
-            Exception: as ``begin_response``, which comes to the same.
+            Exception: the same as ``begin_response``, which will raise it again.
         """
         attempt = self._make_attempt(parsed, self._select_instances(parsed))
         self._is_prepared = True
         return attempt
 
     def settle(self) -> None:
-        """The prepared attempt has its answer: ``begin_response`` would make another."""
+        """Note that the prepared attempt has its answer; otherwise ``begin_response`` would make another attempt."""
         self._is_prepared = False
 
     async def begin_response(self, parsed: ParsedRequest) -> bytes:
-        """Make attempts until one has the first bytes of a response.
+        """Make attempts until one returns the first bytes of a response.
 
         Raises:
-            LegFailed: no attempt had; this is the last one's failure.
+            LegFailed: all attempts failed; this is the last failure.
             NoRoom: the router cannot send it, to any instance.
             RequestEnded: no instance could take the request, or the request was ended.
         """
@@ -94,7 +98,7 @@ class Attempts:
                         raise RequestEnded(ABORTED)
                     try:
                         attempt = self._make_attempt(parsed, selection)
-                    except NotReady as unready:  # again, if another request's failure had it forgotten meanwhile
+                    except NotReady as unready:  # again, if a failure of another request discarded the facts meanwhile
                         await self._learn_of_prefill(unready, selection)
                 return await attempt.begin()
             except LegFailed as failure:
@@ -130,7 +134,7 @@ class Attempts:
             raise RequestEnded(error)
 
     async def go_on_after_break(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
-        """Prepare the next segment of a stream whose instance died, broke off or hung.
+        """Prepare the next segment of a stream after its instance died, ended the stream early, or hung.
 
         Raises:
             RequestEnded: it cannot be continued.
@@ -169,10 +173,10 @@ class Attempts:
         await self._settle_end(parsed, self.resuming, merger)
 
     async def _settle_end(self, parsed: ParsedRequest, resuming: Resuming, merger: StreamMerger | None) -> None:
-        """Let a stream go on from the end of a character.
+        """Make a stream continue from the end of a character.
 
         Raises:
-            RequestEnded: nobody tells where that is.
+            RequestEnded: that position cannot be determined.
         """
         if merger is None or not merger.doubtful_ids:
             return
@@ -184,13 +188,13 @@ class Attempts:
             raise RequestEnded(resuming.explain(why))
 
     def _explain_none(self, none: NoInstance) -> ApiError:
-        """Why no instance can be asked, and, of a stream that was broken off, why it was."""
+        """Return why no instance can be used and, for an interrupted stream, why it was interrupted."""
         if self.resuming is not None and self.resuming.is_broken:
             return self.resuming.explain("no other instance can take it")
         return none.error
 
     def _select_instances(self, parsed: ParsedRequest) -> Selection:
-        """Those for the next attempt; raises ``NoInstance`` if there are none."""
+        """Return the instances for the next attempt; raise ``NoInstance`` if there are none."""
         keeper = self._services.kept_responses.find_keeper(parsed.kept_id) if parsed.kept_id else None
         if keeper is not None:
             if self._retries is not None and self._retries.excludes(keeper):
@@ -203,7 +207,7 @@ class Attempts:
         return selector.choose(parsed.features) if is_completion else selector.choose_any(parsed.features)
 
     def _note_retry(self) -> Retries:
-        """The record of the attempts before, by which the next instances are chosen."""
+        """Return the record of the earlier attempts, which decides on the next instances."""
         if self._retries is None:
             self._retries = Retries(self._classify())
         return self._retries
@@ -212,10 +216,10 @@ class Attempts:
         return classify(self._request.method, self._request.path)
 
     async def _learn_of_prefill(self, unready: NotReady, selection: Selection) -> None:
-        """Ask prefill for the facts that its pair needs.
+        """Query prefill for the facts that its pair needs.
 
         Raises:
-            LegFailed: it does not tell.
+            LegFailed: it does not report them.
         """
         assert selection.prefill is not None
         self._story.selection = selection
@@ -229,11 +233,11 @@ class Attempts:
         """Prepare the exchanges with the selected instances; nothing is sent yet.
 
         Raises:
-            NotReady: something has to be learnt of the pair first.
+            NotReady: a fact about the pair has to be learned first.
             RequestEnded: they cannot serve it.
         """
         services, response = self._services, self._response
-        # An engine may still know the id of the attempt before.
+        # An engine may still know the id of the previous attempt.
         request_id = self._story.request_id + self._story.tag
         if self.number:
             request_id += f"-retry{self.number}"
@@ -260,7 +264,7 @@ class Attempts:
             response.hides_usage = bool(asked)
         if self._retries is not None:
             is_fresh = self._retries.wants_fresh
-        else:  # what is not sent again must not meet a connection that was just closed
+        else:  # a request without retries must not use a connection that was just closed
             is_fresh = parsed.body is None and self._classify() is Sent.ONCE
         maker = LegMaker(services.upstream, parsed, asking, members, is_fresh, self._story.trace)
         answering, prefill = maker.make_legs()
@@ -278,7 +282,8 @@ class Attempts:
         return self.current
 
     async def _note_failure(self, failure: LegFailed, selection: Selection) -> None:
-        """An attempt failed: end its other leg, and blame the instance where neither request nor partner is to blame.
+        """Note a failed attempt: end its other leg, and count the failure for the instance unless the request or the
+        partner is the cause.
 
         Raises:
             RequestEnded: it failed because its client aborted it.

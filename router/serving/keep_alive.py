@@ -1,8 +1,9 @@
-"""KeepAlive: comments to the client of a stream that waits for its first token, so that no proxy before it hangs up.
+"""KeepAlive: comments to the client of a stream that waits for its first token, so that no proxy in between
+disconnects.
 
-The head of the response goes out with the first comment. So an error that comes earlier than that has its own status;
-one that comes later is an event of a stream with status 200. Until the first byte of the answer the request may still
-be sent to another instance, as the client has seen nothing of any.
+The head of the response is sent with the first comment. So an error before that has its own status; a later one is an
+event of a stream with status 200. Until the first byte of the answer, the request may still be sent to another
+instance, because the client has received nothing from any.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ __all__ = ["KeepAlive"]
 
 
 class KeepAlive:
-    """Sends a comment each ``seconds``, from its making until ``stop``."""
+    """Sends a comment every ``seconds``, from its creation until ``stop``."""
 
     __slots__ = ("_own_head", "_response", "_seconds", "_timer")
 
     def __init__(self, response: ClientResponse, seconds: float, own_head: bytes) -> None:
         """
         Args:
-            own_head: the router's own lines, for the head of the response.
+            own_head: the router's own header lines for the response.
         """
         self._response = response
         self._seconds = seconds
@@ -30,7 +31,7 @@ class KeepAlive:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._on_timer)
 
     def stop(self) -> None:
-        """Send no more."""
+        """Stop sending comments."""
         self._timer.cancel()
 
     def _on_timer(self) -> None:

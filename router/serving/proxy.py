@@ -1,8 +1,9 @@
-"""The data plane: every request that is forwarded, from the client's bytes to the response's.
+"""The data plane: every forwarded request, from the client's bytes to the response's.
 
-One request's way: who asks is checked and let in; the body, read once, is parsed once; instances are selected; an
-attempt is sent; its first bytes decide whether it stands or another attempt is made; then bytes are relayed as they
-come. Where decode preempts a request half-way, another attempt goes on with it. ``ServingRequest`` walks that way.
+The steps for one request: its client is checked and admitted; the body is read and parsed once; instances are selected;
+an attempt is sent; its first bytes decide whether it is relayed or another attempt is made; then bytes are relayed as
+they arrive. If decode preempts a request in the middle, another attempt continues it. ``ServingRequest`` implements
+these steps.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Proxy"]
 
-# A look at what takes too long that comes so late itself is put off to the next one.
+# If a check for time-outs itself runs later than this, it is postponed to the next one.
 LATE_SECONDS = 0.25
 
 
 class Proxy:
-    """Serves requests for forwarded paths from the instances: the services they need, and those that live."""
+    """Serves requests for forwarded paths from the instances: has the services for it, and the running requests."""
 
     def __init__(self, services: Services) -> None:
         self.max_body_bytes = services.settings.max_body_bytes
         self.is_leaving = False
-        """Whether clients are to close their connections, as this process is to end soon."""
+        """Whether clients should close their connections, because this process stops soon."""
         self.usual_targets: Mapping[bytes, str] = {path.encode(): path for path in FORWARDED}
-        """Targets of its requests that need no further look, and their paths."""
+        """Checked targets of its requests, and their paths."""
         self._timeout = services.settings.request_timeout_secs
-        # A stream of an instance that fails its probes is given up when it has been silent for this long.
+        # If an instance fails its probes, its streams are ended after this time of silence.
         self._silence = services.settings.health_check_interval_secs
         self._stall = services.settings.stream_stall_secs
         self._services = services
@@ -50,16 +51,16 @@ class Proxy:
 
     @property
     def num_requests(self) -> int:
-        """How many requests live: those that are served, and those that wait in line."""
+        """Number of requests that are being served or queued."""
         return len(self._live)
 
     def takes(self, path: str) -> bool:
-        """Whether this path is served by an instance, rather than by the router or by all instances."""
+        """Return whether this path is served by an instance, rather than by the router or by all instances."""
         route = find_route(path)
         return route is not None and route.is_forwarded
 
     def find_refusal(self, headers: Headers) -> Refused | None:
-        """Why the sender of these headers may not send a body; None if it may."""
+        """Return why the sender of these headers may not send a body; None if it may."""
         try:
             self._services.auth.identify_client(headers)
         except Refused as refused:
@@ -80,7 +81,7 @@ class Proxy:
         self._end_older(ApiError(503, "the router is stopping", "router_stopping"), time.perf_counter())
 
     async def watch_the_clock(self) -> None:
-        """End requests that have run for longer than the time-out, and give up streams that stall, until cancelled."""
+        """End requests that exceed the time-out, and instances' streams that stall, until cancelled."""
         late = ApiError(504, f"the request was not answered within {self._timeout:g} s", "request_timeout")
         was_late = False
         while True:
@@ -89,22 +90,22 @@ class Proxy:
             await asyncio.sleep(seconds)
             was_late = not was_late and time.monotonic() - due_at > LATE_SECONDS
             if was_late:
-                continue  # this process did not run: it has to read first what came meanwhile
+                continue  # this process did not run: first it has to read the data that arrived meanwhile
             self._end_older(late, time.perf_counter() - self._timeout)
             if self._stall:
                 self._end_stalled_streams(time.perf_counter() - self._stall)
 
     def on_instance_failure(self, instance: Instance) -> None:
-        """Give up attempts that wait for an instance that answers no probes, and try elsewhere where that may be."""
+        """End attempts that wait for an instance that answers no probes, and retry elsewhere if allowed."""
         for serving in list(self._live):
             if serving.attempt is not None:
                 serving.attempt.on_instance_failure(instance, self._silence)
 
     def abort_requests(self, scope: AbortScope) -> tuple[set[str], list[str]]:
-        """Try the requests that the abort means no more.
+        """Prevent further attempts of the requests that the abort means.
 
         Returns:
-            The ids of those asked that mean a request here, and all ids by which engines know these requests now.
+            Those of the given ids that mean a request here, and all ids by which engines know these requests now.
         """
         found: set[str] = set()
         engine_ids: list[str] = []
@@ -115,7 +116,7 @@ class Proxy:
         return found, engine_ids
 
     def _end_stalled_streams(self, since: float) -> None:
-        """Give up the instances that have sent nothing of a stream since then; they are told to abort it."""
+        """End the streams without data from their instances since this time; the instances get an abort."""
         for serving in list(self._live):
             attempt = serving.attempt
             if attempt is not None and attempt.is_stalled(since):

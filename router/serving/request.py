@@ -1,4 +1,4 @@
-"""One client's request on its way: let in, read, answered by its attempts, ended."""
+"""The handling of one client's request: admitted, read, answered by its attempts, ended."""
 
 from __future__ import annotations
 
@@ -69,35 +69,35 @@ class ServingRequest:
     def __init__(self, request: ClientRequest, services: Services, live: set[ServingRequest]) -> None:
         """
         Args:
-            live: has the requests that are served.
+            live: the set of requests that are being served.
         """
         self._live = live
         self._story = story = Story(services)
         self.started = story.started
-        """When it arrived, on ``time.perf_counter``."""
+        """Time of arrival, from ``time.perf_counter``."""
         self._request = request
         self._response = response = ClientResponse(request)
         self._attempts = Attempts(request, services, story, response)
         self._services = services
-        self._parsed: ParsedRequest | None = None  # once it was read
-        self._queueing: asyncio.Task[object] | None = None  # the task that waits in the line, while it does
-        self._waiting_ids: EngineIds | None = None  # while it waits in line unread
-        self._charged: int | None = None  # tokens that the client was charged for at the beginning, if there are limits
+        self._parsed: ParsedRequest | None = None  # set when it is parsed
+        self._queueing: asyncio.Task[object] | None = None  # the task that waits in the queue, during the wait
+        self._waiting_ids: EngineIds | None = None  # while it is queued unparsed
+        self._charged: int | None = None  # tokens charged to the client at the beginning, if there are limits
         self._keep_alive: KeepAlive | None = None
-        # What ``start`` leaves to ``serve_to_end``, beside an attempt: an answer that was preempted; an exception.
+        # State that ``start`` passes to ``serve_to_end``, in addition to an attempt: a preempted answer; an exception.
         self._is_preempted = False
         self._failure: Exception | None = None
 
     @property
     def attempt(self) -> Attempt | None:
-        """The one that runs, or ran last."""
+        """The present attempt, or the last one."""
         return self._attempts.current
 
     def start(self) -> None:
-        """Answer the request; nothing is raised.
+        """Answer the request; raise nothing.
 
-        Where no stream is asked for, the first attempt is sent at once, and an answer that comes whole is relayed as it
-        comes: neither needs a task. All else is for one that runs ``serve_to_end``.
+        If it is not a stream, the first attempt is sent immediately, and a complete answer is relayed immediately,
+        without a task. Otherwise a task runs ``serve_to_end``.
         """
         services, request = self._services, self._request
         self._live.add(self)
@@ -113,13 +113,13 @@ class ServingRequest:
                 if not parsed.wants_stream and self._attempts.prepare(parsed).send(self._on_answer):
                     return
             except (Refused, RequestEnded, NoInstance, NotReady):
-                pass  # ``serve_to_end`` comes to the same, and handles it
+                pass  # ``serve_to_end`` gets the same error, and handles it
             except Exception as exc:
                 self._failure = exc
         request.run(self.serve_to_end())
 
     def _on_answer(self) -> None:
-        """The attempt that ``start`` has sent has an answer, or at least the beginning of one, or has failed."""
+        """Handle that the attempt sent by ``start`` has an answer, or its beginning, or has failed."""
         attempt, parsed = self._attempts.current, self._parsed
         assert attempt is not None
         assert parsed is not None
@@ -141,7 +141,7 @@ class ServingRequest:
             self._request.run(self.serve_to_end())
 
     async def serve_to_end(self) -> None:
-        """Answer the request, or go on with it; nothing is raised."""
+        """Answer the request, or continue to; raise nothing."""
         response, services = self._response, self._services
         try:
             if self._failure is not None:
@@ -167,8 +167,8 @@ class ServingRequest:
             _log.error("%s", exc)
             self._end_with(ApiError(503, str(exc), "router_overloaded"))
         except asyncio.CancelledError:
-            # While it waits in line, by ``fail``; otherwise uvicorn cancels it, where a client that does not read has
-            # held it up beyond the grace of a shutdown.
+            # Cancelled by ``fail`` while it is queued. Otherwise uvicorn cancels it, if a client that does not read has
+            # delayed it beyond the grace time of a shutdown.
             self._end_with(self._attempts.ended.error if self._attempts.ended else None)
         except Exception:
             _log.exception("%s %s failed", self._request.method, self._request.path)
@@ -177,11 +177,9 @@ class ServingRequest:
             self._finish()
 
     def _finish(self) -> None:
-        """The request has ended: give back all that it holds, whatever of this fails."""
+        """Release everything that the ended request holds, even if parts of this fail."""
         self._live.discard(self)
-        self._attempts.ended = self._failure = (
-            None  # their tracebacks lead to this request: only the collector could free both
-        )
+        self._attempts.ended = self._failure = None  # their tracebacks form reference cycles with this request
         if self._keep_alive is not None:
             self._keep_alive.stop()
         try:
@@ -192,11 +190,11 @@ class ServingRequest:
             self._story.write_record(self._request, self._response, self._parsed, self._attempts.current)
         except Exception:
             _log.exception("%s %s has ended without a record", self._request.method, self._request.path)
-        if not self._request.response_complete:  # what ended it has failed itself
+        if not self._request.response_complete:  # the code that ended it has failed itself
             self._request.cut_response()
 
     def _leave_charged(self, charged: int) -> None:
-        """Give back the place that the client was let in to, and charge it for the tokens it has used."""
+        """Release the client's admission, and charge it for the tokens it has used."""
         uncharged = 0
         try:
             prompt_tokens = self._parsed.features.prompt_tokens if self._parsed is not None else 0
@@ -216,10 +214,10 @@ class ServingRequest:
             self._request.unblock_sending()
 
     def abort(self, scope: AbortScope) -> tuple[Collection[str], Sequence[str]]:
-        """If the abort means this request, try it no more.
+        """If the abort means this request, prevent further attempts.
 
         Returns:
-            The ids of those asked that mean it, and its engines' ids.
+            Those of the given ids that mean it, and its engines' ids.
         """
         story = self._story
         if self._request.path not in GENERATING or not scope.reaches(story.tag):
@@ -233,17 +231,17 @@ class ServingRequest:
                 return (), ()
             story.request_id = ids.request_id
         attempt = self._attempts.current
-        if attempt is None or not attempt.sent_at or attempt.engine_ids is None:  # none runs, or by closing connections
+        if attempt is None or not attempt.sent_at or attempt.engine_ids is None:  # closing connections is enough
             self.end_early(RequestEnded(ABORTED))
             return meant, ()
         self._attempts.is_aborted = True
         return meant, attempt.engine_ids.list_ids()
 
     async def _pass_limits(self, client: str) -> None:
-        """Have the request let in where there are limits.
+        """Wait for the admission of the request if there are limits.
 
         Raises:
-            Refused: there are too many requests, or the client has used its tokens.
+            Refused: there are too many requests, or the client has used up its tokens.
             RequestEnded: the client left, or the request cannot be served.
         """
         services = self._services
@@ -255,7 +253,7 @@ class ServingRequest:
             if self._request.disconnected:
                 raise RequestEnded(None)
             self._request.on_leave = self._on_client_left
-            # Only a stream's client can be told that it waits; and an abort does not look for ids in large bodies.
+            # Comments can be sent only to a stream's client; and an abort does not search large bodies for ids.
             if services.settings.sse_keepalive_secs or len(self._request.body) > UNCHECKED_BYTES:
                 self._parsed = await self._read_any(client)
                 self._check_ended()
@@ -278,10 +276,10 @@ class ServingRequest:
             raise self._attempts.ended
 
     def _read_request(self, client: str, head: RequestHead, large: LargeBody | None = None) -> ParsedRequest:
-        """Read the request, as far as the router needs to.
+        """Parse the request, as far as the router needs it.
 
         Args:
-            large: of a large body that was looked through.
+            large: the scanned body, if it is large.
 
         Raises:
             RequestEnded: it cannot be served.
@@ -307,7 +305,7 @@ class ServingRequest:
             if parsed.kept_id and not kept_responses.is_open_to(parsed.kept_id, story.tag):
                 message = f"this router knows of no response {parsed.kept_id[:100]!r} of this client"
                 raise RequestEnded(ApiError(404, message, "response_not_found"))
-            # By the id of a response that is kept, its client comes back.
+            # The id of a stored response must not change: its client uses it in later requests.
             self._response.tag = b"" if parsed.kept_id or parsed.api.keeps_answers else story.tag.encode()
         seconds = self._services.settings.sse_keepalive_secs
         if seconds and parsed.wants_stream:
@@ -315,10 +313,10 @@ class ServingRequest:
         return parsed
 
     def _read_head(self) -> RequestHead:
-        """Read the headers that matter to the router, and watch the client from now on.
+        """Parse the headers that the router uses, and monitor the client from now on.
 
         Raises:
-            RequestEnded: a header is wrong, or the client has left.
+            RequestEnded: a header is invalid, or the client has left.
         """
         request = self._request
         if request.disconnected:
@@ -335,7 +333,7 @@ class ServingRequest:
         return head
 
     async def _read_any(self, client: str) -> ParsedRequest:
-        """Read a request, and let other requests go on meanwhile if its body is large.
+        """Parse a request, and let other requests run meanwhile if its body is large.
 
         Raises:
             RequestEnded: it cannot be served, or the client left.
@@ -344,16 +342,16 @@ class ServingRequest:
         if not is_large(self._request):
             return self._read_request(client, head)
         parsed = self._read_request(client, head, await look_through(self._request, self._check_ended))
-        await asyncio.sleep(0)  # parsing has taken its time, and so do hashing the prompt and what follows
+        await asyncio.sleep(0)  # parsing took long, and hashing the prompt and the next steps do, too
         _ = parsed.features.chunks
         await asyncio.sleep(0)
         return parsed
 
     async def _answer_client(self, parsed: ParsedRequest) -> None:
-        """Make attempts, and go on after preemptions, until the client has the whole response.
+        """Make attempts, and continue after preemptions, until the client has the whole response.
 
         Raises:
-            RequestEnded: it cannot have it.
+            RequestEnded: the response cannot be completed.
             NoRoom: the router cannot send the request, to any instance.
         """
         response = self._response
@@ -368,12 +366,12 @@ class ServingRequest:
             self._story.end_attempt(self._attempts.current, "answered")
 
     async def _relay_segment(self, parsed: ParsedRequest) -> bool:
-        """Make attempts until one answers, and relay the answer; False if another segment is to follow.
+        """Make attempts until one answers, and relay the answer; return False if another segment follows.
 
         Raises:
-            LegFailed: no attempt had an answer; this is the last one's failure.
+            LegFailed: all attempts failed; this is the last failure.
             NoRoom: the router cannot send the request, to any instance.
-            RequestEnded: the client cannot have the whole answer.
+            RequestEnded: the response cannot be completed.
         """
         response = self._response
         if not self._is_preempted:
@@ -393,10 +391,10 @@ class ServingRequest:
         return False
 
     async def _relay_pieces(self, parsed: ParsedRequest, attempt: Attempt, first: bytes) -> bool:
-        """Relay the response as it comes; False if another segment is to follow.
+        """Relay the response while it arrives; return False if another segment follows.
 
         Raises:
-            RequestEnded: the answering leg failed or preempted the request, which cannot go on; or it was ended.
+            RequestEnded: the answering leg failed or preempted the request, which cannot continue; or it was ended.
         """
         try:
             if await self._response.relay_pieces(attempt, first, self._story.own_head()):
@@ -408,7 +406,7 @@ class ServingRequest:
         return False
 
     def _send_failure(self, failure: LegFailed) -> None:
-        """Answer with the failure of the last attempt: the instance's own response, unless prefill broke down."""
+        """Send the failure of the last attempt: the instance's own response, unless prefill failed."""
         response, role = failure.response, failure.instance.role
         resuming = self._attempts.resuming
         if resuming is not None and resuming.is_broken:
@@ -427,7 +425,7 @@ class ServingRequest:
             raise RequestEnded(ApiError(502, message, f"{role.value}_failed"))
 
     def _end_with(self, error: ApiError | None) -> None:
-        """End the request for the client, however much it has got; and the attempt, if one still runs."""
+        """End the request for the client, at any stage of its response; and end the present attempt, if any."""
         attempts = self._attempts
         if attempts.current is not None:
             attempts.current.give_up()

@@ -1,4 +1,4 @@
-"""The response to one client: the bytes it has got so far, and the ways to give it more."""
+"""The response to one client: the bytes sent so far, and the methods that send more."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ from router.serving.resume import EngineFailed, ResponseMerger, StreamMerger, fi
 __all__ = ["CLIENT_LEFT", "HELD_BYTES", "MERGED_BYTES", "ClientResponse", "RequestEnded"]
 
 CLIENT_LEFT = 499
-"""The status that is recorded where the client left before it had the whole response."""
+"""The status that is recorded if the client left before it had the whole response."""
 
-# A response that is no event stream is held up to here until it is whole, so that a leg dying half-way can be made
-# good; one that may have to be continued by another attempt, up to there. Other responses are relayed as they come.
+# A response without event stream is held back up to this size until it is complete, so that the death of a leg can be
+# hidden from the client. If another attempt may continue it, the limit is MERGED_BYTES. Other responses are relayed
+# directly.
 HELD_BYTES = 1024 * 1024
 MERGED_BYTES = 64 * 1024 * 1024
-# An event longer than this is not waited for, but relayed in pieces. The first may carry the ids of the whole prompt.
+# A longer event is relayed in pieces. The first event may contain the ids of the whole prompt.
 EVENT_BYTES = 16 * 1024 * 1024
 
 _JSON = [(b"content-type", b"application/json")]
 _EVENT_STREAM = [(b"content-type", b"text/event-stream")]
 _COMMENT = b": keep-alive\n\n"
-# nginx would hold the comments back, to send larger pieces.
+# nginx would hold the comments back to send larger pieces.
 _UNHELD = [*_EVENT_STREAM, (b"x-accel-buffering", b"no")]
-# So much of a refusal that is no JSON object with an error is quoted in an event.
+# If a refusal is not a JSON object with an error, this many of its characters are quoted in an event.
 _QUOTED_CHARACTERS = 1000
-# In each event that says that the engine failed.
+# Part of each event that reports an engine failure.
 _ERROR_MARK = b'"error"'
-# In each usage that says how much was cached.
+# Part of each usage that reports cached tokens.
 _CACHE_MARK = b'"cache'
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _LONGEST_END = 4
@@ -54,7 +55,7 @@ _NO_USAGE = Usage()
 
 
 class RequestEnded(Exception):
-    """The request ends now: with an error for the client, or with nothing because the client left."""
+    """The request ends now: with an error for the client, or without one because the client left."""
 
     def __init__(self, error: ApiError | None) -> None:
         super().__init__(error.message if error else "the client left")
@@ -62,9 +63,10 @@ class RequestEnded(Exception):
 
 
 class ClientResponse:
-    """The response to one client. Its public attributes, but for ``merger`` and those of usage, are for reading.
+    """The response to one client. Callers only read its public attributes, except ``merger`` and those of usage.
 
-    The router's own header lines, which say who served the request, are an argument wherever a head may be sent.
+    The router's own header lines, which report the instances that served the request, are an argument of each method
+    that may send a head.
     """
 
     __slots__ = (
@@ -92,31 +94,31 @@ class ClientResponse:
         """The code of the error that ended it; ``""`` if none did."""
         self.is_event_stream = False
         self.first_byte_at = 0.0
-        """When the first byte of the answer was sent, on ``time.perf_counter``; 0 until then."""
+        """When the first byte of the answer was sent, from ``time.perf_counter``; 0 before it."""
         self.bytes_sent = 0
         self.chunks = 0
-        """Pieces in which its body came from the instance."""
+        """Number of pieces in which its body arrived from the instance."""
         self.is_resumed = False
-        """Whether the last attempt went on behind what others had generated."""
+        """Whether the last attempt continued the output of earlier ones."""
         self.merger: StreamMerger | ResponseMerger | None = None
-        """Makes one response of segments; set with the first attempt, where there may be several."""
+        """Merges segments into one response; set with the first attempt, if there may be several."""
         self.tag = b""
-        """What the client's id has behind it at engines, and not in the response; ``b""`` where nothing."""
+        """Suffix of the client's id at engines, which is removed from the response; ``b""`` if there is none."""
         self.token_count: TokenCount | None = None
-        """There where the client has a limit of tokens."""
+        """Token counter; not None if the client has a token limit."""
         self.hides_usage = self.has_null_usages = False
-        """Whether the engine was asked for a usage that the client did not ask for, and has one of null in events."""
+        """Whether the router added a request for the usage, and the events contain a null usage because of it."""
         self._request = request
-        # The last two pieces of the answer as the instance said it, in which the usage stands.
+        # The last two pieces of the answer as received, which contain the usage.
         self._before_last = self._last = b""
-        # Prefill's figures of cached tokens; None until they are known.
+        # Prefill's counts of cached tokens; None until they are known.
         self._cached_figures: Mapping[bytes, bytes] | None = None
 
     def holds_whole(self, attempt: Attempt) -> bool:
-        """Whether all of a response that is no event stream is there, so that it can be sent in one piece.
+        """Return whether a response without event stream is complete, so that it can be sent in one piece.
 
         Raises:
-            RequestEnded: it cannot be made part of the response that the client has got so far.
+            RequestEnded: it cannot continue the response that the client already has.
         """
         key = attempt.answering.instance.key
         if self._request.response_started:
@@ -128,7 +130,7 @@ class ClientResponse:
         return is_whole
 
     def relay_whole(self, attempt: Attempt, body: bytes, own_head: bytes) -> bool:
-        """Send the whole response of an attempt; False if the instance preempted the request, so that it goes on."""
+        """Send the whole response of an attempt; return False if the request was preempted, so that it continues."""
         exchange = attempt.answering.exchange
         if isinstance(self.merger, ResponseMerger):
             merged = self.merger.feed(exchange.status, body)
@@ -137,7 +139,7 @@ class ClientResponse:
                 return False
             body = merged
         self._last = body
-        # ``find``, as ``in`` tries bytes as a number first: an exception made and dropped, at half a microsecond.
+        # ``find``, because ``in`` first tries bytes as a number, and the internal exception costs half a microsecond.
         if body.find(_CACHE_MARK) >= 0:
             body = self._correct_usage(attempt, body)
         self.send(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), body, own_head)
@@ -145,20 +147,20 @@ class ClientResponse:
         return True
 
     async def relay_pieces(self, attempt: Attempt, first: bytes, own_head: bytes) -> bool:
-        """Send an attempt's bytes to the client as they come; a slow client slows the instance down.
+        """Send an attempt's bytes to the client as they arrive; a slow client slows the instance down.
 
-        Of an event stream, only whole events are sent, so that it can always be ended with an error event.
+        Only whole events of an event stream are sent, so that it can always be ended with an error event.
 
         Args:
-            attempt: it has begun.
+            attempt: an attempt that has begun.
             first: its first bytes.
             own_head: the router's own header lines.
 
         Returns:
-            False if the instance preempted the request half-way, and another segment is to follow.
+            False if the instance preempted the request in the middle, and another segment follows.
 
         Raises:
-            UpstreamError: the answering leg failed, or says that its engine has.
+            UpstreamError: the answering leg failed, or reports that its engine has.
             RequestEnded: the one that the attempt was failed with.
         """
         request, exchange = self._request, attempt.answering.exchange
@@ -208,7 +210,7 @@ class ClientResponse:
         return True
 
     def end_segment(self, attempt: Attempt) -> None:
-        """An attempt was put down: if another is to go on behind it, note how much of the prompt was cached."""
+        """Note how much of the prompt was cached, if another attempt continues an interrupted one."""
         merger = self.merger
         if merger is None or not merger.is_going_on or self.is_resumed:
             return
@@ -219,7 +221,7 @@ class ClientResponse:
             merger.note_cached({name.decode(): int(figure) for name, figure in self._cached_figures.items()})
 
     def finish_from_segments(self, own_head: bytes) -> None:
-        """Give the client the end of a response whose last segment was preempted when nothing was left to generate."""
+        """Send the end of a response after its last segment was preempted with all tokens generated."""
         assert self.merger is not None
         end = self.merger.make_end()
         if self._cached_figures:
@@ -241,7 +243,7 @@ class ClientResponse:
         self._request.send_response(status, headers, body, own_head)
 
     def send_comment(self, own_head: bytes) -> None:
-        """Tell the client of an event stream that its answer is still to come; nothing of it has been sent."""
+        """Send a comment to a stream's client that waits for its answer; nothing of the answer has been sent."""
         request = self._request
         if not request.response_started:
             self.status, self.is_event_stream = 200, True
@@ -250,7 +252,7 @@ class ClientResponse:
             request.write_piece(_COMMENT)
 
     def end_with_refusal(self, status: int, body: bytes) -> None:
-        """Pass on an instance's refusal to a client that already has the head of an event stream."""
+        """Send an instance's refusal to a client that already has the head of an event stream."""
         self.error_code = "instance_refused"
         if self.tag:
             body = body.replace(self.tag, b"")
@@ -266,10 +268,10 @@ class ClientResponse:
         self._request.finish_response(event)
 
     def send_rejection(self, refused: Refused, echo: Headers) -> None:
-        """Answer a request that was not let in.
+        """Answer a request that was not admitted.
 
         Args:
-            echo: the id that the client gave it.
+            echo: header with the id that the client gave it.
         """
         if self._request.response_started:
             self.end_with(refused.error, b"")
@@ -278,7 +280,7 @@ class ClientResponse:
         self.send(refused.error.status, _JSON + refused.headers + echo, refused.error.body(self._request.path), b"")
 
     def end_with(self, error: ApiError | None, own_head: bytes) -> None:
-        """End it, however much of it the client has got; without ``error`` because nobody is there to read one."""
+        """End the response at any stage; without ``error`` if no client is there to read one."""
         request = self._request
         self.error_code = error.code if error else "client_left"
         if request.response_complete:
@@ -291,35 +293,36 @@ class ClientResponse:
         elif self.is_event_stream:
             request.finish_response(error.sse(request.path) if self.first_byte_at else error.error_event(request.path))
         else:
-            request.cut_response()  # the response stays short of its announced length
+            request.cut_response()  # the response stays shorter than its announced length
 
     def read_usage(self) -> Usage:
-        """The engine's figures of tokens, in the end of its response."""
+        """Return the engine's token counts, from the end of its response."""
         return read_usage(self._before_last + self._last) or _NO_USAGE
 
     def read_cached_tokens(self) -> int | None:
-        """Of a pair's answer in several segments, the prompt's tokens that its first prefill instance had cached."""
+        """Return how many prompt tokens the first prefill instance had cached, for an answer in several segments."""
         figures = self._cached_figures if self.is_resumed else None
         return int(figures[b"cached_tokens"]) if figures and b"cached_tokens" in figures else None
 
     def count_used_tokens(self, prompt_tokens: int) -> int:
-        """How many tokens the request has used, prompt and answer; none where it failed before its answer began.
+        """Return how many tokens the request has used, prompt and answer; 0 if it failed before its answer began.
 
         Args:
-            prompt_tokens: an estimate, for where the engine does not say it.
+            prompt_tokens: an estimate, used if the engine does not report the number.
         """
         has_failed = self.status >= 400 or (self.error_code and not self.first_byte_at)
         if has_failed and self.status != CLIENT_LEFT:
             return 0
         usage = self.read_usage()
-        # A stream's usage comes last: of one that ended before, what came is counted.
+        # A stream's usage comes last. If the stream ended earlier, the received tokens are counted.
         completion = usage.completion_tokens or (self.token_count.tokens if self.token_count is not None else 0)
         return completion + (prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens)
 
     def _correct_usage(self, attempt: Attempt, data: bytes) -> bytes:
-        """The same, but of a pair with prefill's cached tokens, as far as prefill has told them.
+        """Replace the cached-token counts of a pair's answer by prefill's, as far as prefill has reported them.
 
-        To decode, everything that prefill computed has been cached. Of several segments the first one's prefill tells.
+        For decode, everything that prefill computed counts as cached. If there are several segments, the first one's
+        prefill counts.
         """
         if attempt.prefill is None:
             return data
@@ -328,7 +331,7 @@ class ClientResponse:
         return set_figures(data, self._cached_figures) if self._cached_figures else data
 
     def _pass_on(self, attempt: Attempt, data: bytes) -> bool:
-        """Send on a piece in the middle of the response as it comes; False where ``relay_pieces`` must look at it."""
+        """Send a piece in the middle of the response directly; return False if ``relay_pieces`` must examine it."""
         merger, sent, is_events = self.merger, data, self.is_event_stream
         if not self._request.is_ready or (is_events and not data.endswith(_EVENT_ENDS)):
             return False
@@ -353,16 +356,16 @@ class ClientResponse:
         return True
 
     def _hide_own_parts(self, events: bytes) -> bytes:
-        """The events without what the router requested or added for itself: a usage, and the tag of the client's id.
+        """Return the events without parts that the router requested or added: a usage, and the id's suffix.
 
-        Only of events: the length of other responses is announced.
+        This is done only for events, because the length of other responses is announced.
         """
         if self.hides_usage:
             events = self._hide_usage(events)
         return events.replace(self.tag, b"") if self.tag else events
 
     def _hide_usage(self, events: bytes) -> bytes:
-        """The events without the usage that the client did not ask for."""
+        """Return the events without the usage that the client did not request."""
         left = strip_usage(events, has_nulls=self.has_null_usages)
         self.bytes_sent -= len(events) - len(left)
         return left
@@ -382,7 +385,7 @@ def _split_whole_events(data: bytes, seen: int = 0) -> tuple[bytes, bytes]:
     """Split server-sent events after the last whole one.
 
     Args:
-        seen: so many of the first bytes have no whole event in them.
+        seen: number of first bytes that contain no whole event.
     """
     if data.endswith(_EVENT_ENDS):
         return data, b""

@@ -1,12 +1,12 @@
-"""Retries of one request: what may be sent again, to which instances, and how long to wait before.
+"""Retries of one request: what may be sent again, to which instances, and after which pause.
 
-The table ``RULES`` is the only place that says whether a request is sent again. Its rows are of what was sent
-(``Sent``), how far that got (``Reached``) and what went wrong (``Trouble``); the first row that fits gives the number
-of attempts that may end so. Two rules stand behind the numbers:
+Only the table ``RULES`` decides whether a request is sent again. The columns of its rows are what was sent (``Sent``),
+how far that got (``Reached``) and what went wrong (``Trouble``). The first matching row gives the number of attempts
+that may end like this. Two rules explain the numbers:
 
-- A request that may have ended its instance ends at most two, in prefill and decode, before and within its answer
-  together: nobody can tell a request that kills instances from an instance that dies by chance.
-- What may change something at the instance is not sent again once it was sent (RFC 9110, 9.2.2).
+- A request that may have ended its instance may end at most two, counting prefill and decode, before and during its
+  answer: a request that kills instances cannot be distinguished from an instance that dies by chance.
+- A request that may change the state of the instance is not sent again once it was sent (RFC 9110, 9.2.2).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ __all__ = [
 MAX_ATTEMPTS = 6
 MAX_DEATHS = 2
 
-# Before the second attempt after a failure that another instance may share, and doubled before each further one.
+# Pause before the second attempt after a failure that other instances may share; doubled before each further attempt.
 BACK_OFF_SECONDS = 0.05
 
-# An instance that closed the connection, as one that dies does, and that may be chosen after so long, has come back.
+# After a lost connection, an instance that is selectable again after this time has restarted.
 RETURN_SECONDS = 2.0
 
 _NONE: frozenset[str] = frozenset()
 # RFC 9110, 9.2.2.
 _IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
-# What engines compute at these paths depends on the request alone, and is kept nowhere.
+# At these paths, the result of engines depends only on the request, and is not stored.
 _COMPUTING_PATHS = frozenset(
     {
         *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/v1/classify", "/tokenize", "/detokenize"),
@@ -60,21 +60,21 @@ _COMPUTING_PATHS = frozenset(
 
 
 class Sent(enum.Enum):
-    """What was sent."""
+    """Kind of the request that was sent."""
 
     GENERATION = "generation"
     """A request whose answer is generated: chat, completions, responses, messages."""
     REPEATABLE = "repeatable"
-    """Another request that changes nothing more if it is served twice."""
+    """Another request that can be served twice without an additional effect."""
     ONCE = "once"
-    """Any other request: it may change something at the instance."""
+    """Any other request: it may change the state of the instance."""
 
 
 class Reached(enum.Enum):
-    """How far it got."""
+    """Progress of the request at its failure."""
 
     UNSENT = "unsent"
-    """No instance has seen it."""
+    """No instance has received it."""
     SENT = "sent"
     """It was sent, and no byte came back."""
     HEAD = "head"
@@ -84,24 +84,24 @@ class Reached(enum.Enum):
 
 
 class Trouble(enum.Enum):
-    """What went wrong."""
+    """Cause of a failure."""
 
     UNREACHABLE = "unreachable"
     """No connection was made, or a pair was not ready."""
     DEATH = "death"
-    """The connection ended or brought no HTTP, the instance stopped answering, or its engine says that it has died."""
+    """The connection ended or did not carry HTTP, the instance stopped answering, or its engine reports its death."""
     ERROR = "error"
-    """The instance refused it, now or at all, for a reason of its own: 429 or 5xx."""
+    """The instance refused it, temporarily or permanently, for a reason of its own: 429 or 5xx."""
     HAND_OVER = "hand-over"
-    """Prefill and decode did not come together; which of them is to blame is not known."""
+    """The KV transfer between prefill and decode failed; it is unknown which of them is the cause."""
     REJECTION = "rejection"
-    """The instance refused it for a reason of the request's: another status that is no success."""
+    """The instance refused it because of the request: another status that is not a success."""
     STALL = "stall"
-    """A stream brings nothing more, and its instance lives."""
+    """A stream is silent, although its instance is alive."""
 
 
 class LegFailed(Exception):
-    """A leg failed before the first byte of the response: with the instance's own ``response``, or without any."""
+    """A leg failed before the first byte of the response: with the instance's own ``response``, or without one."""
 
     def __init__(
         self,
@@ -115,7 +115,8 @@ class LegFailed(Exception):
     ) -> None:
         """
         Args:
-            is_stale: an idle connection ended as the request was sent on it: most likely it had been closed before.
+            is_stale: whether an idle connection ended when the request was sent on it: most likely it was already
+                closed.
         """
         super().__init__(message)
         self.instance = instance
@@ -128,20 +129,20 @@ class LegFailed(Exception):
 _ANY_SENT, _ANY_REACH, _ANY_TROUBLE = frozenset(Sent), frozenset(Reached), frozenset(Trouble)
 
 RULES: Sequence[tuple[frozenset[Sent], frozenset[Reached], frozenset[Trouble], int]] = (
-    # what was sent, how far it got, what went wrong: so many attempts may end so, 1 is no other attempt
+    # columns: what was sent, how far it got, what went wrong, number of attempts that may end like this (1: no retry)
     (_ANY_SENT, _ANY_REACH, frozenset({Trouble.REJECTION}), 1),
     (_ANY_SENT, frozenset({Reached.UNSENT}), _ANY_TROUBLE, MAX_ATTEMPTS),
     (frozenset({Sent.ONCE}), _ANY_REACH, _ANY_TROUBLE, 1),
     (frozenset({Sent.REPEATABLE}), frozenset({Reached.RELAYED}), _ANY_TROUBLE, 1),
-    # Deaths are counted together, before and within an answer; all others since the last byte that the client got.
+    # Deaths are counted in total, before and during an answer; other failures since the last byte that the client got.
     (_ANY_SENT, _ANY_REACH, frozenset({Trouble.DEATH}), MAX_DEATHS),
-    # Streams that stall are resumed as often as --stream-resume-count says.
+    # Stalled streams are resumed up to --stream-resume-count times.
     (_ANY_SENT, _ANY_REACH, _ANY_TROUBLE, MAX_ATTEMPTS),
 )
 
 
 def classify(method: str, path: str) -> Sent:
-    """What a request of a client is."""
+    """Return the kind of a client's request."""
     if path in GENERATING:
         return Sent.GENERATION
     if method in _IDEMPOTENT_METHODS or path in _COMPUTING_PATHS:
@@ -159,29 +160,29 @@ _LIMITS: Mapping[tuple[Sent, Reached, Trouble], int] = dict(_list_limits())
 
 
 def find_limit(sent: Sent, reached: Reached, trouble: Trouble) -> int:
-    """So many attempts at one request may end so; 1: it is not sent again."""
+    """Return how many attempts for one request may end like this; 1: it is not sent again."""
     return _LIMITS[sent, reached, trouble]
 
 
 class Retries:
-    """The attempts at one request that have failed, and the instances at which they did, by their keys."""
+    """The failed attempts of one request, and the keys of the instances at which they failed."""
 
     __slots__ = ("_avoided", "_deaths", "_excluded", "_failed", "_hung", "_pauses", "_returns", "_sent", "wants_fresh")
 
     def __init__(self, sent: Sent) -> None:
         self.wants_fresh = False
-        """Whether idle connections had been closed: from now on each leg has a connection of its own."""
+        """Whether idle connections had been closed: from now on each leg gets a new connection."""
         self._sent = sent
-        self._deaths = 0  # instances that ended as they served it, or may have
+        self._deaths = 0  # instances that ended while they served it, or may have
         self._failed = 0  # attempts since the last byte that the client got
         self._excluded = _NONE  # not to be used again
         self._avoided = _NONE  # used again only if there is no other
         self._hung = _NONE
-        self._returns: dict[str, float] | None = None  # of those excluded that may come back: from when on they may
+        self._returns: dict[str, float] | None = None  # of excluded instances that may return: the times from which on
         self._pauses = 0
 
     def select(self, selector: Selector, features: RequestFeatures, is_completion: bool) -> Selection:
-        """The instance or the pair for the next attempt.
+        """Select the instance or the pair for the next attempt.
 
         Raises:
             NoInstance: none is left.
@@ -194,11 +195,11 @@ class Retries:
             try:
                 return choose(features, self._excluded | self._avoided)
             except NoInstance:
-                pass  # rather one of those than none
+                pass  # better an avoided one than none
         return choose(features, self._excluded)
 
     def excludes(self, key: str) -> bool:
-        """Whether the request is not to be sent to this instance again."""
+        """Return whether the request must not be sent to this instance again."""
         return key in self._excluded
 
     def avoid(self, key: str) -> None:
@@ -206,10 +207,10 @@ class Retries:
         self._avoided |= {key}
 
     def find_end(self, reached: Reached, trouble: Trouble, deaths: int) -> str:
-        """Note an attempt that failed; why the request is not sent again, ``""`` if it is.
+        """Note a failed attempt; return why the request is not sent again, ``""`` if it is.
 
         Args:
-            deaths: so many instances ended in this attempt, or may have.
+            deaths: number of instances that ended in this attempt, or may have.
         """
         self._deaths += deaths
         self._failed += 1
@@ -221,10 +222,11 @@ class Retries:
         return f"it was sent {self._failed} times" if self._failed >= limit else ""
 
     def begin_again(self, key: str, *, is_hung: bool) -> None:
-        """The instance failed half-way: those that failed before may be used again, and it itself as a last resort.
+        """Begin again after a failure in the middle: earlier failed instances may be used again, this one as last
+        resort.
 
         Args:
-            is_hung: it is not to be used again, as it might hang without end.
+            is_hung: whether it must not be used again, because it might hang repeatedly.
         """
         if is_hung:
             self._hung |= {key}
@@ -233,7 +235,7 @@ class Retries:
         self._failed = self._pauses = 0
 
     async def exclude_and_back_off(self, failure: LegFailed, selection: Selection) -> None:
-        """Note which instances the next attempt should not use, and give the others a moment."""
+        """Note which instances the next attempt should not use, and pause before it."""
         key = failure.instance.key
         if failure.is_stale:
             self.wants_fresh = True

@@ -1,12 +1,12 @@
 """Selection: which instance, or which pair, serves a request.
 
-Who may be chosen changes seldom, requests come often: the choice that a request has is prepared when something
-changed (``_Choice``), and a request only applies the policies to it. For a single request some instances are left out:
-those that the request excludes, and by chance those that get less than their share. That takes time by their number,
-not by that of all instances.
+The set of selectable instances rarely changes, but requests are frequent. So the choice is prepared when the set has
+changed (``_Choice``), and a request only applies the policies to it. For a single request some instances are removed:
+those that the request excludes, and, at random, those that get less than their full share. The time for this depends on
+their number, not on the number of all instances.
 
-In a fleet of several models each model has choices of its own, and policies that learn for themselves; a fleet of one
-serves requests for any.
+In a fleet with several models, each model has its own choices, and policies that learn separately. A fleet with one
+model serves requests for any model.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from router.settings import RouterSettings
 __all__ = ["NoInstance", "Selection", "Selector", "explain_unknown_model"]
 
 _PAIR = (Role.PREFILL, Role.DECODE)
-# Clients may send, and instances list, more and longer names than it makes sense to compare.
+# Clients may send, and instances may list, more and longer names than it makes sense to compare.
 MAX_NAME_CHARACTERS, MAX_NAMES_COMPARED = 200, 200
-# Of the instances of a role that cannot take a request, so many are named.
+# Maximum number of instances of a role named in an error message.
 MAX_LISTED = 10
-# While some instances get less than their share, or none can be chosen, the choice is prepared again after so long.
+# While some instances get less than their share, or none can be selected, the choice is prepared again after this time.
 RENEWAL_SECONDS = 1.0
 
 
 class NoInstance(Exception):
-    """Nothing can serve the request; ``error`` is the answer to its client."""
+    """No instance can serve the request; ``error`` is the answer to its client."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.message)
@@ -55,17 +55,17 @@ class NoInstance(Exception):
 
 
 class Selection(NamedTuple):
-    """Who serves a request: ``answering`` gives the answer; ``prefill`` works for it, in a pair."""
+    """The instances that serve a request: ``answering`` generates the answer; ``prefill`` exists in a pair."""
 
     answering: Instance
     prefill: Instance | None
     decisions: tuple[Decision, ...]
     model: str = ""
-    """The model whose policies chose, where models are told apart."""
+    """The model whose policies decided, if models are distinguished."""
 
 
 class Selector:
-    """Applies the policy of each role to the instances that are available."""
+    """Applies the policy of each role to the available instances."""
 
     def __init__(
         self,
@@ -76,13 +76,13 @@ class Selector:
     ) -> None:
         """
         Args:
-            clock: the clock of the times that ``registry`` is given.
-            chance: gives a number from 0 to below 1.
+            clock: the clock of the times in ``registry``.
+            chance: returns a random number from 0 to below 1.
         """
         self._registry = registry
         self._router = f"{'https://' if settings.ssl_certfile else ''}HOST:{settings.port}"
         self.aliases = settings.model_aliases
-        """The model that each other name stands for."""
+        """The model of each alias."""
         self._clock = clock
         self._chance = chance
         names = {
@@ -93,15 +93,15 @@ class Selector:
         self.policies: Mapping[Role, Policy] = {
             role: POLICIES[names[role]](settings.policy_options, clock) for role in registry.roles
         }
-        """The policy of each role that the router's mode takes."""
+        """The policy of each role that the router's mode accepts."""
         for policy in self.policies.values():
             registry.events.lost_caches.subscribe(policy.forget_instance)
         self._choice = _Choice((), (), registry.splitwise)
         self._models: ServedModels | None = None
-        """The fleet's models, if they are told apart; then each has a choice, made when it is first asked for."""
+        """The fleet's models, if they are distinguished. Then each model has a choice, created at its first request."""
         self._choices: dict[str, _Choice] = {}
         self._lone_choices: dict[str, _Choice] = {}
-        """By model, of the instances that serve alone what is not generated."""
+        """Choices by model of single instances, for requests without generation."""
         self._siblings: dict[str, Mapping[Role, Policy]] = {}
         self._obstacles: dict[str, ApiError] = {}
         """By model, why no request can be served."""
@@ -109,10 +109,10 @@ class Selector:
         self._good_until = -math.inf
 
     def choose(self, features: RequestFeatures, excluded: Collection[str] = ()) -> Selection:
-        """Pick an instance, or with --splitwise a pair, none of them in ``excluded``.
+        """Select an instance, or with --splitwise a pair, none of them in ``excluded``.
 
         Raises:
-            NoInstance: none of a role is left, no two fit each other, or nobody serves the request's model.
+            NoInstance: a role has no instance left, no two are compatible, or none serves the request's model.
         """
         now = self._clock()
         if self._generation != self._registry.events.generation or now >= self._good_until:
@@ -135,7 +135,7 @@ class Selector:
         return Selection(decode, prefill, (first, second), model)
 
     def choose_any(self, features: RequestFeatures, excluded: Collection[str] = ()) -> Selection:
-        """Pick one instance for a request whose answer is not generated; in a pair's mode, decode serves it.
+        """Select one instance for a request without generation; in the mode for pairs, a decode instance.
 
         Raises:
             NoInstance: none is left.
@@ -156,7 +156,7 @@ class Selector:
         return Selection(instance, None, (decision,), model)
 
     def choose_keeper(self, features: RequestFeatures, key: str) -> Selection:
-        """The instance that keeps the response a request goes on from, even if it gets no new requests.
+        """Select the instance that stores the response which a request continues, even if it gets no new requests.
 
         Raises:
             NoInstance: it is gone, or does not answer.
@@ -171,18 +171,18 @@ class Selector:
         return Selection(instance, None, (decision,))
 
     def find_obstacle(self) -> str:
-        """Why no request can be served at present, in one sentence; ``""`` if some can."""
+        """Return why no request can be served at present, in one sentence; ``""`` if some can."""
         now = self._clock()
         if self._generation != self._registry.events.generation or now >= self._good_until:
             self._prepare_choice(now)
         return self._explain_none((), "").message if self._choice.empty else ""
 
     def token_seconds(self, role: Role) -> float:
-        """Seconds that a token of work takes an instance of this role, as policies have learned; 0 if none has."""
+        """Return the learned seconds per token of work for an instance of this role; 0 if not learned."""
         return max(self.policies_of(model)[role].token_seconds for model in ("", *self._siblings))
 
     def policies_of(self, model: str) -> Mapping[Role, Policy]:
-        """The policies that choose for a model, and learn from how its requests went; for ``""``, ``policies``."""
+        """Return the policies that decide for a model, and learn from its requests; for ``""``, ``policies``."""
         if not model:
             return self.policies
         if model not in self._siblings:
@@ -190,10 +190,10 @@ class Selector:
         return self._siblings[model]
 
     def _find_model(self, models: ServedModels, name: object, now: float) -> str:
-        """The model that a request for ``name`` is for; ``""`` if any will do.
+        """Return the model that a request for ``name`` means; ``""`` if any model is suitable.
 
         Raises:
-            NoInstance: nobody serves it.
+            NoInstance: no instance serves it.
         """
         model = models.find(name)
         if model is None:
@@ -218,15 +218,15 @@ class Selector:
         queued_before: float,
         ttft: float | None,
     ) -> None:
-        """Let the policy that chose the instance which computed the prompt learn from how it went.
+        """Report a result to the policy that selected the instance which computed the prompt, so that it learns.
 
         Args:
-            usage: the figures of that instance.
+            usage: token counts of that instance.
             queued_before: the work that was queued there.
-            ttft: seconds to the first token, where they are known.
+            ttft: seconds to the first token, if known.
         """
         if usage.cached_tokens is None or not usage.prompt_tokens:
-            return  # the engine tells nothing that a policy learns from
+            return  # the engine reports nothing that a policy learns from
         decision = selection.decisions[0]
         outcome = Outcome(
             decision.key, queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
@@ -255,10 +255,10 @@ class Selector:
     def _gather_choice(
         self, now: float, excluded: Collection[str], model: str = "", alone: Role | None = None
     ) -> _Choice:
-        """The choice among the instances that are preferred most, of those that leave any.
+        """Return the choice among the preferred instances; among the next group if that one leaves none.
 
         Args:
-            alone: the role of the instances that serve alone, if they are to.
+            alone: the role of the instances, if single instances are to serve.
         """
         splitwise = self._registry.splitwise and alone is None
         for instances, weighted in self._rank_instances(now, excluded, model, alone):
@@ -270,9 +270,9 @@ class Selector:
     def _rank_instances(
         self, now: float, excluded: Collection[str], model: str, alone: Role | None
     ) -> Iterator[tuple[list[Instance], list[Instance]]]:
-        """The instances that may be chosen; then the same with those that had better not be, as a last resort.
+        """Yield the selectable instances; then the same plus those that should be avoided, as a last resort.
 
-        Each with those of them that get less than their share.
+        Each comes with the list of those that get less than their share.
         """
         roles = self._registry.roles if alone is None else (alone,)
         available = [i for i in self._list_available(excluded, model) if i.role in roles]
@@ -286,9 +286,9 @@ class Selector:
         yield available, []
 
     def _narrow_choice(self, choice: _Choice, now: float, excluded: Collection[str]) -> _Choice | None:
-        """The choice without those ``excluded``, and without those that this request leaves out by chance.
+        """Return the choice without the ``excluded`` instances, and without those that this request omits at random.
 
-        An instance takes part with the probability that is its weight; those of a role all do where none would.
+        An instance takes part with a probability equal to its weight. If no instance of a role would take part, all do.
 
         Returns:
             None if nothing is left.
@@ -316,7 +316,7 @@ class Selector:
         return chosen, decision
 
     def _explain_none(self, excluded: Collection[str], model: str) -> ApiError:
-        """Why nothing can serve a request; prepared like choices, where it excludes no instance."""
+        """Return why no instance can serve a request; prepared like choices, unless the request excludes instances."""
         if excluded:
             return self._explain_emptiness(excluded, model)
         if model not in self._obstacles:
@@ -350,19 +350,19 @@ class Selector:
 
 
 class _Group:
-    """Instances that a policy chooses from."""
+    """Instances from which a policy chooses."""
 
     __slots__ = ("by_key", "candidates", "places")
 
     def __init__(self, instances: Sequence[Instance]) -> None:
         self.candidates: list[InstanceLoad] = [instance.load for instance in instances]
         self.by_key: dict[str, Instance] = {instance.key: instance for instance in instances}
-        """May have more than are candidates."""
+        """A mapping that may contain more instances than the candidates."""
         self.places = {instance.key: place for place, instance in enumerate(instances)}
-        """Where they stand in a group that none was left out of."""
+        """Their positions in a group from which none was removed."""
 
     def leave_out(self, keys: Collection[str]) -> _Group:
-        """The group without the instances of these keys; of one that none was left out of before."""
+        """Return the group without the instances of these keys. No instance may have been removed before."""
         places = sorted([self.places[key] for key in keys if key in self.places], reverse=True)
         if not places:
             return self
@@ -375,19 +375,19 @@ class _Group:
 
 
 class _Choice:
-    """A request's choice: ``first`` one of a group; and in a pair, its partner, of the group for the first's kind."""
+    """A prepared choice: one group for the first instance and, for pairs, a group of partners for each kind of it."""
 
     __slots__ = ("empty", "first", "groups", "kinds", "weighted")
 
     def __init__(self, instances: Sequence[Instance], weighted: Sequence[Instance], splitwise: bool) -> None:
         """
         Args:
-            weighted: those that get less than their share.
+            weighted: the instances that get less than their share.
         """
         self.groups: list[_Group] = []
-        """Of decode instances, one for each kind of prefill instance; empty in one that is narrowed."""
+        """Groups of decode instances, one for each kind of prefill instance; empty in a narrowed choice."""
         self.kinds: dict[str, int] = {}
-        """By the key of a prefill instance, the place of its partners in ``groups``."""
+        """The position in ``groups`` of the partners, by the key of a prefill instance."""
         if not splitwise:
             self.first = _Group(instances)
         else:
@@ -395,15 +395,15 @@ class _Choice:
             self._group_partners(prefills, [i for i in instances if i.role is Role.DECODE])
             self.first = _Group([prefill for prefill in prefills if prefill.key in self.kinds])
         self.weighted: list[tuple[list[Instance], int]] = []
-        """Of each role that has such instances, these, and the number of all."""
+        """For each role with such instances: these, and the number of all."""
         for role in {instance.role for instance in weighted}:
             count = sum(instance.role is role for instance in instances)
             self.weighted.append(([i for i in weighted if i.role is role], count))
         self.empty = not self.first.candidates
 
     def _group_partners(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> None:
-        """Group the decode instances that each prefill instance may be paired with, if there are any."""
-        # Prefill instances that are alike to pairing share a group: mostly, that is all of them.
+        """Group the decode instances that may be paired with each prefill instance, if there are any."""
+        # Prefill instances that are equal for pairing share a group; usually that is all of them.
         known: dict[object, int | None] = {}
         for prefill in prefills:
             asked = prefill.registration
@@ -418,12 +418,12 @@ class _Choice:
                 self.kinds[prefill.key] = place
 
     def leave_out(self, keys: Collection[str]) -> _Choice:
-        """The choice without the instances of these keys."""
+        """Return the choice without the instances of these keys."""
         narrowed = _Choice.__new__(_Choice)
         narrowed.kinds, narrowed.weighted = self.kinds, self.weighted
         narrowed.groups = [group.leave_out(keys) for group in self.groups]
         lonely = {place for place, group in enumerate(narrowed.groups) if not group.candidates}
-        if lonely:  # seldom: else every request would look at all prefill instances
+        if lonely:  # rare: otherwise every request would examine all prefill instances
             keys = {*keys, *(key for key, place in self.kinds.items() if place in lonely)}
         narrowed.first = self.first.leave_out(keys)
         narrowed.empty = not narrowed.first.candidates
@@ -431,7 +431,7 @@ class _Choice:
 
 
 def explain_unknown_model(name: str, known: Iterable[str]) -> ApiError:
-    """The answer to a request for a model that is none of those ``known``."""
+    """Return the answer to a request for a model that is not among those ``known``."""
     compared = sorted(known)[:MAX_NAMES_COMPARED]
     shown = name[:MAX_NAME_CHARACTERS]
     hint = did_you_mean(shown, compared) or f"; served are: {', '.join(compared) or 'none'}"
@@ -439,7 +439,7 @@ def explain_unknown_model(name: str, known: Iterable[str]) -> ApiError:
 
 
 def _explain_misfit(instances: Sequence[Instance]) -> ApiError:
-    """Why none of the prefill instances may be paired with any of the decode instances."""
+    """Return why none of the prefill instances may be paired with any of the decode instances."""
     prefills = [i.registration for i in instances if i.role is Role.PREFILL]
     decodes = [i.registration for i in instances if i.role is Role.DECODE]
     if not {*map(pairing_kind, prefills)} & {*map(pairing_kind, decodes)}:

@@ -1,4 +1,4 @@
-"""The parts of the router that serve a request."""
+"""The components of the router that serve a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Services"]
 
 
 class Services(NamedTuple):
-    """The parts of the router that serve a request: one of each, shared by all requests."""
+    """The components of the router that serve a request: one of each, shared by all requests."""
 
     settings: RouterSettings
     auth: Auth
@@ -31,6 +31,6 @@ class Services(NamedTuple):
     metrics: RouterMetrics
     audit: Audit
     tracer: Tracer | None
-    """Where requests are traced."""
+    """Tracer, if requests are traced."""
     is_debugging: bool
-    """Whether the log shows each request's way; looked up once, at start."""
+    """Whether the log shows each step of a request; evaluated once, at the start."""

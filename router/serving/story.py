@@ -1,7 +1,7 @@
-"""Story: all that is known of one request, for the headers of its response, its record and the log.
+"""Story: the timeline of one request, for the headers of its response, its record and the log.
 
-Who asked, which instances were chosen and why, how each attempt ended, and at the end the engine's figures. The log
-shows it at level ``debug`` only.
+It contains the client, the selected instances with the reasons, the end of each attempt, and finally the engine's token
+counts. The log shows it only at level ``debug``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_IDS: Mapping[str, str] = {}
 
 
 class Story:
-    """Of one request, from its arrival on."""
+    """Timeline of one request, from its arrival on."""
 
     __slots__ = (
         *("_last", "_records", "_services", "_started_unix"),
@@ -44,50 +44,50 @@ class Story:
 
     def __init__(self, services: Services) -> None:
         self.started = time.perf_counter()
-        """When the request arrived, on ``time.perf_counter``."""
+        """Time of arrival, from ``time.perf_counter``."""
         self.client: str | None = None
-        """Who asks, once admitted."""
+        """Name of the client, once admitted."""
         self.tag = ""
-        """What the request's id ends with at engines, where clients have keys: it says whose request it is."""
+        """Suffix of the request's id at engines, if clients have keys: it identifies the client."""
         self.queued_seconds = 0.0
-        """How long it waited in line."""
+        """Seconds that it was queued."""
         self.request_id = ""
         self.sent_id = ""
         """The id that the client sent in a header."""
         self.client_ids = _NO_IDS
-        """The ids by which its client looks for it in logs, by their names there."""
+        """The ids by which its client finds it in logs, by their names there."""
         self.trace_id = ""
         self.trace: RequestTrace | None = None
-        """Where the request is traced."""
+        """The request's trace, if it is traced."""
         self.selection: Selection | None = None
         self.pair: Pair | None = None
-        """The instances of the last attempt, and how they were asked as a pair."""
+        """The instances of the last attempt, and how they were used as a pair."""
         self._services = services
         self._started_unix = time.time()
         self._records: list[AttemptRecord] = []
-        self._last: Attempt | None = None  # that is among the records
+        self._last: Attempt | None = None  # the last one among the records
 
     @property
     def num_ended(self) -> int:
-        """How many attempts have ended."""
+        """Number of ended attempts."""
         return len(self._records)
 
     def join_trace(self, tracer: Tracer, request: ClientRequest) -> None:
-        """Trace the request, unless its client says no."""
+        """Trace the request, unless its client forbids it."""
         self.trace = tracer.begin_trace(request)
         if self.trace is not None:
             self.trace_id = self.trace.trace_id
 
     def log_choice(self, prompt_tokens: int) -> None:
-        """Say which instances were chosen for the attempt that begins, and why."""
+        """Log which instances were selected for the attempt that begins, and why."""
         if self.selection is not None:
             _log_choice(self.request_id, len(self._records) + 1, self.selection, prompt_tokens)
 
     def end_attempt(self, attempt: Attempt | None, how: str) -> None:
-        """Keep the reasons of the attempt that has just ended, and how it ended."""
+        """Store the reasons of the attempt that has just ended, and its result."""
         decisions = self.selection.decisions if self.selection else ()
         ended_at = time.perf_counter()
-        if attempt is None or attempt is self._last:  # this one failed before an instance was asked
+        if attempt is None or attempt is self._last:  # it failed before a request was sent to an instance
             began_at = self._records[-1].ended_at if self._records else self.started
             legs: tuple[LegRecord, ...] = ()
         else:
@@ -102,10 +102,10 @@ class Story:
             _log_attempt_end(self.request_id, len(self._records), attempt, how)
 
     def own_head(self) -> bytes:
-        """The header lines that say who served the request, and why; the whole story is at /admin/explain."""
+        """Return the header lines that report the serving instances and why; /admin/explain has the full timeline."""
         lines = b""
         if self.request_id:
-            # A client's own id may hold any printable character.
+            # A client's own id may contain any printable character.
             own_id = self.request_id.encode("ascii", "backslashreplace")
             client_id = (self.sent_id or self.request_id).encode()
             lines = b"x-router-request-id: %s\r\nx-request-id: %s\r\n" % (own_id, client_id)
@@ -120,11 +120,11 @@ class Story:
     def write_record(
         self, request: ClientRequest, response: ClientResponse, parsed: ParsedRequest | None, attempt: Attempt | None
     ) -> None:
-        """Keep the record of the request, which has ended, and let the policies learn from it.
+        """Store the record of the ended request, and report it to the policies.
 
         Args:
-            parsed: the request, if it was read.
-            attempt: the last one, if there was any.
+            parsed: the request, if it was parsed.
+            attempt: the last attempt, if there was any.
         """
         record = RequestRecord(
             request.method,
@@ -163,7 +163,7 @@ class Story:
         selection: Selection,
         attempt: Attempt,
     ) -> None:
-        """Note who generated the answer, and the engine's figures; let the policy learn if all went well."""
+        """Note the instances of the answer, and the engine's token counts; after a success, let the policy learn."""
         usage = said = response.read_usage()
         record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         if selection.prefill is None:
@@ -179,7 +179,7 @@ class Story:
                 if why:
                     self._report_computed_twice(selection.prefill, selection.answering, why)
         record.cached_tokens, record.own_cached_tokens = usage.cached_tokens, usage.own_cached_tokens
-        if response.is_resumed:  # the client is told of its own prompt, the policy not: this instance had another one
+        if response.is_resumed:  # the client gets its own prompt's counts, the policy this segment's
             if selection.prefill is not None:
                 record.cached_tokens, record.decode_cached_tokens = response.read_cached_tokens(), None
                 record.own_cached_tokens = None
@@ -200,7 +200,7 @@ class Story:
 
 
 def _log_choice(request_id: str, number: int, selection: Selection, prompt_tokens: int) -> None:
-    """Say which instances were chosen for an attempt, and why."""
+    """Log which instances were selected for an attempt, and why."""
     instances = [selection.answering] if selection.prefill is None else [selection.prefill, selection.answering]
     choices = "; ".join(
         f"{instance.role.value} {instance.key} because of {_format_reasons(decision)}"
@@ -212,13 +212,13 @@ def _log_choice(request_id: str, number: int, selection: Selection, prompt_token
 
 
 def _log_attempt_end(request_id: str, number: int, attempt: Attempt | None, how: str) -> None:
-    """Say how an attempt ended, and after how long."""
+    """Log how an attempt ended, and after how long."""
     milliseconds = (time.perf_counter() - attempt.sent_at) * 1e3 if attempt is not None and attempt.sent_at else 0.0
     _log.debug("request %s, attempt %d: %s after %.1f ms", request_id, number, how, milliseconds)
 
 
 def _log_request_end(record: RequestRecord) -> None:
-    """Say how a request ended: its status, its tokens as engines counted them, its times."""
+    """Log how a request ended: its status, its tokens as engines counted them, its times."""
     ended = f"{record.method} {record.path} {record.status}{' ' + record.error if record.error else ''}"
     counts = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
     tokens = ("unknown" if count is None else count for count in counts)

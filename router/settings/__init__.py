@@ -6,7 +6,7 @@ flags.py             FlagParser: a command line
 yaml_file.py         read_yaml: an operator's YAML file
 secret_file.py       read_token, read_keys: files with the admin token and with API keys; a key's limit and priority
 tls_files.py         load_certificate, read_authorities: files with certificates and keys
-tracing.py           find_trace_receiver: where OpenTelemetry's variables say that spans go
+tracing.py           find_trace_receiver: the receiver of spans according to OpenTelemetry's variables
 served_certificate.py  ServedCertificate: the certificate of the port, loaded again when its files change
 """
 

@@ -1,4 +1,4 @@
-"""FlagParser: a command line, each mistake in which is told in one sentence."""
+"""FlagParser: a command line parser that reports each mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FlagParser", "parse_port"]
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse, but a mistake is a ``SettingsError`` that names the nearest flag; and it has ``--version``."""
+    """argparse, but a mistake raises a ``SettingsError`` that names the nearest flag; and it has ``--version``."""
 
     def __init__(self, **kwargs: Any) -> None:
         """Args: those of ``argparse.ArgumentParser``, by name."""
@@ -28,7 +28,7 @@ class FlagParser(argparse.ArgumentParser):
         raise SettingsError(message)
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
-        """As of argparse; a flag that nobody knows is told before one that is missing."""
+        """Parse as argparse does, but report an unknown flag before a missing one."""
         for arg in args:
             flag = arg.partition("=")[0]
             if flag.startswith("--") and flag != "--" and flag not in self._option_string_actions:
@@ -43,7 +43,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def parse_port(text: str) -> int:
-    """A flag's value as a port, for ``type``."""
+    """Convert a flag's value to a port, for ``type``."""
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port, a number from 1 to 65535")
     return int(text)

@@ -1,7 +1,7 @@
 """RouterSettings: each setting declared once, with its default, its key and its bounds.
 
-The YAML keys are those of FastDeploy's Go router, all of them, so that its files are read unchanged; of those that mean
-nothing here the operator is told (``RouterSettings.without_effect``).
+The YAML keys include all of FastDeploy's Go router, so that its files can be used unchanged. Keys without a meaning
+here are reported to the operator (``RouterSettings.without_effect``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from router.policies import DEFAULT_MAX_ENTRIES, POLICIES, PolicyOptions
 __all__ = ["ROUTER_GONE_SECONDS", "SETTINGS", "RouterSettings", "SettingsError"]
 
 ROUTER_GONE_SECONDS = 5.0
-"""With a shared state, a router that was not heard of for so long is gone."""
+"""With a shared state, a router is regarded as gone after this time without a message."""
 
-# More than these wait for the instances, not for a core.
+# More workers would wait for the instances, not for a CPU core.
 MAX_AUTO_WORKERS = 4
 
 _LOG_LEVELS = ("debug", "info", "warn", "error")
@@ -29,7 +29,7 @@ _LOG_OUTPUTS = ("stderr", "stdout", "file")
 
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@*]+")
 
-# The least that a whole number may be; 0 where it is not named.
+# The minimum of each whole number; 0 if it is not listed.
 _MINIMUMS = {
     "health_failure_threshold": 1,
     "health_success_threshold": 1,
@@ -41,7 +41,7 @@ _MINIMUMS = {
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used: one sentence, naming where it stands, its value and a right one."""
+    """A setting that cannot be used. The message is one sentence with its source, its value and a right value."""
 
 
 def _declare(default: Any, key: str, help: str, choices: Iterable[str] = ()) -> Any:
@@ -51,19 +51,19 @@ def _declare(default: Any, key: str, help: str, choices: Iterable[str] = ()) -> 
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """Everything that can be set; the flag is the field's name with dashes."""
+    """All settings. The flag of a field is its name with dashes."""
 
     host: str = _declare("0.0.0.0", "server.host", "address to listen at")
-    port: int = _declare(9000, "server.port", "port to listen at; 0 takes a free one")
+    port: int = _declare(9000, "server.port", "port to listen at; 0 selects a free one")
     workers: int = _declare(
         0,
         "server.workers",
-        f"processes that serve the port together; 0 or auto is one a core, up to {MAX_AUTO_WORKERS}",
+        f"number of processes that serve the port; 0 or auto: one per core, up to {MAX_AUTO_WORKERS}",
     )
     shared_state: str = _declare(
         "",
         "server.shared-state",
-        "Redis over which several routers know the same instances and each other's load: redis://HOST:PORT/0",
+        "Redis over which several routers share their instances and loads: redis://HOST:PORT/0",
     )
     splitwise: bool = _declare(
         False, "server.splitwise", "serve each request by a prefill and a decode instance, instead of a mixed one"
@@ -71,25 +71,27 @@ class RouterSettings:
     dialect: str = _declare(
         "python",
         "server.dialect",
-        "of FastDeploy's two routers the one that answers and metric labels are like where the two differ; go where "
-        "this one is started like that one, by fd-router or with --config_path",
+        "answers and metric labels as in FastDeploy's Python or Go router, where the two differ; default go if started "
+        "as fd-router or with --config_path",
         ("python", "go"),
     )
     request_timeout_secs: float = _declare(
-        1800.0, "server.request-timeout-secs", "seconds after which a request is given up"
+        1800.0, "server.request-timeout-secs", "seconds after which a request ends with an error"
     )
     shutdown_delay_secs: float = _declare(
         0.0,
         "server.shutdown-delay-secs",
-        "seconds for which a router that is told to end (SIGTERM) still takes requests, while /ready says 503, so that "
-        "load balancers leave it first",
+        "seconds after SIGTERM during which the router still accepts requests, while /ready answers 503, so that load "
+        "balancers stop using it first",
     )
     shutdown_grace_secs: float = _declare(
-        25.0, "server.shutdown-grace-secs", "seconds that running requests then get to end (1 after Ctrl-C)"
+        25.0, "server.shutdown-grace-secs", "seconds that running requests then have to end (1 after Ctrl-C)"
     )
-    max_body_bytes: int = _declare(64 * 1024 * 1024, "server.max-body-bytes", "bytes that a request's body may have")
+    max_body_bytes: int = _declare(
+        64 * 1024 * 1024, "server.max-body-bytes", "maximum size of a request's body in bytes"
+    )
     preempt_retry_count: int = _declare(
-        3, "server.preempt-retry-count", "times that a request is continued after decode instances preempted it"
+        3, "server.preempt-retry-count", "how often a request is continued after decode instances preempted it"
     )
     preempt_retry_exclude_decode: bool = _declare(
         False, "server.preempt-retry-exclude-decode", "continue it at another decode instance, if there is one"
@@ -97,7 +99,7 @@ class RouterSettings:
     stream_resume_count: int = _declare(
         5,
         "server.stream-resume-count",
-        "times that a stream is resumed at another instance when its own died, broke off or hung half-way; 0 never",
+        "how often a stream is resumed at another instance after its own died, ended it early or hung; 0: never",
     )
     policy: str = _declare("pool_aware", "scheduler.policy", "how a mixed instance is chosen", POLICIES)
     prefill_policy: str = _declare(
@@ -105,51 +107,55 @@ class RouterSettings:
     )
     decode_policy: str = _declare("request_num", "scheduler.decode-policy", "how a decode instance is chosen", POLICIES)
     stats_interval_secs: float = _declare(
-        5.0, "scheduler.stats-interval-secs", "seconds between two looks at instances' own figures, by remote policies"
+        5.0,
+        "scheduler.stats-interval-secs",
+        "seconds between two polls of the instances' own metrics, for remote policies",
     )
     eviction_duration_mins: float = _declare(
-        30.0, "scheduler.eviction-duration-mins", "minutes after which a prefix that nobody used is forgotten"
+        30.0, "scheduler.eviction-duration-mins", "minutes after which an unused prefix is dropped from the index"
     )
     prefix_index_entries: int = _declare(
         DEFAULT_MAX_ENTRIES,
         "scheduler.prefix-index-entries",
-        "chunks of prompts (128 tokens, 110 bytes each) that are remembered at most",
+        "maximum number of prompt chunks (128 tokens, 110 bytes each) in the index",
     )
     balance_abs_threshold: float = _declare(
-        1.0, "scheduler.balance-abs-threshold", "difference of loads up to which cache_aware looks at caches first"
+        1.0, "scheduler.balance-abs-threshold", "difference of loads up to which cache_aware considers caches"
     )
     balance_rel_threshold: float = _declare(
-        0.2, "scheduler.balance-rel-threshold", "the same as a part of the highest load; both must be exceeded"
+        0.2,
+        "scheduler.balance-rel-threshold",
+        "the same as a fraction of the highest load; both must be exceeded to ignore caches",
     )
     hit_ratio_weight: float = _declare(
-        1.0, "scheduler.hit-ratio-weight", "what the cached part of a prompt counts in cache_aware"
+        1.0, "scheduler.hit-ratio-weight", "weight of the cached part of a prompt in cache_aware"
     )
     load_balance_weight: float = _declare(
         0.05,
         "scheduler.load-balance-weight",
-        "what an instance's load counts in cache_aware; 1 in the Go router's dialect",
+        "weight of an instance's load in cache_aware; 1 in the Go router's dialect",
     )
     waiting_weight: float = _declare(
         10.0,
         "scheduler.waiting-weight",
-        "what a waiting request counts in fd_metrics_score, where a running one counts 1; 1 in the Go router's dialect",
+        "weight of a waiting request in fd_metrics_score (a running one: 1); 1 in the Go router's dialect",
     )
     target_utilization: float = _declare(
         0.7,
         "scheduler.target-utilization",
-        "part of its time that an instance should be busy, by which router_instances_needed is computed",
+        "fraction of time that an instance should be busy, for router_instances_needed",
     )
     requests_per_instance: int = _declare(
         32,
         "scheduler.requests-per-instance",
-        "requests that a decode or mixed instance runs at once, for the same; one that registers max_num_seqs says it "
-        "itself",
+        "requests that a decode or mixed instance runs concurrently, for router_instances_needed; an instance may "
+        "register its own max_num_seqs",
     )
     register_path: str = _declare("", "manager.register-path", "YAML file of instances that do not register themselves")
     snapshot_path: str = _declare(
-        "", "manager.snapshot-path", "file that keeps instances and prefixes for the next start"
+        "", "manager.snapshot-path", "file that stores instances and prefixes for the next start"
     )
-    # Not shorter: writing out a full prefix index holds everything up for some 0.2 s.
+    # Not shorter: writing a full prefix index blocks everything for about 0.2 s.
     snapshot_interval_secs: float = _declare(
         60.0, "manager.snapshot-interval-secs", "seconds between two writes of that file"
     )
@@ -169,45 +175,45 @@ class RouterSettings:
         1, "manager.health-success-threshold", "good probes in a row that make it healthy again"
     )
     heartbeat_expiry_secs: float = _declare(
-        30.0, "manager.heartbeat-expiry-secs", "seconds without a registration after which an instance is forgotten"
+        30.0, "manager.heartbeat-expiry-secs", "seconds without a registration after which an instance is removed"
     )
     log_level: str = _declare("info", "log.level", "what is logged", _LOG_LEVELS)
     log_output: str = _declare("stderr", "log.output", "where it is logged; file is logs/router.log", _LOG_OUTPUTS)
-    log_max_total_size_mb: int = _declare(500, "log.max-total-size-mb", "megabytes that log files may have in all")
+    log_max_total_size_mb: int = _declare(500, "log.max-total-size-mb", "maximum total size of log files in megabytes")
     access_log: str = _declare(
         "stderr",
         "log.access-log",
         "where one line of JSON for each request goes: stderr, stdout, off, or a file to append to",
     )
     max_concurrent_requests: int = _declare(
-        0, "server.max-concurrent-requests", "requests that are served at once; others wait in line; 0 is no limit"
+        0, "server.max-concurrent-requests", "maximum number of concurrent requests; others are queued; 0: no limit"
     )
     max_concurrent_requests_per_key: int = _declare(
-        0, "server.max-concurrent-requests-per-key", "the same for the holder of each API key; 0 is no limit"
+        0, "server.max-concurrent-requests-per-key", "the same for the client of each API key; 0: no limit"
     )
     max_tokens_per_sec_per_key: float = _declare(
         0.0,
         "server.max-tokens-per-sec-per-key",
-        "prompt and generated tokens a second that the holder of each API key may use; more is answered with 429; "
-        "0 is no limit; a key's own tokens_per_sec in the keys' file comes first",
+        "prompt and generated tokens per second that the client of each API key may use; above it, the answer is 429; "
+        "0: no limit; a key's own tokens_per_sec in the keys' file has precedence",
     )
     max_queued_requests: int = _declare(
-        1000, "server.max-queued-requests", "requests that may wait in line; one too many is answered with 429"
+        1000, "server.max-queued-requests", "maximum number of queued requests; further ones are answered with 429"
     )
     queue_timeout_secs: float = _declare(
-        60.0, "server.queue-timeout-secs", "seconds after which a request that waits in line is answered with 429"
+        60.0, "server.queue-timeout-secs", "seconds after which a queued request is answered with 429"
     )
     api_keys_file: str = _declare(
         "",
         "server.api-keys-file",
         "file with the API keys that clients must send, as lines 'name: key', 'name: {key: KEY, tokens_per_sec: 500, "
-        "priority: 0}' or one key a line; none lets everyone in",
+        "priority: 0}' or one key per line; without a file, no key is required",
     )
     cache_salt_per_key: bool = _declare(
         False,
         "server.cache-salt-per-key",
-        "keep the caches of API keys' holders apart: completions get a cache_salt made of the key and its name, into "
-        "which a client's own is mixed",
+        "separate the caches of API keys' clients: completions get a cache_salt derived from the key and its name, "
+        "into which a client's own is mixed",
     )
     sse_keepalive_secs: float = _declare(
         0.0,
@@ -218,27 +224,27 @@ class RouterSettings:
     stream_stall_secs: float = _declare(
         0.0,
         "server.stream-stall-secs",
-        "seconds without a byte from the instance after which a stream that has begun is given up; 0 waits for ever",
+        "seconds without a byte from the instance after which a stream that has begun fails; 0: no limit",
     )
     admin_token_file: str = _declare(
         "",
         "server.admin-token-file",
-        "file with the token that /register, /registered and /admin ask for, as 'Authorization: Bearer TOKEN'; "
-        "FastDeploy's instances send none: list them in a register file then; no file leaves all of these open",
+        "file with the token that /register, /registered and /admin require, as 'Authorization: Bearer TOKEN'; "
+        "FastDeploy's instances send none: list them in a register file then; without a file, no token is required",
     )
     register_token_file: str = _declare(
         "",
         "server.register-token-file",
-        "file with a token that /register and /decode_instances take beside the admin's, so that instances need not "
-        "hold that one",
+        "file with a token that /register and /decode_instances also accept, so that instances do not need the admin "
+        "token",
     )
     ssl_certfile: str = _declare(
         "",
         "server.ssl-certfile",
-        "file with the certificate by which clients know this router, in PEM form: it then speaks HTTPS only",
+        "file with this router's certificate in PEM format: it then serves HTTPS only",
     )
     ssl_keyfile: str = _declare(
-        "", "server.ssl-keyfile", "file with that certificate's key; none if both stand in one file"
+        "", "server.ssl-keyfile", "file with that certificate's key; empty if both are in one file"
     )
     cors_allowed_origins: tuple[str, ...] = _declare(
         (),
@@ -248,30 +254,30 @@ class RouterSettings:
     model_alias: tuple[str, ...] = _declare(
         (),
         "server.model-alias",
-        "names by which clients may ask for models, as NAME=MODEL; in YAML a map of names to models",
+        "other names of models, as NAME=MODEL; in YAML a map of names to models",
     )
     service_discovery: str = _declare(
         "none",
         "manager.service-discovery",
-        "where instances that do not register themselves are found: as pods of the Kubernetes cluster that the router "
-        "runs in",
+        "how to find instances that do not register themselves: as pods of the Kubernetes cluster in which the router "
+        "runs",
         ("none", "kubernetes", "k8s"),
     )
     selector: tuple[str, ...] = _declare(
         (), "manager.selector", "labels of the pods that are instances, such as app=kv,tier=gpu; in YAML also a map"
     )
     service_discovery_namespace: str = _declare(
-        "", "manager.service-discovery-namespace", "namespace of those pods, or all; none is the router's own"
+        "", "manager.service-discovery-namespace", "namespace of those pods, or all; default: the router's own"
     )
     service_discovery_port: int = _declare(
         0,
         "manager.service-discovery-port",
-        "port of the instances in those pods; 0 is the one that a pod calls http, or its only one",
+        "port of the instances in those pods; 0: the port named http, or the only port",
     )
     kubernetes_api: str = _declare(
         "https://kubernetes.default.svc",
         "manager.kubernetes-api",
-        "URL of the cluster's API server; in a pod, Kubernetes itself says it in the environment",
+        "URL of the cluster's API server; in a pod, Kubernetes sets it in the environment",
     )
     kubernetes_account: str = _declare(
         "/var/run/secrets/kubernetes.io/serviceaccount",
@@ -281,12 +287,12 @@ class RouterSettings:
     instance_ca_file: str = _declare(
         "",
         "manager.instance-ca-file",
-        "file with certificates of the authorities that instances' own, behind https addresses, must be of, in PEM "
-        "form; none takes the system's authorities",
+        "file with the authorities that may issue certificates of instances with https addresses, in PEM format; "
+        "default: the system's authorities",
     )
 
     without_effect: tuple[str, ...] = ()
-    """One sentence for each setting that was given and means nothing here."""
+    """One sentence for each given setting that has no meaning here."""
 
     def __post_init__(self) -> None:
         for field in SETTINGS:
@@ -313,7 +319,7 @@ class RouterSettings:
                 f"manager.selector is {','.join(self.selector)!r}, but nobody looks for pods; it needs "
                 "manager.service-discovery kubernetes"
             )
-        # Heartbeats come to one router: the others must notice that it is gone before they miss them.
+        # Heartbeats reach one router: the others must notice that it is gone before they miss the heartbeats.
         if self.shared_state and self.heartbeat_expiry_secs <= ROUTER_GONE_SECONDS:
             raise SettingsError(
                 f"manager.heartbeat-expiry-secs is {self.heartbeat_expiry_secs:g}; with server.shared-state it must be "
@@ -322,18 +328,18 @@ class RouterSettings:
 
     @property
     def finds_pods(self) -> bool:
-        """Whether instances are found as pods."""
+        """Whether instances are discovered as pods."""
         return self.service_discovery != "none"
 
     @property
     def num_workers(self) -> int:
-        """How many processes serve."""
+        """Number of processes that serve."""
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.workers or min(MAX_AUTO_WORKERS, num_cores)
 
     @property
     def model_aliases(self) -> dict[str, str]:
-        """The model that each alias stands for."""
+        """The model of each alias."""
         return dict(entry.split("=", 1) for entry in self.model_alias)
 
     @property
@@ -343,7 +349,7 @@ class RouterSettings:
 
 
 SETTINGS = tuple(field for field in dataclasses.fields(RouterSettings) if "key" in field.metadata)
-"""The fields of ``RouterSettings`` that can be set: all but ``without_effect``."""
+"""The fields of ``RouterSettings`` that can be set: all except ``without_effect``."""
 
 
 def _format_value(value: float | bool) -> str:

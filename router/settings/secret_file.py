@@ -1,6 +1,6 @@
-"""Files with secrets: the admin token in one, the API keys of clients in another. No message repeats a secret.
+"""Files with secrets: the admin token in one, the API keys of clients in another. No message contains a secret.
 
-A file of keys has one key a line, or YAML's ``name: key``; a holder's limit and priority stand beside the key, as in
+A file of keys has one key per line, or YAML's ``name: key``. A client's limit and priority are next to the key, as in
 ``name: {key: KEY, tokens_per_sec: 500, priority: -5}``.
 """
 
@@ -19,15 +19,15 @@ from router.settings.router_settings import SettingsError
 __all__ = ["PRIORITIES", "ApiKey", "parse_priority", "read_keys", "read_token", "stamp_file"]
 
 PRIORITIES = range(-10, 11)
-"""Higher comes first."""
+"""Allowed priorities; higher values come first."""
 
 
 class ApiKey(NamedTuple):
-    """A client's key, and its holder's limit and priority."""
+    """A client's key, limit and priority."""
 
     key: str
     tokens_per_sec: float | None = None
-    """None: as the settings say for all; 0: no limit."""
+    """Tokens per second. None: the common setting; 0: no limit."""
     priority: int = 0
 
 
@@ -35,10 +35,10 @@ _MEMBERS = ApiKey._fields
 
 
 def read_keys(path: Path, setting: str) -> dict[str, ApiKey]:
-    """The keys of a file with ``name: key`` or one key a line, by name; without names they are ``key1`` and so on.
+    """Return the keys of a file with ``name: key`` or one key per line, by name; default names are ``key1``, ...
 
     Raises:
-        SettingsError: the file cannot be read, or is not of this form; it names ``setting``.
+        SettingsError: the file cannot be read, or has another format; the message names ``setting``.
     """
     lines = _read_lines(path, setting)
     if not any(":" in line for line in lines):
@@ -60,7 +60,7 @@ def read_keys(path: Path, setting: str) -> dict[str, ApiKey]:
 
 
 def parse_priority(text: str) -> int | None:
-    """The priority that ``text`` says; None if it is none of ``PRIORITIES``."""
+    """Return the priority in ``text``; None if it is not in ``PRIORITIES``."""
     try:
         priority = int(text)
     except ValueError:
@@ -69,8 +69,8 @@ def parse_priority(text: str) -> int | None:
 
 
 def _parse_pairs(text: str, path: Path, setting: str) -> list[tuple[str, ApiKey]]:
-    # Composed, not loaded: loading would make a number of key 1234, and drop a name that stands there twice. YAML's own
-    # message quotes the faulty line, and so the key; hence it is not repeated here.
+    # Composed, not loaded: loading would convert the key 1234 to a number, and drop one of two equal names. YAML's own
+    # message quotes the wrong line, and so the key; therefore it is not repeated here.
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
@@ -89,13 +89,13 @@ def _parse_pairs(text: str, path: Path, setting: str) -> list[tuple[str, ApiKey]
 
 
 def _is_entry(name: yaml.Node, entry: yaml.Node) -> bool:
-    """Whether it is a name with a key, or with members that are no lists or further members."""
+    """Return whether it is a name with a key, or with members that contain no lists or further members."""
     members = [part for member in entry.value for part in member] if isinstance(entry, yaml.MappingNode) else [entry]
     return all(isinstance(part, yaml.ScalarNode) for part in (name, *members))
 
 
 def _parse_entry(members: Sequence[tuple[yaml.ScalarNode, yaml.ScalarNode]], where: str) -> ApiKey:
-    """The entry of a name whose key is one of several members."""
+    """Parse an entry with several members, one of which is the key."""
     found: dict[str, str] = {}
     for name, value in members:
         if name.value not in _MEMBERS:
@@ -116,7 +116,7 @@ def _parse_entry(members: Sequence[tuple[yaml.ScalarNode, yaml.ScalarNode]], whe
 
 
 def _parse_rate(text: str | None) -> float | None:
-    """The number; one that is no limit at all (nan) if it cannot be read."""
+    """Return the number; nan, which is not a valid limit, if it cannot be parsed."""
     try:
         return None if text is None else float(text)
     except ValueError:
@@ -124,10 +124,10 @@ def _parse_rate(text: str | None) -> float | None:
 
 
 def read_token(path: Path, setting: str) -> str:
-    """The token in a file of its own.
+    """Return the token in a file that contains nothing else.
 
     Raises:
-        SettingsError: the file cannot be read, or has anything except one word; it names ``setting``.
+        SettingsError: the file cannot be read, or does not contain exactly one word; the message names ``setting``.
     """
     try:
         return secret_files.read_token(path)
@@ -136,7 +136,7 @@ def read_token(path: Path, setting: str) -> str:
 
 
 def stamp_file(path: Path) -> tuple[int, int] | None:
-    """When a file was written, and which one it is, so that a change shows; None where it is away."""
+    """Return a file's modification time and its inode, so that changes are detected; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -145,7 +145,7 @@ def stamp_file(path: Path) -> tuple[int, int] | None:
 
 
 def _read_lines(path: Path, setting: str) -> list[str]:
-    """The lines of the file that are neither empty nor a comment, at least one."""
+    """Return the lines of the file that are neither empty nor a comment, at least one."""
     try:
         lines = secret_files.read_lines(path)
     except ValueError as exc:

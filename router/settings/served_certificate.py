@@ -1,4 +1,4 @@
-"""ServedCertificate: the certificate that clients know the router by, loaded again whenever its files have changed."""
+"""ServedCertificate: the router's certificate for clients, loaded again whenever its files have changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("router.settings.served_certificate")
 
 LOOK_SECONDS = 2.0
 
-# Of each file: when it was written, and which one it is; None where it is away.
+# For each file: modification time and inode; None if it does not exist.
 _Stamp = list[tuple[int, int] | None]
 
 
@@ -27,7 +27,7 @@ class ServedCertificate:
     def __init__(self, context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
         """
         Args:
-            context: the port's; it is given the certificate.
+            context: the TLS context of the port, into which the certificate is loaded.
             certfile, keyfile: as in ``load_certificate``.
 
         Raises:
@@ -42,22 +42,22 @@ class ServedCertificate:
         return f"<ServedCertificate {self._certfile}>"
 
     async def keep_current(self) -> None:
-        """Until cancelled: serve each renewed certificate, to connections that begin from then on.
+        """Load each renewed certificate for new connections, until cancelled.
 
-        One that cannot be used is told, and the one before it stays.
+        If one cannot be used, this is logged, and the previous one stays.
         """
         seen = self._loaded
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             stamp = self._stamp_files()
-            if stamp == seen != self._loaded:  # both files are written: the second may come a moment after the first
+            if stamp == seen != self._loaded:  # both files are written: the second may change shortly after the first
                 self._loaded = stamp
                 self._load_again()
             seen = stamp
 
     def _load_again(self) -> None:
         try:
-            # Tried on another one first: a context that was given half of a pair serves nobody.
+            # Tried with another context first: a context with half of a pair could not serve any client.
             for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._context):
                 load_certificate(context, self._certfile, self._keyfile)
         except SettingsError as exc:

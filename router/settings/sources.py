@@ -1,8 +1,8 @@
-"""load_settings: reads an operator's settings from flags, the YAML file and the environment, in this order of rank.
+"""load_settings: reads settings from flags, the YAML file and the environment, in this order of precedence.
 
-A file has the form of FastDeploy's Go router (``--config-path``) or that of its Python router (``--config``). An
-environment variable is ``KVROUTER__`` and the field's name in capitals, with two underscores because Kubernetes
-itself sets ``KVROUTER_PORT`` beside a service named ``kvrouter``. FastDeploy's ``FD_DEBUG=1`` sets the log's level.
+A file has the format of FastDeploy's Go router (``--config-path``) or that of its Python router (``--config``). An
+environment variable is ``KVROUTER__`` and the field's name in capitals. It has two underscores because Kubernetes
+itself sets ``KVROUTER_PORT`` if a service is named ``kvrouter``. FastDeploy's ``FD_DEBUG=1`` sets the log level.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["load_settings", "make_parser"]
 
 _ENV_PREFIX = "KVROUTER__"
 
-# Settings of FastDeploy's Go router that have nothing to set here, and why.
+# Settings of FastDeploy's Go router that have no effect here, and why.
 _WITHOUT_EFFECT = {
     "server.name": "nothing shows the router's name",
     "server.mode": "the router runs in one mode; what it logs is set by log.level",
@@ -35,8 +35,8 @@ _WITHOUT_EFFECT = {
     "log.cleanup-interval-secs": "log files are bounded whenever a line is written",
 }
 
-# The settings of FastDeploy's Go router, in whose files 0, "" and nothing stand for the default. (Port 0 does not, nor
-# does it there.)
+# The settings of FastDeploy's Go router. In its files, 0, "" and an empty value mean the default. (Port 0 does not, and
+# does not in that router, either.)
 _GO_KEYS = frozenset(
     {
         *(f"server.{name}" for name in ("name", "host", "port", "mode", "splitwise")),
@@ -50,17 +50,17 @@ _GO_KEYS = frozenset(
         *(f"log.{name}" for name in ("level", "output", "max-age-days", "max-total-size-mb", "cleanup-interval-secs")),
     }
 )
-# Its defaults in its dialect, where ours are not better for who comes from there (docs/operations/routers.md).
+# The Go router's defaults in its dialect, unless ours are better for its users (docs/operations/routers.md).
 _GO_DEFAULTS = {"load_balance_weight": 1.0, "waiting_weight": 1.0}
 
-# A name of these that was mistyped must not leave the router open.
+# A misspelled name that resembles one of these must not leave the router unprotected.
 _PROTECTING = frozenset(
     {
         *("api-keys-file", "admin-token-file", "register-token-file", "cache-salt-per-key"),
         *("ssl-certfile", "ssl-keyfile"),
     }
 )
-# Nor must any name with one of these words.
+# The same for any name that contains one of these words.
 _PROTECTING_WORDS = frozenset(
     {
         *("apikey", "apikeys", "auth", "authentication", "authorization", "cert", "certfile", "credentials", "key"),
@@ -72,15 +72,15 @@ _PROTECTING_WORDS = frozenset(
 def load_settings(
     argv: Sequence[str], environ: Mapping[str, str] | None = None, *, dialect: str = "python"
 ) -> RouterSettings:
-    """Read the settings of one start.
+    """Read the settings for one start.
 
     Args:
         argv: the flags, without the program's name.
         environ: the environment variables; those of the process by default.
-        dialect: the value of that setting where nobody sets it, and no file of the Go router's form is given.
+        dialect: the value of that setting if it is not set, and no file in the Go router's format is given.
 
     Raises:
-        SettingsError: an unknown name or an impossible value, wherever it stands.
+        SettingsError: an unknown name or an impossible value, in any source.
         SystemExit: ``--help`` and ``--version``.
     """
     flags = vars(make_parser().parse_args([_normalize_flag(arg) for arg in argv]))
@@ -105,7 +105,7 @@ def load_settings(
 
 
 def make_parser() -> FlagParser:
-    """The router's flags, and ``--config-path``."""
+    """Return a parser of the router's flags, and ``--config-path``."""
     parser = FlagParser(
         prog="python -m router.launch",
         usage="%(prog)s [--port PORT] [--splitwise] [more of the flags below]",
@@ -144,8 +144,8 @@ def make_parser() -> FlagParser:
 
 
 def _normalize_flag(arg: str) -> str:
-    # FastDeploy's parser takes --request_timeout_secs for --request-timeout-secs, and documents --config_path; that
-    # of its Go router takes -port for --port, and --V for -V.
+    # FastDeploy's parser accepts --request_timeout_secs for --request-timeout-secs, and documents --config_path. The
+    # parser of its Go router accepts -port for --port, and --V for -V.
     if arg == "--V":
         return "-V"
     if len(arg) > 2 and arg[0] == "-" and arg[1].isalpha():
@@ -157,7 +157,7 @@ def _normalize_flag(arg: str) -> str:
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    # FastDeploy's own switch: shows what a person debugging wants, in whatever process it is set.
+    # FastDeploy's own switch for debug output, in any process.
     values: dict[str, Any] = {"log_level": "debug"} if environ.get("FD_DEBUG") in ("1", "true", "True") else {}
     if host := environ.get("KUBERNETES_SERVICE_HOST"):  # set by Kubernetes in every pod
         port = environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -174,7 +174,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _read_yaml_settings(path: Path) -> dict[str, Any]:
-    """The settings in a file of the Go router's form."""
+    """Read the settings in a file of the Go router's format."""
     fields = {field.metadata["key"]: field for field in SETTINGS}
     sections = {key.split(".")[0] for key in fields}
     values: dict[str, Any] = {}
@@ -194,13 +194,13 @@ def _read_yaml_settings(path: Path) -> dict[str, Any]:
 
 
 def _is_default(key: str, value: Any) -> bool:
-    """Whether the Go router takes this value of one of its settings for its default."""
+    """Return whether the Go router treats this value of one of its settings as its default."""
     is_zero = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
     return value in (None, "") or (is_zero and key != "server.port")
 
 
 def _read_yaml_entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Each setting in the file as its key, such as ``server.port``, and its value."""
+    """Yield each setting in the file as its key, such as ``server.port``, and its value."""
     document = _read_document(path, "--config_path")
     if not isinstance(document, dict | None):
         raise SettingsError(f"--config_path {path} has no sections, such as 'server:' with 'port: 9000' under it")
@@ -215,7 +215,7 @@ def _read_yaml_entries(path: Path, sections: Collection[str]) -> Iterator[tuple[
 
 
 def _read_flat_settings(path: Path) -> dict[str, Any]:
-    """The settings in a file of FastDeploy's Python router: flags, with underscores or dashes."""
+    """Read the settings in a file of FastDeploy's Python router: flags, with underscores or dashes."""
     fields = {field.name: field for field in SETTINGS}
     document = _read_document(path, "--config")
     if not isinstance(document, dict | None):
@@ -241,7 +241,7 @@ def _read_document(path: Path, flag: str) -> Any:
 
 
 def _check_single(path: Path, name: str, value: Any) -> str:
-    """``name``, which nobody knows, if it has one value: in a group of settings, one may protect the router."""
+    """Return the unknown ``name`` if it has one value. Refuse a group, which may contain a protecting setting."""
     if isinstance(value, dict):
         raise SettingsError(
             f"{path}: {name} is a group of settings, and the router has none of this name there; --config takes a flat "
@@ -251,7 +251,7 @@ def _check_single(path: Path, name: str, value: Any) -> str:
 
 
 def _warn_of_unknown(path: Path, unknown: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
-    """One sentence that names all settings of a file that nobody knows; none where there are none.
+    """Return one sentence that names all unknown settings of a file; empty if there are none.
 
     Raises:
         SettingsError: one was most likely meant to protect the router.
@@ -273,7 +273,7 @@ def _warn_of_unknown(path: Path, unknown: Sequence[str], known: Collection[str])
 
 
 def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any:
-    """``value`` as the field's type; text is read, a value of another type is refused."""
+    """Convert ``value`` to the field's type; text is parsed, a value of another type is refused."""
     kind = type(field.default)
     if field.name == "workers" and value == "auto":
         return 0
@@ -290,7 +290,7 @@ def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any
     if kind is tuple and isinstance(value, (str, list)):
         texts = [value] if isinstance(value, str) else value
         if field.name == "selector" and all(isinstance(text, str) for text in texts):
-            return tuple(filter(None, (text.strip().strip(",") for text in texts)))  # "app in (a, b)" stays as it is
+            return tuple(filter(None, (text.strip().strip(",") for text in texts)))  # "app in (a, b)" stays unchanged
         if all(isinstance(text, str) for text in texts):
             return tuple(part for text in texts for part in text.replace(",", " ").split())
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Files with certificates and keys, read for TLS; each mistake in them is told in one sentence."""
+"""Files with certificates and keys for TLS. Each mistake in them is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["CERTIFICATE_REMEDY", "is_certificate_refused", "load_certificate", "
 CERTIFICATE_REMEDY = (
     "has a certificate of an authority that is not known here; name the authority's with --ca-file FILE"
 )
-"""What to do where ``is_certificate_refused``."""
+"""Advice for the operator if ``is_certificate_refused``."""
 
 _CERTIFICATE, _KEY = "-----BEGIN CERTIFICATE-----", "PRIVATE KEY-----"
-# OpenSSL's reasons for a key that is another certificate's, the last two of another algorithm.
+# OpenSSL's reasons if a key belongs to another certificate; for the last two, also with another algorithm.
 _MISMATCHES = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
 
 
 def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
-    """Give the context of a server its certificate and key.
+    """Load the certificate and key of a server into its context.
 
     Args:
-        certfile: the file with the certificate, and those of the authorities between it and the root, if there are any.
-        keyfile: the file with its key; ``""`` where that stands in ``certfile`` too.
+        certfile: the file with the certificate, and with any intermediate certificates.
+        keyfile: the file with its key; ``""`` if the key is in ``certfile``, too.
 
     Raises:
         SettingsError: a file cannot be read or used, or they do not belong together.
@@ -55,10 +55,10 @@ def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str) -> No
 
 
 def read_authorities(path: str, setting: str) -> ssl.SSLContext:
-    """The context of a client that trusts the authorities whose certificates this file has, and no others.
+    """Return the context of a client that trusts only the authorities in this file.
 
     Raises:
-        SettingsError: the file cannot be read, or has no certificate in it; it names ``setting``.
+        SettingsError: the file cannot be read, or contains no certificate; the message names ``setting``.
     """
     where = f"{setting} {path}"
     if _CERTIFICATE not in _read_text(Path(path), where):
@@ -70,7 +70,7 @@ def read_authorities(path: str, setting: str) -> ssl.SSLContext:
 
 
 def is_certificate_refused(exc: Exception) -> bool:
-    """Whether a connection failed as the other side's certificate is of no known authority; trying again is no use."""
+    """Return whether a connection failed because no known authority issued the peer's certificate; not temporary."""
     reason = str(exc).lower()
     unknown = (
         "self-signed certificate",
@@ -83,7 +83,7 @@ def is_certificate_refused(exc: Exception) -> bool:
 
 def _read_text(path: Path, where: str) -> str:
     try:
-        return path.read_text(encoding="latin-1")  # a certificate may have anything for people before it
+        return path.read_text(encoding="latin-1")  # a certificate may be preceded by any text for people
     except OSError as exc:
         raise SettingsError(f"{where}: {exc.strerror}") from exc
 

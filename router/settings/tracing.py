@@ -1,6 +1,6 @@
-"""find_trace_receiver: whether OpenTelemetry's standard variables ask for spans.
+"""find_trace_receiver: whether OpenTelemetry's standard variables enable spans.
 
-The SDK reads the rest of them itself: names, samplers, headers, certificates, limits.
+The SDK itself reads the other variables: names, samplers, headers, certificates, limits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 
 def find_trace_receiver(environ: Mapping[str, str] | None = None) -> str:
-    """Where spans are to be sent, as the operator wrote it; "" where none are to be made.
+    """Return the receiver of spans, as the operator wrote it; "" if spans are disabled.
 
     Args:
         environ: the environment variables; those of the process by default.

@@ -1,4 +1,4 @@
-"""read_yaml: an operator's YAML file; every mistake in one is told in one sentence."""
+"""read_yaml: an operator's YAML file; every mistake in one is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import yaml
 
 __all__ = ["YamlFileError", "read_yaml"]
 
-# Those of the largest number of 64 bits.
+# Length of the largest 64-bit number.
 _MAX_DIGITS = 20
 
 
 class YamlFileError(Exception):
-    """A file that cannot be read, or is no good YAML: one sentence, to stand behind the file's name."""
+    """A file that cannot be read, or is not valid YAML. The message is appended to the file's name."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's own loader takes the last of two equal keys, and numbers so long that Python does not print them."""
+    """Refuses equal keys, and numbers too long for Python to print; YAML's own loader accepts both."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -43,10 +43,10 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def read_yaml(path: Path) -> Any:
-    """The document that the file has; None if it is empty.
+    """Return the document in the file; None if it is empty.
 
     Raises:
-        YamlFileError: it cannot be read, or is no YAML, or has a key twice in one place.
+        YamlFileError: it cannot be read, is not YAML, or has a key twice in one place.
     """
     try:
         return yaml.load(path.read_text(), Loader=_Loader)
@@ -56,5 +56,5 @@ def read_yaml(path: Path) -> Any:
         raise YamlFileError(f"it is not YAML: {' '.join(str(exc).split())}") from exc
     except RecursionError:
         raise YamlFileError("it is nested too deep") from None
-    except (ValueError, LookupError, AttributeError) as exc:  # a date of month 13, say
+    except (ValueError, LookupError, AttributeError) as exc:  # for example a date with month 13
         raise YamlFileError(f"a value in it cannot be read: {exc}") from exc

@@ -1,18 +1,18 @@
-"""Sharing: several processes, and several routers, with the knowledge of one.
+"""Sharing: several worker processes, and several routers, share their state.
 
-link.py         Link: a worker's tie to the other processes
+link.py         Link: a worker's connection to the other processes
 wire.py         Wire: messages between two processes over a socket
-hub.py          Hub: the supervisor's part, which passes messages on and keeps records for newcomers
-shared_state.py  SharedState: several routers, over Redis
-supervisor.py   Supervisor: starts workers, replaces those that die, gives them connections
-silence.py      Silence: whether a worker that says nothing hangs, or gets no CPU
-hand_over.py    a client's connection, from the process that accepted it to the one that serves it
-records.py      what processes tell each other of an instance, and which of two records counts
+hub.py          Hub: the supervisor's part, which forwards messages and stores records for new workers
+shared_state.py SharedState: several routers, over Redis
+supervisor.py   Supervisor: starts workers, replaces dead ones, assigns connections to them
+silence.py      Silence: whether a silent worker hangs, or only gets no CPU
+hand_over.py    a client's connection, passed from the process that accepted it to the one that serves it
+records.py      the messages about one instance, and which of two records is valid
 fleet_sync.py   FleetSync: one fleet for all processes
-kept_figures.py  KeptFigures: counts that outlive their worker
-gate.py         Gate: limits that count over all workers
+kept_figures.py KeptFigures: counters of ended workers
+gate.py         Gate: limits for all workers together
 load_sync.py    LoadSync: one count of each instance's requests
-prefix_sync.py  PrefixSync: one knowledge of prefixes
+prefix_sync.py  PrefixSync: one index of prefixes
 """
 
 from router.sharing.fleet_sync import FleetSync

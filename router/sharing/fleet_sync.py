@@ -1,4 +1,4 @@
-"""FleetSync: one fleet for all processes. The others take over all that one learns of an instance."""
+"""FleetSync: one fleet for all processes. Each process receives what another one learns about an instance."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["FleetSync"]
 
 _log = logging.getLogger("router.sharing.fleet_sync")
 
-# Records are renewed so often, so that they say of each instance how it is, and heal what was lost on the way.
+# Records are sent again at this interval, to report the present state of each instance, and to replace lost messages.
 RENEWAL_SECONDS = 10.0
 
 
 class _Orders(NamedTuple):
-    """The operator's orders about one instance."""
+    """The operator commands for one instance."""
 
     draining: bool
     until_restart: bool
@@ -35,10 +35,10 @@ _NO_ORDERS = _Orders(draining=False, until_restart=False, paused=False, share=1.
 
 @dataclass(slots=True)
 class _Known:
-    """What this process has last heard, or told, of one key, whether or not the instance is registered now."""
+    """The last data received or sent for one key, whether or not the instance is registered now."""
 
     version: Version = NEVER
-    """Of the registration, or the removal."""
+    """The version of the registration, or of the removal."""
     orders: _Orders = _NO_ORDERS
     ordered: Version = NEVER
     """The version of ``orders``."""
@@ -46,12 +46,12 @@ class _Known:
 
 
 class FleetSync:
-    """Tells the other processes of instances, and listens to them.
+    """Sends the instances' data to the other processes, and receives theirs.
 
-    Shared are registrations, heartbeats and the operator's orders. Each process sees for itself who is healthy; one
-    that finds an instance dead lets the others look at once. Which of two records, and of two orders, is the later one
-    is decided by their versions (``records.py``); how long ago a heartbeat was, by the clock of the process that hears
-    of it, at that moment.
+    Registrations, heartbeats and operator commands are shared. Each process determines health itself; if one finds an
+    instance dead, the others probe it immediately. The versions of two records, or of two commands, decide which is
+    later (``records.py``). The age of a heartbeat is measured by the clock of the receiving process, at the moment of
+    reception.
     """
 
     def __init__(self, link: Link, registry: Registry, health: HealthMonitor) -> None:
@@ -71,41 +71,41 @@ class FleetSync:
         registry.events.lost_caches.subscribe(self._tell_changed_orders)
 
     async def announce_instance(self, instance: Instance) -> None:
-        """Tell the others of an instance that has registered, and wait until this router's processes know."""
+        """Send an instance that has registered to the others, and wait until this router's processes have it."""
         self._tell(instance, is_news=True)
         await self._link.ask_others("heard")
 
     async def announce_orders(self, instance: Instance) -> None:
-        """Tell the others of an order about an instance, and wait until the other routers know, too.
+        """Send a command for an instance to the others, and wait until the other routers have received it, too.
 
-        The operator's next order, at whichever router, is then the later one there.
+        So the operator's next command, at any router, has a later version.
         """
         self._tell(instance, is_news=False)
         await self._link.ask_others("heard", everywhere=True)
 
     def announce_removal(self, instance: Instance) -> None:
-        """Tell the others of an instance that was removed, and did not just go silent."""
+        """Send the removal of an instance to the others; not for instances that are only silent."""
         self._tell(instance, is_news=True, is_removed=True)
 
     def announce_lost_cache(self, key: str) -> None:
-        """Tell the others that an instance's own cache is empty."""
+        """Notify the others that an instance's own cache is empty."""
         self._link.publish_event("lost_cache", key)
 
     def find_orders_version(self, key: str) -> Version:
-        """The version of the latest orders about this instance; ``NEVER`` where there were none."""
+        """Return the version of the latest commands for this instance; ``NEVER`` if there were none."""
         known = self._known.get(key)
         return NEVER if known is None else known.ordered
 
     def note_restored_orders(self, instance: Instance, version: Version) -> None:
-        """Take over that the orders of ``instance``, which an earlier process gave or heard, are of this version."""
+        """Note that the restored commands of ``instance``, from an earlier process, have this version."""
         if self._link.is_alone:
-            return  # nobody would give a version to the orders that follow
+            return  # no version would be assigned to the later commands
         self._versions.note(version)
         known = self._note_key(instance.key)
         known.orders, known.ordered = _orders_of(instance), version
 
     async def keep_renewing(self) -> None:
-        """Renew the records of the instances, until cancelled; return at once if there is nobody to tell."""
+        """Send the instances' records periodically, until cancelled; return if there are no other processes."""
         while not self._link.is_alone:
             await asyncio.sleep(RENEWAL_SECONDS)
             for instance in self._registry:
@@ -114,7 +114,7 @@ class FleetSync:
             self._forget_old(time.monotonic())
 
     def _forget_old(self, now: float) -> None:
-        """Forget what was known of instances that are long gone."""
+        """Discard the data of instances that have been gone for long."""
         for key, known in list(self._known.items()):
             if self._registry.get(key) is not None:
                 known.noted_at = now
@@ -129,7 +129,7 @@ class FleetSync:
     def _make_record(self, instance: Instance, *, is_news: bool) -> dict[str, Any]:
         known = self._note_key(instance.key)
         orders = _orders_of(instance)
-        # They differ, too, where the instance is another one than that which the last orders were meant for.
+        # They also differ if the instance is a different one from that for which the last commands were.
         if orders != known.orders:
             known.orders, known.ordered = orders, self._versions.give()
         if is_news:
@@ -154,7 +154,7 @@ class FleetSync:
         return known
 
     def _on_record(self, key: str, record: dict[str, Any]) -> None:
-        """Take over an instance as another process knows it."""
+        """Apply another process's record of an instance."""
         version, ordered = read_versions(record)
         self._versions.note(version, ordered)
         is_first = key not in self._known
@@ -171,8 +171,8 @@ class FleetSync:
                 _carry_out(known.orders, instance, is_told=self._is_said_by(ordered[1]))
         if instance is not None:
             self._take_news(instance, record, is_later=is_later)
-        # One that was forgotten here comes back with its next registration or heartbeat; if it has none, as soon as
-        # another process can reach it.
+        # An instance that was removed here returns with its next registration or heartbeat; if it has no heartbeat, as
+        # soon as another process can reach it.
         elif is_later or is_first or (version == known.version and not record["has_heartbeat"]):
             self._add_instance(record, known.orders, proven=record["healthy"] and (is_later or is_first))
 
@@ -218,28 +218,28 @@ class FleetSync:
         return registration
 
     def _is_said_by(self, teller: str) -> bool:
-        """Whether the process that tells, or the first one here, says in this router's log what this one is told."""
+        """Return whether the sender, or the first process here, logs this event in this router's log."""
         return self._link.is_of_same_router(teller) or not self._link.is_first
 
     def _take_models(self, instance: Instance, record: dict[str, Any]) -> None:
-        """Note the models that the instance told another process, if that asked it later than this one."""
+        """Note the models that another process received from the instance, if it queried later than this one."""
         asked_at = time.monotonic() - record["models_age"]
         if record["models"] is not None and asked_at > instance.models_asked_at:
             instance.set_models(frozenset(record["models"]), asked_at, is_told=self._is_said_by(record["teller"]))
 
     def _tell_changed_orders(self, key: str) -> None:
-        """An instance has restarted, which may have ended its drain."""
+        """Send the commands of an instance that has restarted, which may have ended its drain."""
         instance, known = self._registry.get(key), self._known.get(key)
         if instance is not None and _orders_of(instance) != (_NO_ORDERS if known is None else known.orders):
             self._tell(instance, is_news=False)
 
     def _distrust_heartbeats(self, _: str) -> None:
-        """A process is gone, and with it perhaps the way by which instances' heartbeats came."""
+        """Stop relying on heartbeats: a process is gone, and some heartbeats may have come through it."""
         for instance in self._registry:
-            instance.has_heartbeat = False  # it is gone when its probes fail, until it registers here
+            instance.has_heartbeat = False  # until it registers here, it counts as gone when its probes fail
 
     def _on_trouble(self, instance: Instance) -> None:
-        """An instance was found dead here."""
+        """Handle an instance that was found dead here."""
         self._link.publish_event("suspect", instance.key)
 
     def _on_suspect(self, sender: str, key: str) -> None:
@@ -249,7 +249,7 @@ class FleetSync:
             self._health.probe_soon(instance)
 
     def _on_said(self, sender: str, content: list[Any]) -> None:
-        """Another process has logged a change of an instance: of one router, one process does."""
+        """Note that another process of the same router has logged a change of an instance; only one of them does."""
         key, said = content
         if self._link.is_of_same_router(sender) and (instance := self._registry.get(key)) is not None:
             instance.said.update(said)

@@ -1,8 +1,8 @@
-"""Gate: the limits of one router, kept by its supervisor for all workers, which ask by ``SharedAdmission``.
+"""Gate: the limits of one router, in its supervisor. Workers use it through ``SharedAdmission``.
 
-There is one ``Admission``, so limits, turns and tokens are exact over all workers, at the price of a message there and
-back for each request. Without limits nobody asks. Other routers' requests count, too, as they were a moment ago: so
-several routers together may let in some more than a limit for as long as it takes them to hear of each other.
+There is only one ``Admission``, so limits, turns and tokens are exact over all workers, at the cost of a message in
+each direction per request. Without limits, no messages are sent. Other routers' requests count, too, with a short
+delay: so several routers together may exceed a limit slightly until they receive each other's messages.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Gate"]
 
-# Other routers are told so often of what has changed here.
+# Interval at which changes are sent to other routers.
 TELL_SECONDS = 0.05
 
 
 class Gate:
-    """Lets the requests of all workers in, and knows which worker has which."""
+    """Admits the requests of all workers, and stores which worker has which request."""
 
     def __init__(self, admission: Admission, tell_others: Callable[[dict[str, int], dict[str, int]], None]) -> None:
         """
         Args:
-            tell_others: takes, for the other routers, the requests that run by client, and the tokens charged lately.
+            tell_others: called with data for the other routers: running requests by client, and recently charged
+                tokens.
         """
         self._admission = admission
         self._tell_others = tell_others
@@ -44,24 +45,24 @@ class Gate:
     def admit_request(
         self, worker: str, number: int, client: str, priority: int, tokens: int, answer: Callable[[Any], None]
     ) -> None:
-        """A worker's request wants to be let in; ``answer`` is called with None when it is, or with its refusal."""
+        """Handle a worker's request for admission; call ``answer`` with None on admission, or with its refusal."""
         work = asyncio.ensure_future(self._let_in(worker, client, priority, tokens, answer))
         self._entering[worker, number] = work
         work.add_done_callback(lambda _: self._entering.pop((worker, number), None))
 
     def leave_line(self, worker: str, number: int) -> None:
-        """A worker's request waits no more; if it was let in meanwhile, it leaves."""
+        """Remove a worker's request from the queue; if it was admitted meanwhile, it leaves."""
         if (work := self._entering.get((worker, number))) is not None:
             work.cancel()
 
     def release_request(self, worker: str, client: str, tokens: int) -> None:
-        """A worker's request that was let in has ended."""
+        """Note that an admitted request of a worker has ended."""
         self._running[worker][client] -= 1
         self._note_charge(client, tokens)
         self._admission.leave(client, tokens)
 
     def remove_worker(self, worker: str) -> None:
-        """A worker is gone, and with it its requests."""
+        """Remove a worker that is gone, and its requests."""
         for (name, _), work in list(self._entering.items()):
             if name == worker:
                 work.cancel()
@@ -77,7 +78,7 @@ class Gate:
             self._admission.charge_tokens(client, tokens)
 
     def tell_all(self) -> None:
-        """Tell the other routers soon which requests run here, and what was charged."""
+        """Send the running requests of this router, and the charged tokens, to the other routers soon."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell_routers)
 

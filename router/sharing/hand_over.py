@@ -1,4 +1,4 @@
-"""Hands clients' connections from the process that accepts them to the one that serves them."""
+"""Passes clients' connections from the process that accepts them to the one that serves them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["receive_connections", "send_connection"]
 
 _log = logging.getLogger("router.sharing.hand_over")
 
-# Taken from the kernel at once; the rest is taken when the loop comes by again.
+# Maximum number of connections to receive in one step; the rest follows in the next turn of the event loop.
 MAX_AT_ONCE = 16
 
 
 def send_connection(channel: socket.socket, connection: socket.socket) -> bool:
-    """Hand ``connection`` over; False if the other process takes none at present. It is closed here by the caller."""
+    """Pass ``connection`` on; return False if the other process accepts none at present. The caller closes it here."""
     try:
         socket.send_fds(channel, [b"c"], [connection.fileno()])
     except OSError:
@@ -23,9 +23,9 @@ def send_connection(channel: socket.socket, connection: socket.socket) -> bool:
 
 
 def receive_connections(channel: socket.socket) -> tuple[int, list[socket.socket]]:
-    """The connections that have been handed over since the last call, and how many were to be.
+    """Return the connections that were passed since the last call, and how many were sent.
 
-    One is lost where this process has no descriptor left for it; who gave it counts it as given.
+    A connection is lost if this process has no file descriptor left for it; the sender counts it as passed.
     """
     received: list[socket.socket] = []
     for number in range(MAX_AT_ONCE):

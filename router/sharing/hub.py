@@ -1,4 +1,4 @@
-"""Hub: the supervisor's part in the workers' talk. It passes messages on, and keeps the records for newcomers."""
+"""Hub: the supervisor's part of the communication. It forwards messages, and stores records for new workers."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ __all__ = ["Hub", "Uplink"]
 
 _log = logging.getLogger("router.sharing.hub")
 
-# The number of a question that a router asks, which workers do not count from.
+# The number of a query from a router; workers never use it.
 _FOR_ROUTER = 0
 
 
 class Uplink(Protocol):
-    """The way to the other routers."""
+    """The connection to the other routers."""
 
     name: str
 
     def list_routers(self) -> list[str]:
-        """The names of the other routers."""
+        """Return the names of the other routers."""
 
     def send_to_routers(self, *message: Any) -> None:
         """Send a message to all of them."""
 
     def send_prefixes(self, router: str, answers: list[dict[str, Any]]) -> None:
-        """Send a router the prefixes that it has asked for."""
+        """Send a router the prefixes that it has requested."""
 
     async def fetch_prefixes(self) -> dict[str, Any]:
-        """The prefixes that the other routers know."""
+        """Return the prefixes that the other routers know."""
 
 
 class Hub:
@@ -50,17 +50,17 @@ class Hub:
     ) -> None:
         """
         Args:
-            on_count: called with a worker's name and its figures.
-            clock: seconds of a monotonic clock, by which records that nobody renews are dropped.
+            on_count: called with a worker's name and its load.
+            clock: monotonic clock in seconds; records without renewal are dropped by it.
         """
         self.uplink: Uplink | None = None
-        """The way to the other routers, where there are any."""
+        """The connection to the other routers, if there are any."""
         self.gate: Gate | None = None
-        """Lets requests in, where there are limits."""
+        """Admits requests, if there are limits."""
         self._on_count = on_count
         self._workers: dict[str, Wire] = {}
         self._clock = clock
-        self._records: dict[str, dict[str, Any]] = {}  # of each key the latest registration and the latest orders
+        self._records: dict[str, dict[str, Any]] = {}  # for each key the latest registration and the latest commands
         self._renewed_at: dict[str, float] = {}
         self._trouble = ""
         self._figures = KeptFigures()
@@ -70,14 +70,14 @@ class Hub:
         return f"<Hub {list(self._workers)} {len(self._records)} records>"
 
     def add_worker(self, name: str, wire: Wire) -> None:
-        """A worker has started; it gets the records."""
+        """Add a worker that has started, and send it the records."""
         self._workers[name] = wire
         for key, record in self.list_records().items():
             wire.send_message("keep", key, record)
         wire.send_message("state", self._trouble)
 
     def forget_worker(self, name: str) -> None:
-        """A worker is gone."""
+        """Remove a worker that is gone."""
         if self._workers.pop(name, None) is None:
             return
         self.announce_departure(name)
@@ -91,28 +91,28 @@ class Hub:
                 self._note_answer(key, name, [])
 
     def announce_leave(self) -> None:
-        """Tell all workers that the router is to end soon, and that load balancers should leave it."""
+        """Notify all workers that the router ends soon, and that load balancers should stop using it."""
         self._send_to_workers("leave")
 
     def stop_workers(self, grace: float) -> None:
-        """Tell all workers to end within ``grace`` seconds."""
+        """Make all workers end within ``grace`` seconds."""
         self._send_to_workers("stop", grace)
 
     def list_workers(self) -> list[str]:
-        """The names of this router's workers."""
+        """Return the names of this router's workers."""
         return list(self._workers)
 
     def announce_state(self, trouble: str) -> None:
-        """Tell all workers how it stands with the other routers: ``""`` if all is well."""
+        """Send all workers the state of the connection to the other routers: ``""`` if it works."""
         self._trouble = trouble
         self._send_to_workers("state", trouble)
 
     def announce_departure(self, name: str) -> None:
-        """Tell all workers that a process is gone, one of theirs or another router's."""
+        """Notify all workers that a process is gone, one of this router or of another."""
         self._send_to_workers("gone", name)
 
     def on_message(self, sender: str, message: list[Any]) -> None:
-        """Take a message of a worker."""
+        """Handle a message from a worker."""
         kind, *rest = message
         match kind, rest:
             case "publish", [topic, content]:
@@ -146,7 +146,7 @@ class Hub:
                 _log.error("worker %s sent a message that is none: %s", sender, reprlib.repr(message))
 
     def on_distant_message(self, message: list[Any]) -> None:
-        """Take a message of another router."""
+        """Handle a message from another router."""
         kind, *rest = message
         match kind, rest:
             case "publish", [sender, topic, content]:
@@ -165,7 +165,7 @@ class Hub:
                 deliver = partial(self.uplink.send_to_routers, "answers", sender, number, self.uplink.name)
                 self._put_question((sender, number), topic, content, list(self._workers), [], deliver)
             case "want_prefixes", [router, asker] if self.uplink is not None:
-                if router == self.uplink.name:  # one worker is enough, as all know the same
+                if router == self.uplink.name:  # one worker is enough, because all have the same prefixes
                     deliver = partial(self.uplink.send_prefixes, asker)
                     self._put_question((asker, _FOR_ROUTER), "prefixes", None, list(self._workers)[:1], [], deliver)
             case "answers", [asker, number, router, answers]:
@@ -174,7 +174,7 @@ class Hub:
                 _log.error("another router sent a message that is none: %s", reprlib.repr(message))
 
     async def share_prefixes(self, prefixes: dict[str, Any]) -> None:
-        """Let all workers know prefixes that another router knows, and wait until they do."""
+        """Send all workers the prefixes from another router, and wait until they have them."""
         done = asyncio.Event()
         self._send_to_workers("publish", "", "prefixes", prefixes)
         key = (self.uplink.name if self.uplink is not None else "", _FOR_ROUTER)
@@ -182,19 +182,19 @@ class Hub:
         await done.wait()
 
     def list_records(self) -> dict[str, dict[str, Any]]:
-        """Of each key the record, unless nobody has renewed it for long."""
+        """Return the record of each key, except those without renewal for a long time."""
         stale_before = self._clock() - STALE_SECONDS
         for key in [key for key, renewed_at in self._renewed_at.items() if renewed_at < stale_before]:
             del self._records[key], self._renewed_at[key]
         return self._records
 
     def tell_all_limits(self) -> None:
-        """Tell the other routers how much of the limits is used here, as one of them does not know it yet."""
+        """Send the other routers the usage of the limits here, because one of them does not know it yet."""
         if self.gate is not None:
             self.gate.tell_all()
 
     def tell_limits(self, running: dict[str, int], charged: dict[str, int]) -> None:
-        """Tell the other routers how much of the limits is used here."""
+        """Send the other routers the usage of the limits here."""
         if self.uplink is not None:
             self.uplink.send_to_routers("limits", self.uplink.name, running, charged)
 
@@ -202,7 +202,7 @@ class Hub:
         self._send_to_worker(worker, "entered", number, refusal, client, tokens)
 
     def _on_record(self, sender: str, key: str, record: Any) -> None:
-        """Pass a worker's record on, merged with what is known; tell the worker, too, where it knew less."""
+        """Forward a worker's record, merged with the stored one; also to the worker itself if that had older parts."""
         kept = self._keep_record(key, record)
         if kept is not None:
             self._send_to_workers("keep", key, kept, but=sender)
@@ -212,10 +212,10 @@ class Hub:
             self._send_to_worker(sender, "keep", key, known)
 
     def _keep_record(self, key: str, record: Any) -> dict[str, Any] | None:
-        """Keep the later parts of a record and of the one that is known.
+        """Store the later parts of a record and of the stored one.
 
         Returns:
-            The record that is kept now; None if ``record`` is none, or has nothing that is not outdated.
+            The record that is stored now; None if ``record`` is invalid or completely outdated.
         """
         known = self._records.get(key)
         try:
@@ -224,7 +224,7 @@ class Hub:
             _log.error("a record of %.100s is left aside: %s", key, exc)
             return None
         if known is None:
-            self.list_records()  # there is one more: others may be dropped
+            self.list_records()  # one more record: others may be dropped
         elif kept == known != record:
             return None
         self._records[key] = kept
@@ -240,11 +240,11 @@ class Hub:
         routers: Sequence[str],
         deliver: Callable[[list[Any]], None],
     ) -> None:
-        """Ask these workers and other routers.
+        """Send a query to these workers and other routers.
 
         Args:
-            key: who asks, and a number of the asker's own.
-            deliver: called with the answers, once all are there or it has taken too long.
+            key: the querying process, and its own number for the query.
+            deliver: called with the answers, once all have arrived or the time is over.
         """
         timer = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._close_question, key)
         self._questions[key] = _Question({*workers, *routers}, timer, deliver)
@@ -272,7 +272,7 @@ class Hub:
         question.deliver(question.answers)
 
     def _send_figures(self, asker: str, number: int, answers: list[Any]) -> None:
-        """Tell a worker the figures of all others; of those that have not answered in time, the last ones."""
+        """Send a worker the metrics of all others; for those that have not answered in time, the last ones."""
         for name, figures in answers:
             self._figures.note_figures(name, figures)
         self._send_to_worker(asker, "answers", number, self._figures.list_others(asker))
@@ -292,7 +292,7 @@ class Hub:
 
 
 class _Question:
-    """A question that some workers have not answered yet."""
+    """A query that some workers have not answered yet."""
 
     def __init__(self, waiting_for: set[str], timer: asyncio.TimerHandle, deliver: Callable[[list[Any]], None]) -> None:
         self.waiting_for = waiting_for

@@ -1,6 +1,6 @@
-"""KeptFigures: the last figures of each worker, so that the router's sums never fall where a worker dies or hangs.
+"""KeptFigures: the last metrics of each worker, so that the router's sums never decrease when a worker dies or hangs.
 
-Prometheus takes a count that falls for one that began anew, and would add all of it once more.
+Prometheus regards a decreasing counter as restarted, and would add its whole value again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _Figures = Sequence[Any]
 
 
 class KeptFigures:
-    """Of the workers that live, the figures they told last; of those that died, their counts."""
+    """Last metrics of live workers, plus counters of dead ones."""
 
     def __init__(self) -> None:
         self._last: dict[str, _Figures] = {}
@@ -24,18 +24,18 @@ class KeptFigures:
         return f"<KeptFigures of {list(self._last)} and those gone>"
 
     def note_figures(self, worker: str, figures: _Figures) -> None:
-        """A worker has told its figures."""
+        """Store a worker's metrics."""
         self._last[worker] = figures
 
     def remove_worker(self, worker: str) -> None:
-        """A worker is gone; its counts, as far as they were told, stay."""
+        """Remove a worker that is gone; its last known counters stay."""
         figures = self._last.pop(worker, None)
         if figures is not None:
-            from router.telemetry import add_counts  # a supervisor whose workers live needs no Prometheus
+            from router.telemetry import add_counts  # not needed while no worker dies
 
             self._gone = add_counts(self._gone, figures)
 
     def list_others(self, asker: str) -> list[_Figures]:
-        """The figures of all others than ``asker``, those that are gone included."""
+        """Return the metrics of all workers except ``asker``, including those that are gone."""
         others = [figures for worker, figures in self._last.items() if worker != asker]
         return [*others, self._gone] if self._gone else others

@@ -1,12 +1,12 @@
-"""Link: a worker's tie to the other workers of its router, and by way of the supervisor to other routers.
+"""Link: a worker's connection to the other workers of its router and, through the supervisor, to other routers.
 
-Everything a worker says reaches the others in the order it was said. There are three kinds of talk:
+The others receive all messages of a worker in the order of sending. There are three kinds:
 
-    event      something has happened; the others may care
-    record     those who come later must have it, too; the others get it at once
-    question   each of the others answers
+event      something has happened that may concern the others
+record     data that processes started later need, too; the others get it immediately
+question   a query that each of the others answers
 
-A router that is one process has no others: its link is ``NO_LINK``, which says nothing and hears nothing.
+A router with a single process has no others: its link is ``NO_LINK``, which sends and receives nothing.
 """
 
 from __future__ import annotations
@@ -24,73 +24,73 @@ __all__ = ["NO_LINK", "Link", "WorkerLink"]
 
 _log = logging.getLogger("router.sharing.link")
 
-# The others answer from memory. One that does not in this time hangs, and the answer is made without it.
+# The others answer from memory. If one does not answer in this time, it hangs, and the result lacks its answer.
 ANSWER_SECONDS = 1.0
 
 
 class Link:
-    """The link of a router that is one process. ``WorkerLink`` is that of one of several."""
+    """The link of a router with a single process. ``WorkerLink`` is that of one of several."""
 
     name = "router"
-    """This process, as the others know it."""
+    """Name of this process for the others."""
     is_alone = True
-    """Whether there are no others, ever."""
+    """Whether there are never any others."""
     is_first = True
-    """Whether this process has the work that one of them should do for all."""
+    """Whether this process does the work that one of them should do for all."""
     is_late = False
-    """Whether this process has taken the place of one that died."""
+    """Whether this process has replaced one that died."""
     num_replaced = 0
     """How many of the router's processes had died and been replaced when this one started."""
     trouble = ""
-    """Why other routers are not heard of; ``""`` if they are, or there are none."""
+    """Why other routers cannot be reached; ``""`` if they can, or there are none."""
 
     def is_of_same_router(self, name: str) -> bool:
-        """Whether the process of this name is one of the same router, whose log is the same, too."""
+        """Return whether the process with this name belongs to the same router, which has one common log."""
         return name.partition("-")[0] == self.name.partition("-")[0]
 
     def publish_event(self, topic: str, content: Any) -> None:
-        """Tell the others of something that has happened."""
+        """Send an event to the others."""
 
     def keep_record(self, key: str, record: dict[str, Any]) -> None:
-        """Tell the others a record that replaces an earlier one of this key; those that come later get it, too.
+        """Send a record to the others. It replaces an earlier one of this key; processes that start later get it, too.
 
         Args:
-            record: of two, the later parts count, as ``records.py`` says.
+            record: its later parts replace those of the stored record; see ``records.py``.
         """
 
     async def wait_for_entry(self, client: str, priority: int, tokens: int) -> list[Any] | None:
-        """Wait until the supervisor lets a request in; why not, if it does not. Cancelling this leaves the line."""
+        """Wait until the supervisor admits a request; else return the refusal. If cancelled, it leaves the queue."""
         raise NotImplementedError("a router that is one process has no supervisor")
 
     def report_end(self, client: str, tokens: int) -> None:
-        """Tell the supervisor that a request that was let in has ended."""
+        """Notify the supervisor that an admitted request has ended."""
 
     async def ask_others(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
-        """The answers of the others, of those that answered in time.
+        """Return the answers of those others that answered in time.
 
         Args:
-            everywhere: ask the other routers, too.
+            everywhere: whether to query the other routers, too.
         """
         return []
 
     def subscribe_to_topic(self, topic: str, callback: Callable[[str, Any], None]) -> None:
-        """Call ``callback`` with the sender and the content of all that others publish on ``topic``."""
+        """Call ``callback`` with the sender and the content of each event that others publish on ``topic``."""
 
     def subscribe_to_records(self, callback: Callable[[str, Any], None]) -> None:
-        """Call ``callback`` with key and record of all that others keep, now and later."""
+        """Call ``callback`` with key and record of all present and later records from others."""
 
     def subscribe_to_departures(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` with the name of each other process that is gone."""
+        """Call ``callback`` with the name of each other process that ends."""
 
     def answer_topic(self, topic: str, respond: Callable[[Any], Any | Awaitable[Any]]) -> None:
-        """Answer those who ask on ``topic`` with the result of ``respond``, which is given their content."""
+        """Answer queries on ``topic`` with the result of ``respond``, which gets their content."""
 
 
 NO_LINK = Link()
 
 
 class WorkerLink(Link):
-    """A worker's end of the wire to its supervisor, whose ``Hub`` passes everything on."""
+    """A worker's end of the wire to its supervisor. The supervisor's ``Hub`` forwards all messages."""
 
     is_alone = False
 
@@ -99,8 +99,8 @@ class WorkerLink(Link):
         self.is_first, self.is_late, self.num_replaced = is_first, is_late, num_replaced
         self._has_records = asyncio.Event()
         self.is_leaving = False
-        """Whether the router is to end soon."""
-        self._grace: float | None = None  # once the supervisor has said to stop
+        """Whether the router ends soon."""
+        self._grace: float | None = None  # set when the supervisor orders a stop
         self._leave_callback: Callable[[], None] | None = None
         self._stop_callback: Callable[[float], None] | None = None
         self._wire: Wire | None = None
@@ -115,7 +115,7 @@ class WorkerLink(Link):
         self._answering: set[asyncio.Task[None]] = set()
 
     async def connect(self, channel: socket.socket) -> None:
-        """Connect to the supervisor, and wait for the records that there are."""
+        """Connect to the supervisor, and wait for the stored records."""
         self._wire = await open_wire(channel, self.on_message, self._on_lost)
         await self._has_records.wait()
 
@@ -126,25 +126,27 @@ class WorkerLink(Link):
             self._wire.close()
 
     def declare_ready(self) -> None:
-        """Tell the supervisor that this process can serve clients."""
+        """Notify the supervisor that this process can serve clients."""
         self.tell_supervisor("ready")
 
     def report_refusal(self, sentence: str) -> None:
-        """Tell the supervisor why this process cannot start."""
+        """Send the supervisor the reason why this process cannot start."""
         self.tell_supervisor("refuse", sentence)
 
     def send_log_line(self, level: int, logger: str, text: str) -> None:
-        """Let the supervisor log this."""
+        """Send a log line to the supervisor, which writes it."""
         self.tell_supervisor("log", level, logger, text)
 
     def subscribe_to_leave(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the router is to end soon, or is already to."""
+        """Call ``callback`` when the router is about to end; immediately if it already is."""
         self._leave_callback = callback
         if self.is_leaving:
             callback()
 
     def subscribe_to_stop(self, callback: Callable[[float], None]) -> None:
-        """Call ``callback`` with seconds of grace when this process is to end, or is already."""
+        """Call ``callback`` with the grace time in seconds when this process has to end, or immediately if it has
+        to.
+        """
         self._stop_callback = callback
         if self._grace is not None:
             callback(self._grace)
@@ -158,7 +160,7 @@ class WorkerLink(Link):
         self.tell_supervisor("keep", key, record)
 
     def report_connections(self, figures: dict[str, int]) -> None:
-        """Tell the supervisor how busy this process is."""
+        """Send the supervisor the load of this process."""
         self.tell_supervisor("count", figures)
 
     async def wait_for_entry(self, client: str, priority: int, tokens: int) -> list[Any] | None:
@@ -173,7 +175,7 @@ class WorkerLink(Link):
             if answer.cancelled():
                 self.tell_supervisor("leave_line", number)
             elif answer.result() is None:
-                self.report_end(client, -tokens)  # it was let in, but its task was cancelled before it could know
+                self.report_end(client, -tokens)  # it was admitted, but its task was cancelled before it was notified
             raise
         finally:
             self._entering.pop(number, None)
@@ -190,9 +192,9 @@ class WorkerLink(Link):
         try:
             self._asked[number] = answers
             self.tell_supervisor("ask", number, topic, content, everywhere)
-            # The supervisor keeps the time; it may be gone itself.
+            # The supervisor has its own time-out, but it may be gone.
             return await asyncio.wait_for(answers, 2 * ANSWER_SECONDS)
-        except asyncio.TimeoutError:  # in Python 3.10 none of its TimeoutErrors
+        except asyncio.TimeoutError:  # in Python 3.10, this is not the built-in TimeoutError
             return []
         finally:
             self._asked.pop(number, None)
@@ -217,12 +219,12 @@ class WorkerLink(Link):
         self._responders[topic] = respond
 
     def tell_supervisor(self, *message: Any) -> None:
-        """Send a message: its kind, and the parts of it. All that this process says goes this way."""
+        """Send a message: its kind and its parts. All messages of this process use this method."""
         if self._wire is not None:
             self._wire.send_message(*message)
 
     def on_message(self, message: list[Any]) -> None:
-        """Take a message from the supervisor. All that this process hears comes this way."""
+        """Handle a message from the supervisor. All messages to this process use this method."""
         kind, *rest = message
         _HANDLERS[kind](self, *rest)
 
@@ -232,7 +234,7 @@ class WorkerLink(Link):
 
     def _on_record(self, key: str, record: Any) -> None:
         if not self._record_callbacks:
-            self._records[key] = record  # for those that subscribe when the router's parts are put together
+            self._records[key] = record  # for subscribers that are created later, when the router is assembled
         for callback in self._record_callbacks:
             callback(key, record)
 
@@ -259,7 +261,7 @@ class WorkerLink(Link):
         waiting = self._entering.get(number)
         if waiting is not None and not waiting.done():
             waiting.set_result(refusal)
-        elif refusal is None:  # it left the line while it was let in, or was cancelled and does not know yet
+        elif refusal is None:  # it left the queue while it was admitted, or was cancelled and does not know yet
             self.report_end(client, -tokens)
 
     def _on_answers(self, number: int, answers: list[Any]) -> None:
@@ -269,7 +271,7 @@ class WorkerLink(Link):
 
     def _on_state(self, trouble: str) -> None:
         self.trouble = trouble
-        self._has_records.set()  # the first message of this kind follows them
+        self._has_records.set()  # the first message of this kind follows the records
 
     def _on_leave(self) -> None:
         self.is_leaving = True
@@ -282,7 +284,7 @@ class WorkerLink(Link):
             self._stop_callback(grace)
 
     def _on_lost(self) -> None:
-        """The supervisor is gone, and with it the way for new connections."""
+        """Handle the loss of the supervisor, which also passed the new connections."""
         self._has_records.set()
         if self._grace is None:
             _log.error("the supervisor of worker %s is gone: it ends", self.name)

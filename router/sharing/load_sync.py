@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadSync"]
 
-# Changes are told at once after a pause, and otherwise so often. With 10 ms, telling, passing on and hearing take a
-# router of two workers some hundredths more CPU under full load, and requests are placed a hundredth better at most, by
-# the simulator.
+# A change after a pause is sent immediately; further ones at this interval. With 10 ms, sending, forwarding and
+# receiving take a router with two workers some per cent more CPU under full load, and the simulator shows an
+# improvement of at most 1 %.
 TELL_SECONDS = 0.025
-# All figures are told so often, for those who have just come, or have lost a message on the way.
+# All counts are sent at this interval, for new processes, and to replace lost messages.
 TELL_ALL_SECONDS = 1.0
 
 # Requests, tokens and queued work, as in ``InstanceLoad``.
@@ -27,7 +27,7 @@ _NOTHING: _Figures = (0, 0, 0.0)
 
 
 class SharedLoad(InstanceLoad):
-    """The load that all processes put on one instance."""
+    """The load of all processes' requests on one instance."""
 
     __slots__ = ("_on_change", "is_told")
 
@@ -35,7 +35,7 @@ class SharedLoad(InstanceLoad):
         super().__init__(key)
         self._on_change = on_change
         self.is_told = True
-        """Whether the others have been told of the last change."""
+        """Whether the last change has been sent to the others."""
 
     def add_request(self, tokens: int, work: float) -> None:
         """See ``InstanceLoad.add_request``."""
@@ -57,7 +57,7 @@ class SharedLoad(InstanceLoad):
 
 
 class LoadSync:
-    """Adds the other processes' requests to the loads in ``registry``, and tells them of this one's."""
+    """Adds the other processes' requests to the loads in ``registry``, and sends them this process's counts."""
 
     def __init__(self, link: Link, registry: Registry) -> None:
         self._link = link
@@ -75,7 +75,7 @@ class LoadSync:
         return f"<LoadSync with {list(self._others)}>"
 
     async def keep_telling(self) -> None:
-        """Tell the others all figures now and then, until cancelled; return at once if there is nobody to tell."""
+        """Send all counts to the others periodically, until cancelled; return if there are no other processes."""
         while not self._link.is_alone:
             await asyncio.sleep(TELL_ALL_SECONDS)
             told = {instance.key: self._own_figures(instance.load) for instance in self._registry}
@@ -107,7 +107,7 @@ class LoadSync:
         self._link.publish_event("load", [False, told])
 
     def _own_figures(self, load: InstanceLoad) -> _Figures:
-        """The part of ``load`` that is this process's."""
+        """Return the part of ``load`` that belongs to this process."""
         requests, tokens, queued = load.requests, load.tokens, load.queued
         for figures in self._others.values():
             theirs = figures.get(load.key, _NOTHING)
@@ -127,7 +127,7 @@ class LoadSync:
         if figures[0]:
             known[key] = figures
         else:
-            figures = _NOTHING  # with no requests the work is none, but for what rounding left of it
+            figures = _NOTHING  # without requests there is no work, except for rounding errors
         if (instance := self._registry.get(key)) is not None:
             _replace_figures(instance.load, before, figures)
 

@@ -1,4 +1,4 @@
-"""PrefixSync: one knowledge of prefixes for all processes: a prompt placed by one is known to the others soon."""
+"""PrefixSync: one index of prefixes for all processes: a prompt placed by one is soon known to the others."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _Prefixes = Mapping[str, Sequence[Any]]
 
 
 class PrefixSync:
-    """Tells the other processes which prompts went where, and lets the policies know theirs."""
+    """Sends the other processes the placed prompts, and adds theirs to the policies."""
 
     def __init__(self, link: Link, policies: Mapping[Role, Policy]) -> None:
         self._link = link
         self._policies = {role.value: each for role, each in policies.items() if isinstance(each, PrefixPolicy)}
-        # By role, instance and last hash, which stands for all before it.
+        # Keys are role, instance and last hash, which identifies all hashes before it.
         self._placed: dict[tuple[str, str, int], bytes] = {}
         if not link.is_alone:
             for role, policy in self._policies.items():
@@ -41,7 +41,7 @@ class PrefixSync:
             link.answer_topic("prefixes", self._dump_prefixes)
 
     async def take_over(self) -> None:
-        """Take over all that another process knows, if there is one: this one has just come."""
+        """Load everything that another process knows, if there is one: this process is new."""
         for prefixes in await self._link.ask_others("prefixes"):
             self._load_prefixes(prefixes)
 
@@ -62,16 +62,16 @@ class PrefixSync:
                 policy.note_chain(array("Q", data), key)
 
     def _on_prefixes(self, _: str, prefixes: _Prefixes) -> None:
-        """Take over the prefixes that another router knows."""
+        """Load the prefixes that another router knows."""
         self._load_prefixes(prefixes)
 
     def _load_prefixes(self, prefixes: _Prefixes) -> None:
-        """Take over the prefixes of each policy that knows fewer itself: they would take their place."""
+        """Load the prefixes of each policy that knows fewer itself, because they replace its own."""
         for role, (num_chunks, dump) in prefixes.items():
             try:
                 if num_chunks > self._policies[role].num_chunks:
                     self._policies[role].load_dump(dump)
-            except Exception as exc:  # they are a help, without which this process serves, too
+            except Exception as exc:  # optional: without them this process works, too
                 _log.warning("the prefixes of another process are not taken over: %r", exc)
 
     async def _dump_prefixes(self, _: None) -> _Prefixes:

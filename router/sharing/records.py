@@ -1,15 +1,15 @@
-"""What processes tell each other of one instance, and which of two records counts.
+"""The messages between processes about one instance, and which of two records is valid.
 
-No process compares another one's clock with its own: machines' clocks differ, and are set back. Each part of a record
-has a version, a count and its writer's name (L. Lamport, "Time, Clocks, and the Ordering of Events in a Distributed
-System", 1978). A writer counts one more than the highest count that it has heard or given, so that a part that was
-written with knowledge of another one is the later of the two. Of two whose writers did not know of each other, the
-names decide, everywhere alike.
+No process compares another one's clock with its own, because machines' clocks differ and are adjusted. Instead, each
+part of a record has a version: a count and its writer's name (L. Lamport, "Time, Clocks, and the Ordering of Events in
+a Distributed System", 1978). A writer uses the highest count that it has received or used, plus one. So a part that was
+written with knowledge of another one has the later version. If two writers did not know of each other, the names
+decide, in the same way in all processes.
 
-A record has two such parts, which are kept and replaced apart::
+A record has two such parts, which are stored and replaced separately::
 
     {"version": [count, writer], "fields": ..., "healthy": ..., ...,       the registration, or the removal
-     "orders": {"version": [count, writer], "draining": ..., ...}}         the operator's orders
+     "orders": {"version": [count, writer], "draining": ..., ...}}         the operator commands
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ __all__ = ["NEVER", "STALE_SECONDS", "Version", "Versions", "merge_records", "re
 
 Version = tuple[int, str]
 NEVER: Version = (0, "")
-"""The version of what nobody has written: an instance of the register file, or orders that were never given."""
+"""The version of parts that were never written: an instance of the register file, or commands that were never given."""
 
-# Records that nobody has renewed for so long are dropped, by each holder's own clock.
+# Records without renewal for this time are dropped, by the clock of each process that stores them.
 STALE_SECONDS = 600.0
 
 
 class Versions:
-    """The versions that one process gives."""
+    """The versions that one process assigns."""
 
     def __init__(self, writer: str) -> None:
         """
         Args:
-            writer: the name of this process; no other one ever has it.
+            writer: the name of this process, which no other process ever has.
         """
         self._writer = writer
         self._count = 0
 
     def note(self, *heard: Version) -> None:
-        """Count on from these versions."""
+        """Continue counting from these versions."""
         self._count = max(self._count, *(count for count, _ in heard))
 
     def give(self) -> Version:
-        """A version that is later than all that were heard or given before."""
+        """Return a version that is later than all that were received or assigned before."""
         self._count += 1
         return self._count, self._writer
 
 
 def read_versions(record: Any) -> tuple[Version, Version]:
-    """The versions of a record's registration and of its orders.
+    """Return the versions of a record's registration and of its commands.
 
     Raises:
-        ValueError: it is no record of this form, such as one of another version of the router.
+        ValueError: it is not a record of this format, for example one of another version of the router.
     """
     try:
         return _read_version(record["version"]), _read_version(record["orders"]["version"])
@@ -60,10 +60,10 @@ def read_versions(record: Any) -> tuple[Version, Version]:
 
 
 def merge_records(known: dict[str, Any] | None, record: dict[str, Any]) -> dict[str, Any]:
-    """Of each part the later one; of equal registrations the one in ``record``, which may be a renewal.
+    """Return the later of each part; of equal registrations the one in ``record``, which may be a renewal.
 
     Raises:
-        ValueError: ``record`` is no record.
+        ValueError: ``record`` is not a record.
     """
     version, ordered = read_versions(record)
     if known is None:

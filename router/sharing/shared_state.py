@@ -1,11 +1,11 @@
-"""SharedState: several routers, on several machines, with the knowledge of one, over Redis.
+"""SharedState: several routers, on several machines, share their state over Redis.
 
-Workers' messages go to the other routers over one channel of Redis, a few hundredths of a second later; records are
-kept there, too, for routers that start later; those ask another router for its prefixes. Redis is a help, never a
-condition: while it is gone each router goes on with its own knowledge, and when it is back they tell each other of it.
+Workers' messages reach the other routers over one channel of Redis with a delay of some hundredths of a second. Records
+are also stored in Redis, for routers that start later; those request prefixes from another router. Redis is optional:
+while it is down, each router works with its own data, and afterwards they exchange their data again.
 
-A fleet is the routers that are given one Redis and one of its databases. Redis' channels are the same in all
-databases, so the database's number is a part of every name.
+A fleet is the set of routers with the same Redis and the same database number. Redis' channels are common to all
+databases, so the number is a part of every name.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ __all__ = ["SharedState"]
 
 _log = logging.getLogger("router.sharing.shared_state")
 
-# The number changes with the form of messages, so that routers of two versions leave each other alone.
+# The number changes with the format of messages, so that routers of two versions ignore each other.
 FORM = 2
 
-# Messages are sent as soon as there are any, at most so often; an empty batch now and then says that this router lives.
+# Minimum interval between batches of messages. From time to time an empty batch shows that this router is alive.
 SEND_SECONDS = 0.002
 ALIVE_SECONDS = 1.0
-# A router that was not heard of for so long is gone, and so is Redis where a router does not hear itself; looked at so
-# often.
+# A router without a message for this time is gone. So is Redis, if a router does not receive its own messages. The
+# second value is the interval of this check.
 GONE_SECONDS = ROUTER_GONE_SECONDS
 SILENCE_SECONDS = 0.1
 ANSWER_SECONDS = 2.0
 RETRY_SECONDS = 1.0
 CLOSE_SECONDS = 3.0
-# More wait only while Redis hangs; the oldest are dropped, as all figures are told again soon.
+# More messages wait only while Redis hangs; the oldest are dropped, because all data is sent again soon.
 MAX_WAITING = 10_000
-# A router that starts waits so long to hear of others; then it asks so many of them for their prefixes, one after the
-# other, and waits so long for each (less than ANSWER_SECONDS, which Redis has for each command).
+# A new router waits this long for messages of others. Then it requests prefixes from this many of them, one after the
+# other, with this time-out (less than ANSWER_SECONDS, the time-out of each Redis command).
 FIRST_HEARD_SECONDS = 1.5
 MAX_ASKED = 2
 PREFIXES_SECONDS = 1.5
-# A full memory of prefixes takes 13 MB; one that takes more than this is not sent. Redis drops those not fetched.
+# A full prefix index takes 13 MB; a larger one than this limit is not sent. Redis drops those that are not fetched.
 MAX_PREFIXES_BYTES = 64 * 1024 * 1024
 KEPT_PREFIXES_SECONDS = 10
 
@@ -65,13 +65,13 @@ class SharedState:
     def __init__(self, url: str, name: str, hub: Hub, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            url: such as ``redis://host:6379/0``.
-            name: this router, as the others know it.
-            hub: takes the others' messages.
-            clock: seconds of a monotonic clock, by which others are silent.
+            url: for example ``redis://host:6379/0``.
+            name: name of this router for the others.
+            hub: receives the others' messages.
+            clock: monotonic clock in seconds, to detect silent routers.
 
         Raises:
-            SettingsError: ``url`` is none, or redis-py is not installed.
+            SettingsError: ``url`` is invalid, or redis-py is not installed.
         """
         self.name = name
         self._hub = hub
@@ -79,11 +79,12 @@ class SharedState:
         self._redis = _make_client(url)
         fleet = f"kvrouter:{FORM}:{self._redis.connection_pool.connection_kwargs.get('db') or 0}"
         self._channel, self._prefixes = f"{fleet}:bus", f"{fleet}:prefixes:"
-        # The keys of the instances, and of each its record, which Redis drops by its own clock.
+        # The key of the set of instances, and the prefix of the keys of their records, which Redis expires by its own
+        # clock.
         self._instances, self._record = f"{fleet}:instances", f"{fleet}:instance:"
         self._waiting: deque[tuple[Any, ...]] = deque(maxlen=MAX_WAITING)
         self._has_waiting = asyncio.Event()
-        # Other routers: when each was heard last, and the names of its processes.
+        # Other routers: the time of the last message from each, and the names of its processes.
         self._heard_at: dict[str, float] = {}
         self._processes: dict[str, set[str]] = {}
         self._heard_self_at = 0.0
@@ -96,26 +97,26 @@ class SharedState:
         return f"<SharedState with {list(self._heard_at)}>"
 
     def send_to_routers(self, *message: Any) -> None:
-        """Send a message to all other routers, soon."""
+        """Send a message to all other routers soon."""
         self._waiting.append(message)
         self._has_waiting.set()
 
     def list_routers(self) -> list[str]:
-        """The names of the other routers that were heard of lately."""
+        """Return the names of the other routers with recent messages."""
         return list(self._heard_at) if self._is_up else []
 
     async def wait_for_records(self) -> None:
-        """Wait until the records that Redis has were taken over; not for long, as it may be gone."""
+        """Wait until the records in Redis have been loaded; with a short time-out, because Redis may be down."""
         give_up = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._was_tried.set)
         await self._was_tried.wait()
         give_up.cancel()
 
     async def fetch_prefixes(self) -> dict[str, Any]:
-        """The prefixes that another router knows; none if there is no other one, or none that answers soon."""
+        """Return the prefixes of another router; empty if there is no other one, or none answers soon."""
         from redis.exceptions import RedisError
 
         try:
-            # This router listens itself.
+            # This router itself is one subscriber.
             if not self._is_up or (await self._redis.pubsub_numsub(self._channel))[0][1] < 2:
                 return {}
             give_up_at = self._clock() + FIRST_HEARD_SECONDS
@@ -132,13 +133,13 @@ class SharedState:
         return {}
 
     def send_prefixes(self, router: str, answers: list[dict[str, Any]]) -> None:
-        """Send another router the prefixes in the answer of a worker, if it gave one."""
+        """Send another router the prefixes in the answer of a worker, if there is one."""
         sending = asyncio.ensure_future(self._store_prefixes(self._prefixes + router, answers[0] if answers else {}))
         self._sending_prefixes.add(sending)
         sending.add_done_callback(self._sending_prefixes.discard)
 
     async def keep_connection(self) -> None:
-        """Exchange messages with the other routers, and come back whenever Redis was gone; until ``disconnect``."""
+        """Exchange messages with the other routers, and reconnect whenever Redis was down; until ``disconnect``."""
         from redis.exceptions import RedisError
 
         while not self._is_closing:
@@ -153,10 +154,10 @@ class SharedState:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def disconnect(self, connecting: asyncio.Future[None]) -> None:
-        """End ``keep_connection``, which is ``connecting``, and say goodbye if Redis is there."""
+        """End ``keep_connection``, which runs in the task ``connecting``, and sign off if Redis is reachable."""
         from redis.exceptions import RedisError
 
-        self._is_closing = True  # redis-py may take a cancellation for a time-out of its own, and go on
+        self._is_closing = True  # redis-py may treat a cancellation as its own time-out, and continue
         connecting.cancel()
         await asyncio.wait([connecting], timeout=CLOSE_SECONDS)
         if self._is_up:
@@ -169,7 +170,7 @@ class SharedState:
         await self._redis.aclose()
 
     async def _store_prefixes(self, key: str, prefixes: dict[str, Any]) -> None:
-        """Put them where the other router waits for them: of all routers only that one has to read them."""
+        """Store the prefixes where the other router waits for them, so that only that router has to read them."""
         from redis.exceptions import RedisError
 
         data = pack(prefixes)
@@ -191,7 +192,7 @@ class SharedState:
             await self._exchange_records()
             self._heard_self_at = self._clock()
             self._set_trouble("")
-            self.send_to_routers("hello")  # who is new here does not know what runs elsewhere, nor they what runs here
+            self.send_to_routers("hello")  # a new router and the others do not have each other's data yet
             self._hub.tell_all_limits()
             sending = asyncio.ensure_future(self._keep_sending())
             try:
@@ -207,13 +208,13 @@ class SharedState:
                 await asyncio.wait([sending], timeout=CLOSE_SECONDS)
 
     async def _exchange_records(self) -> None:
-        """Take over the records that Redis has, and give it those that it lacks."""
+        """Load the records in Redis, and store those that it lacks."""
         members: list[Any] = list(await self._redis.smembers(self._instances))
         names = [self._record.encode() + member for member in members]
         stored: list[Any] = await self._redis.mget(names) if members else []
         known: dict[str, Any] = {}
         for member, data in zip(members, stored, strict=True):
-            if data is None:  # nobody has renewed it for long
+            if data is None:  # it was not renewed for a long time
                 await self._redis.srem(self._instances, member)
                 continue
             try:
@@ -229,7 +230,7 @@ class SharedState:
                 self.send_to_routers("keep", key, record)
 
     def _void_charges(self) -> None:
-        """Take the tokens out of messages that wait: told late, or twice, they would hold clients up for nothing."""
+        """Remove the tokens from waiting messages: charged late, or twice, they would delay clients without reason."""
         voided = [(*message[:3], {}) if message[0] == "limits" else message for message in self._waiting]
         self._waiting = deque(voided, MAX_WAITING)
 
@@ -248,19 +249,19 @@ class SharedState:
         self._has_waiting.clear()
         try:
             data = pack([self.name, batch])
-        except ValueError:  # a worker's message may be nested just so deeply that it can be passed on no further
+        except ValueError:  # a worker's message may be nested too deeply to be forwarded
             batch = [message for message in batch if _can_be_sent(message)]
             data = pack([self.name, batch])
         try:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for message in batch:
                     if message[0] == "keep":
-                        # In this order: a router that finds the key, and no record, takes the key away.
+                        # In this order: a router that finds the key but no record removes the key.
                         pipeline.set(self._record + message[1], pack(message[2]), ex=int(STALE_SECONDS))
                         pipeline.sadd(self._instances, message[1])
                 pipeline.publish(self._channel, data)
                 await pipeline.execute()
-        except BaseException:  # others may have had it: hearing a message twice does no harm
+        except BaseException:  # others may have received it: receiving a message twice has no effect
             self._waiting = deque([*batch, *self._waiting], MAX_WAITING)
             raise
 
@@ -279,7 +280,7 @@ class SharedState:
         for message in batch:
             try:
                 self._take_message(sender, message)
-            except Exception:  # the messages after it count nonetheless
+            except Exception:  # the following messages are processed nevertheless
                 _log.exception("a message of router %s was not understood: %s", sender, reprlib.repr(message))
 
     def _take_message(self, sender: str, message: list[Any]) -> None:
@@ -290,10 +291,10 @@ class SharedState:
         self._hub.on_distant_message(message)
 
     def _check_silence(self) -> None:
-        """Notice who is gone.
+        """Detect routers that are gone.
 
         Raises:
-            TimeoutError: it is Redis.
+            TimeoutError: Redis does not answer.
         """
         now = self._clock()
         if now - self._heard_self_at > GONE_SECONDS:
@@ -304,7 +305,7 @@ class SharedState:
 
     def _forget_router(self, router: str) -> None:
         del self._heard_at[router]
-        # Its own name, too, for it may have died before any of its processes was heard.
+        # Its own name, too, because it may have died before any of its processes was known.
         for name in (*self._processes.pop(router, ()), router):
             self._hub.announce_departure(name)
         self._hub.on_distant_message(["limits", router, {}, {}])
@@ -316,7 +317,7 @@ class SharedState:
         self._is_up = not trouble
         if trouble:
             _log.warning("the shared state is gone, and this router goes on with what it knows: %s", trouble)
-            for router in list(self._heard_at):  # better no figures of theirs than old ones
+            for router in list(self._heard_at):  # no counts are better than old ones
                 self._forget_router(router)
         else:
             _log.info("the shared state is there")
@@ -341,7 +342,7 @@ def _make_client(url: str) -> Redis:
         ) from None
     try:
         path = _PATH.match(url)
-        if path is not None and not path[1].isdecimal():  # redis-py would take it for 0
+        if path is not None and not path[1].isdecimal():  # redis-py would use 0
             raise ValueError(f"{path[1]!r} is no database; it must be a number")
         return Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
     except ValueError as exc:

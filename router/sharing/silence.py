@@ -1,13 +1,13 @@
-"""Silence: for how long a worker could have said something, and did not.
+"""Silence: for how long a worker was able to send a message, and did not.
 
-A worker that gets no CPU is silent, too, but it does not hang: to kill it would cost its requests, and the machine the
-start of another process. So the time for which it waited for a CPU does not count, as the kernel tells it:
+A worker that gets no CPU is silent, too, but it does not hang. Killing it would lose its requests, and cost the machine
+the start of another process. So the time during which it waited for a CPU does not count, according to the kernel:
 
-    state in /proc                          counts as silence
-    T (stopped), S (waits for something)    yes
-    R (runs, or would), with a CPU          yes: its loop is held up by one piece of work
-    R, without a CPU                        no
-    D (waits for a disk, or memory)         no: it could not even be killed
+state in /proc                          counts as silence
+T (stopped), S (waits for an event)     yes
+R (runnable), with a CPU                yes: one piece of work blocks its event loop
+R, without a CPU                        no
+D (waits for a disk, or memory)         no: it could not even be killed
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _NANOSECONDS = 1e9
 
 
 class ThreadTimes(NamedTuple):
-    """What the kernel has counted of a process's main thread."""
+    """The kernel's counters for a process's main thread."""
 
     state: str
     ran: float
     """Seconds for which it had a CPU."""
     waited: float
-    """Seconds for which it had none and would have run, up to the moment at which it last got one."""
+    """Seconds for which it was runnable without a CPU, up to the moment at which it last got one."""
 
 
 def read_thread_times(pid: int) -> ThreadTimes | None:
-    """The times of a process's main thread; None where this system does not tell."""
+    """Return the times of a process's main thread; None if this system does not report them."""
     folder = Path(f"/proc/{pid}/task/{pid}")
     try:
-        # The program's name stands in parentheses, and may have some itself.
+        # The program's name is in parentheses, and may contain some itself.
         state, *fields = (folder / "stat").read_text().rpartition(")")[2].split()
         ran = (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
@@ -49,7 +49,7 @@ def read_thread_times(pid: int) -> ThreadTimes | None:
 
 
 class Silence:
-    """How long one worker has been silent."""
+    """Duration of one worker's silence."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Silence:
     ) -> None:
         """
         Args:
-            clock: seconds of a clock that stands still while the listener could not hear.
-            read_times: of the worker's main thread, which serves.
+            clock: clock in seconds that stops while the receiving process cannot receive.
+            read_times: returns the times of the worker's main thread, which serves.
         """
         self._pid = pid
         self._clock = clock
@@ -71,18 +71,18 @@ class Silence:
         return f"<Silence of {self._pid} since {self.began_at:.1f}>"
 
     def note_word(self) -> None:
-        """It has said something."""
+        """Note that it has sent a message."""
         self.began_at = self._clock()
-        """When it last said something."""
+        """Time of its last message."""
         self.is_reported = False
-        """Whether the log says that it is silent."""
+        """Whether its silence has been logged."""
         self._first: ThreadTimes | None = None
         self._last: ThreadTimes | None = None
         self._last_at = self.began_at
         self._waited_unseen = 0.0
 
     def measure(self) -> float:
-        """Seconds in which it could have said something, if this is called now and then while it is silent."""
+        """Return the seconds in which it was able to send a message. Call this periodically while it is silent."""
         now, times = self._clock(), self._read_times(self._pid)
         waited = 0.0
         if times is not None:
@@ -90,11 +90,12 @@ class Silence:
         return max(0.0, now - self.began_at - waited)
 
     def _count_waiting(self, times: ThreadTimes, now: float) -> float:
-        """The seconds for which it has waited for a CPU, or for a disk."""
+        """Return the seconds for which it has waited for a CPU, or for a disk."""
         if self._first is None or self._last is None:
             self._first = times
         elif times.state in "RD" and self._last.state in "RD":
-            # The kernel counts a wait when it is over; one that goes on shows in a CPU time that stands still.
+            # The kernel counts a wait when it is over. A wait in progress is detected by a CPU time that does not
+            # change.
             self._waited_unseen += max(0.0, now - self._last_at - (times.ran - self._last.ran))
         self._last, self._last_at = times, now
         return max(self._waited_unseen, times.waited - self._first.waited)

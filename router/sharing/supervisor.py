@@ -1,7 +1,7 @@
-"""Supervisor: starts workers, replaces those that die or hang, and gives each new connection to the idlest.
+"""Supervisor: starts workers, replaces those that die or hang, and passes each new connection to the least busy one.
 
-It accepts connections itself, so that a worker that dies takes only those with it that it served: the next ones go to
-the others, and those that come while no worker lives wait in the listener's queue.
+It accepts connections itself, so that a dying worker ends only the connections that it served. Further ones go to the
+others. While no worker lives, new connections wait in the listener's queue.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ __all__ = ["LEAVING", "Supervisor", "WorkerTask", "start_nursery"]
 
 _log = logging.getLogger("router.sharing.supervisor")
 
-# A worker that does not say anything for so long gets no new connections; and one that could have for so long is
-# killed, as ``silence.py`` counts it.
+# A worker without a message for this time gets no new connections. A worker that was able to send one for this time,
+# and did not, is killed; see ``silence.py``.
 QUIET_SECONDS = 2.0
 HUNG_SECONDS = 15.0
-# One that dies young is replaced after a pause that doubles each time.
+# A worker that dies younger than this is replaced after a pause that doubles each time.
 YOUNG_SECONDS = 5.0
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.05, 5.0
-# Beyond their grace, workers that are told to stop get so long.
+# After the grace time, stopping workers get this additional time.
 STOP_SECONDS = 5.0
 CHECK_SECONDS = 0.5
-# Connections accepted in one go, before the loop does something else.
+# Maximum number of connections accepted in one turn of the event loop.
 MAX_ACCEPTED_AT_ONCE = 64
-# Where no descriptor is left for a connection, none is accepted for so long.
+# If there is no file descriptor left for a connection, none is accepted for this time.
 ACCEPT_PAUSE_SECONDS = 0.5
 
 
@@ -55,22 +55,22 @@ LEAVING = "stopping: /ready says 503; requests are taken for %g s more, so that 
 
 
 class WorkerTask(NamedTuple):
-    """All that a new worker is given."""
+    """All data that a new worker gets."""
 
     settings: RouterSettings
     name: str
     is_first: bool
     is_late: bool
     num_replaced: int
-    """How many workers took the place of one that died, this one included."""
+    """How many workers have replaced one that died, including this one."""
     channel: socket.socket
     """Its end of the wire to the supervisor."""
     connections: socket.socket
-    """Brings clients' connections."""
+    """Receives clients' connections."""
 
 
 def start_nursery(module: str) -> None:
-    """Start the process that workers are forked from, with ``module`` loaded; it takes its time beside this one's."""
+    """Start the process from which workers are forked, in parallel with this one, with ``module`` preloaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
     forkserver.ensure_running()
@@ -90,7 +90,7 @@ class Supervisor:
         """
         Args:
             listener: bound and listening.
-            run_worker: the work of a new process; it sends ``ready`` or ``refuse``, and then ``count``.
+            run_worker: the main function of a new process; it sends ``ready`` or ``refuse``, and then ``count``.
             graces: the seconds that running requests get at each signal that ends the router.
             admission: the router's limits.
         """
@@ -110,7 +110,7 @@ class Supervisor:
         self._num_started = 0
         self._was_ready = asyncio.Event()
         self._is_stopping = False
-        self._stop: asyncio.TimerHandle | None = None  # once it is told to end, if it goes on for a while
+        self._stop: asyncio.TimerHandle | None = None  # set when it has to end after a delay
         self._kills_at = 0.0
         self._refusal = ""
         self._starts: set[asyncio.Task[None]] = set()
@@ -120,16 +120,16 @@ class Supervisor:
         return f"<Supervisor {list(self._workers.values())}>"
 
     async def run_until_signal(self, on_ready: Callable[[], None]) -> str:
-        """Serve until a signal says to end; all workers have ended then.
+        """Serve until a signal ends it; then all workers have ended.
 
         Args:
             on_ready: called when all workers have started.
 
         Raises:
-            SettingsError: the address of the shared state is none.
+            SettingsError: the address of the shared state is invalid.
 
         Returns:
-            Why the workers cannot start, in one sentence; ``""`` after a good end.
+            Why the workers cannot start, in one sentence; ``""`` after a normal end.
         """
         loop = asyncio.get_running_loop()
         ticking = asyncio.ensure_future(self._clock.keep_ticking())
@@ -156,21 +156,21 @@ class Supervisor:
 
     async def _announce_ready(self, on_ready: Callable[[], None], shared_state: SharedState | None) -> None:
         await self._was_ready.wait()
-        if shared_state is not None:  # the first client should find the instances that the other routers know
+        if shared_state is not None:  # so that the first client finds the instances that the other routers know
             await shared_state.wait_for_records()
             await self._share_prefixes(shared_state)
         on_ready()
         asyncio.get_running_loop().add_reader(self._listener, self._accept_connections)
 
     async def _share_prefixes(self, uplink: Uplink) -> None:
-        """Let the workers know the prefixes that the other routers know."""
+        """Send the workers the prefixes that the other routers know."""
         if prefixes := await uplink.fetch_prefixes():
             await self._hub.share_prefixes(prefixes)
 
     async def _start_worker(self, place: int, *, is_late: bool) -> None:
         self._num_started += 1
         num_replaced = max(0, self._num_started - self._settings.num_workers)
-        # A name is never given twice: what was said of the one that died does not count for the next.
+        # A name is never reused: messages about a dead worker must not apply to its successor.
         name = f"{self._prefix}-{place}-{self._num_started}"
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             channel, their_channel = socket.socketpair()
@@ -189,7 +189,7 @@ class Supervisor:
         )
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, worker)
         self._hub.add_worker(name, worker.wire)
-        if self._is_stopping:  # the others were told so while this one started
+        if self._is_stopping:  # the others were notified while this one started
             worker.wire.send_message("stop", max(0.0, self._kills_at - STOP_SECONDS - self._clock.now()))
         elif self._stop is not None:
             self._hub.announce_leave()
@@ -216,7 +216,7 @@ class Supervisor:
         worker.num_connections, worker.num_taken = figures["connections"], figures["taken"]
 
     def _on_refusal(self, worker: _Worker, sentence: str) -> None:
-        """A worker cannot start."""
+        """Handle that a worker cannot start."""
         if self._was_ready.is_set():
             _log.error("worker %s cannot start: %s", worker.name, sentence)
         elif not self._refusal:
@@ -224,11 +224,11 @@ class Supervisor:
             self._stop_workers(0.0)
 
     def _on_lost(self, worker: _Worker) -> None:
-        """A worker has closed its wire, as it does at its end; its death is noticed by ``_on_death``."""
+        """Handle that a worker has closed its wire, as it does at its end; ``_on_death`` handles its death."""
         worker.is_ready = False
 
     def _on_death(self, worker: _Worker) -> None:
-        """A worker's process has ended."""
+        """Handle the end of a worker's process."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(worker.process.sentinel)
         worker.process.join()
@@ -253,14 +253,14 @@ class Supervisor:
                 return
             try:
                 await self._start_worker(place, is_late=True)
-            except (OSError, EOFError) as exc:  # no memory, no descriptors, or no nursery
+            except (OSError, EOFError) as exc:  # no memory, no file descriptors, or no fork server
                 _log.error("no worker can be started, which is tried again in %g s: %s", LAST_PAUSE_SECONDS, exc)
                 self._pause = LAST_PAUSE_SECONDS
             else:
                 return
 
     def _check_workers(self) -> None:
-        """Kill workers that hang, or have not ended in their time."""
+        """Kill workers that hang, or have not ended in time."""
         now = self._clock.now()
         for worker in self._workers.values():
             if self._is_stopping:
@@ -270,7 +270,7 @@ class Supervisor:
                 self._judge_silence(worker, now - worker.silence.began_at)
 
     def _judge_silence(self, worker: _Worker, seconds: float) -> None:
-        """Kill a worker that hangs; one that gets no CPU is left alone."""
+        """Kill a worker that hangs, but not one that gets no CPU."""
         counted = worker.silence.measure()
         if counted > HUNG_SECONDS:
             _log.error("worker %s has said nothing for %.0f s and is killed", worker.name, counted)
@@ -292,7 +292,7 @@ class Supervisor:
             self._stop_workers(grace)
 
     def _stop_workers(self, grace: float) -> None:
-        """Accept nothing new; let workers end their requests within ``grace`` seconds."""
+        """Accept no new connections; let workers finish their requests within ``grace`` seconds."""
         if self._stop is not None:
             self._stop.cancel()
         if not self._is_stopping:
@@ -305,7 +305,7 @@ class Supervisor:
         self._hub.stop_workers(grace)
 
     def _accept_connections(self) -> None:
-        """Give the connections that wait to workers; while there is none, they wait in the listener's queue."""
+        """Pass waiting connections to workers; while there is no worker, they wait in the listener's queue."""
         for _ in range(MAX_ACCEPTED_AT_ONCE):
             workers = self._list_idlest()
             if not workers:
@@ -320,7 +320,7 @@ class Supervisor:
                 self._pause_accepting(ACCEPT_PAUSE_SECONDS)
                 return
             taker = next((each for each in workers if send_connection(each.connections, connection)), None)
-            if taker is None:  # they have just died, or are full: it is given to who comes next
+            if taker is None:  # all have just died, or are full: the next worker gets it
                 self._waiting = connection
                 self._pause_accepting(FIRST_PAUSE_SECONDS)
                 return
@@ -339,7 +339,7 @@ class Supervisor:
             self._accept_connections()
 
     def _list_idlest(self) -> list[_Worker]:
-        """The workers that may get a connection, the one with the fewest first; those that are quiet, last."""
+        """Return the workers that may get a connection, the one with the fewest first, silent ones last."""
         quiet_before = self._clock.now() - QUIET_SECONDS
         ready = [worker for worker in self._workers.values() if worker.is_ready]
         return sorted(ready, key=lambda worker: (worker.silence.began_at < quiet_before, worker.load))
@@ -368,10 +368,10 @@ class _Worker:
 
     @property
     def load(self) -> int:
-        """Its connections: those it has by its last account, and those it has been given since."""
+        """Number of its connections: those in its last report, and those passed since."""
         return self.num_connections + self.num_given - self.num_taken
 
     def close(self) -> None:
-        """Close this end of all that led to it."""
+        """Close this end of all connections to it."""
         self.wire.close()
         self.connections.close()

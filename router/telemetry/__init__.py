@@ -1,11 +1,11 @@
-"""Telemetry: the requests as operators see them.
+"""Telemetry: data about requests for operators.
 
-records.py   RequestRecord: what is known of one request at its end
-audit.py     Audit: one record a request, its line in the access log, and its explanation
-metrics.py   RouterMetrics: figures for Prometheus
+records.py   RequestRecord: data of one request at its end
+audit.py     Audit: one record per request, its line in the access log, and its explanation
+metrics.py   RouterMetrics: metrics for Prometheus
 tracing.py   Tracer: spans for OpenTelemetry
-merge.py     the figures of several processes as one
-why_miss.py  why a request was a miss, asked of the instances on demand
+merge.py     merges the metrics of several processes
+why_miss.py  why a request was a cache miss, queried from the instances on demand
 need.py      InstancesNeeded: how many instances the traffic needs, for autoscalers
 """
 

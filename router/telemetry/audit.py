@@ -1,8 +1,8 @@
-"""Audit: one record a request, written as a line of JSON to the access log, counted, and kept to be explained.
+"""Audit: one record per request, written as a JSON line to the access log, counted, and stored for explanations.
 
-A request only appends its record to a list. The event loop hands the records on in batches: to the subscribers that
-count them, and as lines to the log. Where the log's reader has stopped reading, lines are dropped (and counted) rather
-than waited for.
+A request only appends its record to a list. The event loop passes the records on in batches: to the subscribers that
+count them, and as lines to the log. If the log's reader has stopped reading, lines are dropped and counted, so that
+requests never wait for it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _log = logging.getLogger("router.telemetry.audit")
 
 MAX_RECORDS = 10_000
 FLUSH_SECONDS = 0.2
-# About 64 KB of lines; more are not made at once, so that other requests do not wait for it.
+# About 64 KB of lines. Longer batches would delay other requests.
 BATCH_RECORDS = 150
-# A slow reader may leave so many lines.
+# Maximum number of lines that a slow reader has not taken.
 MAX_BACKLOG_LINES = 10_000
 _FILE_PIECE_BYTES = 65536
-# Cut to this, so that a line fits into PIPE_BUF even if every character is escaped.
+# Longer values are cut, so that a line fits into PIPE_BUF even if every character is escaped.
 _PATH_CHARACTERS, _ID_CHARACTERS = 300, 128
 
 
 class Audit:
-    """Takes the records of requests that have ended: writes the access log, and keeps the last records."""
+    """Receives the records of ended requests: writes the access log, and stores the last records."""
 
     def __init__(self, settings: RouterSettings) -> None:
         """
@@ -49,7 +49,7 @@ class Audit:
         """
         self._records: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
         self.lost_lines = 0
-        """Lines of the access log that could not be written."""
+        """Number of access log lines that could not be written."""
         self._output = _open_log(settings.access_log)
         self._pending: list[RequestRecord] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -61,7 +61,7 @@ class Audit:
         return self._records
 
     def add_record(self, record: RequestRecord) -> None:
-        """Keep the record of a request that has ended; it is counted, and its line written, soon."""
+        """Store the record of an ended request; it is counted, and its line written, soon."""
         self._records.append(record)
         pending = self._pending
         pending.append(record)
@@ -71,11 +71,11 @@ class Audit:
             asyncio.get_running_loop().call_soon(self.flush_records)
 
     def subscribe_to_batches(self, callback: Callable[[Sequence[RequestRecord]], None]) -> None:
-        """Call ``callback`` with the records that were added since its last call, in their order."""
+        """Call ``callback`` with the records that were added since its last call, in order."""
         self._batch_callbacks.append(callback)
 
     def flush_records(self) -> None:
-        """Hand the records that were added on, now: to the subscribers, and to the log as lines."""
+        """Pass the added records on now: to the subscribers, and to the log as lines."""
         batch, self._pending = self._pending, []
         for callback in self._batch_callbacks:
             callback(batch)
@@ -83,7 +83,7 @@ class Audit:
             self.lost_lines += self._output.write_lines([_format_line(record) for record in batch])
 
     def close(self) -> None:
-        """Hand on the records that are left, and close the file."""
+        """Pass on the remaining records, and close the file."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -93,16 +93,16 @@ class Audit:
             self._output = None
 
     def explain_request(self, request_id: str) -> dict[str, Any] | None:
-        """The decisions that placed the last request of this id, and its end; None if it is not known (any more).
+        """Return the decisions that placed the last request with this id, and its result; None if it is not stored.
 
-        The id may be the request's own, or the one that engines have it under (``chatcmpl-`` or ``cmpl-`` before it).
+        The id may be the request's own, or the one at engines (with the prefix ``chatcmpl-`` or ``cmpl-``).
         """
         names = {request_id, request_id.removeprefix("chatcmpl-"), request_id.removeprefix("cmpl-")}
         record = next((r for r in reversed(self._records) if r.request_id and r.request_id in names), None)
         return None if record is None else _build_explanation(record)
 
     def list_requests(self, count: int) -> list[dict[str, Any]]:
-        """The last ``count`` requests that have ended, the newest first, as lines of the access log have them."""
+        """Return the ``count`` requests that ended last, newest first, in the format of the access log."""
         return [json.loads(_format_line(record)) for record in islice(reversed(self._records), count)]
 
     def _on_timer(self) -> None:
@@ -113,27 +113,27 @@ class Audit:
 
 
 class _Output:
-    """A file or stream of lines that is never waited for."""
+    """A file or stream for lines; writing never blocks."""
 
     def __init__(self, descriptor: int, *, owned: bool) -> None:
         self._failed = False
         self._descriptor = descriptor
         self._owned = owned
         self._backlog: deque[bytes] = deque()
-        # A pipe that is ready for writing has room for PIPE_BUF bytes; more might block.
+        # A writable pipe accepts at least PIPE_BUF bytes; more might block.
         self._piece_bytes = _FILE_PIECE_BYTES if stat.S_ISREG(os.fstat(descriptor).st_mode) else select.PIPE_BUF
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
 
     @property
     def holds_back(self) -> bool:
-        """Whether there are lines that the reader has not taken yet."""
+        """Return whether there are lines that the reader has not taken yet."""
         return bool(self._backlog)
 
     def write_lines(self, lines: list[bytes]) -> int:
-        """Write lines; those that the reader does not take now are kept for the next time, up to a limit.
+        """Write lines. Those that the reader does not take now are buffered for the next time, up to a limit.
 
-        Returns how many were lost.
+        Return how many were lost.
         """
         room = MAX_BACKLOG_LINES - len(self._backlog)
         self._backlog.extend(lines[:room])
@@ -150,7 +150,7 @@ class _Output:
         return lost
 
     def close(self) -> int:
-        """Close it if it is a file of ours; return how many lines its reader has not taken."""
+        """Close it if this object opened the file; return how many lines its reader has not taken."""
         if self._owned:
             os.close(self._descriptor)
         return len(self._backlog)
@@ -177,7 +177,7 @@ def _open_log(destination: str) -> _Output | None:
         stream = sys.__stdout__ if destination == "stdout" else sys.__stderr__
         return None if stream is None else _Output(stream.fileno(), owned=False)
     try:
-        # Opening a pipe that nobody reads would wait; with O_NONBLOCK it fails.
+        # Opening a pipe without a reader would block; with O_NONBLOCK it fails.
         descriptor = os.open(destination, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o640)
         os.set_blocking(descriptor, True)
     except OSError as exc:
@@ -189,7 +189,7 @@ def _open_log(destination: str) -> _Output | None:
 
 def _format_line(record: RequestRecord) -> bytes:
     fields = {
-        # ``round`` goes by way of text, and ``int`` of a whole number.
+        # Faster than ``round``, which converts to text, and than ``int`` of a whole number.
         "time": (record.started_unix * 1e3 + 0.5) // 1.0 / 1e3,
         "method": record.method,
         "path": record.path[:_PATH_CHARACTERS],
@@ -216,7 +216,7 @@ def _format_line(record: RequestRecord) -> bytes:
         fields |= {name: value[:_ID_CHARACTERS] for name, value in record.client_ids.items()}
     try:
         return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # an engine may count more tokens than 64 bits hold, and an id may be no valid Unicode
+    except TypeError:  # an engine may report a number above 64 bits, and an id may be invalid Unicode
         return json.dumps(fields).encode() + b"\n"
 
 
@@ -255,5 +255,5 @@ def _build_explanation(record: RequestRecord) -> dict[str, Any]:
 
 
 def _measure(record: RequestRecord, moment: float) -> float | None:
-    """Milliseconds from the request's arrival to a moment on ``time.perf_counter``; None where that never came."""
+    """Return milliseconds from the request's arrival to a time of ``time.perf_counter``; None if there is none."""
     return round((moment - record.started) * 1e3, 2) if moment else None

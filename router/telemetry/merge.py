@@ -1,4 +1,4 @@
-"""The figures of several processes as one, as if they were a single router."""
+"""Merges the metrics of several processes, as if they were one router."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from prometheus_client.core import Metric
 
 __all__ = ["add_counts", "dump_families", "merge_families"]
 
-# Of these each process has a part. Any other gauge is about all of them already, or a mean of which one is enough.
+# Of these, each process has a part. Any other gauge is a total over all processes already, or a mean, for which one
+# process is enough.
 _ADDED_GAUGES = frozenset(
     {"router_running_requests", "router_queued_requests", "router_queued_requests_by_priority", "router_workers"}
 )
-# Of these each process has a count of all, as it was when it started.
+# Of these, each process has the total at the time when it started.
 _HIGHEST_COUNTS = frozenset({"router_worker_restarts"})
 
 _Dump = Sequence[Any]
-# By the sample's name and its labels.
+# Keys are the sample's name and its labels.
 _Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def dump_families(families: Iterable[Metric]) -> list[_Dump]:
-    """Families of figures as plain values, for another process."""
+    """Return metric families as plain values, for another process."""
     return [
         (family.name, family.documentation, family.type, [(s.name, s.labels, s.value) for s in family.samples])
         for family in families
@@ -30,7 +31,7 @@ def dump_families(families: Iterable[Metric]) -> list[_Dump]:
 
 
 def add_counts(known: Sequence[_Dump], figures: Sequence[_Dump]) -> list[_Dump]:
-    """The counts of processes that have ended: those ``known``, and those of one more. Its gauges ended with it."""
+    """Add the counters of an ended process to the ``known`` ones. Its gauges are dropped."""
     added = [family for family in merge_families((), [known, figures]) if family.type != "gauge"]
     for family in added:
         family.samples = [sample for sample in family.samples if "quantile" not in sample.labels]
@@ -38,10 +39,10 @@ def add_counts(known: Sequence[_Dump], figures: Sequence[_Dump]) -> list[_Dump]:
 
 
 def merge_families(own: Iterable[Metric], others: Iterable[Sequence[_Dump]]) -> list[Metric]:
-    """``own`` families with the figures of other processes.
+    """Merge ``own`` families with the metrics of other processes.
 
-    Counts are added, those of a histogram's buckets, too. Quantiles cannot be: of those the highest is taken, so that
-    none looks better than it is.
+    Counters are added, including those of a histogram's buckets. Quantiles cannot be added: the highest is used, so
+    that no result looks better than it is.
     """
     merged: dict[str, Metric] = {}
     values: dict[str, _Values] = {}
@@ -56,7 +57,7 @@ def merge_families(own: Iterable[Metric], others: Iterable[Sequence[_Dump]]) -> 
 
 
 def _add_samples(known: _Values, name: str, kind: str, samples: Iterable[tuple[str, dict[str, str], float]]) -> None:
-    """Merge the samples of a family into those that are ``known``."""
+    """Merge the samples of a family into the ``known`` ones."""
     is_added = kind != "gauge" or name in _ADDED_GAUGES
     is_highest = name in _HIGHEST_COUNTS
     for sample, labels, value in samples:

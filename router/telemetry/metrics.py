@@ -1,7 +1,7 @@
-"""RouterMetrics: figures for Prometheus, under FastDeploy's Go router's names where it has them.
+"""RouterMetrics: metrics for Prometheus, with the names of FastDeploy's Go router if it has them.
 
-Requests are counted in plain numbers, in the batches that ``Audit`` hands on; families and labels are made of them when
-Prometheus asks. prometheus_client's own counters take a lock for each increment.
+Requests are counted in plain numbers, in the batches from ``Audit``. Families and labels are created from them when
+Prometheus scrapes. prometheus_client's own counters acquire a lock for each increment.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings", "/v1/responses"})
 _COMPLETIONS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 
-# Series of instances that are gone are dropped when Prometheus asks; if it does not, once there are more than this.
+# Series of removed instances are dropped at a scrape. Without scrapes, they are dropped if there are more than this.
 MAX_WORKER_SERIES = 10_000
 
-# Those that the Go router computes, here over the last answers of each endpoint.
+# The same quantiles as in the Go router, here over the last answers of each endpoint.
 _QUANTILES = (0.95, 0.99)
 _QUANTILE_WINDOW = 1024
 
-# Of whole requests, and of a single token; an instance of ours has the same (engine/telemetry/metrics.py).
+# Buckets for whole requests, and for a single token; our own instances use the same (engine/telemetry/metrics.py).
 _REQUEST_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0),
 )
 _OUTPUT_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 
-# Counted from 0 on, as of a series that begins with 1 Prometheus sees no increase.
+# Series that exist with 0 from the start: if a series begins with 1, Prometheus sees no increase.
 _USUAL_FAILURES = ("instance_error", "no_instance", "request_timeout", "stream_stalled")
 
 _INFERENCE, _WORKERS = "inference_requests", ("mixed_worker", "prefill_worker", "decode_worker")
@@ -66,11 +66,11 @@ _NAMING = frozenset({"instance", *_WORKERS})
 
 _OPENNESS = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
-# Policies' figures are means over so many of the last requests.
+# Policies' metrics are means over this many of the last requests.
 _DECISION_WINDOW = 500
 
 
-# Of a batch of records all are counted by functions of C, as each Python call for each of them adds up.
+# All records of a batch are counted with C functions, because a Python call for each would be too slow.
 _outcome_of = attrgetter("method", "path", "status", "error")
 _workers_of = attrgetter("mixed", "prefill", "decode", "status")
 _TOKENS_OF = {
@@ -82,7 +82,7 @@ _TOKENS_OF = {
 
 
 class RouterMetrics:
-    """Everything the router counts; the figures of other objects are read from them when Prometheus asks."""
+    """All counters of the router. Metrics of other objects are read from them at a scrape."""
 
     def __init__(
         self, registry: Registry, admission: Limits, audit: Audit, num_replaced: int = 0, dialect: str = "python"
@@ -90,8 +90,8 @@ class RouterMetrics:
         """
         Args:
             num_replaced: how many of the router's processes had died and been replaced when this one started.
-            dialect: with ``go``, ``inference_requests_total`` has the instances' URLs, and answers of instances alone,
-                as in that router.
+            dialect: with ``go``, ``inference_requests_total`` has the instances' URLs and counts only answers of
+                instances, as in that router.
         """
         self._registry = registry
         self._admission = admission
@@ -147,12 +147,12 @@ class RouterMetrics:
         self._count_instance(self._preemptions, instance)
 
     def count_computed_twice(self, decode: str) -> int:
-        """Count one prompt that ``decode`` computed though prefill had; the number of those so far."""
+        """Count one prompt that ``decode`` computed although prefill had; return their number so far."""
         self._count_instance(self._computed_twice, decode)
         return self._computed_twice[decode]
 
     def count_resumption(self, instance: str) -> None:
-        """Count one stream whose ``instance`` died, broke off or hung, to be resumed elsewhere."""
+        """Count one stream to be resumed elsewhere because ``instance`` died, ended it early, or hung."""
         self._count_instance(self._resumptions, instance)
 
     def _count_instance(self, counts: dict[str, int], instance: str) -> None:
@@ -161,7 +161,7 @@ class RouterMetrics:
         counts[instance] = counts.get(instance, 0) + 1
 
     def _count_responses(self, records: Sequence[RequestRecord]) -> None:
-        """Count by endpoint; the status is 499 where the client left before the response's end."""
+        """Count by endpoint; the status is 499 if the client left before the response's end."""
         for (method, path, status, error), count in Counter(map(_outcome_of, records)).items():
             key = (method, path if path in _ENDPOINTS else "other", status)
             self._responses[key] = self._responses.get(key, 0) + count
@@ -211,23 +211,23 @@ class RouterMetrics:
         self._first_token.observe_all([record.first_byte_ms / 1e3 for record in streams])
         token_seconds = []
         for record in streams:
-            # Where the engine does not say how many tokens it made, each piece it sent stands for one.
+            # If the engine does not report the number of tokens, each received piece counts as one.
             later = (record.completion_tokens or record.chunks) - 1
             if later > 0:
                 token_seconds.append((record.total_ms - record.first_byte_ms) / 1e3 / later)
         self._output_token.observe_all(token_seconds)
 
     def dump(self) -> list[Any]:
-        """All figures as plain values, for ``render_text`` of another process."""
+        """Return all metrics as plain values, for ``render_text`` in another process."""
         self._audit.flush_records()
         return dump_families(self.collect())
 
     def render_text(self, *dumps: Sequence[Any]) -> bytes:
-        """All figures in Prometheus's text format.
+        """Return all metrics in Prometheus's text format.
 
         Args:
-            dumps: the figures of this process and the router's others, those that have ended included; without any,
-                this one's.
+            dumps: the metrics of this process and the router's others, including ended ones; if empty, those of this
+                process.
         """
         families = self._merge_known(dumps or [self.dump()])
         if self._need is not None:
@@ -235,10 +235,10 @@ class RouterMetrics:
         return _format_families(families)
 
     async def render_aside(self, *dumps: Sequence[Any]) -> bytes:
-        """As ``render_text``, while requests go on: one rendering at a time in a thread, which takes turns with them.
+        """Render as ``render_text``, while requests continue: in a thread, one rendering at a time.
 
         Args:
-            dumps: as there, at least one.
+            dumps: as in ``render_text``, at least one.
         """
         async with self._rendering:
             families = await asyncio.to_thread(self._merge_known, dumps)
@@ -247,7 +247,7 @@ class RouterMetrics:
             return await asyncio.to_thread(_format_families, families)
 
     def _merge_known(self, dumps: Sequence[Sequence[Any]]) -> list[Metric]:
-        """The figures of all processes, without those of instances that are gone; processes may have ended, too."""
+        """Return the metrics of all processes, without those of removed instances."""
         families = merge_families((), dumps)
         urls = {instance.key: instance.address.url for instance in self._registry}
         known = {"", *urls}
@@ -258,19 +258,19 @@ class RouterMetrics:
         return families
 
     def watch_shared_state(self, is_up: Callable[[], bool]) -> None:
-        """Show, from now on, whether the other routers are heard of, which ``is_up`` tells."""
+        """Include, from now on, whether the other routers can be reached, according to ``is_up``."""
         self._is_shared_state_up = is_up
 
     def watch_need(self, need: InstancesNeeded) -> None:
-        """Show, from now on, how many instances are needed."""
+        """Include, from now on, how many instances are needed."""
         self._need = need
 
     def watch_discovery(self, discovery: Discovery) -> None:
-        """Show, from now on, which pods were found."""
+        """Include, from now on, which pods were found."""
         self._discovery = discovery
 
     def collect(self) -> Iterator[Metric]:
-        """The figures of this process."""
+        """Yield the metrics of this process."""
         self._forget_gone_instances()
         yield from self._collect_requests()
         yield from self._collect_tokens()
@@ -279,10 +279,10 @@ class RouterMetrics:
         yield from self._collect_admission()
         yield from self._collect_instances()
         if self._is_shared_state_up is not None:
-            text = "Whether other routers are heard of over Redis (1), or this one goes on alone (0)"
+            text = "Whether other routers are reachable over Redis (1), or this one works alone (0)"
             yield GaugeMetricFamily("router_shared_state_up", text, float(self._is_shared_state_up()))
         if self._discovery is not None:
-            text = "Whether the cluster's API server tells which pods there are (1), or those known last are kept (0)"
+            text = "Whether the cluster's API server reports the pods (1), or the last known ones are used (0)"
             yield GaugeMetricFamily("router_discovery_up", text, float(self._discovery.is_current))
             pods = GaugeMetricFamily("router_discovered_pods", "Pods of the selector by their state", labels=["state"])
             for state, count in self._discovery.count_pods().items():
@@ -297,7 +297,7 @@ class RouterMetrics:
         yield CounterMetricFamily("router_worker_restarts", text, self._num_replaced)
 
     def _forget_gone_instances(self) -> None:
-        """Drop the counts by instances that are gone: of pairs, if one is. Those that restart are still registered."""
+        """Drop the counters of removed instances, and of pairs with one. Restarting instances are still registered."""
         known = {"", *(instance.key for instance in self._registry)}
         self._inference = {who: count for who, count in self._inference.items() if known.issuperset(who[:3])}
         for counts in (self._retries, self._aborts, self._preemptions, self._resumptions, self._computed_twice):
@@ -333,7 +333,7 @@ class RouterMetrics:
             inference.add_metric([mixed, prefill, decode, str(status)], count)
         failed = CounterMetricFamily(
             "router_failed_requests",
-            "Requests that ended with a 5xx, or whose answer broke off after it had begun, by the error's code",
+            "Requests that ended with a 5xx, or with an incomplete answer, by error code",
             labels=["code"],
         )
         for code, count in self._failed.items():
@@ -342,17 +342,17 @@ class RouterMetrics:
 
     def _collect_tokens(self) -> Iterator[Metric]:
         yield self._queue_time.build_family(
-            "router_queue_time_seconds", "Time that completion requests waited in line; 0 of those that did not wait"
+            "router_queue_time_seconds", "Time that completion requests were queued; 0 for those that were not"
         )
         yield self._request_time.build_family(
-            "router_request_duration_seconds", "From a completion request's arrival to the end of its answer, if good"
+            "router_request_duration_seconds", "From a completion request's arrival to the end of its successful answer"
         )
         yield self._first_token.build_family(
             "router_time_to_first_token_seconds", "From a streaming request's arrival to the first byte of its answer"
         )
         yield self._output_token.build_family(
             "router_time_per_output_token_seconds",
-            "Mean time between a streaming request's later tokens, or pieces where the engine does not count tokens",
+            "Mean time between a streaming request's later tokens, or pieces if the engine does not count tokens",
         )
         tokens = CounterMetricFamily("router_tokens", "Tokens as engines counted them", labels=["kind"])
         for kind, count in self._tokens.items():
@@ -360,20 +360,20 @@ class RouterMetrics:
         yield tokens
         for name, text, value in (
             ("router_cache_request", "Completion requests placed by their prefix", self._placed_by_prefix),
-            ("router_cache_hit", "Those placed where a part of it was expected in a cache", self._placed_on_a_hit),
-            ("router_predicted_cached_tokens", "Cached tokens predicted, where the engine said after", self._predicted),
-            ("router_actual_cached_tokens", "What the engine said, of the same requests", self._actual),
-            ("router_mispredicted_cached_tokens", "Sum of the differences between both", self._missed_by),
+            ("router_cache_hit", "Those placed at an instance expected to have cached a part", self._placed_on_a_hit),
+            ("router_predicted_cached_tokens", "Cached tokens predicted, if the engine reports them", self._predicted),
+            ("router_actual_cached_tokens", "Cached tokens reported for the same requests", self._actual),
+            ("router_mispredicted_cached_tokens", "Sum of the absolute differences", self._missed_by),
         ):
             yield CounterMetricFamily(name, text, value)
 
     def _collect_attempts(self) -> Iterator[Metric]:
         for name, text, counts in (
-            ("router_retries", "Attempts failed before the first byte of an answer, by who failed", self._retries),
-            ("router_aborts", "Requests aborted at an instance because nobody will read their answer", self._aborts),
-            ("router_reschedules", "Requests put down half-way, by who did, and taken up again", self._preemptions),
-            ("router_prompts_computed_twice", "Prompts of pairs that handed nothing over", self._computed_twice),
-            ("router_resumptions", "Streams whose instance failed half-way, by who did, resumed", self._resumptions),
+            ("router_retries", "Attempts failed before the first byte, by instance", self._retries),
+            ("router_aborts", "Requests aborted at an instance without a waiting client", self._aborts),
+            ("router_reschedules", "Requests preempted and resumed, by instance", self._preemptions),
+            ("router_prompts_computed_twice", "Prompts computed again by decode", self._computed_twice),
+            ("router_resumptions", "Streams resumed after a failure, by instance", self._resumptions),
         ):
             family = CounterMetricFamily(name, text, labels=["instance"])
             known = {instance.key: 0 for instance in self._registry}
@@ -382,7 +382,9 @@ class RouterMetrics:
             yield family
 
     def _collect_decisions(self) -> Iterator[Metric]:
-        """The numbers among the last decisions' reasons, so that nothing is added up on a request's path."""
+        """Yield means of the numbers in the last decisions' reasons, computed only now, not while requests are
+        served.
+        """
         sums: dict[tuple[str, str], list[float]] = {}
         last = (
             record.attempts[-1] for record in islice(reversed(self._audit.records), _DECISION_WINDOW) if record.attempts
@@ -395,7 +397,7 @@ class RouterMetrics:
                         sums.setdefault((role, name), []).append(value)
         family = GaugeMetricFamily(
             "router_policy_figure",
-            f"What policies decided by: means over the last {_DECISION_WINDOW} requests",
+            f"Means of the values that policies used, over the last {_DECISION_WINDOW} requests",
             labels=["role", "figure"],
         )
         for labels, values in sums.items():
@@ -405,9 +407,9 @@ class RouterMetrics:
     def _collect_admission(self) -> Iterator[Metric]:
         gate = self._admission
         yield GaugeMetricFamily("router_running_requests", "Requests being served", gate.running)
-        yield GaugeMetricFamily("router_queued_requests", "Requests waiting in line to be served", gate.waiting)
+        yield GaugeMetricFamily("router_queued_requests", "Queued requests", gate.waiting)
         by_priority = GaugeMetricFamily(
-            "router_queued_requests_by_priority", "Those of each priority that has any", labels=["priority"]
+            "router_queued_requests_by_priority", "Queued requests by priority", labels=["priority"]
         )
         for priority, count in gate.waiting_by_priority.items():
             by_priority.add_metric([str(priority)], count)
@@ -428,13 +430,13 @@ class RouterMetrics:
             "router_instance_tokens", "Prompt tokens of the requests running, estimated", labels=labels
         )
         queued = GaugeMetricFamily(
-            "router_instance_queued_tokens", "Tokens still to be computed of those without a first token", labels=labels
+            "router_instance_queued_tokens", "Tokens to compute of requests without a first token", labels=labels
         )
         running = GaugeMetricFamily(
-            "router_instance_reported_running", "Requests running by its account", labels=labels
+            "router_instance_reported_running", "Running requests reported by the instance", labels=labels
         )
         waiting = GaugeMetricFamily(
-            "router_instance_reported_waiting", "Requests waiting by its account", labels=labels
+            "router_instance_reported_waiting", "Waiting requests reported by the instance", labels=labels
         )
         breakers = GaugeMetricFamily(
             "router_instance_breaker_open", "0: closed; 0.5: one request is being tried; 1: open", labels=labels
@@ -451,7 +453,7 @@ class RouterMetrics:
                 (waiting, load.waiting),
                 (breakers, _OPENNESS[instance.breaker.state]),
             ):
-                if value is not None:  # not by add_metric, which takes three times as long, for thousands of instances
+                if value is not None:  # add_metric would take three times as long, for thousands of instances
                     family.samples.append(Sample(family.name, named, value))
         for labels_of_count, count in counts.items():
             states.add_metric(labels_of_count, count)
@@ -459,10 +461,10 @@ class RouterMetrics:
 
 
 def _build_need(need: InstancesNeeded, families: Sequence[Metric]) -> Metric:
-    """Of the whole fleet; ``families`` are of all processes."""
+    """Return the metric for the whole fleet; ``families`` are of all processes."""
     waiting = [each.samples[0].value for each in families if each.name == "router_queued_requests"]
     family = GaugeMetricFamily(
-        "router_instances_needed", "Instances that the present traffic needs, of the whole fleet", labels=["role"]
+        "router_instances_needed", "Instances that the present traffic needs, for the whole fleet", labels=["role"]
     )
     for role, count in need.compute(sum(waiting)).items():
         family.add_metric([role.value], count)
@@ -476,12 +478,12 @@ def _format_families(families: Sequence[Metric]) -> bytes:
 
 
 def _names_only(known: Container[str], labels: Mapping[str, str]) -> bool:
-    """Whether all instances that these labels name are ``known``."""
+    """Return whether all instances that these labels name are ``known``."""
     return all(name not in _NAMING or value in known for name, value in labels.items())
 
 
 def _name_by_url(samples: Sequence[Sample], urls: Mapping[str, str]) -> Iterator[Sample]:
-    """The samples that name instances, with their URLs."""
+    """Yield the samples that name instances, with their URLs."""
     for sample in samples:
         named = {name: urls.get(sample.labels[name], "") for name in _WORKERS}
         if any(named.values()):
@@ -489,13 +491,13 @@ def _name_by_url(samples: Sequence[Sample], urls: Mapping[str, str]) -> Iterator
 
 
 class _Families(Collector):
-    """Families that are there already."""
+    """A collector of existing families."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Sequence[Metric]:
-        """Called by prometheus_client."""
+        """Return the families; called by prometheus_client."""
         return self._families
 
 

@@ -5,12 +5,12 @@
     needed = (busy + behind) / target utilisation, rounded up, and at least 1
 
     busy     prefill: instances that compute a prompt
-             decode, mixed: requests that run, or wait in the router's line, by the number that an instance runs at once
-    behind   for each instance whose queue takes longer than 10 s: 1 for each further 10 s; how long it takes is known
+             decode, mixed: running and queued requests, divided by the number that an instance runs concurrently
+    behind   for each instance with a queue of more than 10 s: 1 for each further 10 s; this time is known
              once the role's policy has learned the cost of a token (``pool_aware``)
 
-Both are means over the last half minute, of the whole fleet: the loads count the requests of all workers and routers.
-Nothing of it is done on a request's way: loads are looked at once a second.
+Both are means over the last half minute, for the whole fleet: the loads include the requests of all workers and
+routers. Nothing is computed while requests are served: loads are sampled once per second.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ __all__ = ["InstancesNeeded"]
 SAMPLE_SECONDS = 1.0
 WINDOW_SAMPLES = 30
 PATIENCE_SECONDS = 10.0
-# Of the sums of work that come and go, rounding leaves less than this.
+# Sums of added and removed work have a rounding error below this.
 _NO_WORK = 0.5
 
 
 class _Sample(NamedTuple):
-    """A role at one moment."""
+    """The load of a role at one moment."""
 
     computing: int
-    """Instances that have a prompt to compute."""
+    """Number of instances that have a prompt to compute."""
     requests: int
     behind: float
 
 
 class InstancesNeeded:
-    """Looks at the fleet's load once a second, and says how many instances would carry it well."""
+    """Samples the fleet's load once per second, and computes how many instances it needs."""
 
     def __init__(self, settings: RouterSettings, registry: Registry, token_seconds: Callable[[Role], float]) -> None:
         """
         Args:
-            token_seconds: the learned cost of a role's token of work; 0 where it is not known.
+            token_seconds: returns the learned seconds per token of work of a role; 0 if unknown.
         """
         self._utilization = settings.target_utilization
         self._requests_per_instance = settings.requests_per_instance
@@ -60,13 +60,13 @@ class InstancesNeeded:
         self._samples: dict[Role, deque[_Sample]] = {role: deque(maxlen=WINDOW_SAMPLES) for role in registry.roles}
 
     async def keep_sampling(self) -> None:
-        """Look once a second, until cancelled."""
+        """Sample once per second, until cancelled."""
         while True:
             self.take_sample()
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def take_sample(self) -> None:
-        """Look at all instances' loads."""
+        """Sample all instances' loads."""
         for role, samples in self._samples.items():
             instances = self._list_instances(role)
             token_seconds = self._token_seconds(role)
@@ -82,10 +82,10 @@ class InstancesNeeded:
             )
 
     def compute(self, waiting: float = 0.0) -> dict[Role, int]:
-        """The instances that each role needs.
+        """Return the number of instances that each role needs.
 
         Args:
-            waiting: requests in the router's line, which no instance has yet.
+            waiting: number of requests in the router's queue, without an instance.
         """
         return {role: self._compute_role(role, samples, waiting) for role, samples in self._samples.items()}
 
@@ -100,7 +100,7 @@ class InstancesNeeded:
         return max(1, math.ceil((busy + behind) / self._utilization - 1e-9))
 
     def _find_capacity(self, role: Role) -> float:
-        """The requests that an instance of this role runs at once: as they say themselves, or as it was set."""
+        """Return how many requests an instance of this role runs concurrently, as reported or as configured."""
         told = [_read_capacity(instance) or self._requests_per_instance for instance in self._list_instances(role)]
         return _mean(told) if told else self._requests_per_instance
 
@@ -109,7 +109,7 @@ class InstancesNeeded:
 
 
 def _read_capacity(instance: Instance) -> int:
-    """``max_num_seqs`` of its registration; 0 if it does not say."""
+    """Return ``max_num_seqs`` of its registration; 0 if it has none."""
     value = instance.registration.fields.get("max_num_seqs")
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 

@@ -1,4 +1,4 @@
-"""Records of requests: what the access log, metrics, explanations and spans are made from."""
+"""Records of requests: the source of the access log, metrics, explanations and spans."""
 
 from __future__ import annotations
 
@@ -18,80 +18,80 @@ __all__ = ["AttemptRecord", "LegRecord", "RequestRecord", "RequestTrace"]
 
 
 class RequestTrace:
-    """One request in its trace: the ids that others are told, and facts beside its record. Attributes are read."""
+    """One request in its trace: the ids that are sent to others, and data in addition to its record. Read-only."""
 
     __slots__ = ("attributes", "context", "is_sampled", "model", "parent")
 
     def __init__(self, context: SpanContext, parent: SpanContext | None, attributes: Mapping[str, Any]) -> None:
         """
         Args:
-            context: of the request's own span.
-            parent: the client's.
-            attributes: those that the sampler adds.
+            context: context of the request's own span.
+            parent: context of the client's span.
+            attributes: attributes that the sampler adds.
         """
         self.context = context
         self.parent = parent
         self.attributes = attributes
         self.is_sampled = context.trace_flags.sampled
-        """Whether spans are made of it."""
+        """Whether spans are created for it."""
         self.model: object = ""
 
     @property
     def trace_id(self) -> str:
-        """The trace's id as headers and logs have it."""
+        """The trace's id in the format of headers and logs."""
         return f"{self.context.trace_id:032x}"
 
     @staticmethod
     def make_span_id() -> int:
-        """A new span's id, which is not 0."""
+        """Return a new span's id, which is not 0."""
         return random.getrandbits(64) or 1
 
     def make_head_line(self, span_id: int) -> bytes:
-        """The header by which an instance hears of its leg's span."""
+        """Return the header that sends an instance the id of its leg's span."""
         context = self.context
         return b"traceparent: 00-%032x-%016x-%02x\r\n" % (context.trace_id, span_id, context.trace_flags)
 
 
 LegRecord: TypeAlias = "tuple[str, Role, ExchangeRecord, int]"
-"""One leg of an attempt: its instance and the role of that, its exchange, and the id of its span (0: it has none).
+"""One leg of an attempt: its instance with its role, its exchange, and the id of its span (0: none).
 
-Prefill's may end later than the request. (A plain tuple, as two of them are made for each request.)
+Prefill's leg may end later than the request. (A plain tuple, because two of them are created for each request.)
 """
 
 
 class AttemptRecord(NamedTuple):
-    """One attempt: the decisions that placed it (prefill's first, in a pair), how it ended, and its times."""
+    """One attempt: the decisions that placed it (prefill's first, in a pair), its result, and its times."""
 
     decisions: Sequence[Decision]
     ended: str
     """``answered``, or its failure in one sentence."""
     began_at: float = 0.0
     ended_at: float = 0.0
-    """On ``time.perf_counter``."""
+    """Start time, from ``time.perf_counter``."""
     legs: Sequence[LegRecord] = ()
-    """Prefill's first, in a pair; none where it failed before an instance was asked."""
+    """Legs, prefill's first in a pair; empty if it failed before a request was sent."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The story of one request. The code that serves it fills this in, and changes it no more once it is added."""
+    """Data of one request. The code that serves it fills this in; after it is added, it does not change any more."""
 
     method: str
     path: str
-    """Without the query, which may be confidential."""
+    """Path without the query, which may be confidential."""
     started_unix: float
     """Seconds since 1970 when its head had been read."""
     request_id: str = ""
     started: float = 0.0
-    """The moment of ``started_unix`` on ``time.perf_counter``."""
+    """The same moment as ``started_unix``, from ``time.perf_counter``."""
     client: str = ""
-    """The holder of the API key; ``""`` where there are no keys."""
+    """Name of the API key's client; ``""`` if no keys are configured."""
     trace_id: str = ""
-    """Of the W3C trace context it came with."""
+    """Trace id of the W3C trace context in the request."""
     client_ids: Mapping[str, str] = field(default_factory=dict)
-    """The ids by which its client looks for it in logs, by their names there."""
+    """The ids by which its client finds it in logs, by their names there."""
     status: int = 499
-    """As the client got it; 499 if the client left before it had all of the response."""
+    """Status that the client got; 499 if the client left before it had the whole response."""
     error: str = ""
     """The code of the error that ended it; ``""`` if none did."""
     mixed: str = ""
@@ -99,25 +99,25 @@ class RequestRecord:
     decode: str = ""
     """``host:port`` of the instances of the last attempt, by role."""
     streamed: bool = False
-    """Whether the answer was an event stream, so that its first byte shows the first token."""
+    """Whether the answer was an event stream, so that its first byte indicates the first token."""
     first_byte_ms: float = 0.0
-    """From its arrival to the first byte of the answer's body from the instance; 0 if there was none."""
+    """Seconds from arrival to the first byte of the answer's body from the instance; 0 if there was none."""
     total_ms: float = 0.0
     queued_ms: float = 0.0
-    """How long it waited in line until it was let in, or refused."""
+    """Seconds in the queue until it was admitted or refused."""
     bytes_sent: int = 0
     chunks: int = 0
-    """Pieces in which the answer's body came from the instance."""
+    """Number of pieces in which the answer's body arrived from the instance."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    """Of usage, where the engine that computed the prompt said so."""
+    """Cached tokens from the usage, if the engine that computed the prompt reported them."""
     own_cached_tokens: int | None = None
-    """Of the cached ones, those that the engine had itself; the pool had the others. Ours says so."""
+    """Cached tokens from the engine's own cache (the rest came from the pool). Reported by our engine only."""
     decode_cached_tokens: int | None = None
-    """As a pair's decode instance said, to which all is cached that prefill has computed."""
+    """Cached tokens reported by a pair's decode instance; for it, everything that prefill computed counts as cached."""
     predicted_cached_tokens: int | None = None
-    """As the policy expected; None where it does not look at prefixes."""
+    """Cached tokens that the policy expected; None if it does not use prefixes."""
     attempts: list[AttemptRecord] = field(default_factory=list)
     trace: RequestTrace | None = None
-    """Where the request is traced."""
+    """The request's trace, if it is traced."""

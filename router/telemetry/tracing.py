@@ -1,8 +1,8 @@
-"""Spans for OpenTelemetry: the request, its attempts and their legs, made from the records of requests that have ended.
+"""Spans for OpenTelemetry: the request, its attempts and their legs, created from the records of ended requests.
 
-While a request is served only ids are made, for ``traceparent``: so an instance's own spans hang under its leg. Spans
-are made with the audit's batches, some records at a time, and sent by the SDK's own thread. A receiver that is gone or
-hangs costs spans, and nothing else.
+While a request is served, only ids are created, for ``traceparent``, so that an instance's own spans are children of
+its leg. Spans are created with the audit's batches, a few records at a time, and sent by the SDK's own thread. If the
+receiver is gone or hangs, only spans are lost.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ __all__ = ["Tracer", "open_tracer"]
 
 _log = logging.getLogger("router.telemetry.tracing")
 
-# Spans of so many requests are made at once: others wait for less than a millisecond.
+# Number of requests whose spans are created in one step: other requests are delayed by less than a millisecond.
 RECORDS_AT_ONCE = 8
 # Prefill's leg may end after its request, but no later than this (see serving/attempt.py).
 LATE_LEG_SECONDS = 6.0
 
 SERVICE_NAME = "kvrouter"
-# By their names in the access log; a session has a name among OpenTelemetry's conventions.
+# Attribute names by their names in the access log. For sessions, OpenTelemetry's conventions define a name.
 _ID_ATTRIBUTES = {"session_id": "session.id", "req_id": "router.req_id", "x_bd_logid": "router.x_bd_logid"}
 _ID_CHARACTERS = 128
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
 
 def open_tracer(receiver: str) -> Tracer | None:
-    """Begin to trace; None where OpenTelemetry's packages are missing, which the log says.
+    """Start tracing; return None and log a message if OpenTelemetry's packages are missing.
 
     Args:
         receiver: as the operator wrote it, for the log.
@@ -58,14 +58,14 @@ def open_tracer(receiver: str) -> Tracer | None:
 
 
 class Tracer:
-    """Begins traces, and makes the spans of requests that have ended. All methods are for the event loop's thread."""
+    """Begins traces, and creates the spans of ended requests. Call all methods in the event loop's thread."""
 
     def __init__(self, receiver: str) -> None:
         """
         Raises:
             ModuleNotFoundError: OpenTelemetry's packages are missing.
         """
-        # Nothing of this is loaded where nobody asked for spans.
+        # Imported only if spans are enabled.
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME as NAME
@@ -81,19 +81,19 @@ class Tracer:
         self._api = trace
         self._span_type, self._event_type = ReadableSpan, Event
         self._resource, self._scope = resource, InstrumentationScope("router")
-        # The one way to the sampler that the standard variables name.
+        # The only access to the sampler that the standard variables name.
         self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
         self._propagator = TraceContextTextMapPropagator()
         self._exporter = LoggingExporter(OTLPSpanExporter(), receiver, _log)
         self._processor = BatchSpanProcessor(cast("SpanExporter", self._exporter))
-        self._pending: deque[RequestRecord] = deque()  # whose spans are made in the loop's next turns
+        self._pending: deque[RequestRecord] = deque()  # spans are created in the loop's next turns
         self._late: list[RequestRecord] = []  # whose prefill has not ended
         self._epoch = 0.0  # the moment when ``time.perf_counter`` was 0, in seconds since 1970
 
     def begin_trace(self, request: ClientRequest) -> RequestTrace | None:
-        """Join the trace of a request, or begin one; its headers then lack ``traceparent``, as each leg gets its own.
+        """Join the trace of a request, or begin one. Remove its header ``traceparent``, because each leg gets its own.
 
-        None where the client has decided that it is not traced: then the instances get the client's header.
+        Return None if the client has decided that it is not traced: then the instances get the client's header.
         """
         api, sent = self._api, _find_context_headers(request)
         told = self._propagator.extract(sent)
@@ -105,7 +105,7 @@ class Tracer:
         if has_parent and not is_sampled and not parent.trace_flags.sampled:
             return None
         if sent:
-            # A tracestate is nothing without a traceparent that can be read.
+            # A tracestate is meaningless without a valid traceparent.
             dropped = _CONTEXT_HEADERS[:1] if has_parent else _CONTEXT_HEADERS
             request.headers = [header for header in request.headers if header[0] not in dropped]
         flags = api.TraceFlags(api.TraceFlags.SAMPLED if is_sampled else api.TraceFlags.DEFAULT)
@@ -113,14 +113,14 @@ class Tracer:
         return RequestTrace(context, parent if has_parent else None, result.attributes or {})
 
     def on_batch(self, batch: Sequence[RequestRecord]) -> None:
-        """Hear of requests that have ended: their spans are made soon."""
+        """Receive ended requests: their spans are created soon."""
         is_idle = not self._pending
         self._pending.extend(record for record in batch if record.trace is not None and record.trace.is_sampled)
         if is_idle and self._pending:
             asyncio.get_running_loop().call_soon(self._make_some)
 
     def close(self) -> None:
-        """Make the spans that are left, and give the receiver a moment to take them."""
+        """Create the remaining spans, and give the receiver a short time to take them."""
         for record in (*self._pending, *self._late):
             self._make_spans(record)
         close_spans(self._processor, self._exporter)
@@ -170,7 +170,7 @@ class Tracer:
         self._add_span("attempt", context, trace.context, times, attributes, trouble=trouble)
         for place, (instance, role, exchange, span_id) in enumerate(attempt.legs):
             if not exchange.sent_at and instance not in attempt.ended:
-                continue  # it was not its turn yet
+                continue  # it was not sent yet
             decision = attempt.decisions[place] if place < len(attempt.decisions) else None
             self._add_span(
                 f"{role.value} leg",
@@ -199,10 +199,10 @@ class Tracer:
         trouble: str = "",
         events: Sequence[tuple[str, float]] = (),
     ) -> None:
-        """Hand a span that has ended to the SDK: made whole, at a third of the cost of a started one.
+        """Pass a complete ended span to the SDK, at a third of the cost of starting and ending one.
 
         Args:
-            times: its beginning and end on ``time.perf_counter``.
+            times: its beginning and end, from ``time.perf_counter``.
             trouble: why it is an error; "" if it is none.
         """
         api, epoch = self._api, self._epoch
@@ -259,7 +259,7 @@ def _describe_request(record: RequestRecord, trace: RequestTrace) -> dict[str, A
 
 
 def _find_trouble(record: RequestRecord) -> str:
-    """Why the request failed, in one sentence; "" where it did not, or was refused for a fault of its own."""
+    """Return why the request failed, in one sentence; "" if it did not, or was refused because of a mistake in it."""
     if not record.error and record.status < 500:
         return ""
     last = record.attempts[-1].ended if record.attempts else ""
@@ -289,7 +289,7 @@ def _describe_leg(instance: str, role: str, status: int, decision: Decision | No
 
 
 def _find_leg_trouble(attempt: AttemptRecord, leg: LegRecord) -> str:
-    """Why a leg failed, in one sentence; "" if it did not."""
+    """Return why a leg failed, in one sentence; "" if it did not."""
     instance, _, exchange, _ = leg
     if exchange.status >= 400:
         return f"{instance} answered with {exchange.status}"

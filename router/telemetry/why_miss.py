@@ -1,7 +1,7 @@
-"""Why a request was a miss: asked of the instances when somebody wants to know, never on a request's way.
+"""Why a request was a cache miss: the instances are queried on demand, never while requests are served.
 
-The instance that computed the prompt remembers it, and knows the pool's answer. Where the likest prompt before was
-another instance's, that one knows better: so it is shown the prompt, too.
+The instance that computed the prompt remembers it, and knows the pool's answer. If the most similar earlier prompt was
+at another instance, that one knows more: so it is queried for the same prompt, too.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 __all__ = ["explain_miss"]
 
 ASK_SECONDS = 10.0
-# Reasons of which another instance may know more.
+# Reasons about which another instance may know more.
 _OPEN = ("new", "parts")
 
 
 class _Untold(Exception):
-    """An instance does not tell: the reason, as a sentence."""
+    """An instance does not answer. The message has the reason."""
 
 
 async def explain_miss(explanation: Mapping[str, Any], registry: Registry, upstream: ConnectionPool) -> dict[str, Any]:
-    """The reason, a sentence and its figures.
+    """Return the reason, a sentence and its numbers.
 
     Args:
-        explanation: of the request, as ``Audit.explain_request`` has it.
+        explanation: the request's explanation from ``Audit.explain_request``.
     """
     request_id = explanation["request_id"]
     key = explanation["prefill"] or explanation["mixed"] or explanation["decode"]
@@ -61,7 +61,7 @@ async def explain_miss(explanation: Mapping[str, Any], registry: Registry, upstr
 async def _ask_all(
     upstream: ConnectionPool, instances: list[Instance], inquiry: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The verdict of each instance on a prompt; empty of one that does not tell."""
+    """Query each instance for its verdict on a prompt; empty if it does not answer."""
     body = json.dumps(inquiry).encode()
 
     async def ask(instance: Instance) -> dict[str, Any]:
@@ -93,7 +93,7 @@ async def _ask_instance(upstream: ConnectionPool, address: Address, path: str, b
 
 
 def _rank(told: Mapping[str, Any]) -> tuple[int, int]:
-    """How much a verdict tells: a place is better than none, and a later place than an earlier one."""
+    """Return how informative a verdict is: one with a position is better than one without, a later position better."""
     details = told.get("details")
     token = details.get("token") if isinstance(details, dict) else None
     if told.get("reason") in ("new", None):

@@ -1,17 +1,17 @@
-"""kvrouter dashboard: the router, its instances and the pool at work, as a page for a browser.
+"""kvrouter dashboard: the state of the router, its instances and the pool, as a web page.
 
-A process of its own beside the router. It looks at everything every two seconds and keeps an hour of that in memory;
-NiceGUI, which brings its own assets, is loaded when the command runs.
+It is a separate process next to the router. It polls all metrics every two seconds and stores the last hour in memory.
+NiceGUI, which includes its own assets, is imported when the command runs.
 
 program.py    main: the flags, and the port
-site.py       the web application: which path shows which view, and who may ask
-collector.py  Collector: a look at everything, on a clock
-scraper.py    Scraper: asks instances and masters for their figures
-figures.py    their accounts, as plain figures
-history.py    History: the last looks, and how counters grew between them
-summaries.py  figures summed up for people: origins of prompts, ends of answers, quantiles
-words.py      figures with their units, for people
-views/        one view a file
+site.py       the web application: the view of each path, and which hosts are allowed
+collector.py  Collector: polls everything periodically
+scraper.py    Scraper: fetches the metrics of instances and masters
+figures.py    metrics of the router, the instances and the masters as plain data
+history.py    History: the last polls, and the increase of counters between them
+summaries.py  derived metrics: origins of prompts, outcomes of requests, quantiles
+words.py      formatting of metrics with their units
+views/        one view per file
 """
 
 from router.console.dashboard.program import main, make_parser

@@ -1,4 +1,4 @@
-"""Collector: looks at the router, its instances and the pool's masters on a clock, and keeps the looks in a History."""
+"""Collector: periodically polls the router, its instances and the pool's masters, and fills a History."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MAX_AT_ONCE = 32
 
 
 class Collector:
-    """Looks every ``seconds``; views read the figures in ``history``.
+    """Polls every ``seconds``. Views read the metrics from ``history``.
 
     Args:
-        pools: ``host:port`` of the HTTP side of each of the pool's masters.
+        pools: ``host:port`` of the HTTP endpoint of each of the pool's masters.
     """
 
     def __init__(self, router: RouterClient, scraper: Scraper, pools: Sequence[str], seconds: float) -> None:
@@ -36,7 +36,7 @@ class Collector:
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def keep_looking(self) -> None:
-        """Look until cancelled."""
+        """Poll until cancelled."""
         while True:
             began = time.monotonic()
             try:
@@ -46,7 +46,7 @@ class Collector:
             await asyncio.sleep(max(0.1, self.seconds - (time.monotonic() - began)))
 
     async def look(self) -> Moment:
-        """Look once at everything, and keep it."""
+        """Poll everything once, and store the result."""
         masters = asyncio.gather(*(self._ask_master(address) for address in self.pools))
         figures: RouterFigures | None = None
         trouble = listing_trouble = ""
@@ -63,7 +63,7 @@ class Collector:
             trouble = (
                 str(exc) if isinstance(exc, RouterError) else f"{self.router.url} is not a router of ours: {exc!r}"
             )
-        # Instances go on without the router.
+        # Instances continue to work while the router does not answer.
         reports = await asyncio.gather(*(self._ask_instance(each) for each in self._listed))
         moment = Moment(
             time=time.time(),

@@ -1,6 +1,6 @@
-"""Figures of the router, of instances and of the pool's masters, read from their own accounts; nothing here asks them.
+"""Metrics of the router, of instances and of the pool's masters as plain data; this module sends no requests.
 
-Counters grow for as long as their process lives; ``history`` takes their growth from two looks at them.
+Counters grow during the lifetime of their process. ``history`` computes their increase between two polls.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ __all__ = [
 ]
 
 OWN_CACHE, POOL, HANDED_OVER, COMPUTED = ORIGINS = ("own_cache", "pool", "handed_over", "computed")
-"""Where the KV of a prompt's token can come from."""
+"""Origins of the KV of a prompt token."""
 
 Samples = Mapping[str, Sequence[Sample]]
 
-# Our engine and FastDeploy, vLLM, SGLang: the same figure under their names, of which an instance has one at most.
+# The same metric has three names: in our engine and FastDeploy, in vLLM, and in SGLang. An instance has at most one of
+# them.
 _PROMPT = ("fastdeploy:prompt_tokens_total", "vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
 _OWN = (
     *("fastdeploy:prefix_gpu_cache_token_num_total", "vllm:prefix_cache_hits_total", "sglang:cached_tokens_total"),
@@ -49,32 +50,32 @@ _USAGE = ("fastdeploy:gpu_cache_usage_perc", "vllm:kv_cache_usage_perc", "sglang
 
 
 class Listed(NamedTuple):
-    """An instance as the router lists it."""
+    """Instance as the router lists it."""
 
     key: str
     """``host:port``."""
     role: str
     metrics_url: str
     state: str = ""
-    """``""`` where the router does not tell: it wants its admin token."""
+    """``""`` if unknown: the router reports it only with its admin token."""
     trouble: str = ""
     breaker: str = "closed"
     weight: float | None = None
     running: int = 0
-    """Requests, as the router counts them."""
+    """Number of running requests, as counted by the router."""
     running_tokens: int = 0
     engine: str = ""
     kv_connector: str = ""
-    """How a pair of vLLM's hands KV over; ``""`` where the router does not tell."""
+    """How a pair of vLLM instances transfers KV; ``""`` if unknown."""
     models: tuple[str, ...] = ()
 
 
 def describe_loss(listed: Sequence[Listed], drained: Collection[str]) -> str:
-    """A sentence on roles of models that no instance would take requests for, were these drained; empty: there is none.
+    """Return a sentence with the model roles that would lose their last usable instance; ``""`` without any.
 
     Args:
         listed: all instances.
-        drained: their keys.
+        drained: keys of the instances to drain.
     """
     open_to_requests = [each for each in listed if each.state == "healthy"]
     before = {(each.role, model) for each in open_to_requests for model in each.models or ("",)}
@@ -85,53 +86,53 @@ def describe_loss(listed: Sequence[Listed], drained: Collection[str]) -> str:
 
 
 class RouterFigures(NamedTuple):
-    """The figures on ``/metrics`` of the router; counters but for ``running`` and ``queued``."""
+    """Values from the router's ``/metrics``: counters, except ``running`` and ``queued``."""
 
     answers: Mapping[str, float]
-    """Requests by the status of their answers."""
+    """Number of requests by response status."""
     first_token: Mapping[float, float]
-    """Streams whose first token came within so many seconds."""
+    """Cumulative number of streams with a first token within each bound, in seconds."""
     output_token: Mapping[float, float]
-    """Streams whose later tokens took so many seconds each."""
+    """Cumulative number of streams with a time per later token within each bound, in seconds."""
     tokens: Mapping[str, float]
     retries: Mapping[str, float]
-    """Attempts that failed, by instance."""
+    """Number of failed attempts by instance."""
     resumptions: Mapping[str, float]
-    """Streams taken over from an instance that failed."""
+    """Number of streams that another instance continued after a failure."""
     running: float
     queued: float
 
 
 class InstanceFigures(NamedTuple):
-    """The figures on ``/metrics`` of an instance; None for those that are not there."""
+    """Values from an instance's ``/metrics``; None for those that it does not report."""
 
     origins: Mapping[str, float] | None
-    """Counters: prompt tokens by where their KV came from."""
+    """Counters: prompt tokens by the origin of their KV."""
     generated: float | None
     running: float | None
     waiting: float | None
     memory_used: float | None
-    """The share of its KV blocks that are held, 0 to 1."""
+    """Fraction of its KV blocks in use, 0 to 1."""
     pool_open: bool | None
     """Whether it has joined the pool."""
     pool_paused: bool
-    """Whether it leaves the pool alone for a while, because calls failed."""
+    """Whether it has suspended the use of the pool after failed calls."""
     looked_up: Mapping[str, float]
-    """Counters: blocks looked up in the pool, by ``ok``, ``absent``, ``failed``."""
+    """Counters: blocks looked up in the pool, by the results ``ok``, ``absent``, ``failed``."""
     moved_bytes: Mapping[str, float]
-    """Counters: bytes put into the pool and read from it, by ``put`` and ``get``."""
+    """Counters: bytes written to the pool and read from it, as ``put`` and ``get``."""
     rejected: float
-    """Counter: blocks whose bytes did not verify."""
+    """Counter: blocks whose checksum did not match."""
 
 
 class MasterFigures(NamedTuple):
-    """The figures of a ``mooncake_master``."""
+    """Values reported by a ``mooncake_master``."""
 
     role: str
     """``leader`` or ``standby``."""
     serves: bool
     leader: str
-    """The leader's address, where this one follows; ``""`` if it does not say."""
+    """Address of the leader that this master follows; ``""`` if unknown."""
     capacity: float
     used: float
     keys: float
@@ -147,7 +148,7 @@ class MasterFigures(NamedTuple):
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """Those figures that only grow."""
+        """Return the values that only grow."""
         return {
             "evicted_keys": self.evicted_keys,
             "evicted_bytes": self.evicted_bytes,
@@ -158,7 +159,7 @@ class MasterFigures(NamedTuple):
 
 
 def read_router_figures(samples: Samples) -> RouterFigures:
-    """The figures of the router's ``/metrics``."""
+    """Extract the values from the router's ``/metrics``."""
     return RouterFigures(
         answers=_sum_by(samples.get("http_requests_total", ()), "status_code"),
         first_token=_read_buckets(samples, "router_time_to_first_token_seconds"),
@@ -172,7 +173,7 @@ def read_router_figures(samples: Samples) -> RouterFigures:
 
 
 def read_loads(samples: Samples) -> list[Listed]:
-    """The instances as the router's ``/metrics`` names them, to anybody who asks: less than ``/registered`` does."""
+    """List the instances from the router's ``/metrics``, which has less than ``/registered``, but needs no token."""
     breakers = {each.labels.get("instance", ""): each.value for each in samples.get("router_instance_breaker_open", ())}
     openness = {0.0: "closed", 0.5: "half_open", 1.0: "open"}
     found = []
@@ -191,7 +192,7 @@ def read_loads(samples: Samples) -> list[Listed]:
 
 
 def read_listed(entry: Mapping[str, Any]) -> Listed:
-    """An entry of the router's ``/registered``."""
+    """Parse an entry of the router's ``/registered``."""
     url = str(entry["url"])
     host = url.rpartition(":")[0]
     return Listed(
@@ -211,7 +212,7 @@ def read_listed(entry: Mapping[str, Any]) -> Listed:
 
 
 def read_instance_figures(samples: Samples, listed: Listed) -> InstanceFigures:
-    """The figures of an instance's ``/metrics``, of any of the engines."""
+    """Extract the values from an instance's ``/metrics``, for all engines."""
     joined = _sum_all(samples, ("kvstore_pool_open",))
     blocks = [each for each in samples.get("kvstore_blocks_total", ()) if each.labels.get("operation") == "exists"]
     return InstanceFigures(
@@ -231,7 +232,7 @@ def read_instance_figures(samples: Samples, listed: Listed) -> InstanceFigures:
 def read_master_figures(
     health: Mapping[str, Any], figures: Mapping[str, float], segments: Sequence[Segment] = ()
 ) -> MasterFigures:
-    """The figures of a master's ``/health``, ``/metrics`` and ``/get_segments_detail``."""
+    """Extract the values from a master's ``/health``, ``/metrics`` and ``/get_segments_detail``."""
 
     def find_figure(name: str) -> float:
         return figures.get(name, 0.0)
@@ -256,7 +257,7 @@ def read_master_figures(
 
 
 def read_segments(page: Mapping[str, Any]) -> list[Segment]:
-    """The entries of a master's ``/get_segments_detail``; those that lack a figure are left out."""
+    """Parse the entries of a master's ``/get_segments_detail``. Skip incomplete entries."""
     found = []
     for each in page.get("segments", ()):
         try:
@@ -267,10 +268,10 @@ def read_segments(page: Mapping[str, Any]) -> list[Segment]:
 
 
 def _read_origins(samples: Samples, *, takes_over: bool) -> dict[str, float] | None:
-    """Prompt tokens by their origin.
+    """Count prompt tokens by origin.
 
     Args:
-        takes_over: whether tokens that came from outside were handed over, and not read from the pool.
+        takes_over: whether external tokens were transferred from a prefill instance, not read from the pool.
     """
     if told := samples.get("kvstore_prompt_tokens_total"):
         by_origin = _sum_by(told, "origin")
@@ -284,10 +285,10 @@ def _read_origins(samples: Samples, *, takes_over: bool) -> dict[str, float] | N
 
 
 def _takes_over(samples: Samples, listed: Listed) -> bool:
-    """Whether it is a decode instance of vLLM that gets prompts from its prefill instance, not by way of the pool.
+    """Return whether this is a decode instance of vLLM that gets KV from its prefill instance, not from the pool.
 
-    vLLM counts both as hits outside. Of an instance that has a connector for each, all are said to be handed over: the
-    prefill instance gives it all that it has not cached itself.
+    vLLM counts both as external hits. If an instance has a connector for each, all of them count as transferred,
+    because the prefill instance sends everything that the decode instance has not cached itself.
     """
     if listed.role != "decode" or not samples.get(_VLLM_OUTSIDE):
         return False
@@ -310,7 +311,7 @@ def _sum_by(samples: Iterable[Sample], label: str) -> dict[str, float]:
 
 
 def _sum_all(samples: Samples, names: Iterable[str]) -> float | None:
-    """The sum of all samples of the first of ``names`` that there are any of."""
+    """Sum all samples of the first of ``names`` that has any; return None if there are none."""
     for name in names:
         if found := samples.get(name):
             return sum(each.value for each in found)

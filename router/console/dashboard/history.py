@@ -1,4 +1,4 @@
-"""History: the last looks at everything, and how counters grew between them."""
+"""History: the last polls of all metrics, and the increase of counters between them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ HISTORY_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class InstanceReport:
-    """One look at an instance: the router's account of it, and its own, where it gives one."""
+    """Result of polling one instance: the router's entry for it, and the instance's own metrics if it reports them."""
 
     listed: Listed
     figures: InstanceFigures | None = None
     trouble: str = ""
-    """Why there are no figures, in one sentence."""
+    """Why there are no metrics, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class MasterReport:
-    """One look at a master of the pool."""
+    """Result of polling one master of the pool."""
 
     address: str
     figures: MasterFigures | None = None
@@ -43,22 +43,22 @@ class MasterReport:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One look at everything."""
+    """Result of one poll of everything."""
 
     time: float
     """Seconds since 1970."""
     router: RouterFigures | None = None
     trouble: str = ""
-    """Why there are no figures of the router, in one sentence."""
+    """Why there are no metrics of the router, in one sentence."""
     listing_trouble: str = ""
-    """Why the router does not list its instances: only with its admin token it does."""
+    """Why the router does not list its instances: it requires its admin token for this."""
     instances: Mapping[str, InstanceReport] = field(default_factory=dict)
     masters: tuple[MasterReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A length of time that ends now, in pieces of equal length."""
+    """Time range that ends now, divided into pieces of equal length."""
 
     title: str
     seconds: float
@@ -66,11 +66,11 @@ class Span:
 
     @property
     def piece_seconds(self) -> float:
-        """How long a piece is."""
+        """Length of a piece in seconds."""
         return self.seconds / self.pieces
 
     def label_pieces(self) -> list[str]:
-        """How long ago each piece ended."""
+        """Return for each piece how long ago it ended."""
         labels = []
         for number in range(self.pieces - 1, -1, -1):
             ago = number * self.piece_seconds
@@ -79,7 +79,7 @@ class Span:
 
 
 class History:
-    """The last looks, oldest first."""
+    """The last polls, oldest first."""
 
     def __init__(self, seconds: float = HISTORY_SECONDS) -> None:
         self._seconds = seconds
@@ -87,17 +87,17 @@ class History:
 
     @property
     def last(self) -> Moment | None:
-        """The last look; None before the first."""
+        """The last poll; None before the first."""
         return self._moments[-1] if self._moments else None
 
     def add(self, moment: Moment) -> None:
-        """Keep a look, and forget those that are too old."""
+        """Store a poll, and discard those that are too old."""
         self._moments.append(moment)
         while self._moments[0].time < moment.time - self._seconds:
             self._moments.popleft()
 
     def list_moments(self, seconds: float) -> list[Moment]:
-        """The looks of the last ``seconds``, and the one before them."""
+        """Return the polls of the last ``seconds``, and the one before them."""
         moments: list[Moment] = []
         for moment in reversed(self._moments):
             moments.append(moment)
@@ -108,16 +108,16 @@ class History:
     def count_pieces(
         self, span: Span, read: Callable[[Moment], Mapping[str, Mapping[K, float]]]
     ) -> list[dict[K, float]]:
-        """By how much counters grew in each piece of a span.
+        """Return the increase of counters in each piece of a span.
 
         Args:
-            read: the counters of a look, by who counts them: an instance that is gone, or that begins anew, is told
-                from one whose counters stand still.
+            read: returns the counters of a poll by their source, so that a source that disappeared or restarted is not
+                confused with one with unchanged counters.
         """
         pieces: list[dict[K, float]] = [{} for _ in range(span.pieces)]
         if self.last is None:
             return pieces
-        # Pieces end at multiples of their length, so that what has been counted stays in its piece.
+        # Pieces end at multiples of their length, so that a counted event stays in its piece.
         end = -(-self.last.time // span.piece_seconds) * span.piece_seconds
         for time, grown in _count_steps(self.list_moments(span.seconds), read):
             number = span.pieces - 1 - int((end - time) // span.piece_seconds)
@@ -126,14 +126,14 @@ class History:
         return pieces
 
     def count_span(self, span: Span, read: Callable[[Moment], Mapping[str, Mapping[K, float]]]) -> dict[K, float]:
-        """By how much counters grew in the whole of a span; ``read`` as for ``count_pieces``."""
+        """Return the increase of counters in the whole span; ``read`` as in ``count_pieces``."""
         total: dict[K, float] = {}
         for grown in self.count_pieces(span, read):
             _add_counts(total, grown)
         return total
 
     def average_pieces(self, span: Span, read: Callable[[Moment], float | None]) -> list[float | None]:
-        """The mean of a figure in each piece of a span; None where there was none."""
+        """Return the mean of a metric in each piece of a span; None for pieces without values."""
         found: list[list[float]] = [[] for _ in range(span.pieces)]
         if self.last is None:
             return [None] * span.pieces
@@ -149,7 +149,7 @@ class History:
 def _count_steps(
     moments: Sequence[Moment], read: Callable[[Moment], Mapping[str, Mapping[K, float]]]
 ) -> Iterator[tuple[float, dict[K, float]]]:
-    """By how much counters grew up to each look since the one before that had them."""
+    """Yield for each poll the increase of counters since the last poll that had them."""
     known: dict[str, Mapping[K, float]] = {}
     for moment in moments:
         grown: dict[K, float] = {}
@@ -162,7 +162,7 @@ def _count_steps(
 
 
 def _grow(before: Mapping[K, float], after: Mapping[K, float]) -> dict[K, float]:
-    """The growth of each counter; all of it where they began anew in between."""
+    """Return the increase of each counter. If the counters were reset in between, it is their present value."""
     if any(after.get(name, 0.0) < count for name, count in before.items()):
         return dict(after)
     return {name: count - before.get(name, 0.0) for name, count in after.items()}

@@ -1,4 +1,4 @@
-"""The program ``kvrouter dashboard``: its flags, its port, and one sentence where it cannot start."""
+"""The program ``kvrouter dashboard``: its flags, its port, and a one-sentence error if it cannot start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AUTHORITY = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", re.ASCII)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve the page until a signal comes; the exit status: 0, 1 if it cannot be served, 2 for a bad command line."""
+    """Serve the page until a signal arrives. Return 0, 1 if it cannot be served, 2 for a wrong command line."""
     parser = make_parser()
     try:
         flags = parser.parse_args(argv)
@@ -56,14 +56,14 @@ def main(argv: Sequence[str]) -> int:
         warning = "whoever reaches this page can drain and weigh instances, as it holds the router's admin token"
         print(f"kvrouter dashboard: {warning}", file=sys.stderr, flush=True)
     collector = Collector(router, Scraper(verify), flags.pool, flags.interval)
-    # Only now: its import takes a second, and nothing else of the router needs it.
+    # Imported late: the import takes a second, and no other part of the router needs it.
     site = importlib.import_module("router.console.dashboard.site")
     site.serve_page(collector, listener, flags.host, api_key)
     return 0
 
 
 def make_parser() -> FlagParser:
-    """The flags."""
+    """Build the parser of the flags."""
     parser = FlagParser(
         prog="kvrouter dashboard", description="Show what the router, its instances and the pool do, in a browser."
     )
@@ -72,13 +72,13 @@ def make_parser() -> FlagParser:
         "--port",
         type=_parse_own_port,
         default=DEFAULT_PORT,
-        help=f"of the page (default: {DEFAULT_PORT}; 0: any free one)",
+        help=f"port of the page (default: {DEFAULT_PORT}; 0: any free port)",
     )
     parser.add_argument(
         "--host",
         default=LOOPBACK,
         metavar="ADDRESS",
-        help=f"where the page listens (default: {LOOPBACK}, this machine only; the page asks nobody for a password)",
+        help=f"address to listen at (default: {LOOPBACK}, this machine only; the page requires no password)",
     )
     parser.add_argument(
         "--pool",
@@ -86,17 +86,20 @@ def make_parser() -> FlagParser:
         type=_parse_authority,
         default=[],
         metavar="HOST:PORT",
-        help="the metrics port of a mooncake_master; once for each master",
+        help="metrics port of a mooncake_master; repeat it for each master",
     )
     parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="with a client's API key, if the router wants one: for Try it"
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with a client's API key, if the router requires one: for Try it",
     )
     parser.add_argument(
         "--interval",
         type=parse_interval,
         default=DEFAULT_INTERVAL,
         metavar="SECONDS",
-        help=f"between two looks at everything (default: {DEFAULT_INTERVAL:g})",
+        help=f"seconds between two polls (default: {DEFAULT_INTERVAL:g})",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Scraper: asks instances, and the pool's masters, for their figures over HTTP."""
+"""Scraper: fetches the metrics of instances and of the pool's masters over HTTP."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from router.console.dashboard.figures import (
 __all__ = ["ScrapeError", "Scraper"]
 
 TIMEOUT_SECONDS = 3.0
-# A master lists each client's memory; of more clients only the sum is of use.
+# A master lists the memory of each client. If there are more clients, only the sum is useful.
 _MAX_SEGMENTS = 64
 
 
 class ScrapeError(Exception):
-    """Somebody does not tell its figures: one sentence that says why."""
+    """The metrics cannot be fetched. The message is one sentence with the reason."""
 
 
 class Scraper:
-    """Asks over one pool of connections."""
+    """Fetches metrics over one connection pool."""
 
     def __init__(self, verify: ssl.SSLContext | bool = True) -> None:
         """
         Args:
-            verify: the authorities of instances that speak HTTPS.
+            verify: trusted authorities for instances that use HTTPS.
         """
         self._http = httpx.AsyncClient(timeout=TIMEOUT_SECONDS, trust_env=False, verify=verify)
 
@@ -44,10 +44,10 @@ class Scraper:
         await self._http.aclose()
 
     async def ask_instance(self, listed: Listed) -> InstanceFigures:
-        """The figures of an instance, from its ``/metrics``.
+        """Fetch the values from an instance's ``/metrics``.
 
         Raises:
-            ScrapeError: it does not tell them.
+            ScrapeError: they cannot be fetched.
         """
         page = await self._fetch(listed.metrics_url)
         try:
@@ -56,10 +56,10 @@ class Scraper:
             raise ScrapeError(f"{listed.metrics_url} is no page of figures: {exc}") from None
 
     async def ask_master(self, address: str) -> MasterFigures:
-        """The figures of the master whose HTTP side is at ``address``.
+        """Fetch the values of the master with the HTTP endpoint ``address``.
 
         Raises:
-            ScrapeError: it does not tell them.
+            ScrapeError: they cannot be fetched.
         """
         health = await self._fetch_object(f"http://{address}/health")
         if "role" not in health:
@@ -70,7 +70,7 @@ class Scraper:
             raise ScrapeError(f"http://{address}/metrics is no page of figures: {exc}") from None
         try:
             segments = read_segments(await self._fetch_object(f"http://{address}/get_segments_detail"))
-        except ScrapeError:  # one that does not serve has none to tell of
+        except ScrapeError:  # a standby master may not serve this path
             segments = []
         return read_master_figures(health, figures, segments[:_MAX_SEGMENTS])
 

@@ -1,4 +1,4 @@
-"""The web application: which path shows which view, and who may ask. It loads NiceGUI."""
+"""The web application: the view of each path, and which hosts are allowed. It imports NiceGUI."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ RECONNECT_SECONDS = 10.0
 
 
 def serve_page(collector: Collector, listener: socket.socket, host: str, api_key: str = "") -> None:
-    """Serve the page at ``listener``, which listens at ``host``, until SIGINT or SIGTERM."""
+    """Serve the page on ``listener``, which listens on ``host``, until SIGINT or SIGTERM."""
     app = build_app(collector, api_key)
     config = uvicorn.Config(_HostGuard(app, host), log_level="warning", access_log=False, lifespan="on")
-    config.timeout_graceful_shutdown = 1  # open pages do not end by themselves
+    config.timeout_graceful_shutdown = 1  # open pages do not close their connections
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
 
 
 def build_app(collector: Collector, api_key: str) -> FastAPI:
-    """All views, and the clock that the figures come by."""
+    """Register all views, and start the collector."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -65,16 +65,16 @@ def _make_page(site: Site, view: View) -> Callable[[Request], None]:
     def show_page(request: Request) -> None:
         open_frame(site, view, request)
 
-    # NiceGUI looks at what a page asks for; as text it would not find the name.
+    # NiceGUI inspects the annotations of a page. A string annotation would not be resolved.
     show_page.__annotations__ = {"request": Request}
     return show_page
 
 
 class _HostGuard:
-    """Answers only who asks for this machine by an address, or by the name it was given.
+    """Accepts only requests with an address of this machine, or its configured name, as host.
 
-    A page elsewhere could have its own name point here, and would then read this page in the browser of its visitors:
-    to a browser both would be one.
+    Otherwise a page elsewhere could point its own host name here and read this page in its visitors' browsers (DNS
+    rebinding), because a browser regards both as one origin.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
@@ -102,7 +102,7 @@ class _HostGuard:
 
 
 def _read_host(scope: Scope) -> str:
-    """The name by which the server was asked, in lower case and without its port."""
+    """Return the host name in the request, in lower case and without its port."""
     header = next((value for name, value in scope["headers"] if name == b"host"), b"")
     host: str = header.decode("latin-1").lower()
     if host.startswith("["):

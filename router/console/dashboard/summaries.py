@@ -1,4 +1,4 @@
-"""Figures summed up for people: origins of prompts, ends of answers, quantiles. Plain functions over plain figures."""
+"""Derived metrics: origins of prompts, outcomes of requests, quantiles. Plain functions on plain data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 def estimate_quantile(quantile: float, counts: Mapping[float, float]) -> float | None:
-    """The value that this share of observations does not exceed, as Prometheus estimates it; None if there are none.
+    """Estimate the quantile as Prometheus does: the value that this fraction of observations does not exceed; None if
+    there are no observations.
 
     Args:
-        counts: how many observations did not exceed each bound; of infinity, too.
+        counts: number of observations that do not exceed each bound, including infinity.
     """
     bounds = sorted(counts)
     if not bounds or counts[bounds[-1]] <= 0:
@@ -35,10 +36,10 @@ def estimate_quantile(quantile: float, counts: Mapping[float, float]) -> float |
 
 
 def count_origins(moment: Moment, instance: str = "") -> dict[str, Mapping[str, float]]:
-    """The counters of prompt tokens by their origin, of one instance, or with ``""`` of all, each prompt once.
+    """Count prompt tokens by origin, of one instance or, with ``""``, of all. Each prompt counts once.
 
-    A decode instance's prompt has been read by its prefill instance: only tokens that the decode instance itself read
-    from the pool or computed count again.
+    The prefill instance has already counted a decode instance's prompt. So of a decode instance only those tokens count
+    that it read from the pool or computed itself.
     """
     counted: dict[str, Mapping[str, float]] = {}
     for key, report in moment.instances.items():
@@ -52,10 +53,10 @@ def count_origins(moment: Moment, instance: str = "") -> dict[str, Mapping[str, 
 
 
 def share_origins(tokens: Mapping[str, float], *, with_handed_over: bool) -> dict[str, float]:
-    """The share of each origin, 0 to 1; empty where there were no tokens.
+    """Return the fraction of each origin, 0 to 1; empty if there are no tokens.
 
     Args:
-        with_handed_over: whether tokens that were handed over are a part of the whole.
+        with_handed_over: whether transferred tokens are part of the total.
     """
     wanted = [origin for origin in ORIGINS if with_handed_over or origin != HANDED_OVER]
     total = sum(tokens.get(origin, 0.0) for origin in wanted)
@@ -63,7 +64,7 @@ def share_origins(tokens: Mapping[str, float], *, with_handed_over: bool) -> dic
 
 
 def sum_answers(by_status: Mapping[str, float]) -> dict[str, float]:
-    """Answers by how they ended: ``answered``, ``refused``, ``left`` (the client did) and ``failed``."""
+    """Count requests by outcome: ``answered``, ``refused``, ``left`` (the client disconnected) and ``failed``."""
     sums = {"answered": 0.0, "refused": 0.0, "left": 0.0, "failed": 0.0}
     for status, count in by_status.items():
         if status == "499":
@@ -80,7 +81,7 @@ def sum_answers(by_status: Mapping[str, float]) -> dict[str, float]:
 def read_router(
     read: Callable[[RouterFigures], Mapping[K, float]],
 ) -> Callable[[Moment], Mapping[str, Mapping[K, float]]]:
-    """The router's counters, as a ``History`` reads them."""
+    """Return a reader of the router's counters for a ``History``."""
 
     def read_counters(moment: Moment) -> Mapping[str, Mapping[K, float]]:
         return {} if moment.router is None else {"router": read(moment.router)}

@@ -1,4 +1,4 @@
-"""Figures with their units, and other words, as people read them."""
+"""Text formats for the page: metrics with their units, and other texts."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ ORIGIN_TEXTS: Mapping[str, str] = {
 }
 
 NOTHING = "\u2013"
-"""Where there is no figure."""
+"""Shown if there is no value."""
 
 _BREAKERS = {"open": "left out, as requests fail there", "half_open": "one request is being tried"}
 
 
 def format_count(value: float) -> str:
-    """A whole number with its thousands apart."""
+    """Format a whole number with thousands separators."""
     return f"{value:,.0f}"
 
 
 def format_rate(value: float) -> str:
-    """So many a second: more digits where there are few."""
+    """Format a per-second rate; more decimals for small values."""
     return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def format_share(share: float) -> str:
-    """Per cent; one that is neither nothing nor all does not look so."""
+    """Format a fraction in per cent. Only exactly 0 and 1 become "0 %" and "100 %"."""
     percent = share * 100
     if 0 < percent < 0.5:
         return "< 1 %"
@@ -59,7 +59,7 @@ def format_share(share: float) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """A time, in milliseconds below a second; a dash where there is none."""
+    """Format a time, in milliseconds below one second; a dash if there is none."""
     if seconds is None:
         return NOTHING
     if seconds < 0.0995:
@@ -70,12 +70,12 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def make_sentence(said: object) -> str:
-    """The sentence of an error, with one full stop at its end."""
+    """Return the sentence of an error, with exactly one full stop at its end."""
     return f"{str(said).rstrip('. ')}."
 
 
 def describe_trouble(report: InstanceReport) -> str:
-    """An instance's faults; ``""`` if it has none."""
+    """Return an instance's faults as text; ``""`` if it has none."""
     listed, figures = report.listed, report.figures
     said = []
     if listed.state == "unhealthy":

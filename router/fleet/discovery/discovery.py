@@ -1,8 +1,8 @@
-"""Discovery: registers the instances of pods that are ready, and removes those of pods that are not.
+"""Discovery: registers the instances of ready pods, and removes those of pods that are not ready.
 
-A pod that is told to end drains: it gets nothing new, and stays listed with its running requests until it is gone, so
-that its own hook can wait for them. Instances that register themselves live by their heartbeats, and not by the state
-of their pods; only that they drain is taken from there.
+A terminating pod drains: it gets no new requests, and stays listed with its running requests until it is gone, so that
+its own hook can wait for them. For instances that register themselves, heartbeats decide, not the state of their pods;
+only the drain is applied.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["Discovery"]
 
 _log = logging.getLogger("router.fleet.discovery")
 
-# An instance that did not answer its first probe, or was forgotten since, is tried again after so long.
+# After this time, retry an instance that failed its first probe or was removed since.
 RECONCILE_SECONDS = 5.0
 
 
 class Discovery:
-    """Keeps the registry in line with the cluster's pods."""
+    """Updates the registry to match the cluster's pods."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class Discovery:
     ) -> None:
         """
         Args:
-            announce: tells the router's other processes of an instance that was added.
-            announce_orders: tells them of one that has an order.
-            announce_removal: tells them of one that was removed.
+            announce: reports an added instance to the router's other processes.
+            announce_orders: reports the operator commands of an instance to them.
+            announce_removal: reports a removed instance to them.
 
         Raises:
             SettingsError: the credentials for the API server cannot be used.
@@ -65,20 +65,20 @@ class Discovery:
         self._announce_removal = announce_removal
         self._is_changed = asyncio.Event()
         self._watch = PodWatch(settings, self._is_changed.set)
-        self._troubles: dict[str, str] = {}  # of pods that are ready, and cannot be registered
+        self._troubles: dict[str, str] = {}  # of pods that are ready, but cannot be registered
 
     @property
     def is_current(self) -> bool:
-        """Whether the API server tells how the pods are."""
+        """Whether the API server reports the state of the pods at present."""
         return not self._watch.trouble
 
     def count_pods(self) -> dict[str, int]:
-        """The pods by their state."""
+        """Return the number of pods by state."""
         counts = Counter(pod.state for pod in self._watch.pods.values())
         return {state: counts[state] for state in (READY, UNREADY, TERMINATING)}
 
     async def keep_discovering(self) -> None:
-        """Until cancelled."""
+        """Watch and reconcile until cancelled."""
         await asyncio.gather(self._watch.keep_current(), self._keep_reconciling())
 
     async def _keep_reconciling(self) -> None:
@@ -106,7 +106,7 @@ class Discovery:
         await asyncio.gather(*map(self._add_instance, ready))
 
     async def _check_instance(self, instance: Instance, pods: Mapping[str, Pod]) -> None:
-        """Remove an instance that was added here, if its pod is not as it was."""
+        """Remove an instance that was added here, if its pod has changed."""
         name = instance.registration.fields.get("pod")
         if name is None or instance.has_heartbeat:
             return
@@ -135,10 +135,10 @@ class Discovery:
         await self._announce(instance)
 
     async def _complete(self, fields: Mapping[str, Any]) -> Registration:
-        """The registration of an instance, with the fields that only the instance itself can tell.
+        """Return the registration of an instance, completed by the fields that only the instance itself knows.
 
         Raises:
-            RegistrationError: it cannot be registered so.
+            RegistrationError: it cannot be registered like this.
         """
         known = Registration.from_fields({"role": "mixed", **fields})
         if "engine" not in fields:
@@ -153,7 +153,7 @@ class Discovery:
 
 
 def _find_key(pod: Pod) -> str:
-    """The key that its instance has; ``""`` if it can have none."""
+    """Return the key of the pod's instance; ``""`` if it cannot have one."""
     try:
         return Registration.from_fields({"role": "mixed", **pod.fields}).key
     except RegistrationError:
@@ -161,6 +161,6 @@ def _find_key(pod: Pod) -> str:
 
 
 def _is_told(pod: Pod, instance: Instance) -> bool:
-    """Whether the instance is registered as the pod tells it now."""
+    """Return whether the instance is registered as the pod describes it now."""
     fields = instance.registration.fields
     return all(fields.get(name) == value for name, value in pod.fields.items())

@@ -1,4 +1,4 @@
-"""Identity: which engine answers at an address; ``router.register`` finds it out likewise for a server beside it."""
+"""Identity: which engine answers at an address. ``router.register`` uses it, too, for the server next to it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from router.http import Address, ConnectionPool, Response, UpstreamError
 __all__ = ["ask_identity"]
 
 ASK_SECONDS = 4.0
-# Of our own engine's models; FastDeploy's do without the second word.
+# Owner of our own engine's models. FastDeploy's models have an owner without the second word.
 OUR_OWNER = "fastdeploy-kvstore"
 
 
 async def ask_identity(upstream: ConnectionPool, address: Address) -> dict[str, Any]:
-    """The fields of a registration that the engine at ``address`` tells: ``engine``, and of SGLang's also ``role`` and
-    ``bootstrap_port``.
+    """Query the engine at ``address``; return the fields ``engine`` and, for SGLang, ``role`` and ``bootstrap_port``.
 
     Raises:
         RegistrationError: it does not answer.
@@ -47,7 +46,7 @@ async def _ask(upstream: ConnectionPool, address: Address, path: str) -> Respons
 
 
 def _find_owner(models: Response) -> str:
-    """Who owns the first model that it lists, by its account."""
+    """Return the owner of the first model that the engine lists."""
     try:
         listed = parse_models(models.body) if models.status == 200 else []
     except ValueError:
@@ -56,7 +55,7 @@ def _find_owner(models: Response) -> str:
 
 
 def _read_object(answer: Response) -> dict[str, Any]:
-    """The object that it answered with; an empty one if it is none, or no success."""
+    """Return the JSON object of a successful response; an empty one otherwise."""
     try:
         found = orjson.loads(answer.body) if answer.status == 200 else {}
     except orjson.JSONDecodeError:

@@ -1,8 +1,8 @@
-"""PodWatch: the pods that a selector names, kept current through the cluster's API server.
+"""PodWatch: the current pods of a selector, watched through the cluster's API server.
 
-It lists them, then watches changes from there on (https://kubernetes.io/docs/reference/using-api/api-concepts/).
-A watch that ends is begun again where it was; one that is too far behind (410 Gone), or any failure, leads to a new
-list. While the API server does not answer, the pods are those that were known last.
+It lists them, then watches changes from there on (https://kubernetes.io/docs/reference/using-api/api-concepts/). A
+watch that ends is continued where it ended. If it is too far behind (410 Gone), or after any failure, the pods are
+listed again. While the API server does not answer, the last known pods remain.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ __all__ = ["PodWatch"]
 
 _log = logging.getLogger("router.fleet.discovery")
 
-# A watch ends after so long, so that a connection that died without a word is noticed.
+# A watch ends after this time, so that a dead connection is noticed.
 WATCH_SECONDS = 120
 LATE_SECONDS = 10.0
 ANSWER_SECONDS = 30.0
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1.0, 30.0
 PAGE_PODS = 250
 ERROR_BYTES = 64 * 1024
-# Of one event; a pod has some KB.
+# Limit for one event; a pod has a few KB.
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 ALL_NAMESPACES = "all"
 _API_URL = re.compile(r"https?://(?P<host>[\w.-]+|\[[\da-fA-F:.]+\])(?::(?P<port>\d{1,5}))?/?", re.ASCII)
 
 
 class ApiFailure(Exception):
-    """The API server does not answer as it should: one sentence."""
+    """The API server does not answer, or its answer is invalid. The message is one sentence."""
 
 
 class Gone(Exception):
-    """The version that the watch was to begin with is forgotten: list again."""
+    """The API server no longer has the version at which the watch was to begin: list again."""
 
 
 class PodWatch:
-    """The pods that a selector names."""
+    """The pods of a selector."""
 
     def __init__(self, settings: RouterSettings, on_change: Callable[[], None]) -> None:
         """
         Args:
-            on_change: called when the pods are others than before.
+            on_change: called when the pods have changed.
 
         Raises:
-            SettingsError: the credentials cannot be read, or the API server's address is none.
+            SettingsError: the credentials cannot be read, or the address of the API server is invalid.
         """
         self.pods: dict[str, Pod] = {}
-        """By namespace and name."""
+        """Pods by namespace and name."""
         self.trouble = "the API server has not been asked yet"
-        """Why the pods may be others than those known; ``""`` if they are not."""
+        """Why the known pods may be outdated; ``""`` if they are current."""
         self.was_listed = False
-        """Whether they have been listed once."""
+        """Whether the pods have been listed at least once."""
         self._on_change = on_change
         self._port = settings.service_discovery_port
         self._selector = ",".join(settings.selector)
@@ -74,7 +74,7 @@ class PodWatch:
         if namespace != ALL_NAMESPACES:
             self._path = f"/api/v1/namespaces/{_encode(namespace)}/pods"
         self._pool = ConnectionPool()
-        self._version = ""  # from which on to watch
+        self._version = ""  # the version after which to watch
         self._was_heard = False  # since the last failure
 
     async def keep_current(self) -> None:
@@ -99,11 +99,11 @@ class PodWatch:
                 self._pool.close()
             if self._was_heard:
                 pause = FIRST_PAUSE_SECONDS
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # several routers need not come at once
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # spreads several routers
             pause = min(LAST_PAUSE_SECONDS, 2 * pause)
 
     async def _list_pods(self) -> None:
-        """Take the pods that there are for those that are known."""
+        """List the pods, and replace the known ones."""
         tls = self._read_credentials()[1]
         self._pool = ConnectionPool(tls)
         documents: list[dict[str, Any]] = []
@@ -136,10 +136,10 @@ class PodWatch:
             self._on_change()
 
     async def _watch_pods(self) -> None:
-        """Note changes, until the API server ends the watch.
+        """Apply changes until the API server ends the watch.
 
         Raises:
-            Gone: it is too far behind.
+            Gone: the watch is too far behind.
         """
         query = {
             "labelSelector": self._selector,
@@ -176,10 +176,11 @@ class PodWatch:
             exchange.close()
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        """
+        """Check the status of an answer or event.
+
         Raises:
-            Gone: it says that the watch is too far behind.
-            ApiFailure: it is another failure, or makes no sense.
+            Gone: the watch is too far behind.
+            ApiFailure: another failure, or an invalid answer.
         """
         kind, document = event.get("type"), event.get("object")
         if not isinstance(document, dict):
@@ -202,12 +203,12 @@ class PodWatch:
             self._on_change()
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
-        token = self._read_credentials()[0]  # it is renewed every hour or so
+        token = self._read_credentials()[0]  # it is renewed about once an hour
         accept = [(b"accept", b"application/json")]
         return [*accept, (b"authorization", f"Bearer {token}".encode())] if token else accept
 
     def _read_credentials(self) -> tuple[str, Any]:
-        """The token, and the context that decides whose certificates are believed; neither without TLS.
+        """Return the token, and the TLS context with the trusted authorities; both are empty without TLS.
 
         Raises:
             SettingsError: a file cannot be used.
@@ -221,7 +222,7 @@ class PodWatch:
         return read_token(self._account / "namespace", "manager.kubernetes-account")
 
     def _note_trouble(self, sentence: str) -> None:
-        """Say that the watch fails, once for each cause."""
+        """Log that the watch fails, once per cause."""
         if self.trouble != sentence and (not self.trouble or not self.was_listed):
             known = f"; the {len(self.pods)} pods that are known are kept" if self.was_listed else ""
             _log.error("service discovery: %s%s; trying again", sentence, known)
@@ -249,9 +250,10 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _parse_address(url: str) -> Address:
-    """
+    """Parse the address of the API server.
+
     Raises:
-        SettingsError: it is none.
+        SettingsError: it is invalid.
     """
     found = _API_URL.fullmatch(url)
     is_tls = url.startswith("https")
@@ -266,7 +268,7 @@ def _format_query(members: Mapping[str, str]) -> str:
 
 
 def _encode(text: str) -> str:
-    """Percent-encoded, for a part of a path or of a query."""
+    """Return the text percent-encoded for a part of a path or of a query."""
     kept = b"-._~"
     return "".join(
         chr(byte) if byte in kept or (byte < 128 and chr(byte).isalnum()) else f"%{byte:02X}" for byte in text.encode()

@@ -1,12 +1,12 @@
-"""Pod: a pod and the instance in it, as told by its labels, its annotations and its state.
+"""Pod: a pod and its instance, read from its labels, its annotations and its state.
 
 =============================== ======================================================================================
-label ``kvrouter/role``         mixed, prefill or decode; else llm-d's ``llm-d.ai/role``, or one of ``role``,
-                                ``component`` (SGLang's guides) and ``model`` (vLLM production-stack's), if it says one
+label ``kvrouter/role``         mixed, prefill or decode; else llm-d's ``llm-d.ai/role``, or the first of ``role``,
+                                ``component`` (SGLang's guides) and ``model`` (vLLM production-stack) that has a role
 label ``kvrouter/engine``       fastdeploy, vllm, sglang or openai; else llm-d's ``llm-d.ai/engine-type``
 annotation                      a JSON object with further fields of a registration, such as ``port``,
 ``kvrouter/registration``       ``connector_port`` or ``kv_connector``
-annotation                      of prefill instances of SGLang's
+annotation                      the bootstrap port of a prefill instance of SGLang
 ``sglang.ai/bootstrap-port``
 =============================== ======================================================================================
 """
@@ -40,23 +40,23 @@ _PORT_NAME = "http"
 
 
 class Pod(NamedTuple):
-    """A pod, as its instance is to be registered."""
+    """A pod, and the registration of its instance."""
 
     name: str
-    """Its namespace and its name."""
+    """The pod's namespace and name."""
     state: str
     """``READY``, ``UNREADY`` or ``TERMINATING``."""
     fields: Mapping[str, Any]
-    """Of the registration; without ``role`` and ``engine`` where it does not tell them."""
+    """Fields of the registration, without ``role`` and ``engine`` if the pod does not specify them."""
     trouble: str = ""
     """Why its instance cannot be registered, in one sentence."""
 
 
 def read_pod(document: Mapping[str, Any], port: int) -> Pod:
-    """A pod as the API server has it.
+    """Parse a pod as returned by the API server.
 
     Args:
-        port: where its instance listens; 0 where the pod itself says so.
+        port: the port of its instance; 0 if the pod itself specifies it.
     """
     metadata, status = _get_object(document, "metadata"), _get_object(document, "status")
     name = f"{metadata.get('namespace')}/{metadata.get('name')}"
@@ -96,20 +96,20 @@ def _find_state(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> str:
 
 
 def _name_process(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> str:
-    """Another name for each start of its containers."""
+    """Return a name that changes with each start of the pod's containers."""
     restarts = sum(int(each.get("restartCount") or 0) for each in _list(status, "containerStatuses"))
     return f"{metadata.get('uid')}-{restarts}"
 
 
 def _find_role(labels: Mapping[str, Any]) -> str:
-    """Its role, or the text that stands in its place; ``""`` if no label tells one."""
+    """Return its role, or the invalid text given as role; ``""`` if no label specifies one."""
     if own := labels.get(_OWN_ROLE_LABEL):
         return _ROLES.get(str(own), str(own))
     return next((_ROLES[value] for label in _ROLE_LABELS if (value := labels.get(label)) in _ROLES), "")
 
 
 def _find_port(spec: Mapping[str, Any]) -> int:
-    """The port called ``http``, or the only one; 0 if there is neither."""
+    """Return the port named ``http``, or the only one; 0 if there is neither."""
     ports = [port for container in _list(spec, "containers") for port in _list(container, "ports")]
     named = [port for port in ports if port.get("name") == _PORT_NAME]
     chosen = named or (ports if len(ports) == 1 else [])

@@ -1,4 +1,4 @@
-"""Dialects of pairs: the members and headers by which each leg of a request gets its part."""
+"""Dialects of pairs: the members and headers that give each leg of a request its part."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = [
     *("list_dropped", "name_in_header"),
 ]
 
-# More than a prefill instance generates, even where it guesses several tokens at once.
+# More than a prefill instance generates, even if it speculates several tokens ahead.
 MAX_PREFILL_TOKENS = 8
 MIN_HANDED_OVER_TOKENS = 256
-"""A prompt of so many tokens has blocks to hand over, whatever their size."""
+"""A prompt of this many tokens has blocks to transfer, for any block size."""
 
 NO_MEMBERS: Mapping[str, bytes] = {}
-# By these members of their own, a client could have an instance hand KV over with any other.
+# With its own values of these members, a client could make an instance transfer KV with any other.
 OF_PAIRS = (
     *("disaggregate_info", "kv_transfer_params", "ec_transfer_params"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
@@ -33,15 +33,15 @@ class LegAsk(NamedTuple):
     """Changes to the client's request for one leg."""
 
     members: Mapping[str, bytes]
-    """Members to set, each as ``encode_member`` made it."""
+    """Members to set, each encoded by ``encode_member``."""
     dropped: Collection[str] = ()
-    """Members of the client's that this leg does not get."""
+    """Members of the client that are removed for this leg."""
     head: bytes = b""
-    """Header lines of its own."""
+    """Additional header lines."""
 
 
 class NotAsPair(Exception):
-    """This pair cannot work on the request together; the message says why."""
+    """This pair cannot serve the request together. The message has the reason."""
 
     def __init__(self, message: str, *, decode_serves_alone: bool) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class NotAsPair(Exception):
 
 
 class NotReady(Exception):
-    """Something has to be learnt of a pair before it can be asked; ``learn`` raises ``UpstreamError`` if it cannot."""
+    """A fact about a pair must be learned before it can be used. ``learn`` raises ``UpstreamError`` if it cannot."""
 
     def __init__(self, learn: Callable[[ConnectionPool], Awaitable[None]]) -> None:
         super().__init__("a pair is not ready")
@@ -57,41 +57,41 @@ class NotReady(Exception):
 
 
 class Pair(ABC):
-    """A prefill and a decode instance, and the way in which the two are asked for one answer."""
+    """A prefill and a decode instance, and how the two are used for one answer."""
 
     is_prefill_first = False
-    """Whether decode is asked once prefill has answered; otherwise both are asked at once."""
+    """Whether decode's request is sent after prefill has answered; otherwise both are sent together."""
     merges_segments = False
-    """Whether decode may preempt a request half-way, which is then continued by another."""
+    """Whether decode may preempt a request in the middle of the answer, which another instance then continues."""
     may_err_late = False
-    """Whether decode says that it could not have prefill's KV in an event of a stream that has begun."""
+    """Whether decode reports missing prefill KV in an event of a stream that has already begun."""
 
     def __init__(self, prefill: Instance, decode: Instance) -> None:
         self.registrations = prefill.registration, decode.registration
-        """Of the two, as they were when it was made."""
+        """Registrations of the two at the creation of the pair."""
 
     @abstractmethod
     def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, EngineIds | None]:
-        """The changes for prefill and for decode: the same object twice where they are the same.
+        """Return the changes for prefill and for decode (one object twice if they are equal), and the ids for an abort.
 
-        And the ids by which the request is aborted at the engines; None where closing the connections does it.
+        The ids are those by which the request is aborted at the engines; None if closing the connections is sufficient.
 
         Raises:
             NotAsPair: these instances cannot serve the request together.
-            NotReady: something has to be learnt of them first.
+            NotReady: a fact about them has to be learned first.
         """
 
     def ask_after(self, answer: bytes) -> Mapping[str, bytes]:
-        """Members that decode is asked because of prefill's answer, where prefill is first."""
+        """Return the members of decode's request that depend on prefill's answer, if prefill comes first."""
         return NO_MEMBERS
 
     def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
-        """Why it seems that decode computed the prompt itself; "" where nothing tells so.
+        """Return why decode seems to have computed the prompt itself; "" if there is no sign of it.
 
         Args:
-            answer: prefill's.
-            prefill: its figures.
-            decode: the figures of decode's answer.
+            answer: prefill's answer.
+            prefill: usage of prefill's answer.
+            decode: usage of decode's answer.
         """
         if (prefill.completion_tokens or 0) > MAX_PREFILL_TOKENS and prefill is not decode:
             return f"prefill generated {prefill.completion_tokens} tokens, as if it were alone"
@@ -99,12 +99,12 @@ class Pair(ABC):
 
 
 def list_dropped(parsed: ParsedRequest, *more: str) -> list[str]:
-    """Members that a client sent, and that no instance gets: those by which pairs know each other."""
+    """Return the members sent by the client that no instance gets: those that connect the two legs of a pair."""
     assert parsed.body is not None
     given = parsed.body.members
     return [name for name in (*OF_PAIRS, *more) if name in given]
 
 
 def name_in_header(request_id: str) -> bytes:
-    """The header line by which engines of OpenAI's form take a request's id."""
+    """Return the header line with a request's id for engines with OpenAI's API."""
     return b"%s: %s\r\n" % encode_request_id(request_id)

@@ -1,4 +1,4 @@
-"""FastDeploy, and our own engine: both legs at once, one body, and in it the addresses that each needs of the other.
+"""FastDeploy, and our own engine: both legs are sent together, with one body that contains the addresses of both.
 
 A pair's members, and the addresses in ``disaggregate_info``, are those of FastDeploy's own router.
 """
@@ -17,11 +17,11 @@ __all__ = ["FastDeployPair", "ask_fastdeploy", "disaggregate_info"]
 
 
 def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, Any]:
-    """The member of a request by which a pair's two engines know of each other."""
+    """Return the member of a request that gives a pair's two engines each other's addresses."""
     one_host = prefill.address.host == decode.address.host
     shared = set(prefill.transfer_protocol) & set(decode.transfer_protocol)
     use_ipc = one_host and "ipc" in shared and prefill.tp_size == decode.tp_size
-    # FastDeploy knows "ipc" and "rdma", and rdma is what it falls back to; tcp is said only where both said only that.
+    # FastDeploy knows "ipc" and "rdma", with rdma as default; tcp is set only if both instances support only tcp.
     network = "tcp" if shared == {"tcp"} else "rdma"
     return {
         "prefill_ip": prefill.address.host,
@@ -36,7 +36,7 @@ def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, 
 
 
 class FastDeployPair(Pair):
-    """Prefill opens the connection to decode, and hands the prompt's KV over while it answers its own client."""
+    """Prefill opens the connection to decode, and transfers the prompt's KV while it answers the router."""
 
     merges_segments = True
 
@@ -52,5 +52,5 @@ class FastDeployPair(Pair):
 
 
 def ask_fastdeploy(parsed: ParsedRequest, request_id: str) -> LegAsk:
-    """The changes for an instance alone."""
+    """Return the changes for a single instance."""
     return LegAsk({"request_id": encode_member("request_id", request_id)}, OF_PAIRS)

@@ -1,6 +1,7 @@
-"""Any engine whose instances share a pool of KV: prefill generates one token, and decode finds the blocks there.
+"""Any engine whose instances share a pool of KV: prefill generates one token, and decode finds the blocks in the pool.
 
-No parameters, only the order. Our own connector for vLLM works so, too, with one mark (``vllm.py``).
+It needs no parameters, only the order. Our own connector for vLLM works in the same way, with one additional mark
+(``vllm.py``).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from router.serving.reading.parsed_request import ParsedRequest
 
 __all__ = ["InOrderPair", "ask_by_header", "cut_to_one_token"]
 
-# Of a stream, and of more tokens than one; a background answer would only be announced.
+# Members that make sense only for streams or several tokens. A background answer would only be announced.
 _NOT_OF_ONE_TOKEN = ("stream_options", "min_tokens", "best_of", "background")
 _ONE_ANSWER = {"stream": b'"stream":false'}
 
 
 class InOrderPair(Pair):
-    """Prefill first, for one token; then decode, with the client's request."""
+    """Sends prefill a request for one token first, then sends decode the client's request."""
 
     is_prefill_first = True
 
@@ -39,7 +40,7 @@ class InOrderPair(Pair):
 
 
 def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegAsk:
-    """The changes that make the client's request one for a single token, in one piece."""
+    """Return the changes that turn the client's request into one for a single token, not streamed."""
     assert parsed.body is not None
     given = parsed.body.members
     one = dict(_ONE_ANSWER)
@@ -52,5 +53,5 @@ def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegAsk:
 
 
 def ask_by_header(parsed: ParsedRequest, request_id: str) -> LegAsk:
-    """The changes for an instance alone where the id stands in a header."""
+    """Return the changes for a single instance of an engine that takes the id from a header."""
     return LegAsk(NO_MEMBERS, list_dropped(parsed), name_in_header(request_id))

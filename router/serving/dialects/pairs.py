@@ -1,4 +1,4 @@
-"""Pairs: for two instances the ``Pair`` of their dialect, made once; and how an instance alone is asked."""
+"""Pairs: the ``Pair`` object for two instances, created once; and the changes for a single instance."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _VLLM_PAIRS: Mapping[KvConnector, Callable[[Instance, Instance], Pair]] = {
 
 
 class Pairs:
-    """The pairs that were made, by the keys of their instances."""
+    """The pairs created so far, by the keys of their instances."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, str], Pair] = OrderedDict()
-        # By prefill instance, those that its pairs know.
+        # By prefill instance, the bootstrap servers that its pairs use.
         self._bootstrap_servers: WeakValueDictionary[str, BootstrapServer] = WeakValueDictionary()
 
     def find_pair(self, prefill: Instance, decode: Instance) -> Pair:
-        """The pair of these two, which ``may_pair`` has allowed."""
+        """Return the pair of these two, which ``may_pair`` has allowed."""
         keys = (prefill.key, decode.key)
         known = self._known.get(keys)
         if known is not None:
@@ -49,7 +49,7 @@ class Pairs:
         return pair
 
     def forget_prefill(self, prefill: Instance) -> None:
-        """An attempt failed: forget all facts of this instance, as it may have been started again."""
+        """Discard all facts about this instance after a failed attempt, because it may have been restarted."""
         for keys in [keys for keys in self._known if keys[0] == prefill.key]:
             del self._known[keys]
         self._bootstrap_servers.pop(prefill.key, None)
@@ -75,7 +75,7 @@ class Pairs:
 
 
 def ask_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, EngineIds | None]:
-    """The changes for an instance that has no partner, and the ids by which the request is aborted there, if any."""
+    """Return the changes for an instance without partner, and the ids by which the request is aborted there, if any."""
     engine = instance.registration.engine
     if engine is EngineKind.FASTDEPLOY:
         return ask_fastdeploy(parsed, request_id), parsed.name_at_engines(request_id)

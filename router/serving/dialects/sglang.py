@@ -1,7 +1,7 @@
-"""SGLang: both legs at once, one body, and in it a room where they meet.
+"""SGLang: both legs are sent together, with one body that contains a common room number.
 
-``bootstrap_room`` is a number that no other request has; a batch of prompts has lists of host, port and room. An
-instance of a pair serves nothing without a room. Read in SGLang 0.5's ``srt/disaggregation`` and its router.
+``bootstrap_room`` is a number that no other request has. A batch of prompts has lists of host, port and room. An
+instance of a pair rejects requests without a room. Source: SGLang 0.5, ``srt/disaggregation`` and its router.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROOM_BITS = 63
 
 
 class SglangPair(Pair):
-    """Decode asks prefill's bootstrap server for the room, and the two exchange KV under its number."""
+    """Decode queries prefill's bootstrap server for the room, and the two exchange KV under its number."""
 
     def __init__(self, prefill: Instance, decode: Instance) -> None:
         super().__init__(prefill, decode)
@@ -45,7 +45,7 @@ class SglangPair(Pair):
 
 
 def ask_sglang(parsed: ParsedRequest, request_id: str) -> LegAsk:
-    """The changes for an instance alone, which knows the request by ``rid``, where the API has that."""
+    """Return the changes for a single instance, which identifies the request by ``rid`` if the API has that member."""
     dropped = list_dropped(parsed, "request_id")
     if not parsed.api.takes_rid:
         return LegAsk(NO_MEMBERS, dropped)
@@ -54,5 +54,5 @@ def ask_sglang(parsed: ParsedRequest, request_id: str) -> LegAsk:
 
 
 def name_sglang_sequences(parsed: ParsedRequest, request_id: str) -> EngineIds | None:
-    """The values of ``rid``; where there is none, SGLang stops a request that nobody waits for later."""
+    """Return the values of ``rid``. If there is none, SGLang stops an abandoned request later."""
     return EngineIds("", request_id, parsed.num_prompts) if parsed.api.takes_rid else None

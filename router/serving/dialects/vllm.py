@@ -1,12 +1,12 @@
-"""vLLM: ``kv_transfer_params``, of a form that the connector decides.
+"""vLLM: ``kv_transfer_params``, in a format that depends on the connector.
 
-Our own connector: prefill first, and decode finds the blocks in the pool. Prefill is told that a decode instance comes
-after it (``do_remote_decode``), so that it answers when its blocks can be read; decode is told nothing.
+Our own connector: prefill first, and decode finds the blocks in the pool. Prefill's request announces a decode instance
+(``do_remote_decode``), so that it answers when its blocks can be read. Decode's request has no such member.
 
-NixlConnector: prefill's answer says where its blocks are, and decode is asked with that as it is. Prefill keeps them
-for 30 s unless decode comes. MooncakeConnector: the router makes a ``transfer_id`` for both, and asks prefill's
-bootstrap server for the id of its engine; so both may be asked at once. Read in vLLM 0.32's
-``distributed/kv_transfer/kv_connector/v1`` and its example proxies, and seen in runs of it.
+NixlConnector: prefill's answer contains the position of its blocks, which is copied into decode's request. Prefill
+retains the blocks for 30 s unless decode fetches them. MooncakeConnector: the router creates a ``transfer_id`` for
+both, and queries prefill's bootstrap server for the id of its engine, so both legs may be sent together. Source: vLLM
+0.32, ``distributed/kv_transfer/kv_connector/v1`` and its example proxies; observed in runs of it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*\{')
 
 
 class KvstorePair(InOrderPair):
-    """Prefill first, which answers when its blocks are in the pool; then decode."""
+    """Sends prefill's request first, which answers when its blocks are in the pool; then decode's."""
 
     def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
         prefill, decode, ids = super().ask(parsed, request_id)
@@ -64,7 +64,7 @@ class KvstorePair(InOrderPair):
 
 
 class NixlPair(Pair):
-    """Prefill first; decode fetches the blocks that prefill's answer names."""
+    """Sends prefill's request first; decode fetches the blocks that prefill's answer names."""
 
     is_prefill_first = True
     may_err_late = True
@@ -81,7 +81,7 @@ class NixlPair(Pair):
             params = orjson.loads(answer)["kv_transfer_params"]
         except (ValueError, KeyError, TypeError):
             params = None
-        # Without any, as of a prompt shorter than a block, decode computes the prompt.
+        # Without parameters, as for a prompt shorter than a block, decode computes the prompt.
         return {"kv_transfer_params": encode_member("kv_transfer_params", params)} if params else NO_MEMBERS
 
     def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
@@ -91,19 +91,21 @@ class NixlPair(Pair):
 
 
 class BootstrapServer:
-    """The server at which a prefill instance with MooncakeConnector tells its engines' ids: for all of its pairs."""
+    """The server at which a prefill instance with MooncakeConnector reports its engines' ids; all its pairs share
+    it.
+    """
 
     def __init__(self, prefill: Instance) -> None:
         self.address = Address(prefill.address.host, prefill.registration.bootstrap_port)
         self.engines: dict[str, str] = {}
-        """Ids of prefill's engines, by data-parallel rank; none until they are learnt."""
+        """Ids of prefill's engines, by data-parallel rank; empty until they are learned."""
         self._learning: asyncio.Task[str] | None = None
 
     async def learn_engines(self, upstream: ConnectionPool) -> None:
-        """Ask for them, once for all requests that wait for them.
+        """Query the ids, once for all requests that wait for them.
 
         Raises:
-            ConnectFailed: it does not tell them.
+            ConnectFailed: the server does not report them.
         """
         if self._learning is None or self._learning.done():
             self._learning = asyncio.create_task(self._query_engines(upstream))
@@ -111,7 +113,7 @@ class BootstrapServer:
             raise ConnectFailed(trouble)
 
     async def _query_engines(self, upstream: ConnectionPool) -> str:
-        """Why the engines' ids are not there; '' if they are."""
+        """Query the ids; return why they are missing, or '' on success."""
         no_server = f"{self.address} does not tell an engine's id at /query: it is no bootstrap server"
         try:
             response = await upstream.fetch(self.address, "GET", "/query", timeout=QUERY_SECONDS)
@@ -125,7 +127,7 @@ class BootstrapServer:
 
 
 class MooncakePair(Pair):
-    """Both at once: decode waits for the blocks that prefill sends under one ``transfer_id``."""
+    """Sends both requests together: decode waits for the blocks that prefill sends under one ``transfer_id``."""
 
     may_err_late = True
 
@@ -136,7 +138,7 @@ class MooncakePair(Pair):
     def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
         _require_one_sequence(parsed)
         if parsed.api.may_end_early:
-            # Prefill hands nothing over whose one token ends the answer, and here it cannot be told to go on.
+            # Prefill transfers nothing if its single token ends the answer, and this API cannot force it to continue.
             raise NotAsPair("an API without ignore_eos", decode_serves_alone=True)
         engines = self._bootstrap.engines
         if not engines:
@@ -164,9 +166,9 @@ def _encode_params(params: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _require_one_sequence(parsed: ParsedRequest) -> None:
-    """Prefill tells of the first sequence alone; decode, given that for several, ends (vLLM 0.32)."""
+    """Raise ``NotAsPair`` for several sequences: prefill reports only the first, and decode fails (vLLM 0.32)."""
     assert parsed.body is not None
-    embedded = parsed.body.members.get("prompt_embeds")  # prompts beside those of ``prompt``
+    embedded = parsed.body.members.get("prompt_embeds")  # additional prompts besides those of ``prompt``
     embeds_several = isinstance(embedded, list) or (embedded and parsed.body.members.get("prompt"))
     if parsed.samples > 1 or parsed.num_prompts > 1 or embeds_several:
         raise NotAsPair("several answers to one request", decode_serves_alone=True)

@@ -1,4 +1,4 @@
-"""The endpoints whose answers are generated, and how their bodies differ."""
+"""The endpoints that generate answers, and how their bodies differ."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ __all__ = ["GENERATING", "Api", "EngineIds"]
 
 
 class Api(NamedTuple):
-    """An endpoint that generates: a pair may work on its requests."""
+    """An endpoint that generates an answer: a pair may serve its requests."""
 
     id_prefix: str
-    """FastDeploy's engines name a request's sequences ``<prefix><request_id>_<number>``."""
+    """Prefix in the ids of FastDeploy's engines for a request's sequences: ``<prefix><request_id>_<number>``."""
     token_limits: tuple[str, ...]
-    """The members that limit the tokens of an answer: the first always, the others where a client sends them."""
+    """Members that limit the tokens of an answer: the first always, the others if a client sends them."""
     may_end_early: bool = False
-    """Whether it cannot be told to go on behind an end-of-text token (``ignore_eos``)."""
+    """Whether generation cannot be forced to continue after an end-of-text token (``ignore_eos``)."""
     takes_rid: bool = False
-    """Whether SGLang takes an id of the client's (``rid``)."""
+    """Whether SGLang accepts an id from the client (``rid``)."""
     is_chat: bool = False
     keeps_answers: bool = False
-    """Whether the instance may keep its answers, so that later requests can go on from them."""
+    """Whether the instance may store its answers, so that later requests can continue them."""
     is_continuable: bool = False
-    """Whether its answer can be continued by another instance, and merged into one."""
+    """Whether another instance can continue its answer, and the parts can be merged into one."""
 
 
 GENERATING: Mapping[str, Api] = {
@@ -34,7 +34,7 @@ GENERATING: Mapping[str, Api] = {
     "/v1/responses": Api("resp_", ("max_output_tokens",), keeps_answers=True),
     "/v1/messages": Api("msg_", ("max_tokens",), may_end_early=True),
 }
-"""By path."""
+"""The endpoints by path."""
 
 
 class EngineIds(NamedTuple):
@@ -50,9 +50,9 @@ class EngineIds(NamedTuple):
         return self.request_id if self.request_id.startswith(self.prefix) else self.prefix + self.request_id
 
     def list_ids(self) -> list[str]:
-        """The id of each sequence."""
+        """Return the id of each sequence."""
         return [f"{self.whole}_{number}" for number in range(self.sequences)]
 
     def find_meant(self, asked: Collection[str]) -> Collection[str]:
-        """Those of the ids ``asked`` that mean this request: its own id, or its sequences'."""
+        """Return those of the ids ``asked`` that mean this request: its own id, or its sequences'."""
         return {self.request_id, self.whole, *self.list_ids()}.intersection(asked)

@@ -1,7 +1,7 @@
-"""The head of a client's request: the ids and the session that it tells the router, and the head that instances get.
+"""The head of a client's request: the ids and the session in it, and the head for instances.
 
-Clients send the same headers with each request of a connection, but for the body's length: so a head is read once, and
-known again by its connection.
+Clients send the same headers with each request of a connection, except the body's length. So a head is parsed once, and
+its connection recognises it in later requests.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ from router.serving.reading.api import GENERATING
 
 __all__ = ["MAX_CLIENT_ID", "RequestHead", "read_head"]
 
-# By x-data-parallel-rank a client could choose an engine's process past the router's policy.
+# With x-data-parallel-rank, a client could select a process of an engine and so bypass the router's policy.
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-data-parallel-rank"}
-# The router reads the responses to completions; and each attempt at one has an id of its own, which is in its body.
+# The router reads the responses to completions. Each attempt has its own id, which is in its body.
 _NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-request-id"}
 
 MAX_CLIENT_ID = 128
-"""So many characters of an id by which a client looks for its request are kept; thousands of records are."""
+"""Number of stored characters of an id by which a client finds its request in logs; thousands of records are stored."""
 
 
 class RequestHead:
-    """A request's head, read. Its attributes are for reading."""
+    """A parsed request head. Callers only read its attributes."""
 
     __slots__ = ("client_ids", "forwarded", "headers", "line", "sent_id", "session", "tag", "trace_id")
 
     def __init__(self, request: ClientRequest, tag: str = "") -> None:
         """
         Args:
-            tag: what the ids of the client's requests end with at engines.
+            tag: suffix of the client's request ids at engines.
 
         Raises:
-            BadBody: a header is wrong.
+            BadBody: a header is invalid.
         """
         self.line = (request.method, request.target)
         """Method and target."""
         self.headers: Headers = request.headers
         self.sent_id = find_request_id(request.headers)
-        """The id that the client gave the request; ``""`` where it gave none."""
+        """The id that the client gave the request; ``""`` if none."""
         self.trace_id = ""
-        """Of the W3C trace context it came with."""
+        """The W3C trace context in the request."""
         self.session = find_session(request.headers)
-        """The session that it names."""
+        """The session named in the request."""
         self.client_ids: dict[str, str] = {"session_id": self.session[:MAX_CLIENT_ID]} if self.session else {}
-        """The ids by which its client looks for it in logs, by their names there; not to be changed."""
+        """The ids by which its client finds it in logs, by their names there; not to be changed."""
         for name, value in request.headers:
             if name == b"traceparent":
                 self.trace_id = value[3:35].decode("latin-1")
-            elif name == b"x_bd_logid" and value:  # of FastDeploy's Go router
+            elif name == b"x_bd_logid" and value:  # from FastDeploy's Go router
                 self.client_ids["x_bd_logid"] = value[:MAX_CLIENT_ID].decode("latin-1")
         is_completion = request.path in GENERATING
         dropped = _NOT_FORWARDED_WITH_COMPLETIONS if is_completion else _NOT_FORWARDED
@@ -57,17 +57,17 @@ class RequestHead:
             passed = [(name, value + tag.encode() if name == b"x-request-id" else value) for name, value in passed]
         self.tag = tag
         self.forwarded: PreparedHead = prepare_head(*self.line, passed)
-        """The head that instances get, before that has lines of an instance's own."""
+        """The head for instances, before header lines for a specific instance are added."""
 
 
 def read_head(request: ClientRequest, tag: str = "") -> RequestHead:
-    """The head of a request: the one known from the request before it, if that had the same.
+    """Return the head of a request. If it equals the one of the previous request, that is reused.
 
     Args:
-        tag: what the ids of the client's requests end with at engines.
+        tag: suffix of the client's request ids at engines.
 
     Raises:
-        BadBody: a header is wrong.
+        BadBody: a header is invalid.
     """
     known, line = request.known_head, (request.method, request.target)
     if isinstance(known, RequestHead) and known.line == line and known.headers == request.headers and known.tag == tag:

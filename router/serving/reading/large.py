@@ -1,4 +1,4 @@
-"""Large bodies: looked through before they are parsed, while other requests go on."""
+"""Large bodies: they are scanned before they are parsed, while other requests continue."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["is_large", "look_through"]
 
 
 def is_large(request: ClientRequest) -> bool:
-    """Whether its body takes so long to parse that it is looked through first."""
+    """Return whether the body takes so long to parse that it is scanned first."""
     return len(request.body) > UNCHECKED_BYTES and request.path in GENERATING
 
 
 async def look_through(request: ClientRequest, check: Callable[[], None]) -> LargeBody:
-    """Look through a large body, and let other requests go on meanwhile.
+    """Scan a large body, and let other requests run meanwhile.
 
     Args:
-        check: called after each of them has had a turn; raises where this request has ended.
+        check: called after other requests have run; raises if this request has ended.
 
     Raises:
-        RequestEnded: it would take too long to parse, or ``check`` has raised it.
+        RequestEnded: parsing would take too long, or ``check`` has raised it.
     """
     large = LargeBody(request.body)
     try:

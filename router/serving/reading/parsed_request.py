@@ -1,4 +1,4 @@
-"""A client's request as the router serves it: parsed once, named, and with the head that instances get."""
+"""A client's request as the router serves it: parsed once, identified, and with the head for instances."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = ["ParsedRequest", "guess_ids"]
 
 _KEPT_PATH = "/v1/responses/"
 _NO_API = Api("", ())
-# By these, vLLM takes members of pairs from ``vllm_xargs``, too.
+# vLLM also takes members of pairs from ``vllm_xargs``, with these names.
 _IN_EXTRA = frozenset(("kv_transfer_params", "ec_transfer_params"))
 
 
 class ParsedRequest:
-    """A client's request, read. Its attributes are for reading."""
+    """A parsed request. Callers only read its attributes."""
 
     __slots__ = (
         "api",
@@ -64,9 +64,9 @@ class ParsedRequest:
 
         Args:
             head: its head.
-            large: of a large body that was looked through.
-            derive_salt: makes the salt that keeps the client's cache apart of one that the client sends, or of "".
-            aliases: the model that each other name stands for.
+            large: the scanned body, if it is large.
+            derive_salt: returns the salt that separates the client's cache, for a salt that the client sent, or "".
+            aliases: the model of each alias.
 
         Raises:
             RequestEnded: the request cannot be served.
@@ -74,18 +74,18 @@ class ParsedRequest:
         self.data = request.body
         self.head = head.forwarded
         self.body: InferenceBody | None = None
-        """Of a request whose answer is generated."""
+        """The parsed body of a request whose answer is generated."""
         self.cache_salt = b""
-        """The member that keeps the client's cache apart, where there is one."""
+        """The member that separates the client's cache, if there is one."""
         self.model = b""
-        """The member that names its model, where the client used an alias."""
+        """The member that names its model, if the client used an alias."""
         self.api: Api = _NO_API
-        """Of a request whose answer is generated."""
+        """The endpoint of a request whose answer is generated."""
         self.kept_id = ""
-        """Of the earlier answer that it goes on from, or asks for."""
+        """Id of the earlier answer that it continues or accesses."""
         self.wants_stream = False
         self.client_ids: Mapping[str, str] = head.client_ids
-        """The ids by which its client looks for it in logs, by their names there."""
+        """The ids by which its client finds it in logs, by their names there."""
         if request.path not in GENERATING:
             self.request_id = head.sent_id or _make_request_id()
             model = find_model(request.body)
@@ -109,7 +109,7 @@ class ParsedRequest:
         derive_salt: Callable[[str], str] | None,
         aliases: Mapping[str, str],
     ) -> None:
-        """Parse the body of a request whose answer is generated; as ``__init__``."""
+        """Parse the body of a generating request; arguments as in ``__init__``."""
         self.api = GENERATING[request.path]
         try:
             self.body = body = parse_inference(request.body, large)
@@ -140,32 +140,32 @@ class ParsedRequest:
 
     @property
     def samples(self) -> int:
-        """How many answers it asks for to each prompt."""
+        """Number of answers per prompt."""
         assert self.body is not None
         return whole_number(self.body.members.get("n")) or 1
 
     @property
     def is_batch(self) -> bool:
-        """Whether it has a list of prompts, if only of one, for engines other than FastDeploy."""
+        """Whether it has a list of prompts, even of only one, for engines other than FastDeploy."""
         prompts = self._find_prompts()
         return isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts it has, for engines other than FastDeploy."""
+        """Number of prompts, for engines other than FastDeploy."""
         return len(self._find_prompts()) if self.body is not None and self.is_batch else 1
 
     def _find_prompts(self) -> Any:
-        """The prompt, or prompts; of both names, engines other than FastDeploy know this one alone."""
+        """Return the prompt, or prompts. Engines other than FastDeploy know only this one of the two names."""
         assert self.body is not None
         return self.body.members.get("prompt") or self.body.members.get("prompt_token_ids")
 
     def name_at_engines(self, request_id: str) -> EngineIds:
-        """The ids of its sequences at FastDeploy's engines, where its answer is generated under this id."""
+        """Return the ids of its sequences at FastDeploy's engines, if its answer is generated with this id."""
         return EngineIds(self.api.id_prefix, request_id, self.body.choices if self.body else 1)
 
     def _resolve_alias(self, aliases: Mapping[str, str], members: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Name the model that the client means by an alias; return the body's members with it."""
+        """Replace an alias by its model; return the body's members with it."""
         name = members.get("model")
         model = aliases.get(name) if isinstance(name, str) else None
         if model is None:
@@ -174,10 +174,10 @@ class ParsedRequest:
         return {**members, "model": model}
 
     def _salt_cache(self, derive_salt: Callable[[str], str], members: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Give the request a salt of its client's; return the body's members with it.
+        """Add the client's salt to the request; return the body's members with it.
 
         Raises:
-            RequestEnded: the salt that the client sent is none.
+            RequestEnded: the salt that the client sent is invalid.
         """
         own = members.get("cache_salt")
         if not isinstance(own, str | None):
@@ -189,7 +189,7 @@ class ParsedRequest:
 
 
 def _explain_bad_body(request: ClientRequest, fault: BadBody) -> ApiError:
-    """Why a body could not be read: RFC 9110, 8.4 and 15.5.16, of one that is encoded."""
+    """Return why a body could not be read; for an encoded one, see RFC 9110, 8.4 and 15.5.16."""
     for name, value in request.headers:
         if name == b"content-encoding" and value.lower() != b"identity":
             message = f"the body is encoded ({value.decode('latin-1')}); this router takes bodies as they are"
@@ -198,7 +198,7 @@ def _explain_bad_body(request: ClientRequest, fault: BadBody) -> ApiError:
 
 
 def guess_ids(request: ClientRequest) -> EngineIds:
-    """The ids of a request that is to wait in line, and whose body is read only if it may have an id of its own."""
+    """Return the ids of a request that has to be queued. Its body is parsed only if it may have its own id."""
     body, request_id = None, ""
     try:
         if len(request.body) <= UNCHECKED_BYTES and b'"request_id"' in request.body:
@@ -206,12 +206,12 @@ def guess_ids(request: ClientRequest) -> EngineIds:
             request_id = body.request_id or ""
         request_id = request_id or find_request_id(request.headers)
     except BadBody:
-        pass  # an expected outcome: a request that cannot be read has no ids; it is refused when it is read in its turn
+        pass  # expected: an unreadable request has no ids; it is refused when it is read in its turn
     return EngineIds(GENERATING[request.path].id_prefix, request_id, body.choices if body else 1)
 
 
 def _list_ids(members: Mapping[str, Any], key: str) -> dict[str, str]:
-    """The ids that a body has for its client's own use.
+    """Return the ids in a body that are for its client's own use.
 
     Args:
         key: its session or user.
@@ -219,7 +219,7 @@ def _list_ids(members: Mapping[str, Any], key: str) -> dict[str, str]:
     session = key if key != members.get("user") else ""
     ids = {"req_id": members.get("req_id"), "session_id": session}
     return {
-        # JSON may write halves of a character, which no log or span can have.
+        # JSON may contain half a surrogate pair, which logs and spans cannot.
         name: value[:MAX_CLIENT_ID].encode(errors="replace").decode()
         for name, value in ids.items()
         if isinstance(value, str) and value
@@ -227,6 +227,6 @@ def _list_ids(members: Mapping[str, Any], key: str) -> dict[str, str]:
 
 
 def _make_request_id() -> str:
-    """A random UUID of version 4; not from ``uuid``, which asks the kernel for each."""
+    """Return a random UUID of version 4, without ``uuid``, which makes a system call for each."""
     text = random.getrandbits(128).to_bytes(16, "big").hex()  # formatting the number takes twice as long
     return f"{text[:8]}-{text[8:12]}-4{text[13:16]}-a{text[17:20]}-{text[20:]}"

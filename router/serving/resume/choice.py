@@ -1,4 +1,4 @@
-"""Whether an answer may come in several segments, and by which merger they become one."""
+"""Whether an answer may come in several segments, and which merger combines them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["make_merger"]
 def make_merger(
     body: InferenceBody, engine: EngineKind, *, is_chat: bool, may_be_preempted: bool, may_be_resumed: bool
 ) -> StreamMerger | ResponseMerger | None:
-    """The merger of an answer whose instance may preempt it half-way, or die; None for an answer of one segment.
+    """Return the merger of an answer that may have several segments; None for an answer of one segment.
 
     Args:
-        engine: of the instance that answers first.
-        may_be_preempted: that instance may ask for the answer to be continued.
-        may_be_resumed: a stream goes on elsewhere where its instance dies.
+        engine: engine of the instance that answers first.
+        may_be_preempted: whether that instance may preempt the request.
+        may_be_resumed: whether a stream continues elsewhere if its instance dies.
     """
     is_stream = bool(body.members.get("stream"))
     if not may_be_preempted and not (is_stream and may_be_resumed and not find_obstacle(body, engine, is_chat)):

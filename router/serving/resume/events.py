@@ -1,4 +1,4 @@
-"""Server-sent events and the chunks in them: read, written, and stripped of ids that the client did not ask for."""
+"""Server-sent events and their chunks: reading, writing, and removing ids that the client did not request."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ __all__ = [
 DONE = b"data: [DONE]\n\n"
 
 CACHE_TOLD = "prompt_cache"
-"""The member beside the prompt's ids by which our engine says how much of the prompt was cached, before its usage."""
+"""The member in which our engine reports the cached prompt tokens before its usage, next to the prompt's ids."""
 
 _PREEMPTED = "pd_reschedule"
 _PREEMPTION_MESSAGE = re.compile(r"pd.error|pd_reschedule|preempt", re.IGNORECASE)
 _DATA = re.compile(rb"^data: ?(.*?)\s*$", re.MULTILINE)
 
 # The members that return_token_ids adds: FastDeploy's in the delta or the choice, vLLM's (token_ids) in the choice and
-# at the top, and CACHE_TOLD. Usage has members named prompt_tokens and completion_tokens too, but those are numbers. In
-# valid JSON a quote after "{", "," or space that is followed by a letter opens a string, so no text can look like a
+# at the top, and CACHE_TOLD. Usage also has members named prompt_tokens and completion_tokens, but those are numbers.
+# In valid JSON, a quote after "{", "," or space that is followed by a letter opens a string, so no text can look like a
 # member. Escapes must be hidden.
 _CACHED_NAME = re.compile(r"\w*cached?_(?:write_)?tokens")
 _MEMBER = (
@@ -54,11 +54,11 @@ _MEMBER = (
     rb'(?:"[^"]*"|null)'
     rb'|prompt_cache"\s*:\s*\{[^{}]*\})'
 )
-# Two patterns, because each alone begins with a constant, for which the search is ten times as fast.
+# Two patterns, because each alone begins with a constant, which makes the search ten times as fast.
 _LATER_MEMBER = re.compile(rb",\s*" + _MEMBER)
 _FIRST_MEMBER = re.compile(rb"\{\s*" + _MEMBER + rb"(?:\s*,\s*)?")
 PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*(\[[-\d,\s]*\])')
-# Every event that has one of the members has one whose name ends so.
+# Every event with one of the members has one whose name ends like this.
 IDS_MARK = b'token_ids"'
 _USAGE_MARK = b'"usage"'
 _NULL_USAGE = re.compile(rb',\s*"usage"\s*:\s*null')
@@ -66,14 +66,14 @@ _QUOTED_CHARACTERS = 500
 
 
 class EngineFailed(UpstreamError):
-    """An event of a stream says that the engine failed: the stream is broken off, although its connection is not."""
+    """An event of a stream reports that the engine failed: the stream ends early, although its connection is open."""
 
 
 def find_engine_failure(events: bytes) -> tuple[int, str] | None:
-    """Where an event begins that says that the engine failed, and its message; None if there is none.
+    """Return the start of the first event that reports an engine failure, and its message; None if there is none.
 
-    That is an error of code 500 or more without choices, as vLLM writes it when its engine has died. An error of the
-    request's own (4xx), and one by which a request is preempted, are none.
+    That is an error with code 500 or more and without choices, as vLLM writes it when its engine has died. An error of
+    the request itself (4xx), and one that reports a preemption, do not count.
     """
     place = 0
     for event in split_events(events):
@@ -86,15 +86,15 @@ def find_engine_failure(events: bytes) -> tuple[int, str] | None:
 
 
 def strip_token_ids(events: bytes) -> bytes:
-    """The events without the members that ``return_token_ids`` adds; every other byte as it was."""
+    """Return the events without the members that ``return_token_ids`` adds; every other byte is unchanged."""
     return show_escapes(_FIRST_MEMBER.sub(b"{", _LATER_MEMBER.sub(b"", hide_escapes(events))))
 
 
 def strip_usage(events: bytes, *, has_nulls: bool) -> bytes:
-    """The events without what ``stream_options.include_usage`` adds; every other byte as it was.
+    """Return the events without the parts that ``stream_options.include_usage`` adds; every other byte is unchanged.
 
     Args:
-        has_nulls: the other events have a usage of null because it was asked for.
+        has_nulls: whether the other events have a null usage because of this option.
     """
     if events.find(_USAGE_MARK) < 0:
         return events
@@ -109,10 +109,10 @@ def _is_usage(event: bytes) -> bool:
 
 
 def merge_usage(response: dict[str, Any], resent: int, cached: Mapping[str, int], reasoning: int = 0) -> None:
-    """Count resent ids in the usage, if there is one, as completion, and not as prompt.
+    """Count resent ids in the usage, if there is one, as completion, not as prompt.
 
     Args:
-        cached: the figures of how much of the client's own prompt was cached, by name; others are taken out.
+        cached: cached-token counts of the client's own prompt, by name; other counts are removed.
     """
     usage = response.get("usage")
     if not isinstance(usage, dict):
@@ -132,7 +132,7 @@ def merge_usage(response: dict[str, Any], resent: int, cached: Mapping[str, int]
 
 
 def is_preemption(response: dict[str, Any]) -> bool:
-    """Whether a response, or an event of one, says that the request was preempted."""
+    """Return whether a response, or one of its events, reports that the request was preempted."""
     error = response.get("error")
     if error:
         message = error.get("message") if isinstance(error, dict) else error
@@ -146,7 +146,7 @@ def find_choices(response: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def find_message(choice: dict[str, Any]) -> dict[str, Any]:
-    """Where a choice keeps its text: a chat's delta or message, or itself."""
+    """Return the object in which a choice stores its text: a chat's delta or message, or itself."""
     for name in ("delta", "message"):
         message = choice.get(name)
         if isinstance(message, dict):
@@ -160,7 +160,7 @@ def find_text(message: dict[str, Any]) -> str:
 
 
 def find_ids(choice: dict[str, Any]) -> list[int]:
-    """The ids of a choice's tokens; FastDeploy's negative ones are signals to its own processes, not tokens."""
+    """Return the ids of a choice's tokens. FastDeploy's negative ones are internal signals, not tokens."""
     ids = (
         find_message(choice).get("completion_token_ids")
         or choice.get("completion_token_ids")
@@ -175,26 +175,26 @@ def has_content(choice: dict[str, Any]) -> bool:
 
 
 def count_integers(array: bytes) -> int:
-    """The number of integers in a JSON array of them."""
+    """Return the number of integers in a JSON array of them."""
     return array.count(b",") + 1 if len(array.strip(b"[] \t\r\n")) else 0
 
 
 def split_events(events: bytes) -> list[bytes]:
-    """The single events; their ends, of which an engine writes one kind, stay with them."""
+    """Split events. Each retains its end; an engine uses only one kind of end."""
     end = b"\r\n\r\n" if b"\r\n\r\n" in events else b"\n\n"
     *whole, rest = events.split(end)
     return [event + end for event in whole] + ([rest] if rest else [])
 
 
 def parse_event(event: bytes) -> dict[str, Any] | None:
-    """The object that an event carries; None if it carries none, as [DONE] and comments do."""
+    """Return the object in an event; None if it has none, like [DONE] and comments."""
     if event.startswith(b"data: {"):
-        return parse_object(event[6:])  # orjson takes the line's end for white space
+        return parse_object(event[6:])  # orjson treats the line's end as white space
     return parse_object(b"\n".join(_DATA.findall(event)))
 
 
 def is_comment(event: bytes) -> bool:
-    """Whether an event tells the client nothing."""
+    """Return whether an event contains nothing for the client."""
     return not _DATA.search(event)
 
 

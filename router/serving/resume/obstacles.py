@@ -1,4 +1,4 @@
-"""Why a stream whose instance died would not go on exactly at another one: by the request, and by the engine."""
+"""Why a stream cannot continue exactly after its instance died: because of the request, or the engine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["find_obstacle", "follows_grammar", "tells_ids"]
 
-# Members of a request by which the engine follows a grammar; it would begin again at the seam.
+# Members of a request that make the engine follow a grammar; it would begin again at the seam.
 _GRAMMARS = (
     *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object"),
     *("structural_tag", "structured_outputs"),
 )
-# What an engine counts over the tokens it generated itself; zero and nothing are without effect.
+# Options for which an engine counts only tokens that it generated itself; zero and empty values have no effect.
 _COUNTED_OVER_THE_ANSWER = ("presence_penalty", "frequency_penalty", "bad_words")
 # SGLang refuses return_token_ids in streams of chat, and another engine may refuse it anywhere.
 _TELLING = {
@@ -28,17 +28,17 @@ _MAY_CALL_TOOLS = "it may call tools, whose parser would begin again"
 
 
 def tells_ids(engine: EngineKind, is_chat: bool) -> bool:
-    """Whether its streams tell the tokens' ids where ``return_token_ids`` is asked, and it goes on from such."""
+    """Return whether ``return_token_ids`` adds the tokens' ids to streams, and the engine can continue from ids."""
     return engine in _TELLING[is_chat]
 
 
 def follows_grammar(members: Mapping[str, Any]) -> bool:
-    """Whether the answer must have a form."""
+    """Return whether the answer must follow a grammar."""
     return any(members.get(name) not in (None, {"type": "text"}) for name in _GRAMMARS)
 
 
 def find_obstacle(body: InferenceBody, engine: EngineKind, is_chat: bool) -> str:
-    """Why a stream of such an answer cannot be resumed once it has shown text; "" if it can."""
+    """Return why a stream of this answer cannot be resumed once it has shown text; "" if it can."""
     members = body.members
     if not tells_ids(engine, is_chat):
         where = "in chat" if engine is EngineKind.SGLANG else ""

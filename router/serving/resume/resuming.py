@@ -1,4 +1,4 @@
-"""How often a request was put down by its instance, and whether it is taken up again."""
+"""Resuming: how often instances interrupted a request, and whether it is resumed."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _JSON = [(b"content-type", b"application/json")]
 
 
 class Resuming:
-    """Of one request that was put down at least once."""
+    """State of a request that was preempted or interrupted at least once."""
 
     __slots__ = ("_breaks", "_broken_by", "_preemptions", "_settings")
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._preemptions = self._breaks = 0
-        self._broken_by: ApiError | None = None  # what ends the request if nobody goes on with it
+        self._broken_by: ApiError | None = None  # error that ends the request if no instance continues it
 
     async def prepare_after_preemption(
         self, merger: StreamMerger | ResponseMerger, decode: Instance, upstream: ConnectionPool
     ) -> ApiError | None:
-        """Prepare the next segment of a request that its decode instance preempted; an error if there can be none."""
+        """Prepare the next segment of a request that decode preempted; return an error if that is impossible."""
         self._preemptions += 1
         self._broken_by = None
         if isinstance(merger, ResponseMerger):
@@ -55,16 +55,16 @@ class Resuming:
             return ApiError(503, message, "preempted")
         if isinstance(merger, StreamMerger):
             merger.begin_segment()
-            await self.settle_end(merger, decode, upstream)  # where it cannot tell, the stream goes on all the same
+            await self.settle_end(merger, decode, upstream)  # if this fails, the stream continues anyway
         return None
 
     async def settle_end(
         self, merger: StreamMerger | ResponseMerger | None, instance: Instance, upstream: ConnectionPool
     ) -> str:
-        """Take from a stream's ids those at their end whose character is not whole; why that cannot be, or ``""``.
+        """Remove the ids of an incomplete character at a stream's end; return why that is impossible, or ``""``.
 
         Args:
-            instance: is asked for the ids' text.
+            instance: the instance that is queried for the ids' text.
         """
         ids = merger.doubtful_ids if isinstance(merger, StreamMerger) else ()
         if not ids or not isinstance(merger, StreamMerger):
@@ -80,16 +80,17 @@ class Resuming:
                     return "its client has the id of a token that ends within a character"
                 merger.drop_last(unfinished)
                 break
-        return ""  # or the text has such a mark itself
+        return ""  # or the text contains such a mark itself
 
     def prepare_after_break(
         self, merger: StreamMerger | None, body: InferenceBody, instance: Instance, error: ApiError, *, is_chat: bool
     ) -> ApiError | None:
-        """Prepare the next segment of a stream whose instance died, broke off or hung; an error if there can be none.
+        """Prepare the next segment after an instance died, ended the stream early, or hung; return an error if
+        impossible.
 
         Args:
-            merger: None where the client has seen nothing of the answer, or the answer cannot be merged.
-            error: ends the request unless it goes on.
+            merger: None if the client has seen nothing of the answer, or the answer cannot be merged.
+            error: ends the request unless it continues.
         """
         self._breaks += 1
         self._broken_by = error
@@ -109,19 +110,19 @@ class Resuming:
         return None
 
     def explain(self, why: str) -> ApiError:
-        """The error of a stream that was broken off or preempted, with the reason why it was not resumed."""
+        """Return the error of an interrupted or preempted stream, with the reason why it was not resumed."""
         if self._broken_by is None:
             return ApiError(503, f"a decode instance preempted the request, which cannot go on: {why}", "preempted")
         return self._broken_by._replace(message=f"{self._broken_by.message}; the stream was not resumed: {why}")
 
     @property
     def is_broken(self) -> bool:
-        """Whether it was put down by an instance that died, broke off or hung."""
+        """Whether an instance that died, ended the stream early or hung interrupted it."""
         return self._broken_by is not None
 
 
 async def _detokenize(upstream: ConnectionPool, instance: Instance, ids: list[int]) -> str | None:
-    """The text of ``ids``, asked of an instance; None where it cannot tell."""
+    """Query an instance for the text of ``ids``; return None if it cannot answer."""
     try:
         response = await upstream.fetch(
             instance.address,

@@ -1,7 +1,8 @@
-"""The shape of a stream's usual event: one that tells the next tokens' text and ids, and else the same as the last one.
+"""The shape of a stream's usual event: the next tokens' text and ids are new, the rest equals the previous event.
 
-Most events of a stream differ in these alone. Once one of them was read, others are recognised, stripped of their ids
-and kept for later by a pattern made of it; parsing each would cost the router more than all else that it does with it.
+Most events of a stream differ only in these. After one of them was parsed, a pattern recognises the others, removes
+their ids and stores them for later. Parsing each event would cost the router more than everything else that it does
+with it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["EventShape", "learn_shape"]
 _STRING = rb'[^"\\\n]*(?:\\.[^"\\\n]*)*'
 _TEXT = re.compile(rb'"(?:content|text|(reasoning_content|reasoning))"\s*:\s*"(?!")(' + _STRING + rb')"')
 _IDS = re.compile(rb'(?<=token_ids")(\s*:\s*\[)\d[\d, ]*\]')
-# Strings and numbers that differ from event to event: FastDeploy's.
+# FastDeploy's strings and numbers that differ from event to event.
 _SECOND_TEXT = re.compile(rb'"(completion_tokens|raw_prediction|text_after_process)"\s*:\s*"' + _STRING + rb'"')
 _TIME = re.compile(rb'"(arrival_time)"\s*:\s*[-+.\deE]+')
 
@@ -32,8 +33,8 @@ _TIME = re.compile(rb'"(arrival_time)"\s*:\s*[-+.\deE]+')
 class EventShape(NamedTuple):
     """A usual event: its constant beginning, and a pattern of the rest.
 
-    The pattern's groups are the text, as it stands in JSON; the members that the client is not to see; and in these the
-    ids, separated by commas.
+    The pattern's groups are the text, as JSON; the members to remove for the client; and in these the ids, separated by
+    commas.
     """
 
     beginning: bytes
@@ -42,7 +43,7 @@ class EventShape(NamedTuple):
 
 
 def learn_shape(event: bytes) -> EventShape | None:
-    """The shape of an event; None where it tells more than one answer's next tokens, or in another order."""
+    """Return the shape of an event; None if it has more than one answer's next tokens, or another order."""
     chunk = parse_event(event)
     choices = find_choices(chunk or {})
     if chunk is None or len(choices) != 1 or chunk.get("usage") or chunk.get("error"):
@@ -72,14 +73,14 @@ def learn_shape(event: bytes) -> EventShape | None:
 
 
 def _find_difference(event: bytes, stripped: bytes) -> tuple[int, int]:
-    """Where the event has the bytes that the stripped one lacks, if they are one piece of it."""
+    """Return the position of the bytes that the stripped event lacks, if they are one range."""
     pairs = enumerate(zip(event, stripped, strict=False))
     start = next((at for at, (one, other) in pairs if one != other), len(stripped))
     return start, start + len(event) - len(stripped)
 
 
 def _loosen(part: bytes) -> bytes:
-    """A pattern of a part of an event in which some values may be others."""
+    """Return a pattern of a part of an event in which some values may differ."""
     forms: list[tuple[re.Pattern[bytes], Callable[[re.Match[bytes]], bytes]]] = [
         (_IDS, lambda found: re.escape(found[1]) + rb"(\d[\d, ]*)\]"),
         (_SECOND_TEXT, lambda found: rb'"' + found[1] + rb'"\s*:\s*"' + _STRING + b'"'),

@@ -36,27 +36,27 @@ if TYPE_CHECKING:
 
 __all__ = ["StreamMerger"]
 
-# Events are kept as they came, in case they are needed, up to this size; then only their ids are.
+# Events are stored as received up to this size; then only their ids are stored.
 _KEPT_BYTES = 16 * 1024
-# Where an engine gives no ids, a few pieces of the stream show it, and nothing need be kept of the others.
+# If an engine sends no ids, the first pieces of the stream show it, and later pieces are not stored.
 _KEPT_WITHOUT_IDS = 3
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-# Usual events of which only text and ids are kept, up to this number; then only their ids are.
+# Up to this number, text and ids of usual events are stored; then only their ids.
 _KEPT_USUAL = 256
 # Enough of the last ids to see how their text ends.
 _DOUBTFUL_IDS = 64
-# So often a stream's usual event is looked for anew: where reasoning ends, say.
+# How often the stream's usual event is determined again, for example at the end of reasoning.
 _SHAPES_TRIED = 32
 
 
 class StreamMerger:
-    """One client's event stream, from as many segments as it takes.
+    """One client's event stream, from one or several segments.
 
-    The relay of the stream asks the engine for ``return_token_ids`` and gives all events to ``feed``. Once
-    ``preempted``, the segment is over; the instance may also have died, after any event. Then, if ``complete``,
-    ``make_end`` is the rest of the stream; otherwise ``resumption`` (or ``continue_stream``, in the form of any engine)
-    has the members to add to the body of the next request, and ``begin_segment`` is called before the events of its
-    response are fed. The added ids are taken out of the events again, unless the client itself asked for them.
+    The relay of the stream sets ``return_token_ids`` in the request and passes all events to ``feed``. When
+    ``preempted`` becomes true, the segment is over; the instance may also die after any event. Then, if ``complete``,
+    ``make_end`` returns the rest of the stream. Otherwise ``resumption`` (or ``continue_stream``, in the format of any
+    engine) has the members to add to the body of the next request, and ``begin_segment`` is called before the events of
+    its response are fed. The added ids are removed from the events again, unless the client itself requested them.
     """
 
     __slots__ = (
@@ -69,36 +69,37 @@ class StreamMerger:
     def __init__(self, body: InferenceBody, keeps_prompt: bool = False) -> None:
         """
         Args:
-            keeps_prompt: the engine goes on from ids of prompt and answer: those of the prompt are kept, too.
+            keeps_prompt: whether the engine continues from ids of prompt and answer: then the prompt's ids are stored,
+                too.
         """
         self.preempted = False
         self._body = body
         self._client_wants_ids = bool(body.members.get("return_token_ids"))
         self._segment = 0
-        self._head: dict[str, Any] = {}  # the first chunk's id, time and model, which stand for all
+        self._head: dict[str, Any] = {}  # the first chunk's id, time and model, used in all chunks
         self._is_chat = False
         self._begun = False  # whether a chunk has gone to the client, as far as noted
         self._kept: list[bytes] = []
         self._kept_bytes = 0
         self._shown: list[int] = []  # ids whose text the client has
         self._last_count = 0  # ids of the last event that showed text
-        self._held: list[int] = []  # ids after them, whose text the engine still holds back
-        self._withheld: list[bytes] = []  # events with such ids, kept back where the client reads ids itself
-        self._blind = False  # whether the client has seen more than ids stand for: text without them, a tool call
+        self._held: list[int] = []  # later ids, whose text the engine still holds back
+        self._withheld: list[bytes] = []  # events with such ids, held back if the client reads ids itself
+        self._blind = False  # whether the client has seen content without ids: text, a tool call
         self._offset = 0  # characters shown
         self._reasoning = 0  # ids that were reasoning
         self._prompt_tokens: int | None = None
         self._resent = 0
-        # How much of its end the client has: the reason why it ended, the usage, [DONE].
+        # The parts of the end that the client has: the finish reason, the usage, [DONE].
         self._is_finished = self._has_usage = self._is_done = False
         self._keeps_prompt = keeps_prompt
-        self._prompt = b""  # the JSON array of its ids, if kept
-        self._texts: list[str] = []  # with the prompt's ids, the text shown
+        self._prompt = b""  # the JSON array of its ids, if stored
+        self._texts: list[str] = []  # the text shown, if the prompt's ids are stored
         self._shape: EventShape | None = None
         self._shapes_left = 0 if self._client_wants_ids else _SHAPES_TRIED
-        self._usual: list[tuple[bytes | Any, ...]] = []  # text and ids of events that came after those kept
-        self._cached: Mapping[str, int] = {}  # figures of how much of the client's prompt was cached, if they are told
-        self._expected: Sequence[int] | None = None  # the prompt that the segment should have, until it was told
+        self._usual: list[tuple[bytes | Any, ...]] = []  # text and ids of events after the stored ones
+        self._cached: Mapping[str, int] = {}  # cached-token counts of the client's prompt, if reported
+        self._expected: Sequence[int] | None = None  # the prompt that the segment should report
 
     @property
     def members(self) -> Mapping[str, Any]:
@@ -107,21 +108,21 @@ class StreamMerger:
 
     @property
     def tells_ids(self) -> bool:
-        """Whether the client sees the ids itself."""
+        """Whether the client itself reads the ids."""
         return self._client_wants_ids
 
     @property
     def shown_ids(self) -> Sequence[int]:
-        """The ids of the tokens that the client has the text of."""
+        """The ids of the tokens that the client has as text."""
         self._fold_events()
         return self._shown
 
     @property
     def doubtful_ids(self) -> Sequence[int]:
-        """The last of ``shown_ids``, if part of a character may stand at their end; none where that cannot be.
+        """The last of ``shown_ids``, if they may end within a character; empty if that is impossible.
 
-        An engine holds a token back whose text ends within a character; but one event may bring several tokens, and
-        then show the text of the first ones only.
+        An engine holds back a token that ends within a character. But one event may contain several tokens, and then
+        show the text of the first ones only.
         """
         self._fold_events()
         return self._shown[-_DOUBTFUL_IDS:] if self._last_count > 1 else []
@@ -133,28 +134,28 @@ class StreamMerger:
 
     @property
     def text(self) -> str:
-        """The text that the client has, where the prompt is kept."""
+        """The text that the client has, if the prompt is stored."""
         return "".join(self._texts)
 
     @property
     def num_reasoning(self) -> int:
-        """How many of ``shown_ids`` were reasoning."""
+        """Number of ``shown_ids`` that were reasoning."""
         self._fold_events()
         return self._reasoning
 
     @property
     def has_shown_more(self) -> bool:
-        """Whether the client has seen more than ids of tokens stand for."""
+        """Whether the client has seen content that token ids do not represent."""
         self._fold_events()
         return self._blind
 
     @property
     def is_going_on(self) -> bool:
-        """Whether the next segment goes on behind others, rather than begin again."""
+        """Whether the next segment continues earlier ones, rather than begin again."""
         return bool(self.shown_ids)
 
     def drop_last(self, count: int) -> None:
-        """The text of the last so many of ``shown_ids`` was not shown: they are to be generated again."""
+        """Remove the last ids from ``shown_ids``: their text was not shown, and they have to be generated again."""
         if count:
             self._reasoning -= count if self._reasoning == len(self._shown) else 0
             del self._shown[-count:]
@@ -162,15 +163,15 @@ class StreamMerger:
         self._last_count = 0
 
     def note_cached(self, figures: Mapping[str, int]) -> None:
-        """How much of the client's prompt was cached where it was first computed."""
+        """Note how much of the client's prompt was cached where it was first computed."""
         self._cached = figures
 
     def expect_prompt(self, ids: Sequence[int] | None) -> None:
-        """The next segment should be of this prompt, or else it is none of this stream."""
+        """Set the prompt that the next segment has to report; otherwise the segment does not belong to this stream."""
         self._expected = ids
 
     def feed_usual(self, event: bytes) -> bytes | None:
-        """As ``feed``, of an event known to tell nothing but the next tokens; None of others."""
+        """Process an event that contains only the next tokens, as ``feed`` does; return None for any other event."""
         shape = self._shape
         if shape is None or not event.startswith(shape.beginning):
             return None
@@ -184,10 +185,10 @@ class StreamMerger:
         return event[:start] + event[end:]
 
     def feed(self, events: bytes) -> bytes:
-        """Take whole server-sent events of the current segment; give the bytes that go to the client.
+        """Process whole server-sent events of the current segment, and return the bytes for the client.
 
         Raises:
-            UpstreamError: the segment is of another prompt than it was asked for.
+            UpstreamError: the segment has a different prompt from the requested one.
         """
         if self.preempted:
             return b""
@@ -201,7 +202,7 @@ class StreamMerger:
         return strip_token_ids(events) if has_ids else events
 
     def _feed_one(self, event: bytes) -> bytes:
-        """``feed`` where an event need not be looked into."""
+        """Process an event as ``feed`` does, if it need not be parsed."""
         usual = self.feed_usual(event)
         if usual is not None:
             return usual
@@ -211,22 +212,22 @@ class StreamMerger:
         return strip_token_ids(event) if has_ids else event
 
     def must_parse(self, events: bytes) -> bool:
-        """Whether these events may end the segment, or need more than ids taken out of them."""
+        """Return whether these events may end the segment, or need more than the removal of ids."""
         if self._segment > 0 or self._client_wants_ids:
             return True
-        # ``find``, as ``in`` tries bytes as a number first: an exception made and dropped, at half a microsecond.
+        # ``find``, because ``in`` first tries bytes as a number, and the internal exception costs half a microsecond.
         return events.find(b"pd_reschedule") >= 0 or events.find(b'"error"') >= 0
 
     @property
     def complete(self) -> bool:
-        """Whether nothing but the end is missing: the segment's last token was the last that was asked for."""
+        """Whether only the end is missing: the segment's last token was the last requested one."""
         self._fold_events()
         if self._blind or self._body.choices != 1:
             return False
         return self._is_finished or count_remaining(self._body.members, len(self._shown)) == 0
 
     def resumption(self) -> dict[str, Any] | None:
-        """The members to set in the next segment's request: ``{}`` to begin again, None if the stream cannot go on."""
+        """Return the members to set in the next segment's request: ``{}`` to begin again, None if impossible."""
         self._fold_events()
         if not self._shown and not self._blind:
             return {}
@@ -236,19 +237,19 @@ class StreamMerger:
         return resume_by_ids(members, self._shown)
 
     def begin_segment(self) -> None:
-        """From now on the events of another response are fed: to a body with the members of ``resumption``."""
+        """Begin the next response, to a body with the members of ``resumption``; its events are fed from now on."""
         self._fold_events()
         self.preempted = False
-        self._shape, self._shapes_left = None, 0  # of later segments all events are rewritten
+        self._shape, self._shapes_left = None, 0  # in later segments, all events are rewritten
         self._segment += 1
         self._held.clear()
         self._withheld.clear()
         self._resent = len(self._shown)
 
     def make_end(self) -> bytes:
-        """The missing end of a stream that is ``complete``.
+        """Return the missing end of a stream that is ``complete``.
 
-        That is its finish reason, the usage if it was asked for, and [DONE].
+        That is its finish reason, the usage if requested, and [DONE].
         """
         if self._is_done:
             return b""
@@ -268,7 +269,7 @@ class StreamMerger:
         return b"".join(map(encode_event, chunks)) + DONE
 
     def _keep_events(self, events: bytes, has_ids: bool) -> None:
-        """Keep events for ``_fold_events``, less the ids of the prompt: of these only the number matters."""
+        """Store events for ``_fold_events``, without the ids of the prompt: of these only the number matters."""
         if has_ids and self._prompt_tokens is None and (found := PROMPT_IDS.search(events)):
             self._note_prompt(found.group(1))
             events = PROMPT_IDS.sub(b'"prompt_token_ids":null', events)
@@ -284,10 +285,10 @@ class StreamMerger:
             self._fold_events()
 
     def _fold_events(self) -> None:
-        """Read the events kept; go on with their ids only."""
+        """Parse the stored events; store only the ids from now on."""
         for event in split_events(b"".join(self._kept)):
             if self._blind:
-                break  # it cannot be resumed, whatever the rest says
+                break  # it cannot be resumed, for any content of the rest
             chunk = parse_event(event)
             if chunk is not None:
                 self._note_chunk(chunk)
@@ -322,7 +323,7 @@ class StreamMerger:
             self._prompt = ids
 
     def _note_other(self, event: bytes) -> None:
-        """Note an event that carries no object."""
+        """Note an event without an object."""
         if event.startswith(DONE[:-2]):
             self._is_done = True
         elif not is_comment(event) or not event.endswith(_EVENT_ENDS):
@@ -358,7 +359,7 @@ class StreamMerger:
                     self._texts.append(text)
 
     def _merge_events(self, events: bytes) -> bytes:
-        """``feed`` where each event must be looked into."""
+        """Process events as ``feed`` does, if each has to be parsed."""
         self._fold_events()
         given: list[bytes] = []
         for event in split_events(events):
@@ -380,7 +381,7 @@ class StreamMerger:
             self._check_prompt(event)
         says_something = not find_choices(chunk) or any(map(has_content, find_choices(chunk)))
         if self._segment and self._begun and not says_something:
-            return []  # a role, which the client has been told
+            return []  # a role, which the client already has
         if self._prompt_tokens is None and (found := PROMPT_IDS.search(event)):
             self._note_prompt(found.group(1))
         sent = event if self._segment == 0 else self._as_first_segment(chunk)
@@ -395,7 +396,7 @@ class StreamMerger:
         return given
 
     def _check_prompt(self, event: bytes) -> None:
-        """Check the prompt that the segment's first chunk tells."""
+        """Check the prompt that the segment's first chunk reports."""
         found = PROMPT_IDS.search(event)
         if found is None or orjson.loads(found.group(1)) != self._expected:
             self._blind = True
@@ -403,7 +404,7 @@ class StreamMerger:
         self._expected = None
 
     def _as_first_segment(self, chunk: dict[str, Any]) -> bytes:
-        """A later segment's chunk as the first one's instance would have written it."""
+        """Rewrite a later segment's chunk as the first one's instance would have written it."""
         chunk.update(self._head)
         merge_usage(chunk, self._resent, self._cached, self._reasoning)
         for choice in find_choices(chunk):

@@ -1,4 +1,4 @@
-"""The merger of whole responses."""
+"""The merger of complete (not streamed) responses."""
 
 from __future__ import annotations
 
@@ -25,38 +25,39 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_UNFINISHED_TOKENS", "UNFINISHED", "ResponseMerger"]
 
-# A character is four bytes at most, and a token one at least: so many tokens may hold an unfinished one.
+# A character has at most four bytes, and a token at least one: this many tokens may contain an incomplete one.
 MAX_UNFINISHED_TOKENS = 3
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-# Markup that an engine takes out of its responses, but a detokenizer asked for the bare ids may leave in.
+# Markup that an engine removes from its responses, but a detokenizer may leave in the text of the ids.
 _MARKUP = re.compile(r"</?think>|<[|\uff5c]|</?s>")
 
 
 class ResponseMerger:
-    """One client's whole (not streamed) response, from as many segments as it takes.
+    """One client's complete (not streamed) response, from one or several segments.
 
-    ``feed`` takes a segment's response, and gives the client's, or None where the segment was preempted. Then, as long
-    as ``ids_to_detokenize`` holds ids, an instance is asked for their text, which goes to ``take_text``. After
-    that, if ``complete``, ``make_end`` is the response; otherwise ``resumption`` is added to the next request's body.
+    ``feed`` takes a segment's response, and returns the client's, or None if the segment was preempted. Then, as long
+    as ``ids_to_detokenize`` contains ids, an instance is queried for their text, which is passed to ``take_text``.
+    After that, if ``complete``, ``make_end`` returns the response; otherwise ``resumption`` is added to the next
+    request's body.
     """
 
     __slots__ = ("_body", "_cached", "_first", "_ids", "_last", "_resent", "_restarts", "_text", "ids_to_detokenize")
 
     def __init__(self, body: InferenceBody) -> None:
         self.ids_to_detokenize: list[int] | None = None
-        """Ids whose text must be known; asked for by ``POST /detokenize {"tokens": [...]}``, vLLM's form."""
+        """Ids whose text is needed; queried with ``POST /detokenize {"tokens": [...]}``, vLLM's format."""
         self._body = body
         self._restarts = False  # whether merging would be wrong, so that each segment begins again
         self._ids: list[int] = []
         self._text = ""
         self._first: dict[str, Any] | None = None
-        self._resent = 0  # ids that the last preempted segment was given
+        self._resent = 0  # ids that were sent to the last preempted segment
         self._last: dict[str, Any] = {}
         self._cached: Mapping[str, int] = {}
 
     def feed(self, status: int, body: bytes) -> bytes | None:
-        """Take one segment's response: the whole response for the client, or None if it was preempted."""
-        # ``find``, as ``in`` tries bytes as a number first: an exception made and dropped, at half a microsecond.
+        """Process one segment's response; return the client's complete response, or None after a preemption."""
+        # ``find``, because ``in`` first tries bytes as a number, and the internal exception costs half a microsecond.
         if body.find(b"pd_reschedule") >= 0 or body.find(b"PD Error") >= 0:
             response = parse_object(body)
             if response is not None and is_preemption(response):
@@ -67,7 +68,7 @@ class ResponseMerger:
         return self._merge(body)
 
     def take_text(self, text: str | None) -> None:
-        """The text of the ids in ``ids_to_detokenize``; None if no instance could tell."""
+        """Set the text of the ids in ``ids_to_detokenize``; None if no instance could provide it."""
         ids = self.ids_to_detokenize or []
         self.ids_to_detokenize = None
         if text is None or _MARKUP.search(text):
@@ -80,24 +81,24 @@ class ResponseMerger:
 
     @property
     def complete(self) -> bool:
-        """Whether the preempted segment had already generated as many tokens as were asked for."""
+        """Whether the preempted segment had already generated the requested number of tokens."""
         return bool(self._ids) and count_remaining(self._body.members, len(self._ids)) == 0
 
     @property
     def is_going_on(self) -> bool:
-        """Whether the next segment goes on behind others, rather than begin again."""
+        """Whether the next segment continues earlier ones, rather than begin again."""
         return bool(self._ids)
 
     def note_cached(self, figures: Mapping[str, int]) -> None:
-        """How much of the client's prompt was cached where it was first computed."""
+        """Note how much of the client's prompt was cached where it was first computed."""
         self._cached = figures
 
     def resumption(self) -> dict[str, Any]:
-        """The members to set in the body of the next segment's request; ``{}`` to begin again."""
+        """Return the members to set in the body of the next segment's request; ``{}`` to begin again."""
         return resume_by_ids(self._body.members, self._ids) if self._ids else {}
 
     def make_end(self) -> bytes:
-        """The response that is ``complete``."""
+        """Return the response that is ``complete``."""
         response = self._last
         choice = find_choices(response)[0]
         choice["finish_reason"] = "length"
@@ -111,7 +112,7 @@ class ResponseMerger:
         return self._as_first_segment(response)
 
     def _take_segment(self, response: dict[str, Any]) -> None:
-        """Take in the tokens that a preempted segment has generated."""
+        """Note the tokens that a preempted segment has generated."""
         choices = find_choices(response)
         if not choices:
             return  # an error: nothing of this segment is known
@@ -152,14 +153,14 @@ class ResponseMerger:
         self._ids, self._text = [], ""
 
     def _drop_last(self, ids: list[int]) -> None:
-        """The ids end within a character: ask for the text of one less, if they may still be sound."""
+        """Request the text of one id less, if the rest may be correct: the ids end within a character."""
         if len(self._ids) - len(ids) < MAX_UNFINISHED_TOKENS and len(ids) > 1:
             self.ids_to_detokenize = ids[:-1]
         else:
             self._begin_again()
 
     def _rule_out_stops(self) -> None:
-        """Begin again if a stop string may have begun before the seam: the next segment would not see it end."""
+        """Begin again if a stop string may have begun before the seam: the next segment would not recognise it."""
         stop = self._body.members.get("stop")
         strings = stop if isinstance(stop, list) else [stop]
         if any(self._text.endswith(s[:length]) for s in strings if isinstance(s, str) for length in range(1, len(s))):

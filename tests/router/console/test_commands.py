@@ -19,7 +19,7 @@ def test_without_a_command_it_is_the_router_with_its_flags(capsys: pytest.Captur
 def test_its_help_names_the_commands_and_the_routers_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^ +drain +let instances take no new requests", printed, re.MULTILINE)
+    assert re.search(r"^ +drain +send instances no new requests", printed, re.MULTILINE)
     assert "--splitwise" in printed
 
 
@@ -58,7 +58,7 @@ def test_bash_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -
 
 def test_zsh_is_told_what_commands_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--print-completion=zsh"]) == 0
-    assert "top:'the router and its instances at work, in a terminal" in capsys.readouterr().out
+    assert "top:'the state of the router and its instances, in a terminal" in capsys.readouterr().out
 
 
 def test_a_shell_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str]) -> None:

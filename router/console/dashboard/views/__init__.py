@@ -1,4 +1,4 @@
-"""The views of the dashboard, each in a file, in the frame that all have. They load NiceGUI.
+"""The views of the dashboard, one per file, and the frame that all views share. They import NiceGUI.
 
 frame.py     open_frame: navigation, freshness, light or dark, the clock; Context: a view in one browser
 parts.py     texts, tables, bars of origins
@@ -6,10 +6,10 @@ charts.py    values over time
 look.py      colours and the style sheet
 prompts.py   where prompts come from
 traffic.py   requests, times, the queue, errors
-fleet.py     the instances, and orders to them
+fleet.py     the instances, and operator commands for them
 pool.py      the pool and its masters
 request.py   one request: its attempts, reasons and times
-miss.py      why the prompt of that request took no more from a cache
+miss.py      why the prompt of that request did not get more from a cache
 chat.py      a conversation through the router, and where each of its prompts came from
 """
 

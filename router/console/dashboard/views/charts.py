@@ -1,4 +1,4 @@
-"""Charts of values over time, drawn by ECharts as SVG, so that style sheets give them their colours."""
+"""Charts of values over time. ECharts draws them as SVG, so that style sheets set their colours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORMAT_VALUE = (
 
 @dataclass(frozen=True)
 class Series:
-    """Values of a chart, one a piece of time."""
+    """Values of a chart, one per piece of time."""
 
     name: str
     colour: str
@@ -31,11 +31,11 @@ class Series:
 
 
 class Chart:
-    """Values over time, as bars on each other or as lines, or a sentence where there are none.
+    """Chart of values over time, as stacked bars or as lines; a sentence if there are no values.
 
     Args:
-        title: for those who do not see it.
-        unit: behind the numbers in the box that shows them.
+        title: description for screen readers.
+        unit: text after the numbers in the tooltip.
         kind: ``bars`` or ``lines``.
         is_whole: whether the axis has whole numbers only.
     """
@@ -113,7 +113,7 @@ class Chart:
         if self._kind == "bars":
             return {**common, "data": values, "type": "bar", "stack": "all", "barCategoryGap": "18%"}
         around = [None, *values, None]
-        # A value without neighbours makes no line: it is shown as a point.
+        # A value without neighbours draws no line, so it is shown as a point.
         points = [
             {"value": value, "symbolSize": 6 if around[number] is None and around[number + 2] is None else 0}
             for number, value in enumerate(values)
@@ -123,7 +123,7 @@ class Chart:
 
 
 def put_chart(title: str, unit: str, kind: str = "lines", note: str = "", *, is_whole: bool = False) -> Chart:
-    """A chart in a card of its own, with its unit, and a sentence below."""
+    """Put a chart into its own card, with its unit, and a sentence below."""
     with ui.element("section").classes("card"):
         with ui.element("div").classes("card-head"):
             put_text("h2", title)
@@ -135,5 +135,5 @@ def put_chart(title: str, unit: str, kind: str = "lines", note: str = "", *, is_
 
 
 def _is_empty(series: Sequence[Series], kind: str) -> bool:
-    """Whether there is nothing to see: no line, or only bars of no height."""
+    """Return whether there is nothing to draw: no line, or only bars of height 0."""
     return not any(value is not None and (value or kind == "lines") for each in series for value in each.values)

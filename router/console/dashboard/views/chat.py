@@ -18,7 +18,7 @@ from router.console.dashboard.words import ORIGIN_NAMES, format_count, format_se
 __all__ = ["CHAT", "split_usage"]
 
 MAX_TOKENS = 120
-# A longer question scrolls.
+# A longer question gets a scroll bar.
 LONG_CHARACTERS = 600
 SAMPLE = (
     "Here are the house rules of a library. Please keep them in mind for all that follows. "
@@ -32,16 +32,16 @@ SAMPLE = (
 
 
 class _Conversation:
-    """A conversation in one browser: the form that asks, and each question with its answer.
+    """Conversation in one browser: the input form, and each question with its answer.
 
-    ``_messages`` is a new list for each conversation begun, so that an answer on its way stays with its own.
+    Each new conversation has a new ``_messages`` list, so that an answer in progress stays with its own conversation.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._messages: list[dict[str, str]] = []
         self._reading: asyncio.Future[None] | None = None
-        said = "Ask through the router, and see where each prompt came from. Go on: what was said is cached by then."
+        said = "Ask through the router, and see where each prompt came from. The next prompt finds this one cached."
         put_head("Try it", said)
         self._banner = Banner()
         with ui.element("section").classes("card").props('aria-label="Conversation"'):
@@ -51,19 +51,19 @@ class _Conversation:
             with ui.element("form").classes("ask").on("submit.prevent", self._send_question):
                 self._put_question()
             with ui.element("div").classes("ask"):
-                put_button("Take a long question", lambda: self._field.set_value(SAMPLE))
-                put_button("Begin anew", self._begin_anew)
+                put_button("Use a long question", lambda: self._field.set_value(SAMPLE))
+                put_button("New chat", self._begin_anew)
                 said = f"Enter sends, Shift and Enter begin a new line. Answers end after {MAX_TOKENS} tokens."
                 put_text("span", said, "note")
         context.on_leave(self._drop_answer)
 
     def _put_empty(self) -> Markup:
         with self._turns:
-            said = "Nothing said yet. Only whole blocks are shared: a long question shows the most."
+            said = "No messages yet. Only whole blocks are shared: a long question shows the most."
             return put_html(said).classes("empty")
 
     def _put_question(self) -> None:
-        """The field for a question, and the buttons that send it and stop its answer."""
+        """Put the input field, and the buttons that send a question and stop its answer."""
         self._field = ui.textarea("Your question").classes("grow")
         self._field.props("outlined autogrow autofocus input-style=max-height:180px")
         sends = "(e) => { if (!e.shiftKey) { e.preventDefault(); emit(); } }"
@@ -77,7 +77,7 @@ class _Conversation:
             self._reading.cancel()
 
     def _drop_answer(self) -> None:
-        """Stop the answer, and let ``_send_question`` forget it."""
+        """Stop the answer, and have ``_send_question`` discard it."""
         self._stop_answer()
         self._reading = None
 
@@ -104,13 +104,13 @@ class _Conversation:
         self._messages.append({"role": "user", "content": question})
         with self._turns:
             turn = _Turn(question)
-        # A task of its own, so that it can be given up while the next token is waited for.
+        # A separate task, so that it can be cancelled while it waits for the next token.
         reading = self._reading = asyncio.ensure_future(self._read_answer(self._messages, turn))
         self._show_buttons()
         await asyncio.wait([reading])
         trouble = None if reading.cancelled() else reading.exception()
         if self._reading is not reading:
-            return  # the conversation was begun anew, or the browser has left
+            return  # a new conversation was started, or the browser has left
         self._reading = None
         self._show_buttons()
         if trouble is not None:
@@ -118,10 +118,10 @@ class _Conversation:
         self._end_turn(turn, question)
 
     async def _read_answer(self, messages: list[dict[str, str]], turn: _Turn) -> None:
-        """Ask, and show the answer as it comes.
+        """Send the question, and show the answer while it is generated.
 
         Raises:
-            RouterError: there is none, or not all of it.
+            RouterError: there is no answer, or it is incomplete.
         """
         body = {"model": "default", "messages": messages, "max_tokens": MAX_TOKENS}
         site = self._context.site
@@ -131,7 +131,7 @@ class _Conversation:
                 turn.take_event(event)
 
     def _end_turn(self, turn: _Turn, question: str) -> None:
-        """Keep the answer, or as much as came of it; without any the question is there to be asked again."""
+        """Store the answer, even if it is incomplete. If there is none, put the question back into the field."""
         if turn.answer:
             self._messages.append({"role": "assistant", "content": turn.answer})
         else:
@@ -141,7 +141,7 @@ class _Conversation:
 
 
 class _Turn:
-    """A question, its answer as it comes, and where its prompt came from."""
+    """A question, its streamed answer, and where its prompt came from."""
 
     def __init__(self, question: str) -> None:
         self.answer = ""
@@ -160,7 +160,7 @@ class _Turn:
             self._origin = put_html("")
 
     def take_event(self, event: Mapping[str, Any]) -> None:
-        """Show the tokens that an event of the stream brings."""
+        """Show the tokens of one stream event."""
         self._usage = event.get("usage") or self._usage
         piece = "".join((each.get("delta") or {}).get("content") or "" for each in event.get("choices") or ())
         if piece:
@@ -176,9 +176,9 @@ class _Turn:
 
 
 def split_usage(usage: Mapping[str, Any]) -> dict[str, float]:
-    """A prompt's tokens by their origin, as an answer's ``usage`` tells them.
+    """Return a prompt's tokens by origin, from the ``usage`` of an answer.
 
-    An engine that tells only how many were cached somewhere gets ``cached`` for those.
+    If the engine reports only the total of cached tokens, these have the origin ``cached``.
     """
     prompt = usage.get("prompt_tokens") or 0
     details = usage.get("prompt_tokens_details") or {}
@@ -209,7 +209,7 @@ def _draw_end(usage: Mapping[str, Any] | None, first: float | None, seconds: flo
     )
     parts.append(
         f'<p class="note">First token after {format_seconds(first)}, '
-        f"{format_seconds(seconds)} in all{escape(generated)}{link}</p>"
+        f"{format_seconds(seconds)} in total{escape(generated)}{link}</p>"
     )
     return f'<div class="from">{"".join(parts)}</div>'
 

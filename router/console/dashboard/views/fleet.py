@@ -1,4 +1,4 @@
-"""The fleet: instances by role with their state and load, and the orders that an operator may give them."""
+"""The fleet: instances by role with their state and load, and the operator's commands for them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["FLEET"]
 
 _ROLE_NAMES = {"mixed": "Prefill and decode in one", "prefill": "Prefill", "decode": "Decode"}
 _ROLE_TEXTS = {
-    "mixed": "work requests out from the prompt to the last token",
-    "prefill": "work prompts out, and hand them over",
-    "decode": "take prompts over, and generate the answers",
+    "mixed": "compute requests from the prompt to the last token",
+    "prefill": "compute prompts, and transfer their KV",
+    "decode": "receive the KV of prompts, and generate the answers",
 }
 _STATES = {
     "healthy": ("good", "Healthy"),
     "paused": ("warn", "Paused"),
     "draining": ("warn", "Draining"),
-    "unhealthy": ("bad", "Away"),
-    "": ("", "Not told"),
+    "unhealthy": ("bad", "Unreachable"),
+    "": ("", "Unknown"),
 }
 
 
@@ -46,7 +46,7 @@ class _FleetView:
         context.refreshers.append(self.refresh)
 
     def refresh(self) -> None:
-        """Show the figures of now."""
+        """Show the present values."""
         last = self._collector.history.last
         if last is None:
             return
@@ -106,7 +106,7 @@ class _Group:
                 self._list = ui.element("ul")
 
     def place_rows(self, reports: list[InstanceReport], moment: Moment) -> None:
-        """Show these, and no others."""
+        """Show exactly these instances."""
         self._card.classes(remove="hidden") if reports else self._card.classes(add="hidden")
         keys = {report.listed.key for report in reports}
         for gone in self._rows.keys() - keys:
@@ -120,7 +120,7 @@ class _Group:
 
 
 class _Row:
-    """One instance, whose elements stay, so that a keyboard that stands on a button stays there."""
+    """One instance. Its elements are reused, so that a button keeps the keyboard focus."""
 
     def __init__(self, context: Context, key: str) -> None:
         self._context = context
@@ -145,11 +145,11 @@ class _Row:
             self._trouble = put_text("div", "", "trouble hidden")
 
     def delete(self) -> None:
-        """Take it off the page."""
+        """Remove it from the page."""
         self._row.delete()
 
     def show_report(self, report: InstanceReport, *, is_open: bool) -> None:
-        """Show it as it is now, and whether it ``is_open`` to orders."""
+        """Show its present state. Enable the command buttons if ``is_open``."""
         listed, figures = report.listed, report.figures
         colour, state = _STATES.get(listed.state, ("bad", listed.state))
         self._dot.classes(replace=f"dot {colour}")
@@ -231,7 +231,7 @@ class _Row:
 
 
 def _shorten_model(name: str) -> str:
-    """Of a folder, its own name."""
+    """Return the last part of a path."""
     return name.rpartition("/")[2] if name.startswith("/") else name
 
 

@@ -1,4 +1,4 @@
-"""The frame of every view: the way to the others, whether the figures are fresh, light or dark, and the clock."""
+"""The frame of every view: navigation, freshness of the data, light or dark mode, and the clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["SPANS", "Context", "Site", "View", "link_request", "open_frame"]
 
 SPANS = (Span("5 min", 300, 60), Span("15 min", 900, 60), Span("1 hour", 3600, 60))
 REFRESH_SECONDS = 0.5
-# So many looks may fail to come before the page says so.
+# After this many missing polls, the page shows a warning.
 MAX_LATE_LOOKS = 5
 COOKIE = "kvrouter_look"
 _SPAN_COOKIE = "kvrouter_span"
@@ -31,7 +31,7 @@ _SPAN_COOKIE = "kvrouter_span"
 
 @dataclass
 class Site:
-    """All that views share."""
+    """Objects that all views share."""
 
     collector: Collector
     api_key: str = ""
@@ -46,11 +46,11 @@ class Context:
     request: Request
     span: Span
     refreshers: list[Callable[[], None]] = field(default_factory=list)
-    """Called when there are new figures."""
+    """Called when there are new values."""
 
     @property
     def history(self) -> History:
-        """The looks that figures are taken from."""
+        """The polls from which values are computed."""
         return self.site.collector.history
 
     def on_leave(self, callback: Callable[[], None]) -> None:
@@ -58,12 +58,12 @@ class Context:
         ui.context.client.on_delete(callback)
 
     def refresh_now(self) -> None:
-        """Show the figures of now."""
+        """Show the present values."""
         for refresh in self.refreshers:
             refresh()
 
     def put_span_choice(self) -> None:
-        """Put the choice of a length of time here."""
+        """Put the selector of the time range here."""
         toggle = ui.toggle([span.title for span in SPANS], value=self.span.title, on_change=self._on_span)
         toggle.classes("choice").props(
             "unelevated no-caps toggle-color=chosen toggle-text-color=chosen text-color=plain "
@@ -82,19 +82,19 @@ class View:
 
     path: str
     name: str
-    """In the navigation."""
+    """Title in the navigation."""
     title: str
     build: Callable[[Context], object]
-    """Puts the view into the page; one that shows figures gives the context its ``refresh``."""
+    """Puts the view into the page. A view that shows metrics sets the context's ``refresh``."""
 
 
 def link_request(request_id: str) -> str:
-    """Where the page shows this request."""
+    """Return the URL at which the page shows this request."""
     return str(URL("/request").include_query_params(id=request_id))
 
 
 def open_frame(site: Site, view: View, request: Request) -> None:
-    """Show ``view`` to the browser that asks."""
+    """Show ``view`` to the browser that requests it."""
     ui.add_head_html(f"<style>{STYLE}</style>")
     ui.query("html").props('lang="en"')
     context = Context(site, request, _read_span(request))
@@ -119,15 +119,15 @@ def open_frame(site: Site, view: View, request: Request) -> None:
 
 
 class _News:
-    """Has the view show each new look, and says in a banner why the router is not in it."""
+    """Updates the view after each new poll, and shows a banner with the reason if the router does not answer."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._banner = Banner()
-        self._shown: object = self  # unlike any look, and unlike None, before the first
+        self._shown: object = self  # different from any poll, and from None, before the first update
 
     def update(self) -> None:
-        """Show the last look, unless it is shown."""
+        """Show the last poll, unless it is already shown."""
         last = self._context.history.last
         if last is self._shown:
             return
@@ -137,8 +137,8 @@ class _News:
                 "plain", f"Asking the router at {self._context.site.collector.router.url} for its figures …"
             )
         elif last.trouble:
-            said = make_sentence(f"No news of the router: {last.trouble}")
-            self._banner.show("bad", f"{said} Instances and pool are asked all the same.")
+            said = make_sentence(f"No answer from the router: {last.trouble}")
+            self._banner.show("bad", f"{said} Instances and pool are still queried.")
         else:
             self._banner.hide()
         self._context.refresh_now()
@@ -162,7 +162,7 @@ class _Liveness:
             self._words = put_text("span", "", "words")
 
     def update(self) -> None:
-        """Show it as it is now."""
+        """Show the present state."""
         collector = self._collector
         last, address = collector.history.last, collector.router.url.partition("://")[2]
         late = last is not None and time.time() - last.time > collector.seconds * MAX_LATE_LOOKS + 5
@@ -177,7 +177,7 @@ class _Liveness:
 
 
 class _Switch:
-    """The button that goes from the system's colours to light, dark, and back."""
+    """The button that switches from the system's colours to light, dark, and back."""
 
     _NAMES: Mapping[bool | None, tuple[str, str]] = {
         None: ("As the system", "contrast"),

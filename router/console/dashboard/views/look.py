@@ -1,4 +1,4 @@
-"""How the page looks: its colours, which mean the same everywhere, and its style sheet, ``style.css``."""
+"""The page's appearance: colours, which have the same meaning everywhere, and its style sheet, ``style.css``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ COLOURS = {
     "warn": "var(--warn)",
     "accent": "var(--accent)",
 }
-"""As CSS has them. Those of origins are Okabe and Ito's, which people of any colour vision tell apart."""
+"""Colours in CSS notation. Origins use Okabe and Ito's colours, which people of any colour vision can distinguish."""
 
 LINE_COLOURS = ("var(--line-1)", "var(--line-2)", "var(--line-3)")
-"""Of lines that stand beside each other, from the faintest."""
+"""Colours of the lines in one chart, beginning with the faintest."""
 
 ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 20 20">'

@@ -1,4 +1,4 @@
-"""Why the prompt of one request took no more from a cache: instances are asked when somebody wants to know."""
+"""Why the prompt of one request did not get more from a cache. Instances are queried only when the user requests it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MissPanel", "draw_miss"]
 
 
 class MissPanel:
-    """The question about the request that is shown, and its answer."""
+    """The button for the request that is shown, and the result."""
 
     def __init__(self, router: RouterClient) -> None:
         self._router = router
@@ -28,7 +28,7 @@ class MissPanel:
             self._told = put_html("").classes("stack").props('role="status"')
 
     def offer(self, request_id: str) -> None:
-        """Offer the question about this request; ``""``: about none."""
+        """Offer the query for this request; ``""`` hides it."""
         self._request_id = request_id
         self._told.show("")
         self._card.classes(replace="card" if request_id else "card hidden")
@@ -45,7 +45,7 @@ class MissPanel:
 
 
 def draw_miss(told: Mapping[str, Any]) -> str:
-    """The answer as ``/admin/why_miss`` has it; of other versions, the members that are there."""
+    """Render the answer of ``/admin/why_miss``. Routers of other versions may omit members."""
     facts = {
         "Reason": str(told.get("reason", "")).replace("_", " "),
         "Computed by": str(told.get("instance", "")),

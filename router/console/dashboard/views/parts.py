@@ -1,4 +1,4 @@
-"""Parts that views are made of: texts, tables, bars of origins. All text from elsewhere is escaped."""
+"""Elements of views: texts, tables, bars of origins. All text from elsewhere is escaped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Markup(ui.html):
-    """HTML of our own making, in which all text from elsewhere is escaped."""
+    """HTML from this package, in which all external text is escaped."""
 
     def __init__(self, content: str = "", tag: str = "div") -> None:
         super().__init__(content, sanitize=False, tag=tag)
@@ -40,23 +40,23 @@ class Markup(ui.html):
 
 
 def put_html(content: str, tag: str = "div") -> Markup:
-    """HTML of our own making."""
+    """Put HTML from this package."""
     return Markup(content, tag)
 
 
 def put_text(tag: str, text: str, classes: str = "") -> TextElement:
-    """An element with nothing but text."""
+    """Put an element that contains only text."""
     element = TextElement(tag=tag, text=text)
     return element.classes(classes) if classes else element
 
 
 def put_button(text: str, on_click: Any, kind: str = "") -> ui.button:
-    """A button; ``kind`` is ``strong`` for the one thing to do here, ``danger`` for one that takes something away."""
+    """Put a button; ``kind`` is ``strong`` for the main action, ``danger`` for one that removes something."""
     return ui.button(text, on_click=on_click, color=None).classes(f"button {kind}").props("flat no-caps")
 
 
 def put_head(title: str, lead: str) -> ui.element:
-    """The head of a view; beside its words there is room for a choice."""
+    """Put the head of a view, with space for a selector next to its text."""
     with ui.element("div").classes("head") as head, ui.element("div"):
         put_text("h1", title)
         put_text("p", lead, "lead")
@@ -64,7 +64,7 @@ def put_head(title: str, lead: str) -> ui.element:
 
 
 def put_tiles(*names: str) -> dict[str, Markup]:
-    """Figures beside each other, by their names."""
+    """Put metrics in a row, by name."""
     tiles = {}
     with ui.element("dl").classes("tiles"):
         for name in names:
@@ -75,7 +75,7 @@ def put_tiles(*names: str) -> dict[str, Markup]:
 
 
 class Banner:
-    """One sentence across the page, where there is something to say."""
+    """One sentence across the page, shown only if there is one."""
 
     def __init__(self) -> None:
         self._box = ui.element("div").classes("banner plain hidden").props('role="status"')
@@ -83,17 +83,17 @@ class Banner:
             self._text = put_text("span", "")
 
     def show(self, kind: str, text: str) -> None:
-        """Say it: ``bad``, ``warn`` or ``plain``."""
+        """Show a sentence as ``bad``, ``warn`` or ``plain``."""
         self._text.set_text(text)
         self._box.classes(replace=f"banner {kind}")
 
     def hide(self) -> None:
-        """Say nothing."""
+        """Hide the banner."""
         self._box.classes(replace="banner plain hidden")
 
 
 def draw_parts(shares: Mapping[str, float], *, is_thin: bool = False) -> str:
-    """A bar of the shares of origins, which need not add up to one."""
+    """Return a bar of the fractions of origins. Their sum may be less than one."""
     words = ", ".join(
         f"{ORIGIN_NAMES.get(each, each)} {format_share(share)}" for each, share in shares.items() if share
     )
@@ -105,10 +105,10 @@ def draw_parts(shares: Mapping[str, float], *, is_thin: bool = False) -> str:
 
 
 def draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """A table; cells are HTML already.
+    """Put a table. Its cells are HTML already.
 
     Args:
-        numbers: the columns whose cells are numbers.
+        numbers: the columns that contain numbers.
     """
 
     def draw_cell(tag: str, column: int, content: str) -> str:
@@ -124,7 +124,7 @@ def draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seq
 
 
 def draw_facts(facts: Mapping[str, str]) -> str:
-    """Facts beside each other, by their names; those that are empty are left out."""
+    """Put a row of facts by name, without the empty ones."""
     listed = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items() if value
     )
@@ -132,9 +132,9 @@ def draw_facts(facts: Mapping[str, str]) -> str:
 
 
 def draw_blocks(tokens: Mapping[str, float], at_most: int = 96) -> tuple[str, int]:
-    """A prompt as a row of squares in the colours of its tokens' origins, and how many tokens a square is.
+    """Return a prompt as a row of squares in the colours of its tokens' origins, and the number of tokens per square.
 
-    Tokens stand in the order in which an instance finds them: those in its own cache, those in the pool, the rest.
+    The order is that in which an instance finds tokens: those in its own cache, those in the pool, the rest.
     """
     total = sum(tokens.values())
     size = 1

@@ -1,4 +1,4 @@
-"""The pool: its room, its masters, the blocks that it throws out, and those that instances find in it."""
+"""The pool: its capacity, its masters, evicted blocks, and the blocks that instances find in it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from router.console.dashboard.words import format_count, format_share, make_sent
 __all__ = ["POOL"]
 
 MIB, GIB = 1024.0**2, 1024.0**3
-# Titles, the counters' own names, and colours.
-_OUTCOMES = (("Found", "ok", "pool"), ("Not there", "absent", "computed"), ("No answer", "failed", "bad"))
+# Titles, names of the counters, and colours.
+_OUTCOMES = (("Found", "ok", "pool"), ("Not found", "absent", "computed"), ("No answer", "failed", "bad"))
 _WAYS = (("Read", "get", "pool"), ("Written", "put", "accent"))
 
 
@@ -29,28 +29,28 @@ class _PoolView:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        with put_head("Pool", "Memory that all instances share: what one has worked out, the others read from here."):
+        with put_head("Pool", "Memory that all instances share: each can read what another one has computed."):
             context.put_span_choice()
         self._banner = Banner()
-        self._tiles = put_tiles("Used", "Room in all", "Blocks", "Clients that give memory", "Thrown out")
+        self._tiles = put_tiles("Used", "Capacity", "Blocks", "Clients with memory", "Evicted")
         with ui.element("div").classes("grid"):
-            self._room = put_chart("Room", "GiB")
+            self._room = put_chart("Memory", "GiB")
             self._blocks = put_chart("Blocks", "blocks", is_whole=True)
-            said = "Blocks that a prompt needed: whether the pool had them."
+            said = "Blocks that prompts needed, by whether the pool had them."
             self._found = put_chart("Looked up by instances", "blocks/s", "bars", said)
             self._moved = put_chart("Moved", "MiB/s", "bars", "Between instances and the pool.")
         with ui.element("section").classes("card"):
             put_text("h2", "Masters")
             self._masters = put_html("")
         with ui.element("section").classes("card"):
-            put_text("h2", "Who gives memory")
+            put_text("h2", "Memory by client")
             self._segments = put_html("")
-            said = "Which models the blocks belong to, no master tells: the command kvstore stats counts that."
+            said = "Masters do not report the models of blocks: the command kvstore stats counts them."
             put_text("p", said, "note")
         context.refreshers.append(self.refresh)
 
     def refresh(self) -> None:
-        """Show the figures of now."""
+        """Show the present values."""
         last = self._context.history.last
         serving = _find_serving(last)
         _show_trouble(self._banner, last, len(self._context.site.collector.pools))
@@ -67,10 +67,10 @@ class _PoolView:
         thrown = history.count_span(span, _read_masters).get("evicted_keys", 0.0)
         for name, content in (
             ("Used", f"{format_bytes(serving.used)} <small>{format_share(share)}</small>"),
-            ("Room in all", format_bytes(serving.capacity)),
+            ("Capacity", format_bytes(serving.capacity)),
             ("Blocks", format_count(serving.keys)),
-            ("Clients that give memory", format_count(serving.clients)),
-            ("Thrown out", f"{format_count(thrown)} <small>blocks, last {escape(span.title)}</small>"),
+            ("Clients with memory", format_count(serving.clients)),
+            ("Evicted", f"{format_count(thrown)} <small>blocks, last {escape(span.title)}</small>"),
         ):
             self._tiles[name].show(content)
 
@@ -80,12 +80,12 @@ class _PoolView:
         used = history.average_pieces(span, _read_serving(lambda each: each.used / GIB))
         keys = history.average_pieces(span, _read_serving(lambda each: each.keys))
         labels = span.label_pieces()
-        in_all = Series("Room in all", COLOURS["muted"], capacity, is_dashed=True)
+        in_all = Series("Capacity", COLOURS["muted"], capacity, is_dashed=True)
         self._room.draw(labels, [in_all, Series("Used", COLOURS["pool"], used)])
         self._blocks.draw(labels, [Series("Blocks", COLOURS["pool"], keys)])
 
     def _draw_traffic(self) -> None:
-        """Draw the blocks that instances look up in the pool, and the bytes that they move."""
+        """Draw the blocks that instances look up in the pool, and the bytes that they read and write."""
         span, history = self._context.span, self._context.history
         for chart, pieces, unit, parts in (
             (self._found, history.count_pieces(span, _read_look_ups), 1.0, _OUTCOMES),
@@ -103,11 +103,11 @@ class _PoolView:
 
 def _show_trouble(banner: Banner, last: Moment | None, number: int) -> None:
     if not number:
-        said = "No master of the pool was named: start the dashboard with --pool HOST:PORT"
+        said = "No master of the pool is configured: start the dashboard with --pool HOST:PORT"
         banner.show("plain", f"{said}, the metrics port of a mooncake_master.")
     elif last is not None and not any(each.figures for each in last.masters):
-        said = make_sentence("The pool is away: " + "; ".join(each.trouble for each in last.masters))
-        banner.show("bad", f"{said} Instances go on without it, and compute what they do not have.")
+        said = make_sentence("The pool is unreachable: " + "; ".join(each.trouble for each in last.masters))
+        banner.show("bad", f"{said} Instances continue without it, and compute what they have not cached.")
     elif last is not None and _find_serving(last) is None:
         banner.show("warn", "No master of the pool serves at the moment: one is being elected.")
     elif last is not None and any(each.trouble for each in last.masters):
@@ -121,10 +121,10 @@ def _draw_masters(masters: tuple[MasterReport, ...]) -> str:
     rows = []
     for each in masters:
         if each.figures is None:
-            dot, role, said = "bad", "away", each.trouble
+            dot, role, said = "bad", "unreachable", each.trouble
         else:
             dot = "good" if each.figures.serves or each.figures.role == "standby" else "warn"
-            role = {"leader": "leads", "standby": "stands by"}.get(each.figures.role, each.figures.role)
+            role = each.figures.role
             said = f"follows {each.figures.leader}" if each.figures.leader and each.figures.role != "leader" else ""
             said = said or ("serves" if each.figures.serves else "does not serve")
         rows.append(
@@ -135,13 +135,13 @@ def _draw_masters(masters: tuple[MasterReport, ...]) -> str:
             ]
         )
     if not rows:
-        return '<div class="empty">None was named.</div>'
+        return '<div class="empty">None is configured.</div>'
     return draw_table(["Master", "Role", "State"], rows)
 
 
 def _draw_segments(serving: MasterFigures | None) -> str:
     if serving is None or not serving.segments:
-        return '<div class="empty">Nobody, as far as is known.</div>'
+        return '<div class="empty">No client is known.</div>'
     rows = []
     for each in serving.segments:
         share = each.used / each.capacity if each.capacity else 0.0
@@ -150,7 +150,7 @@ def _draw_segments(serving: MasterFigures | None) -> str:
             f'<i class="pool" style="width:{share * 100:.1f}%"></i></div>'
         )
         rows.append([escape(each.name), bar, format_share(share), format_bytes(each.used), format_bytes(each.capacity)])
-    return draw_table(["Client", "How full", "Share", "Used", "Gives"], rows, numbers=(2, 3, 4))
+    return draw_table(["Client", "Fill level", "Share", "Used", "Capacity"], rows, numbers=(2, 3, 4))
 
 
 def _find_serving(moment: Moment | None) -> MasterFigures | None:
@@ -171,7 +171,7 @@ def _read_bytes(moment: Moment) -> Mapping[str, Mapping[str, float]]:
 
 
 def _read_serving(read: Callable[[MasterFigures], float]) -> Callable[[Moment], float | None]:
-    """A figure of the master that serves, as a ``History`` reads it."""
+    """Return a reader of a metric of the leading master, for a ``History``."""
 
     def read_figure(moment: Moment) -> float | None:
         serving = _find_serving(moment)

@@ -1,4 +1,4 @@
-"""Where prompts come from: the share of their tokens that nobody had to compute, over time and by instance."""
+"""Origins of prompts: the fraction of their tokens that did not have to be computed, over time and by instance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _PromptsView:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._instance = ""
-        """Whose prompts are shown over time; of all with ``""``."""
+        """Instance shown in the chart over time; ``""`` for all."""
         lead = "A prompt's tokens that some cache still has need not be computed again."
         with put_head("Where prompts come from", lead):
             context.put_span_choice()
@@ -50,7 +50,7 @@ class _PromptsView:
         context.refreshers.append(self.refresh)
 
     def refresh(self) -> None:
-        """Show the figures of now."""
+        """Show the present values."""
         history, span = self._context.history, self._context.span
         last = history.last
         tokens = history.count_span(span, count_origins)

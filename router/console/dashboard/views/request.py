@@ -46,7 +46,7 @@ class _RequestView:
         with ui.element("section").classes("card"):
             with ui.element("div").classes("card-head"):
                 put_text("h2", "The last requests")
-                put_button("Look again", self._list_last)
+                put_button("Refresh", self._list_last)
             self._last = put_html("")
         ui.timer(0.05, self._look_at_all, once=True)
 
@@ -97,12 +97,12 @@ def _draw_list(requests: Sequence[Mapping[str, Any]]) -> str:
         )
     if not rows:
         return '<div class="empty">No request has ended since the router started.</div>'
-    heads = ["Id", "When", "Status", "Served by", "Prompt tokens", "Cached", "First byte", "In all"]
+    heads = ["Id", "When", "Status", "Served by", "Prompt tokens", "Cached", "First byte", "Total"]
     return draw_table(heads, rows, numbers=(4, 5, 6, 7))
 
 
 def draw_request(told: Mapping[str, Any]) -> str:
-    """The page's part about one request, as ``/admin/explain`` tells it; other versions tell more, or less."""
+    """Render one request from the answer of ``/admin/explain``. Other versions may send other members."""
     return "".join((_draw_outcome(told), _draw_origin(told), _draw_times(told), _draw_attempts(told)))
 
 
@@ -156,7 +156,7 @@ def _draw_origin(told: Mapping[str, Any]) -> str:
 
 
 def _draw_times(told: Mapping[str, Any]) -> str:
-    """The legs of all attempts on one scale; without them the request's own times."""
+    """Render the legs of all attempts on one time scale; without legs, the request's own times."""
     total = float(told.get("total_ms") or 0.0)
     if total <= 0:
         return ""
@@ -174,7 +174,7 @@ def _draw_times(told: Mapping[str, Any]) -> str:
     rows = "".join(_draw_leg(name, sent, first, ended, end) for name, sent, first, ended in legs)
     scale = "".join(f"<span>{format_seconds(end * step / 4e3) if step else '0'}</span>" for step in range(5))
     return (
-        f'<section class="card"><h2>Its way through time</h2><div class="timeline">{rows}'
+        f'<section class="card"><h2>Timeline</h2><div class="timeline">{rows}'
         f'<div class="leg"><span></span><div class="scale">{scale}</div><span></span></div></div>'
         f'<p class="note">{note}</p></section>'
     )
@@ -204,7 +204,7 @@ def _draw_attempts(told: Mapping[str, Any]) -> str:
     attempts: Sequence[Mapping[str, Any]] = told.get("attempts", ())
     parts = [_draw_attempt(number, attempt) for number, attempt in enumerate(attempts, start=1)]
     said = "".join(parts) or '<p class="empty">It was sent to no instance.</p>'
-    return f'<section class="card"><h2>Attempts, and why there</h2>{said}</section>'
+    return f'<section class="card"><h2>Attempts, with reasons</h2>{said}</section>'
 
 
 def _draw_attempt(number: int, attempt: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Traffic: requests, how long they take, who waits, and errors."""
+"""Traffic: requests, their latencies, the queue, and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.console.dashboard.words import NOTHING, format_count, format_rate, f
 
 __all__ = ["TRAFFIC"]
 
-QUANTILES = (("Median", 0.5), ("95 of 100", 0.95), ("99 of 100", 0.99))
+QUANTILES = (("Median", 0.5), ("p95", 0.95), ("p99", 0.99))
 _ENDS = (
     ("answered", "Answered", LINE_COLOURS[1]),
     ("refused", "Refused (4xx)", COLOURS["warn"]),
@@ -35,26 +35,26 @@ class _TrafficView:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        with put_head("Traffic", "What clients ask of the router, and how long they wait."):
+        with put_head("Traffic", "Requests from clients, and their latencies."):
             context.put_span_choice()
         self._tiles = put_tiles(
-            *("Requests a second", "First token, median", "Further tokens, median"),
-            *("Running now", "Waiting now", "Failed"),
+            *("Requests per second", "First token, median", "Further tokens, median"),
+            *("Running now", "Queued now", "Failed"),
         )
         with ui.element("div").classes("grid"):
-            self._requests = put_chart("Requests a second", "requests/s", "bars")
-            self._at_once = put_chart("Requests at once", "requests", is_whole=True)
-            note = "Of streams; 95 of 100: so many had their first token within this time."
+            self._requests = put_chart("Requests per second", "requests/s", "bars")
+            self._at_once = put_chart("Concurrent requests", "requests", is_whole=True)
+            note = "Streams only. p95: 95 % had their first token within this time."
             self._first = put_chart("Time to the first token", "ms", note=note)
-            note = "Of streams: the mean time between tokens."
+            note = "Streams only: the mean time between tokens."
             self._later = put_chart("Time for each further token", "ms", note=note)
         with ui.element("section").classes("card"):
-            put_text("h2", "What went wrong")
+            put_text("h2", "Errors")
             self._errors = put_html("")
         context.refreshers.append(self.refresh)
 
     def refresh(self) -> None:
-        """Show the figures of now."""
+        """Show the present values."""
         history, span = self._context.history, self._context.span
         total = sum_answers(history.count_span(span, _ANSWERS))
         self._sum_up(total)
@@ -66,12 +66,12 @@ class _TrafficView:
         history, span = self._context.history, self._context.span
         last, tiles = history.last, self._tiles
         length = min(span.seconds, last.time - history.list_moments(span.seconds)[0].time) if last else 0.0
-        tiles["Requests a second"].show(format_rate(sum(total.values()) / length if length > 0 else 0.0))
+        tiles["Requests per second"].show(format_rate(sum(total.values()) / length if length > 0 else 0.0))
         for name, read in (("First token, median", _FIRST_TOKEN), ("Further tokens, median", _OUTPUT_TOKEN)):
             tiles[name].show(format_seconds(estimate_quantile(0.5, history.count_span(span, read))))
         router = last.router if last else None
         tiles["Running now"].show(format_count(router.running) if router else NOTHING)
-        tiles["Waiting now"].show(format_count(router.queued) if router else NOTHING)
+        tiles["Queued now"].show(format_count(router.queued) if router else NOTHING)
         tiles["Failed"].show(f"{format_count(total['failed'])} <small>of {format_count(sum(total.values()))}</small>")
 
     def _draw_requests(self) -> None:
@@ -84,7 +84,7 @@ class _TrafficView:
         )
         served = history.average_pieces(span, _read_now(lambda router: router.running))
         queued = history.average_pieces(span, _read_now(lambda router: router.queued))
-        waiting = Series("Waiting in line", COLOURS["warn"], queued, is_dashed=True)
+        waiting = Series("Queued", COLOURS["warn"], queued, is_dashed=True)
         self._at_once.draw(labels, [Series("Being served", LINE_COLOURS[1], served), waiting])
 
     def _draw_times(self) -> None:
@@ -110,8 +110,8 @@ def _draw_errors(history: History, span: Span, total: Mapping[str, float]) -> st
         if count and not status.startswith(("2", "3"))
     ]
     for name, counts in (
-        ("Attempts failed, and made good elsewhere", retries),
-        ("Streams broken off, and taken over elsewhere", resumed),
+        ("Attempts failed, retried elsewhere", retries),
+        ("Streams interrupted, resumed elsewhere", resumed),
     ):
         rows += [[name, escape(instance), format_count(count)] for instance, count in sorted(counts.items()) if count]
     if not rows:
@@ -121,7 +121,7 @@ def _draw_errors(history: History, span: Span, total: Mapping[str, float]) -> st
 
 
 def _read_now(read: Callable[[RouterFigures], float]) -> Callable[[Moment], float | None]:
-    """A figure of the router, as a ``History`` reads it."""
+    """Return a reader of one of the router's metrics, for a ``History``."""
     return lambda moment: None if moment.router is None else read(moment.router)
 
 

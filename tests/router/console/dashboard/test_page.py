@@ -188,7 +188,7 @@ def test_prompts_show_the_share_that_nobody_had_to_compute(
 def test_traffic_shows_answers_times_and_errors(
     router: RouterUnderTest, instance: StandIn, engine: Engine, page: Page
 ) -> None:
-    open_view(page, "/traffic", "Requests at once")
+    open_view(page, "/traffic", "Concurrent requests")
     engine.may_go_on.set()
     with router.stream() as stream:
         stream.read()
@@ -247,24 +247,24 @@ def test_without_the_admin_token_loads_are_shown_and_no_orders_taken(
     dashboard.router.lead_to(router.port)
     open_view(page, "/fleet", "wants its admin token for /registered: give it with --token-file")
     expect(page.get_by_role("button", name="Drain")).to_be_disabled()
-    page.get_by_text("Not told").wait_for()
+    page.get_by_text("Unknown").wait_for()
 
 
 def test_the_pool_shows_its_master_and_then_that_it_is_away(
     router: RouterUnderTest, dashboard: Dashboard, mooncake_master: MooncakeMaster, page: Page
 ) -> None:
     dashboard.master.lead_to(int(mooncake_master.metrics_url.split("/")[2].rpartition(":")[2]))
-    open_view(page, "/pool", "leads")
-    expect(page.locator(".tile", has_text="Room in all")).not_to_be_empty()
+    open_view(page, "/pool", "leader")
+    expect(page.locator(".tile", has_text="Capacity")).not_to_be_empty()
     dashboard.master.lead_to(0)
-    page.get_by_text("The pool is away: ").wait_for()
-    page.get_by_text("Instances go on without it").wait_for()
+    page.get_by_text("The pool is unreachable: ").wait_for()
+    page.get_by_text("Instances continue without it").wait_for()
 
 
 def test_a_conversation_streams_and_tells_where_its_prompts_came_from(
     router: RouterUnderTest, engine: Engine, page: Page
 ) -> None:
-    open_view(page, "/try", "Nothing said yet")
+    open_view(page, "/try", "No messages yet")
     page.get_by_label("Your question").fill("What time was it?")
     page.get_by_label("Your question").press("Enter")
     page.get_by_text("It was", exact=True).wait_for()  # while the engine still holds the rest back
@@ -281,26 +281,26 @@ def test_a_conversation_streams_and_tells_where_its_prompts_came_from(
 def test_an_answer_can_be_stopped_and_the_conversation_begun_anew(
     router: RouterUnderTest, instance: StandIn, page: Page
 ) -> None:
-    open_view(page, "/try", "Nothing said yet")
-    page.get_by_role("button", name="Take a long question").click()
+    open_view(page, "/try", "No messages yet")
+    page.get_by_role("button", name="Use a long question").click()
     page.get_by_role("button", name="Send").click()
     page.get_by_text("It was", exact=True).wait_for()
     page.get_by_role("button", name="Stop").click()
     page.get_by_role("button", name="Send").wait_for()
     wait_until(lambda: instance.left, "the instance to see that nobody listens")
-    page.get_by_role("button", name="Begin anew").click()
+    page.get_by_role("button", name="New chat").click()
     page.locator(".turn").wait_for(state="detached")
 
 
 def test_a_conversation_begun_anew_leaves_no_half_answer_behind(
     router: RouterUnderTest, instance: StandIn, engine: Engine, page: Page
 ) -> None:
-    open_view(page, "/try", "Nothing said yet")
+    open_view(page, "/try", "No messages yet")
     page.get_by_label("Your question").fill("What time was it?")
     page.get_by_role("button", name="Send").click()
     page.get_by_text("It was", exact=True).wait_for()
-    page.get_by_role("button", name="Begin anew").click()
-    page.get_by_text("Nothing said yet").wait_for()
+    page.get_by_role("button", name="New chat").click()
+    page.get_by_text("No messages yet").wait_for()
     wait_until(lambda: instance.left, "the instance to see that nobody listens")
     router.thread.loop.call_soon_threadsafe(engine.may_go_on.set)
     page.get_by_label("Your question").fill("And now?")
@@ -316,7 +316,7 @@ def test_a_router_that_wants_a_key_is_told_in_a_sentence(
 ) -> None:
     (tmp_path / "keys").write_text("somebody: key\n")
     dashboard.router.lead_to(make_router(instance, api_keys_file=str(tmp_path / "keys")).port)
-    open_view(page, "/try", "Nothing said yet")
+    open_view(page, "/try", "No messages yet")
     page.get_by_label("Your question").fill("Hello?")
     page.get_by_role("button", name="Send").click()
     page.get_by_text("wants a client's API key: give it with --api-key-file").wait_for()
@@ -330,7 +330,7 @@ def test_a_request_is_found_in_the_list_and_shown_with_its_attempts(
     router.chat(request_id="r <b>1</b>")
     open_view(page, "/request", "The last requests")
     page.get_by_role("link", name="r <b>1</b>").click()
-    page.get_by_text("Its way through time").wait_for()
+    page.get_by_role("heading", name="Timeline").wait_for()
     page.get_by_text("1. answered").wait_for()
     expect(page.locator(".attempt").get_by_text(instance.key)).to_be_visible()
     page.get_by_label("Id of the request").fill("nobody's")
@@ -366,9 +366,9 @@ def test_a_router_that_goes_and_comes_back(
     open_view(page, "/", instance.key)
     dashboard.router.lead_to(0)
     expect(page.get_by_role("row", name=instance.key)).to_be_visible()
-    page.get_by_text("No news of the router: ").wait_for()
+    page.get_by_text("No answer from the router: ").wait_for()
     dashboard.router.lead_to(router.port)
-    page.get_by_text("No news of the router").wait_for(state="hidden")
+    page.get_by_text("No answer from the router").wait_for(state="hidden")
 
 
 def test_a_router_without_instances(make_router: MakeRouter, dashboard: Dashboard, page: Page) -> None:
