@@ -72,6 +72,8 @@ class Network:
         """Those that a program has open, by their descriptors."""
         self.names: dict[str, list[str]] = {}
         """The addresses of names that are not a host's own; an empty list cannot be resolved."""
+        self.defaults: dict[str, Any] = {}
+        """What links that were not used so far are like."""
         self._links: dict[tuple[str, str], Link] = {}
         self._dead_hosts: set[str] = set()
         self._stalled: dict[str, list[Callable[[], None]]] = {}
@@ -81,7 +83,10 @@ class Network:
 
     def link(self, source: str, target: str) -> Link:
         """The way from one host to another."""
-        return self._links.setdefault((source, target), Link())
+        link = self._links.get((source, target))
+        if link is None:
+            link = self._links[source, target] = Link(**self.defaults)
+        return link
 
     def links_of(self, host: str) -> list[Link]:
         """The ways from and to a host that were used so far."""
@@ -324,6 +329,8 @@ class Endpoint:
         self.error: OSError | None = None
         self.unread_there = 0
         """Bytes that were sent and that the program at the other end has not read."""
+        self.sent_at = 0
+        """When something was sent last."""
         self.passed: deque[SimSocket] = deque()  # descriptors in a message over a socket pair
         self.reader: Callable[[], None] | None = None
         self.is_kept_alive = False
@@ -352,6 +359,7 @@ class Endpoint:
     def send(self, data: bytes) -> None:
         """Send what there is room for."""
         self.unread_there += len(data)
+        self.sent_at = self.network.scheduler.now
         for piece in self._split(data):
             self._put("data", piece)
 

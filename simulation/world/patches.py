@@ -44,7 +44,7 @@ def this_process() -> Process | None:
 def patched(scheduler: Scheduler, network: Network) -> Iterator[None]:
     """Replace the standard library's names while the block runs; the world's threads run within it."""
     spare = scheduler.stream("random outside of processes")
-    with contextlib.ExitStack() as stack:
+    with scheduler.active(), contextlib.ExitStack() as stack:
         for module, name, value in _replacements(scheduler, network, spare):
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, value)

@@ -9,12 +9,13 @@ Timers' callbacks (deliveries of the network, faults) run between threads, on no
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import heapq
 import math
 import random
 from asyncio import _get_running_loop, _set_running_loop
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import greenlet
@@ -232,8 +233,6 @@ class Scheduler:
         Raises:
             Livelock: time stands still.
         """
-        global _current
-        before, _current = _current, self
         self._hub, self._is_stopped = greenlet.getcurrent(), False
         turns, turned_at = 0, self.now
         try:
@@ -260,6 +259,15 @@ class Scheduler:
                     timer.callback()
         finally:
             self.running = None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Be ``current`` while the block runs."""
+        global _current
+        before, _current = _current, self
+        try:
+            yield
+        finally:
             _current = before
 
     def release_process(self, process: Process) -> None:
