@@ -61,13 +61,15 @@ class Requests:
 
     CUTTING = ("router", "client_link")
 
-    def __init__(self, world: World, troubles: Troubles, *, patience: float) -> None:
+    def __init__(self, world: World, troubles: Troubles, closings: Troubles, *, patience: float) -> None:
         """
         Args:
+            closings: when operators let instances take nothing, so that there may be none.
             patience: the seconds within which a request must end, by the documented time-outs.
         """
         self._world = world
         self._troubles = troubles
+        self._closings = closings
         self._patience = patience
         self._judged: set[int] = set()
         self._late: set[int] = set()
@@ -108,9 +110,12 @@ class Requests:
             self._world.fail("error-500", told)
         if result.code in ("queue_full", "queue_timeout", "rate_limit_exceeded") and result.status in (0, 200, 429):
             return
+        if result.details.get("is_aborted"):
+            return
         if result.code == "aborted" or "aborted" in result.why:
-            if not result.details.get("is_aborted"):
-                self._world.fail("aborted", f"nobody aborted it: {told}")
+            self._world.fail("aborted", f"nobody aborted it: {told}")
+            return
+        if result.status in (502, 503) and self._closings.between(result.began, ended):
             return
         if not self._troubles.between(result.began, ended):
             self._world.fail("unjustified", f"nothing was wrong from {result.began:.3f} to {ended:.3f}: {told}")

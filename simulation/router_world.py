@@ -52,7 +52,7 @@ class RouterWorld(World):
         self.instances: dict[str, Instance] = {}
         self.routers: list[RouterActor] = []
         self.clients: list[Client] = []
-        self.troubles = Troubles()
+        self.troubles, self.closings = Troubles(), Troubles()
         self.by_prompt: dict[tuple[int, ...], Result] = {}
         self._quiet_since: float | None = None
 
@@ -205,7 +205,7 @@ class RouterWorld(World):
         settings = self.plan.settings
         self.set_links()
         self.make_routers()
-        self.requests = Requests(self, self.troubles, patience=PATIENCE)
+        self.requests = Requests(self, self.troubles, self.closings, patience=PATIENCE)
         self.orders = Orders(self, self.by_prompt, is_mixed=not settings["splitwise"])
         for number, role in enumerate(settings["roles"]):
             name = f"{role}{number}"
@@ -257,6 +257,7 @@ class RouterWorld(World):
         elif event.kind == "order":
             if event.target:
                 self.orders.on_sent(details["body"]["instance"], details["path"], details["body"])
+                self.closings.add(self.now, max(each.at for each in self.plan.events if each.kind == "order"), "order")
             elif details["path"] == "/v1/abort_requests":
                 self._note_abort(details["body"]["req_ids"])
             self.operator.order(details["path"], details["body"])

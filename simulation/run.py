@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -202,6 +203,8 @@ def run_forked(kind: type[World], seed: int, plan: Plan | None = None) -> Outcom
 def _fork(job: Job) -> tuple[int, int]:
     reading, writing = os.pipe()
     sys.stdout.flush()
+    gc.collect()
+    gc.freeze()
     pid = os.fork()
     if pid:
         os.close(writing)

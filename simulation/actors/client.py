@@ -115,6 +115,8 @@ class Client:
             connection, is_used = await self._connect(), False
         answers = [connection.send(self._format(each)) for each in asked]
         for each, result, answer in zip(asked, results, answers, strict=True):
+            if any(earlier.get("has_left") for earlier in asked):
+                each["has_left"] = True
             await self._read(connection, each, answer)
             is_stale = is_used and connection.is_lost and not answer.status
             if is_stale and not each.get("is_again"):

@@ -222,4 +222,6 @@ def _report(loop: Any, context: dict[str, Any]) -> None:
     exc = context.get("exception")
     if isinstance(exc, Livelock):
         raise exc
+    if not loop.process.is_alive:
+        return  # what a process that was killed leaves undone
     current().report(f"loop of {loop.process.name}: {context['message']}", exc)
