@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import Counter
+from pathlib import Path
 from typing import Any, ClassVar
 
 from router.serving.request import ServingRequest
@@ -22,6 +24,8 @@ __all__ = ["RouterWorld"]
 BEGIN_SECONDS = 5.0
 # Idle connections, and what waits for them, are gone after so long.
 REST_SECONDS = 80.0
+# A client that reads nothing is cut off 60 s after its answer's end or its connection's, which is idle for 65 s.
+DEAF_REST_SECONDS = 240.0
 REQUEST_TIMEOUT = 90.0
 QUEUE_TIMEOUT = 20.0
 # An instance that hangs is noticed by its probes; a request may meet two of them.
@@ -32,10 +36,36 @@ ENGINES = (
     *(("fastdeploy", ""), ("fastdeploy", ""), ("vllm", "nixl"), ("vllm", "mooncake"), ("vllm", "kvstore")),
     *(("sglang", ""), ("openai", "")),
 )
+API_KEYS = str(Path(__file__).parent / "api_keys.txt")
 POLICIES = ("pool_aware", "pool_aware", "random", "round_robin", "request_num", "cache_aware", "power_of_two")
 FAULTS = (
     *("mood", "mood", "mood", "mood", "kill", "kill", "power_loss", "pause", "link_down", "link_slow", "link_refuses"),
-    *("router_pause", "clock_step", "reset_connections", "starve"),
+    *("router_pause", "clock_step", "reset_connections", "starve", "router_stop", "router_kill"),
+)
+# As docs/operations/instances.md has it.
+MAX_KILLED = 2
+KEYS = ("key-of-alice", "key-of-bob")
+_HEAD = "POST /v1/completions HTTP/1.1\r\nhost: router\r\n"
+RAW = (
+    "\x16\x03\x01 this is TLS",
+    _HEAD + "content-le",
+    _HEAD + 'content-length: 50\r\n\r\n{"prompt": "half',
+    _HEAD + "transfer-encoding: chunked\r\n\r\n5\r\n{...}\r\nZ\r\n",
+    "GET /v1/models HTTP/1.1\r\nhost: router\r\n" + "x-long: " + 70_000 * "x" + "\r\n\r\n",
+    900 * "GET /v1/models HTTP/1.1\r\nhost: router\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n",
+    20 * "GET /health HTTP/1.1\r\nhost: router\r\n\r\n",
+    "GET /metrics HTTP/1.1\r\nhost: router\r\n\r\nGET /v1/models HTTP/1.1\r\nhost: router\r\n\r\n",
+    "GET /admin/requests HTTP/1.1\r\nhost: router\r\n\r\nGET /health_generate HTTP/1.1\r\nhost: router\r\n\r\n",
+    "POST /v1/pause HTTP/1.1\r\nhost: router\r\ncontent-length: 0\r\n\r\n",
+    "POST /v1/update_weights HTTP/1.1\r\nhost: router\r\ncontent-length: 2\r\n\r\n{}",
+)
+STRANGE_ABORTS: tuple[Any, ...] = (
+    {"req_ids": ["\ud800", "job-1"]},
+    {"req_ids": [["job-1"]]},
+    {"req_ids": 2000 * ["job-1"]},
+    {"req_ids": [None, 1, 1.5]},
+    {"req_ids": []},
+    ["job-1"],
 )
 
 
@@ -75,22 +105,31 @@ class RouterWorld(World):
             "jitter": draw.choice((0.0, 0.0003, 0.01)),
             "token_seconds": draw.choice((0.002, 0.02, 0.1)),
             "router": self._draw_router_settings(draw),
+            "has_keys": draw.random() < 0.35,
+            "buffer_bytes": draw.choice((2048, 65536, 262144)),
         }
         names = [f"{role}{number}" for number, role in enumerate(roles)]
         span = draw.uniform(10.0, 60.0)
         events = self._draw_requests(draw, settings, span)
         if draw.random() < 0.75:
-            events += self._draw_faults(draw, names, span)
+            events += self._draw_faults(draw, settings, names, span)
         if draw.random() < 0.5:
             events += self._draw_orders(draw, names, span)
+        for _ in range(draw.choice((0, 0, 0, 1, 3))):
+            at, seconds = BEGIN_SECONDS + draw.random() * span, draw.choice((0.5, 30.0, 200.0))
+            events.append(Event(at, "raw", "", {"number": draw.randrange(len(RAW)), "for": seconds}))
         last = max(event.at + event.details.get("seconds", 0.0) for event in events)
         well = last + RECOVERY_SECONDS + 15.0
         for name in names:
             body = {"instance": f"{name}:8000", "weight": 1}
-            events.append(Event(last + 1.0, "order", name, {"path": "/admin/resume", "body": {"instance": f"{name}:8000"}}))
+            events.append(
+                Event(last + 1.0, "order", name, {"path": "/admin/resume", "body": {"instance": f"{name}:8000"}})
+            )
             events.append(Event(last + 2.0, "order", name, {"path": "/admin/weight", "body": body}))
         for number in range(3):
             details = self._draw_request(draw, 900_000 + number, plain=True)
+            if settings["has_keys"]:
+                details["key"] = KEYS[0]
             events.append(Event(well + number, "request", "client", details))
         return Plan(settings, sorted(events, key=lambda event: event.at))
 
@@ -113,6 +152,7 @@ class RouterWorld(World):
 
     def _draw_requests(self, draw: random.Random, settings: dict[str, Any], span: float) -> list[Event]:
         events = []
+        num_named: Counter[str] = Counter()
         count = draw.randint(*self.num_requests)
         number = 0
         while number < count:
@@ -125,16 +165,27 @@ class RouterWorld(World):
             number += len(parts)
             events.append(Event(at, "request", "client", details))
             for part in parts:
-                if part.get("id") and draw.random() < 0.3:
-                    part["is_aborted"] = True
-                    body = {"req_ids": [part["id"]]}
-                    aborted_at = at + draw.choice((0.0, draw.random() * 0.3, draw.random() * 3.0))
-                    events.append(Event(aborted_at, "order", "", {"path": "/v1/abort_requests", "body": body}))
+                if settings["has_keys"]:
+                    part["key"] = draw.choice(KEYS)
+                if part.get("id"):
+                    # Two tenants use the same ids, and none of them one twice.
+                    part["id"] = f"job-{num_named[part.get('key', '')]}"
+                    num_named[part.get("key", "")] += 1
+                    if draw.random() < 0.3:
+                        aborted_at = at + draw.choice((0.0, draw.random() * 0.3, draw.random() * 3.0))
+                        abort = {"path": "/v1/abort_requests", "body": {"req_ids": [part["id"]]}}
+                        events.append(Event(aborted_at, "order", "", {**abort, "key": part.get("key", "")}))
+        if draw.random() < 0.1:
+            abort = {"path": "/v1/abort_requests", "body": draw.choice(STRANGE_ABORTS)}
+            key = draw.choice(KEYS) if settings["has_keys"] else ""
+            events.append(Event(BEGIN_SECONDS + draw.random() * span, "order", "", {**abort, "key": key}))
         return events
 
     def _draw_request(self, draw: random.Random, number: int, *, plain: bool = False) -> dict[str, Any]:
         path = draw.choice(PATHS[:2] if plain else (*PATHS[:2], *PATHS[:2], *PATHS))
-        text = f"family-{draw.randrange(3)} " + "shared words of a prompt " * draw.choice((1, 5, 60)) + f"request-{number}"
+        text = (
+            f"family-{draw.randrange(3)} " + "shared words of a prompt " * draw.choice((1, 5, 60)) + f"request-{number}"
+        )
         body: dict[str, Any] = {"model": "m", "temperature": 0}
         if path == "/v1/embeddings":
             body = {"model": "m", "input": text}
@@ -163,9 +214,11 @@ class RouterWorld(World):
             details["leaves_after"] = draw.choice((0.0, draw.random() * 0.2, draw.random() * 3.0))
         elif draw.random() < 0.08:
             details |= {"pauses_at": draw.randrange(3000), "pause": draw.choice((0.5, 5.0, 90.0))}
+        elif draw.random() < 0.03:
+            details["is_deaf"] = True
         return details
 
-    def _draw_faults(self, draw: random.Random, names: list[str], span: float) -> list[Event]:
+    def _draw_faults(self, draw: random.Random, settings: dict[str, Any], names: list[str], span: float) -> list[Event]:
         events = []
         for _ in range(draw.choice((1, 1, 2, 3, 5, 8))):
             kind, at = draw.choice(FAULTS), BEGIN_SECONDS + draw.random() * span
@@ -174,11 +227,19 @@ class RouterWorld(World):
             target = draw.choice(names)
             if kind == "mood":
                 details["mood"] = draw.choice(MOODS)
+            elif kind in ("router_stop", "router_kill"):
+                target, details["seconds"] = "router", min(details["seconds"], 30.0)
             elif kind in ("router_pause", "starve"):
                 target, details["seconds"] = "router", min(details["seconds"], 20.0)
             elif kind == "clock_step":
                 target, details = "router", {"step": draw.choice((-86400.0, -45.0, 20.0, 3600.0))}
             events.append(Event(round(at, 3), kind, target, details))
+        if draw.random() < 0.15:
+            poison = {"model": "m", "prompt": f"poison number {draw.randrange(1000)}", "max_tokens": 20, "stream": True}
+            details = {"number": 800_000, "path": "/v1/completions", "body": poison, "seconds": 20.0}
+            if settings["has_keys"]:
+                details["key"] = KEYS[0]
+            events.append(Event(BEGIN_SECONDS + draw.random() * span, "request", "client", details))
         return events
 
     def _draw_orders(self, draw: random.Random, names: list[str], span: float) -> list[Event]:
@@ -221,13 +282,15 @@ class RouterWorld(World):
         self.make_clients()
         self._is_without_network_faults = not any(
             event.kind in ("kill", "power_loss", "pause", "link_down", "link_slow", "router_pause", "starve")
-            or event.kind in ("link_refuses", "reset_connections")
+            or event.kind in ("link_refuses", "reset_connections", "router_stop", "router_kill")
+            or event.details.get("number") == 800_000
             for event in self.plan.events
         )
 
     def set_links(self) -> None:
         """Let all links be as the plan has them."""
         settings, network = self.plan.settings, self.network
+        network.buffer_bytes = settings["buffer_bytes"]
         network.defaults = {name: settings[name] for name in ("split", "latency", "jitter")}
 
     def make_routers(self) -> None:
@@ -239,6 +302,7 @@ class RouterWorld(World):
             access_log="off",
             request_timeout_secs=REQUEST_TIMEOUT,
             queue_timeout_secs=QUEUE_TIMEOUT,
+            api_keys_file=API_KEYS if self.plan.settings["has_keys"] else "",
             **self.plan.settings["router"],
         )
         router = RouterActor(self, "router", settings)
@@ -254,13 +318,15 @@ class RouterWorld(World):
         details, seconds = event.details, event.details.get("seconds", 0.0)
         if event.kind == "request":
             self.ask(details)
+        elif event.kind == "raw":
+            self.clients[0].send_raw(RAW[details["number"]].encode("latin-1"), details["for"])
         elif event.kind == "order":
             if event.target:
                 self.orders.on_sent(details["body"]["instance"], details["path"], details["body"])
                 self.closings.add(self.now, max(each.at for each in self.plan.events if each.kind == "order"), "order")
-            elif details["path"] == "/v1/abort_requests":
-                self._note_abort(details["body"]["req_ids"])
-            self.operator.order(details["path"], details["body"])
+            else:
+                self._note_abort(details["body"], details["key"])
+            self.operator.order(details["path"], details["body"], details.get("key", ""))
         else:
             self.troubles.add(self.now, self.now + seconds, event.kind)
             self.break_down(event.kind, event.target, seconds, details)
@@ -274,10 +340,11 @@ class RouterWorld(World):
             if result.generation is not None:
                 self.by_prompt[tuple(result.generation.prompt)] = result
 
-    def _note_abort(self, ids: list[str]) -> None:
+    def _note_abort(self, body: Any, key: str) -> None:
+        ids = body["req_ids"] if isinstance(body, dict) else []
         for client in self.clients:
             for result in client.results.values():
-                if result.details.get("id") in ids:
+                if result.details.get("id") in ids and result.details.get("key", "") == key:
                     result.details["is_aborted"] = True
 
     def break_down(self, kind: str, target: str, seconds: float, details: dict[str, Any]) -> None:
@@ -286,6 +353,8 @@ class RouterWorld(World):
         instance = self.instances.get(target)
         if kind in ("router_pause", "starve"):
             self._hold_router(kind, seconds)
+        elif kind in ("router_stop", "router_kill"):
+            self._end_router(self.routers[0], kind, seconds)
         elif kind == "clock_step":
             self.routers[0].process.clock.step(details["step"])
         elif instance is None or not instance.process.is_alive:
@@ -320,6 +389,37 @@ class RouterWorld(World):
 
         self.scheduler.call_later(seconds, end)
 
+    def _end_router(self, router: RouterActor, kind: str, seconds: float) -> None:
+        if router.is_ending or not router.process.is_alive:
+            return
+        router.is_ending = True
+        self.orders.forget()
+        grace = 30.0 if kind == "router_stop" else 0.0
+        # Until its instances are back, with their heartbeats.
+        self.troubles.add(self.now, self.now + 15.0 + seconds + grace, "router")
+        if kind == "router_stop":
+            router.stop()
+        self.scheduler.call_later(grace, router.process.crash)
+        self.scheduler.call_later(seconds + grace, router.start)
+
+    def on_poison(self, instance: Instance, generation: Generation) -> None:
+        """A request ends an instance."""
+        result = self.by_prompt[tuple(generation.prompt)]
+        killed = result.details.setdefault("killed", [])
+        killed.append(instance.name)
+        self.troubles.add(self.now, self.now + 15.0, "poison")
+        if len(killed) > MAX_KILLED:
+            self.fail("poison", f"request {result.number} was sent to {killed}, which it has ended")
+        life = instance.life
+
+        def crash() -> None:
+            if instance.life is life and instance.process.is_alive:
+                instance.crash(silently=False)
+                self.orders.forget(instance.key, process_only=True)
+                self.scheduler.call_later(5.0, instance.start)
+
+        self.scheduler.call_later(0.01, crash)
+
     def _hold_router(self, kind: str, seconds: float) -> None:
         process = self.routers[0].process
         self.orders.forget()
@@ -338,7 +438,9 @@ class RouterWorld(World):
         starve()
 
     def _break_link(self, kind: str, host: str, seconds: float) -> None:
-        links = [self.network.link(*ends) for router in self.routers for ends in ((router.name, host), (host, router.name))]
+        links = [
+            self.network.link(*ends) for router in self.routers for ends in ((router.name, host), (host, router.name))
+        ]
         if kind == "link_down":
             self.orders.forget(f"{host}:8000")
             self.network.set_down(links, True)
@@ -381,7 +483,8 @@ class RouterWorld(World):
             self._quiet_since = self.now
             for client in self.clients:
                 client.close_idle()
-        return self.now - self._quiet_since > REST_SECONDS
+        has_deaf = any(result.details.get("is_deaf") for client in self.clients for result in client.results.values())
+        return self.now - self._quiet_since > (DEAF_REST_SECONDS if has_deaf else REST_SECONDS)
 
     def check_at_rest(self) -> None:
         for router in self.routers:

@@ -6,6 +6,7 @@ Each seed runs in a child of its own, forked once all is imported: what a run le
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -243,10 +244,8 @@ def _fix_hashes() -> None:
     if os.environ.get("PYTHONHASHSEED") == "0":
         return
     os.environ["PYTHONHASHSEED"] = "0"
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # another system than Linux
         ctypes.CDLL(None).personality(ADDR_NO_RANDOMIZE)
-    except (OSError, AttributeError):  # another system than Linux
-        pass
     os.execv(sys.executable, [sys.executable, "-m", "simulation.run", *sys.argv[1:]])
 
 

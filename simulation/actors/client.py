@@ -26,7 +26,7 @@ class Result:
 
     Attributes:
         number: of the request.
-        outcome: ``right``, ``error``, ``wrong``, ``cut``, ``left``, ``refused`` (no connection), or ``""`` while it runs.
+        outcome: ``right``, ``error``, ``wrong``, ``cut``, ``left``, ``refused``, or ``""`` while it runs.
         code: of the error.
         why: what is wrong.
     """
@@ -56,6 +56,7 @@ class Client:
         self.results: dict[int, Result] = {}
         self.orders: list[tuple[str, dict[str, Any], Answer | None, float, float]] = []
         """Those that were answered: path, body, answer, when they were sent, when they were answered."""
+        self._deaf: list[ClientConnection] = []
         self._idle: list[tuple[float, ClientConnection]] = []
         process.start_loop(self._live)
 
@@ -76,7 +77,7 @@ class Client:
             self.results[each["number"]] = Result(each["number"], each["path"], generation, now, each)
         self._loop.post(lambda: asyncio.ensure_future(self._converse(asked)) and None)
 
-    def order(self, path: str, body: dict[str, Any], key: str = "", method: str = "POST") -> None:
+    def order(self, path: str, body: Any, key: str = "", method: str = "POST") -> None:
         """Send an order to the control plane; its answer comes into ``orders``."""
         self._loop.post(lambda: asyncio.ensure_future(self._order(method, path, body, key)) and None)
 
@@ -84,7 +85,7 @@ class Client:
     def _loop(self) -> Any:
         return self.process.loops[0]
 
-    async def _order(self, method: str, path: str, body: dict[str, Any], key: str) -> None:
+    async def _order(self, method: str, path: str, body: Any, key: str) -> None:
         sent_at, answer = self.world.now, None
         data = json.dumps(body).encode() if method == "POST" else b""
         headers = [("authorization", f"Bearer {key}")] if key else []
@@ -125,7 +126,7 @@ class Client:
             self._finish(result, answer, connection, each)
         if not connection.is_lost and connection.keep_alive:
             self._idle.append((self.world.now, connection))
-        else:
+        elif connection not in self._deaf:
             connection.transport.close()
 
     async def _connect(self) -> ClientConnection:
@@ -141,6 +142,20 @@ class Client:
                 return connection
             connection.transport.close()
         return None
+
+    def send_raw(self, data: bytes, seconds: float) -> None:
+        """Send bytes on a connection of their own, and close it after a while, whatever comes back."""
+
+        async def send() -> None:
+            try:
+                connection = await self._connect()
+            except OSError:
+                return
+            connection.transport.write(data)
+            await asyncio.sleep(seconds)
+            connection.transport.close()
+
+        self._loop.post(lambda: asyncio.ensure_future(send()) and None)
 
     def close_idle(self) -> None:
         """Close all connections that wait for requests; from outside."""
@@ -161,6 +176,10 @@ class Client:
     async def _read(self, connection: ClientConnection, each: dict[str, Any], answer: Answer) -> None:
         """Read an answer, as slowly as this client does, and as long as it stays."""
         leaves_at = self.world.now + each["leaves_after"] if "leaves_after" in each else None
+        if each.get("is_deaf"):
+            connection.transport.pause_reading()
+            self._deaf.append(connection)
+            connection.is_lost = each["has_left"] = True
         pauses_at, pause = each.get("pauses_at"), each.get("pause", 0.0)
         while not (answer.is_whole or connection.is_lost):
             if pauses_at is not None and len(answer.body) >= pauses_at:
@@ -195,6 +214,8 @@ class Client:
 
 def judge(result: Result, answer: Answer, _: str) -> tuple[str, str, str, str]:
     """Outcome, code of the error, what is wrong, and the text."""
+    if "set-cookie" in answer.headers:
+        return "wrong", "", "it has an instance's cookie", ""
     if not answer.status:
         return "cut", "", "no answer", ""
     if answer.status >= 400:
@@ -217,11 +238,15 @@ def judge(result: Result, answer: Answer, _: str) -> tuple[str, str, str, str]:
         return "cut", "", f"within the answer, behind {len(said.text)} characters", said.text
     if said.text != want:
         return "wrong", "", f"ended after {said.text.count(' ')} of {len(expected)} tokens", said.text
-    return ("wrong", "", why, said.text) if (why := said.find_fault(generation, expected, answer)) else (
-        "right",
-        "",
-        "",
-        said.text,
+    return (
+        ("wrong", "", why, said.text)
+        if (why := said.find_fault(generation, expected, answer))
+        else (
+            "right",
+            "",
+            "",
+            said.text,
+        )
     )
 
 

@@ -131,7 +131,9 @@ class Script:
             yield self._event({"type": "response.completed", "response": response})
             return
         if api == "messages":
-            yield self._event({"type": "message_delta", "delta": {"stop_reason": finish}, "usage": self.usage(generated)})
+            yield self._event(
+                {"type": "message_delta", "delta": {"stop_reason": finish}, "usage": self.usage(generated)}
+            )
             yield self._event({"type": "message_stop"})
             return
         choice = {"index": 0, "delta": {}} if api == "chat" else {"index": 0, "text": ""}

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server and client for actors; they share no code with the router, but the parser of both is httptools."""
+"""A small HTTP/1.1 server and client for actors, which share no code with the router but its parser, httptools."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import httptools
 from simulation.world.network import Endpoint
 
 __all__ = ["Answer", "Asked", "ClientConnection", "Reply", "ServerConnection", "format_request"]
+
+PRIVATE = "set-cookie: tenant=1\r\n"
+"""What an instance says to its own client, which is the router."""
 
 
 class Asked:
@@ -75,12 +78,13 @@ class Reply:
     async def answer(self, status: int, value: Any, *, close: bool = False) -> None:
         """Send a whole answer."""
         body = value if isinstance(value, bytes) else json.dumps(value).encode()
-        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        head = f"HTTP/1.1 {status} X\r\n{PRIVATE}content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         await self.raw(head.encode() + (b"connection: close\r\n" if close else b"") + b"\r\n" + body)
 
     async def begin_stream(self) -> None:
         """Begin an event stream."""
-        await self.raw(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        kind = "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        await self.raw(f"HTTP/1.1 200 OK\r\n{PRIVATE}{kind}".encode())
 
     async def chunk(self, data: bytes) -> None:
         """Send a piece of it."""

@@ -6,6 +6,7 @@ It is as strict as the engines: what breaks a rule of a hand-over is a failure o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from dataclasses import dataclass, field
@@ -13,18 +14,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from simulation.actors.engines import APIS, Generation, Script, read_generation
 from simulation.actors.http import Answer, Asked, ClientConnection, Reply, ServerConnection, format_request
-from simulation.actors.tokens import answer_ids, text_of
+from simulation.actors.tokens import answer_ids, prompt_ids, text_of
 
 if TYPE_CHECKING:
     from simulation.world import Process, World
 
-__all__ = ["MOODS", "Instance", "Watcher"]
+__all__ = ["MOODS", "POISON", "Instance", "Watcher"]
 
 HEARTBEAT_SECONDS = 5.0
 # So long prefill's blocks wait for decode, and decode for prefill's.
 LEASE_SECONDS = 30.0
 SGLANG_NOTICES_SECONDS = 3.0
 BOOTSTRAP_OFFSET = 1000
+POISON = prompt_ids("poison")[0]
+"""The word of a prompt that ends an instance."""
 
 MOODS = (
     *("answers_500", "answers_503", "answers_429", "answers_400", "redirects", "cuts", "closes_unasked", "hangs"),
@@ -40,6 +43,9 @@ class Watcher(Protocol):
 
     def on_arrival(self, instance: Instance, generation: Generation, asked: Asked, leg: str) -> None:
         """A request has come to an instance."""
+
+    def on_poison(self, instance: Instance, generation: Generation) -> None:
+        """A request has come that ends the process of whoever computes it."""
 
     def fail(self, oracle: str, what: str) -> None:
         """A rule is broken."""
@@ -143,10 +149,8 @@ class Instance:
 
     async def _register(self, host: str, port: int) -> None:
         body = json.dumps(self.registration()).encode()
-        try:
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
             await asyncio.wait_for(_ask(host, port, format_request("POST", "/register", body)), 5.0)
-        except (OSError, asyncio.TimeoutError):
-            pass
 
     async def _handle(self, asked: Asked, reply: Reply) -> None:
         path = asked.path
@@ -165,6 +169,7 @@ class Instance:
         elif path == "/v1/embeddings":
             await self._embed(asked, reply)
         else:
+            self.watcher.fail("paths", f"a client has reached {path} at {self.name}")
             await reply.answer(404, {"error": {"message": "no such path"}})
 
     async def _answer_probe(self, reply: Reply) -> None:
@@ -201,6 +206,8 @@ class Instance:
             self.watcher.fail("resumption", f"{at}: {generation.resumed[-5:]} were never generated")
         if await self._misbehave(reply, generation):
             return
+        if POISON in generation.prompt:
+            self.watcher.on_poison(self, generation)
         engine_id = self._engine_id(generation, asked)
         stop = self.life.running[engine_id] = asyncio.Event()
         connection = reply._connection
@@ -457,10 +464,8 @@ class Instance:
 
 async def _sleep_unless(stop: asyncio.Event, seconds: float) -> None:
     """Sleep, but no longer than until the engine is told to stop."""
-    try:
+    with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(stop.wait(), seconds)
-    except asyncio.TimeoutError:
-        pass
 
 
 async def _ask(host: str, port: int, request: bytes) -> Answer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import signal
 from typing import Any
 
@@ -13,13 +15,16 @@ from simulation.world import Process, World
 
 __all__ = ["RouterActor"]
 
+with contextlib.suppress(ImportError):
+    importlib.import_module("fastapi.telemetry._runtime")  # loaded within a world, it would keep a simulated lock
+
 
 class RouterActor:
     """One router of one process; ``start`` begins a life.
 
     Attributes:
         app: of this life; None until it has begun.
-        ended: whether this life's server has stopped, as it was told.
+        is_ending: whether this life is to end, and another to follow.
     """
 
     def __init__(self, world: World, name: str, settings: RouterSettings) -> None:
@@ -27,12 +32,12 @@ class RouterActor:
         self.process: Process
         self.app: RouterApp | None = None
         self.server: RouterServer | None = None
-        self.ended = False
+        self.is_ending = False
 
     def start(self, **clock: Any) -> None:
         """Begin a life."""
         self.app = self.server = None
-        self.ended = False
+        self.is_ending = False
         self.process = self.world.make_process(self.name, **clock)
         self.process.start_loop(self._main)
 
@@ -46,7 +51,6 @@ class RouterActor:
         self.server = RouterServer(self.app)
         listener: Any = self.process.network.open_listener(self.process, self.settings.port)
         await self.server.serve(sockets=[listener])
-        self.ended = True
 
     def list_leftovers(self) -> list[str]:
         """What is not back to zero although nothing runs, one sentence each."""

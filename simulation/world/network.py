@@ -1,7 +1,7 @@
 """Network: TCP in memory: connections, listening ports, names; links that are slow, lossy, cut or half-open.
 
 ``Endpoint`` is what a kernel keeps of one end of a connection, ``SimSocket`` what a program has of it, and
-``SimTransport`` (``transport.py``) asyncio's way to it. An end sends at most ``BUFFER_BYTES`` that the other program
+``SimTransport`` (``transport.py``) asyncio's way to it. An end sends at most ``buffer_bytes`` that the other program
 has not read. What a program leaves unread when it closes costs the other end a reset, as with Linux.
 
 A ``Link`` is the way from one host to another, and all its connections' properties; faults change it. A link that is
@@ -72,6 +72,8 @@ class Network:
         """Those that a program has open, by their descriptors."""
         self.names: dict[str, list[str]] = {}
         """The addresses of names that are not a host's own; an empty list cannot be resolved."""
+        self.buffer_bytes = BUFFER_BYTES
+        """What an end sends at most before the other program has read."""
         self.defaults: dict[str, Any] = {}
         """What links that were not used so far are like."""
         self._links: dict[tuple[str, str], Link] = {}
@@ -348,13 +350,13 @@ class Endpoint:
     @property
     def room(self) -> int:
         """Bytes that the kernel would take now."""
-        return max(0, BUFFER_BYTES - self.unread_there)
+        return max(0, self.network.buffer_bytes - self.unread_there)
 
     @property
     def unacknowledged(self) -> int:
         """Bytes that the peer's kernel has not got."""
         in_flight = sum(len(data) for kind, data in self._wire if kind == "data")
-        return in_flight + max(0, self.unread_there - in_flight - BUFFER_BYTES // 2)
+        return in_flight + max(0, self.unread_there - in_flight - self.network.buffer_bytes // 2)
 
     def send(self, data: bytes) -> None:
         """Send what there is room for."""
