@@ -74,13 +74,14 @@ class RouterWorld(World):
 
     name: ClassVar[str] = "router"
     max_seconds: ClassVar[float] = 900.0
-    num_routers: ClassVar[int] = 1
+    begin_seconds: ClassVar[float] = BEGIN_SECONDS
+    faults: ClassVar[tuple[str, ...]] = FAULTS
     num_requests: ClassVar[tuple[int, int]] = (10, 50)
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.instances: dict[str, Instance] = {}
-        self.routers: list[RouterActor] = []
+        self.routers: list[Any] = []
         self.clients: list[Client] = []
         self.troubles, self.closings = Troubles(), Troubles()
         self.by_prompt: dict[tuple[int, ...], Result] = {}
@@ -91,10 +92,7 @@ class RouterWorld(World):
     def draw_plan(self, draw: random.Random) -> Plan:
         splitwise = draw.random() < 0.6
         engine, connector = draw.choice(ENGINES)
-        if splitwise:
-            roles = ["prefill"] * draw.randint(1, 3) + ["decode"] * draw.randint(1, 3)
-        else:
-            roles = ["mixed"] * draw.randint(1, 4)
+        roles = self.draw_roles(draw, splitwise=splitwise)
         settings: dict[str, Any] = {
             "splitwise": splitwise,
             "engine": engine,
@@ -116,7 +114,7 @@ class RouterWorld(World):
         if draw.random() < 0.5:
             events += self._draw_orders(draw, names, span)
         for _ in range(draw.choice((0, 0, 0, 1, 3))):
-            at, seconds = BEGIN_SECONDS + draw.random() * span, draw.choice((0.5, 30.0, 200.0))
+            at, seconds = self.begin_seconds + draw.random() * span, draw.choice((0.5, 30.0, 200.0))
             events.append(Event(at, "raw", "", {"number": draw.randrange(len(RAW)), "for": seconds}))
         last = max(event.at + event.details.get("seconds", 0.0) for event in events)
         well = last + RECOVERY_SECONDS + 15.0
@@ -132,6 +130,16 @@ class RouterWorld(World):
                 details["key"] = KEYS[0]
             events.append(Event(well + number, "request", "client", details))
         return Plan(settings, sorted(events, key=lambda event: event.at))
+
+    def draw_roles(self, draw: random.Random, *, splitwise: bool) -> list[str]:
+        """The roles of the instances."""
+        if splitwise:
+            return ["prefill"] * draw.randint(1, 3) + ["decode"] * draw.randint(1, 3)
+        return ["mixed"] * draw.randint(1, 4)
+
+    def list_routers_of(self, number: int) -> tuple[tuple[str, int], ...]:
+        """Where an instance registers."""
+        return (("router", 9000),)
 
     def _draw_router_settings(self, draw: random.Random) -> dict[str, Any]:
         policy = draw.choice(POLICIES)
@@ -156,7 +164,7 @@ class RouterWorld(World):
         count = draw.randint(*self.num_requests)
         number = 0
         while number < count:
-            at = BEGIN_SECONDS + draw.random() * span
+            at = self.begin_seconds + draw.random() * span
             if draw.random() < 0.1:
                 parts = [self._draw_request(draw, number + part) for part in range(draw.randint(2, 6))]
                 details: dict[str, Any] = {"pipelined": parts}
@@ -178,7 +186,7 @@ class RouterWorld(World):
         if draw.random() < 0.1:
             abort = {"path": "/v1/abort_requests", "body": draw.choice(STRANGE_ABORTS)}
             key = draw.choice(KEYS) if settings["has_keys"] else ""
-            events.append(Event(BEGIN_SECONDS + draw.random() * span, "order", "", {**abort, "key": key}))
+            events.append(Event(self.begin_seconds + draw.random() * span, "order", "", {**abort, "key": key}))
         return events
 
     def _draw_request(self, draw: random.Random, number: int, *, plain: bool = False) -> dict[str, Any]:
@@ -221,7 +229,7 @@ class RouterWorld(World):
     def _draw_faults(self, draw: random.Random, settings: dict[str, Any], names: list[str], span: float) -> list[Event]:
         events = []
         for _ in range(draw.choice((1, 1, 2, 3, 5, 8))):
-            kind, at = draw.choice(FAULTS), BEGIN_SECONDS + draw.random() * span
+            kind, at = draw.choice(self.faults), self.begin_seconds + draw.random() * span
             seconds = draw.choice((0.2, 1.0, 4.0, 12.0, 40.0)) * draw.uniform(0.5, 1.5)
             details: dict[str, Any] = {"seconds": round(seconds, 3)}
             target = draw.choice(names)
@@ -239,7 +247,7 @@ class RouterWorld(World):
             details = {"number": 800_000, "path": "/v1/completions", "body": poison, "seconds": 20.0}
             if settings["has_keys"]:
                 details["key"] = KEYS[0]
-            events.append(Event(BEGIN_SECONDS + draw.random() * span, "request", "client", details))
+            events.append(Event(self.begin_seconds + draw.random() * span, "request", "client", details))
         return events
 
     def _draw_orders(self, draw: random.Random, names: list[str], span: float) -> list[Event]:
@@ -256,7 +264,7 @@ class RouterWorld(World):
                     ("/admin/weight", {"instance": key, "weight": draw.choice((0, 0.25, 1))}),
                 )
             )
-            at = BEGIN_SECONDS + draw.random() * span
+            at = self.begin_seconds + draw.random() * span
             events.append(Event(round(at, 3), "order", key.partition(":")[0], {"path": path, "body": dict(body)}))
         return events
 
@@ -274,7 +282,7 @@ class RouterWorld(World):
                 *(self, self, name, role),
                 engine=settings["engine"],
                 connector=settings["connector"],
-                routers=tuple((router.name, 9000) for router in self.routers),
+                routers=self.list_routers_of(number),
             )
             instance.token_seconds = settings["token_seconds"]
             self.instances[name] = instance
@@ -333,7 +341,8 @@ class RouterWorld(World):
 
     def ask(self, details: dict[str, Any]) -> None:
         """Let a client send a request."""
-        client = self.clients[details.get("client", 0) % len(self.clients)]
+        number = details["pipelined"][0]["number"] if "pipelined" in details else details["number"]
+        client = self.clients[number % len(self.clients)]
         client.ask(details)
         for each in details.get("pipelined") or [details]:
             result = client.results[each["number"]]
@@ -351,12 +360,13 @@ class RouterWorld(World):
         """Let a fault happen."""
         later, network = self.scheduler.call_later, self.network
         instance = self.instances.get(target)
+        router = self.routers[int(1000 * seconds) % len(self.routers)]
         if kind in ("router_pause", "starve"):
-            self._hold_router(kind, seconds)
+            self._hold_router(router, kind, seconds)
         elif kind in ("router_stop", "router_kill"):
-            self._end_router(self.routers[0], kind, seconds)
+            self._end_router(router, kind, seconds)
         elif kind == "clock_step":
-            self.routers[0].process.clock.step(details["step"])
+            router.process.clock.step(details["step"])
         elif instance is None or not instance.process.is_alive:
             return
         elif kind == "mood":
@@ -389,7 +399,7 @@ class RouterWorld(World):
 
         self.scheduler.call_later(seconds, end)
 
-    def _end_router(self, router: RouterActor, kind: str, seconds: float) -> None:
+    def _end_router(self, router: Any, kind: str, seconds: float) -> None:
         if router.is_ending or not router.process.is_alive:
             return
         router.is_ending = True
@@ -399,8 +409,8 @@ class RouterWorld(World):
         self.troubles.add(self.now, self.now + 15.0 + seconds + grace, "router")
         if kind == "router_stop":
             router.stop()
-        self.scheduler.call_later(grace, router.process.crash)
-        self.scheduler.call_later(seconds + grace, router.start)
+        self.scheduler.call_later(grace, router.crash)
+        self.scheduler.call_later(seconds + grace, lambda: router.start(**router.clock))
 
     def on_poison(self, instance: Instance, generation: Generation) -> None:
         """A request ends an instance."""
@@ -420,13 +430,15 @@ class RouterWorld(World):
 
         self.scheduler.call_later(0.01, crash)
 
-    def _hold_router(self, kind: str, seconds: float) -> None:
-        process = self.routers[0].process
+    def _hold_router(self, router: Any, kind: str, seconds: float) -> None:
+        processes = router.list_processes()
         self.orders.forget()
         if kind == "router_pause":
-            process.pause()
-            self.scheduler.call_later(seconds, process.resume)
+            for process in processes:
+                process.pause()
+                self.scheduler.call_later(seconds, process.resume)
             return
+        process = processes[0]
         ends_at = self.now + seconds
 
         def starve() -> None:

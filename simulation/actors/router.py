@@ -13,7 +13,7 @@ from router.launch.server import RouterServer
 from router.settings import RouterSettings
 from simulation.world import Process, World
 
-__all__ = ["RouterActor"]
+__all__ = ["RouterActor", "list_leftovers"]
 
 with contextlib.suppress(ImportError):
     importlib.import_module("fastapi.telemetry._runtime")  # loaded within a world, it would keep a simulated lock
@@ -32,6 +32,7 @@ class RouterActor:
         self.process: Process
         self.app: RouterApp | None = None
         self.server: RouterServer | None = None
+        self.clock: dict[str, float] = {}
         self.is_ending = False
 
     def start(self, **clock: Any) -> None:
@@ -52,30 +53,42 @@ class RouterActor:
         listener: Any = self.process.network.open_listener(self.process, self.settings.port)
         await self.server.serve(sockets=[listener])
 
+    def crash(self) -> None:
+        """Kill it."""
+        self.process.crash()
+
+    def list_processes(self) -> list[Process]:
+        """Its process."""
+        return [self.process]
+
     def list_leftovers(self) -> list[str]:
         """What is not back to zero although nothing runs, one sentence each."""
-        app, server = self.app, self.server
-        if app is None or server is None or not self.process.is_alive:
+        if self.app is None or self.server is None or not self.process.is_alive:
             return []
-        left: list[str] = []
+        return list_leftovers(self.process, self.app, self.server)
 
-        def note(what: str, value: Any, allowed: float = 0) -> None:
-            if abs(value) > allowed:
-                left.append(f"{self.name}: {value:g} {what}")
 
-        note("live requests", app.proxy.num_requests)
-        for instance in app.registry:
-            note(f"requests counted at {instance.key}", instance.load.requests)
-            note(f"tokens counted at {instance.key}", instance.load.tokens)
-            note(f"work counted at {instance.key}", instance.load.queued, 1e-3)
-        note("requests that were let in", getattr(app.admission, "running", 0))
-        note("requests in line", getattr(app.admission, "waiting", 0))
-        note("connections of clients", len(server.server_state.connections))
-        note("tasks of the control plane", len(server.server_state.tasks))
-        probes = len(list(app.registry)) + 1
-        note("connections to instances", len(app.upstream._open), probes)
-        note("background tasks", len(app.tasks._running), probes)
-        note("tasks", len(asyncio.all_tasks(self.process.loops[0])), 20 + 3 * probes)
-        sockets = [each for each in self.process.network.endpoints.values() if each.process is self.process]
-        note("sockets", len(sockets), 2 * probes)
-        return left
+def list_leftovers(process: Process, app: RouterApp, server: RouterServer) -> list[str]:
+    """What a process of a router has not back to zero although nothing runs, one sentence each."""
+    left: list[str] = []
+
+    def note(what: str, value: Any, allowed: float = 0) -> None:
+        if abs(value) > allowed:
+            left.append(f"{process.name}: {value:g} {what}")
+
+    note("live requests", app.proxy.num_requests)
+    for instance in app.registry:
+        note(f"requests counted at {instance.key}", instance.load.requests)
+        note(f"tokens counted at {instance.key}", instance.load.tokens)
+        note(f"work counted at {instance.key}", instance.load.queued, 1e-3)
+    note("requests that were let in", getattr(app.admission, "running", 0))
+    note("requests in line", getattr(app.admission, "waiting", 0))
+    note("connections of clients", len(server.server_state.connections))
+    note("tasks of the control plane", len(server.server_state.tasks))
+    probes = len(list(app.registry)) + 1
+    note("connections to instances", len(app.upstream._open), probes)
+    note("background tasks", len(app.tasks._running), probes)
+    note("tasks", len(asyncio.all_tasks(process.loops[0])), 20 + 3 * probes)
+    sockets = [each for each in process.network.endpoints.values() if each.process is process]
+    note("sockets", len(sockets), 2 * probes + 4)
+    return left

@@ -38,6 +38,8 @@ CONNECT_SECONDS = 127.0
 RETRANSMISSION_SECONDS = 3.0
 FIRST_PORT = 32768
 FIRST_DESCRIPTOR = 1 << 20
+# No system has so many: what reads /proc finds nothing.
+FIRST_PID = 1 << 23
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Network:
         self._links: dict[tuple[str, str], Link] = {}
         self._dead_hosts: set[str] = set()
         self._stalled: dict[str, list[Callable[[], None]]] = {}
-        self._num_pids, self._num_descriptors = 1000, FIRST_DESCRIPTOR
+        self._num_pids, self._num_descriptors = FIRST_PID, FIRST_DESCRIPTOR
         self._ports: dict[str, int] = {}
         self._num_connections: dict[tuple[str, str], int] = {}
 
@@ -305,7 +307,7 @@ class _Attempt:
         theirs = Endpoint(network, server.process, self._host, self._port)
         _join(mine, theirs, network)
         self.endpoint = mine
-        server.accept(theirs)
+        server.queue_connection(theirs)
         network.scheduler.call_later(delay, lambda: self._end(None))
 
     def _end(self, outcome: Exception | None) -> None:
@@ -517,6 +519,7 @@ class SimSocket:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
+        self._is_moved = False
         self.family, self.type = socket.AF_INET, socket.SOCK_STREAM
 
     def fileno(self) -> int:
@@ -548,9 +551,15 @@ class SimSocket:
     def setblocking(self, _: bool) -> None:
         """Nothing blocks."""
 
+    def move(self) -> SimSocket:
+        """The same end for another process; closing this one closes nothing any more."""
+        self._is_moved = True
+        return SimSocket(self.endpoint)
+
     def close(self) -> None:
         """Close this end."""
-        self.endpoint.close()
+        if not self._is_moved:
+            self.endpoint.close()
 
     def watch(self, loop: SimulatedLoop, callback: Callable[[], None] | None) -> bool:
         """As ``loop.add_reader``, or ``remove_reader`` for None."""
@@ -593,18 +602,27 @@ class SimServer:
         if self._waiting:
             loop.post(self._take_waiting)
 
-    def accept(self, endpoint: Endpoint) -> SimSocket | None:
+    def setblocking(self, _: bool) -> None:
+        """Nothing blocks."""
+
+    def accept(self) -> tuple[SimSocket, tuple[str, int]]:
+        """The connection that has waited longest.
+
+        Raises:
+            BlockingIOError: there is none.
+        """
+        if not self._waiting:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        sock = SimSocket(self._waiting.popleft())
+        return sock, sock.getpeername()
+
+    def queue_connection(self, endpoint: Endpoint) -> None:
         """A connection comes."""
         self._waiting.append(endpoint)
         if self._loop is not None and self._factory is not None:
             self._loop.post(self._take_waiting)
         elif self._watcher is not None:
             self._watcher()
-        return None
-
-    def take(self) -> SimSocket | None:
-        """The connection that has waited longest; None if there is none."""
-        return SimSocket(self._waiting.popleft()) if self._waiting else None
 
     def watch(self, loop: SimulatedLoop, callback: Callable[[], None] | None) -> bool:
         """As ``loop.add_reader``, or ``remove_reader`` for None."""

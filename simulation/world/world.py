@@ -117,10 +117,21 @@ class World:
         return self.scheduler.stream(*purpose)
 
     def make_process(
-        self, name: str, *, host: str = "", offset: float = 0.0, rate: float = 1.0, uptime: float = 10_000.0
+        self,
+        name: str,
+        *,
+        host: str = "",
+        machine: Clock | None = None,
+        offset: float = 0.0,
+        rate: float = 1.0,
+        uptime: float = 10_000.0,
     ) -> Process:
-        """A process; of two with one name the later one is the restarted one."""
-        clock = Clock(self.scheduler, offset=offset, rate=rate, uptime=uptime)
+        """A process; of two with one name the later one is the restarted one.
+
+        Args:
+            machine: the clock of a machine that it is on; one of its own, as of ``Clock``, if not given.
+        """
+        clock = machine or Clock(self.scheduler, offset=offset, rate=rate, uptime=uptime)
         process = Process(self.scheduler, name, self.trace, self.network, host=host, clock=clock)
         self.processes[name] = process
         return process
