@@ -51,6 +51,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, redis: RedisActor) -> None:
         self._redis = redis
         self._data = b""
+        self._is_new = False  # speaks RESP3
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -78,6 +79,16 @@ class _Connection(asyncio.Protocol):
         if not self.transport.is_closing():
             self.transport.write(_encode(value))
 
+    def push(self, value: list[Any]) -> None:
+        """Tell what nobody asked for."""
+        if not self.transport.is_closing():
+            data = _encode(value)
+            self.transport.write(b">" + data[1:] if self._is_new else data)
+
+    def _on_hello(self, version: bytes, *_: bytes) -> None:
+        self._is_new = version == b"3"
+        self.transport.write(b"%%1\r\n$5\r\nproto\r\n:%d\r\n" % int(version))
+
     def _on_client(self, *_: bytes) -> None:
         self.say(True)
 
@@ -88,17 +99,17 @@ class _Connection(asyncio.Protocol):
 
     def _on_subscribe(self, channel: bytes) -> None:
         self._redis.channels.setdefault(channel, {})[self] = None
-        self.say([b"subscribe", channel, 1])
+        self.push([b"subscribe", channel, 1])
 
     def _on_unsubscribe(self, *channels: bytes) -> None:
         for channel in channels or list(self._redis.channels):
             self._redis.channels.get(channel, {}).pop(self, None)
-            self.say([b"unsubscribe", channel, 0])
+            self.push([b"unsubscribe", channel, 0])
 
     def _on_publish(self, channel: bytes, data: bytes) -> None:
         listeners = self._redis.channels.get(channel, {})
         for listener in listeners:
-            listener.say([b"message", channel, data])
+            listener.push([b"message", channel, data])
         self.say(len(listeners))
 
     def _on_pubsub(self, _: bytes, channel: bytes) -> None:
