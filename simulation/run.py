@@ -118,7 +118,8 @@ def _report(outcomes: Iterable[Outcome], arguments: argparse.Namespace) -> int:
     seconds = time.monotonic() - began
     print(
         f"{count} seeds in {seconds:.1f} s, {failed} failed {dict(oracles) if failed else ''}; "
-        f"{virtual:.0f} virtual seconds, {virtual / max(real, 1e-9):.0f} for each real second of a core"
+        f"{virtual:.0f} virtual seconds, {virtual / max(real, 1e-9):.0f} for each real second of a core",
+        file=sys.stderr if arguments.trace else sys.stdout,
     )
     return 1 if failed else 0
 

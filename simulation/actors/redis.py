@@ -1,4 +1,4 @@
-"""RedisActor: as much of Redis as the routers use, in a simulated process: keys, sets, lists, and one kind of channel."""
+"""RedisActor: as much of Redis as the routers use: keys, sets, lists and channels."""
 
 from __future__ import annotations
 

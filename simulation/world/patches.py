@@ -1,7 +1,8 @@
 """patched: for the time of a world, what production code takes from the standard library acts on the running process.
 
-Only names that are looked up when they are used can be replaced: ``time.monotonic()``, not a name that was imported
-from ``time``. ``docs/architecture.md`` lists the seams that this needs.
+Names that are looked up when they are used can be replaced: ``time.monotonic()``, not a name that was imported from
+``time``, nor a ``default_factory``. Default arguments of our packages' functions are replaced, too.
+``docs/architecture.md`` lists the seams that this needs.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import os
 import queue
 import random
 import struct
+import sys
 import termios
 import threading
 import time
+import types
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +29,9 @@ from simulation.world.process import EPOCH, Process
 from simulation.world.scheduler import SECOND, Scheduler, current
 
 __all__ = ["patched", "this_process"]
+
+_PACKAGES = ("router", "kvstore_backend", "engine")
+_BUILTIN = (types.BuiltinFunctionType, types.MethodType)
 
 _RANDOM_FUNCTIONS = (
     *("betavariate", "choice", "choices", "expovariate", "gauss", "getrandbits", "lognormvariate", "normalvariate"),
@@ -45,10 +51,42 @@ def patched(scheduler: Scheduler, network: Network) -> Iterator[None]:
     """Replace the standard library's names while the block runs; the world's threads run within it."""
     spare = scheduler.stream("random outside of processes")
     with scheduler.active(), contextlib.ExitStack() as stack:
+        replaced: dict[Any, Any] = {}
         for module, name, value in _replacements(scheduler, network, spare):
-            stack.callback(setattr, module, name, getattr(module, name))
+            real = getattr(module, name)
+            stack.callback(setattr, module, name, real)
             setattr(module, name, value)
+            if module in (time, random):
+                replaced[real] = value
+        _replace_defaults(replaced, stack)
         yield
+
+
+def _replace_defaults(replaced: dict[Any, Any], stack: contextlib.ExitStack) -> None:
+    """Replace them where they are default arguments, too: ``clock: Callable[[], float] = time.monotonic``."""
+    for function in _list_functions():
+        defaults, named = function.__defaults__ or (), function.__kwdefaults__ or {}
+        values = [*defaults, *named.values()]
+        if any(isinstance(value, _BUILTIN) and value in replaced for value in values):
+            stack.callback(setattr, function, "__defaults__", function.__defaults__)
+            stack.callback(setattr, function, "__kwdefaults__", function.__kwdefaults__)
+            function.__defaults__ = tuple(_swap(value, replaced) for value in defaults) or None
+            function.__kwdefaults__ = {name: _swap(value, replaced) for name, value in named.items()} or None
+
+
+def _swap(value: Any, replaced: dict[Any, Any]) -> Any:
+    return replaced.get(value, value) if isinstance(value, _BUILTIN) else value
+
+
+def _list_functions() -> Iterator[Any]:
+    for name, module in list(sys.modules.items()):
+        if module is None or not name.startswith(_PACKAGES):
+            continue
+        for value in list(vars(module).values()):
+            if isinstance(value, types.FunctionType):
+                yield value
+            elif isinstance(value, type) and value.__module__ == name:
+                yield from (each for each in vars(value).values() if isinstance(each, types.FunctionType))
 
 
 def _replacements(scheduler: Scheduler, network: Network, spare: random.Random) -> Iterator[tuple[Any, str, Any]]:
