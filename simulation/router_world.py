@@ -507,6 +507,7 @@ class RouterWorld(World):
                 for engine_id in instance.life.running:
                     self.fail("reservation", f"{instance.name} still holds {engine_id}")
         if not self.failures:
-            kept = [each for each in gc.get_objects() if isinstance(each, ServingRequest)]
+            apps = {id(app.proxy._live) for router in self.routers for app in router.list_apps()}
+            kept = [each for each in gc.get_objects() if isinstance(each, ServingRequest) and id(each._live) in apps]
             if kept:
                 self.fail("memory", f"{len(kept)} requests that have ended are kept in memory")

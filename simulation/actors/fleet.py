@@ -64,6 +64,10 @@ class ManyWorkers:
         """The supervisor's process, and the workers'."""
         return [self.process, *(each.process for each in self.workers.values() if each.process.is_alive)]
 
+    def list_apps(self) -> list[RouterApp]:
+        """The applications that run."""
+        return [each.app for each in self.workers.values() if each.app is not None and each.process.is_alive]
+
     def list_leftovers(self) -> list[str]:
         """As ``RouterActor.list_leftovers``, of all workers."""
         return [

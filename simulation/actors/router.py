@@ -61,6 +61,10 @@ class RouterActor:
         """Its process."""
         return [self.process]
 
+    def list_apps(self) -> list[RouterApp]:
+        """The application that runs, if one does."""
+        return [self.app] if self.app is not None and self.process.is_alive else []
+
     def list_leftovers(self) -> list[str]:
         """What is not back to zero although nothing runs, one sentence each."""
         if self.app is None or self.server is None or not self.process.is_alive:
