@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -240,7 +242,7 @@ class Instance:
             connection.on_lost.append(stop.set)
         elif self.engine == "sglang":
             loop = asyncio.get_running_loop()
-            connection.on_lost.append(lambda: loop.call_later(SGLANG_NOTICES_SECONDS, stop.set) and None)
+            connection.on_lost.append(functools.partial(_call_later, loop, stop.set))
 
     async def _compute(self, generation: Generation, asked: Asked, reply: Reply, stop: asyncio.Event) -> None:
         draws, members = self.life.draws, generation.members
@@ -460,6 +462,10 @@ class Instance:
             await reply.end_stream()
         else:
             await reply.answer(500, {"error": {"message": "Internal server error", "code": 500}})
+
+
+def _call_later(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    loop.call_later(SGLANG_NOTICES_SECONDS, callback)
 
 
 async def _sleep_unless(stop: asyncio.Event, seconds: float) -> None:
