@@ -32,7 +32,8 @@ class FleetWorld(RouterWorld):
     name: ClassVar[str] = "fleet"
     faults = FAULTS
     num_requests: ClassVar[tuple[int, int]] = (20, 64)
-    begin_seconds: ClassVar[float] = 12.0
+    has_idle_clients: ClassVar[bool] = False  # which the world of one router has, where they cost less
+    begin_seconds: ClassVar[float] = 8.0
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

@@ -22,8 +22,8 @@ __all__ = ["RouterWorld"]
 
 # Requests begin once instances had time to register; those at the end, once all is well again.
 BEGIN_SECONDS = 5.0
-# Idle connections, and what waits for them, are gone after so long.
-REST_SECONDS = 80.0
+# What ended requests leave behind is gone after so long; connections that nobody uses, after so long.
+REST_SECONDS, IDLE_REST_SECONDS = 20.0, 80.0
 # A client that reads nothing is cut off 60 s after its answer's end or its connection's, which is idle for 65 s.
 DEAF_REST_SECONDS = 240.0
 REQUEST_TIMEOUT = 90.0
@@ -74,6 +74,7 @@ class RouterWorld(World):
 
     name: ClassVar[str] = "router"
     max_seconds: ClassVar[float] = 900.0
+    has_idle_clients: ClassVar[bool] = True
     begin_seconds: ClassVar[float] = BEGIN_SECONDS
     faults: ClassVar[tuple[str, ...]] = FAULTS
     num_requests: ClassVar[tuple[int, int]] = (10, 50)
@@ -111,13 +112,14 @@ class RouterWorld(World):
         events = self._draw_requests(draw, settings, span)
         if draw.random() < 0.75:
             events += self._draw_faults(draw, settings, names, span)
-        if draw.random() < 0.5:
+        if draw.random() < 0.6:
             events += self._draw_orders(draw, names, span)
-        for _ in range(draw.choice((0, 0, 0, 1, 3))):
+        for _ in range(draw.choice((0, 0, 0, 1, 3)) if self.has_idle_clients else 0):
             at, seconds = self.begin_seconds + draw.random() * span, draw.choice((0.5, 30.0, 200.0))
             events.append(Event(at, "raw", "", {"number": draw.randrange(len(RAW)), "for": seconds}))
         last = max(event.at + event.details.get("seconds", 0.0) for event in events)
-        well = last + RECOVERY_SECONDS + 15.0
+        is_calm = not any(event.kind in self.faults or "seconds" in event.details for event in events)
+        well = last + (4.0 if is_calm else RECOVERY_SECONDS + 15.0)
         for name in names:
             body = {"instance": f"{name}:8000", "weight": 1}
             events.append(
@@ -222,13 +224,13 @@ class RouterWorld(World):
             details["leaves_after"] = draw.choice((0.0, draw.random() * 0.2, draw.random() * 3.0))
         elif draw.random() < 0.08:
             details |= {"pauses_at": draw.randrange(3000), "pause": draw.choice((0.5, 5.0, 90.0))}
-        elif draw.random() < 0.03:
+        elif self.has_idle_clients and draw.random() < 0.03:
             details["is_deaf"] = True
         return details
 
     def _draw_faults(self, draw: random.Random, settings: dict[str, Any], names: list[str], span: float) -> list[Event]:
         events = []
-        for _ in range(draw.choice((1, 1, 2, 3, 5, 8))):
+        for _ in range(draw.choice((2, 4, 8, 12))):
             kind, at = draw.choice(self.faults), self.begin_seconds + draw.random() * span
             seconds = draw.choice((0.2, 1.0, 4.0, 12.0, 40.0)) * draw.uniform(0.5, 1.5)
             details: dict[str, Any] = {"seconds": round(seconds, 3)}
@@ -288,6 +290,9 @@ class RouterWorld(World):
             self.instances[name] = instance
             instance.start()
         self.make_clients()
+        has_deaf = any("is_deaf': True" in str(event.details) for event in self.plan.events)
+        has_idle = has_deaf or any(event.kind == "raw" for event in self.plan.events)
+        self._rest_seconds = DEAF_REST_SECONDS if has_deaf else IDLE_REST_SECONDS if has_idle else REST_SECONDS
         self._is_without_network_faults = not any(
             event.kind in ("kill", "power_loss", "pause", "link_down", "link_slow", "router_pause", "starve")
             or event.kind in ("link_refuses", "reset_connections", "router_stop", "router_kill")
@@ -495,8 +500,7 @@ class RouterWorld(World):
             self._quiet_since = self.now
             for client in self.clients:
                 client.close_idle()
-        has_deaf = any(result.details.get("is_deaf") for client in self.clients for result in client.results.values())
-        return self.now - self._quiet_since > (DEAF_REST_SECONDS if has_deaf else REST_SECONDS)
+        return self.now - self._quiet_since > self._rest_seconds
 
     def check_at_rest(self) -> None:
         for router in self.routers:

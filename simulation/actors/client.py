@@ -108,7 +108,8 @@ class Client:
             await self._exchange(asked, results)
         except OSError as exc:
             for result in results:
-                self._end(result, "refused", why=str(exc))
+                if not result.outcome:
+                    self._end(result, "refused", why=str(exc))
 
     async def _exchange(self, asked: Sequence[dict[str, Any]], results: list[Result]) -> None:
         connection, is_used = self._take_idle() if asked[0].get("reuses") else None, True
