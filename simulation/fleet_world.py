@@ -18,7 +18,19 @@ from simulation.world import Outcome, Plan
 __all__ = ["FleetWorld"]
 
 FAULTS = (
-    *("mood", "mood", "kill", "power_loss", "pause", "link_down", "link_slow", "reset_connections", "clock_step"),
+    *(
+        "mood",
+        "mood",
+        "mood",
+        "mood",
+        "kill",
+        "power_loss",
+        "pause",
+        "link_down",
+        "link_slow",
+        "reset_connections",
+        "clock_step",
+    ),
     *("router_kill", "router_stop", "router_pause", "worker_kill", "worker_kill", "worker_pause", "redis_kill"),
     *("redis_pause", "redis_cut"),
 )

@@ -39,7 +39,8 @@ ENGINES = (
 API_KEYS = str(Path(__file__).parent / "api_keys.txt")
 POLICIES = ("pool_aware", "pool_aware", "random", "round_robin", "request_num", "cache_aware", "power_of_two")
 FAULTS = (
-    *("mood", "mood", "mood", "mood", "kill", "kill", "power_loss", "pause", "link_down", "link_slow", "link_refuses"),
+    *(8 * ("mood",)),
+    *("kill", "kill", "power_loss", "pause", "link_down", "link_slow", "link_refuses"),
     *("router_pause", "clock_step", "reset_connections", "starve", "router_stop", "router_kill"),
 )
 # As docs/operations/instances.md has it.
@@ -184,7 +185,9 @@ class RouterWorld(World):
                     if draw.random() < 0.3:
                         aborted_at = at + draw.choice((0.0, draw.random() * 0.3, draw.random() * 3.0))
                         abort = {"path": "/v1/abort_requests", "body": {"req_ids": [part["id"]]}}
-                        events.append(Event(aborted_at, "order", "", {**abort, "key": part.get("key", "")}))
+                        # Or another tenant tries, who has no such request, or one of its own.
+                        by = draw.choice(KEYS) if settings["has_keys"] else ""
+                        events.append(Event(aborted_at, "order", "", {**abort, "key": by}))
         if draw.random() < 0.1:
             abort = {"path": "/v1/abort_requests", "body": draw.choice(STRANGE_ABORTS)}
             key = draw.choice(KEYS) if settings["has_keys"] else ""
