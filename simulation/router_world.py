@@ -103,6 +103,7 @@ class RouterWorld(World):
             "split": draw.choice((0.0, 0.1, 0.5, 1.0)),
             "latency": draw.choice((0.0001, 0.0005, 0.005)),
             "jitter": draw.choice((0.0, 0.0003, 0.01)),
+            "idle_seconds": draw.choice((1.0, 3.9, 5.0, 60.0)),
             "token_seconds": draw.choice((0.002, 0.02, 0.1)),
             "router": self._draw_router_settings(draw),
             "has_keys": draw.random() < 0.35,
@@ -289,7 +290,7 @@ class RouterWorld(World):
                 connector=settings["connector"],
                 routers=self.list_routers_of(number),
             )
-            instance.token_seconds = settings["token_seconds"]
+            instance.token_seconds, instance.idle_seconds = settings["token_seconds"], settings["idle_seconds"]
             self.instances[name] = instance
             instance.start()
         self.make_clients()

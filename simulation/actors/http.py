@@ -108,7 +108,13 @@ class ServerConnection(asyncio.Protocol):
     transport: asyncio.Transport
     _endpoint: Endpoint
 
-    def __init__(self, handle: Handler, connections: dict[ServerConnection, None]) -> None:
+    def __init__(self, handle: Handler, connections: dict[ServerConnection, None], idle_seconds: float) -> None:
+        """
+        Args:
+            idle_seconds: a connection without a request is closed after so long.
+        """
+        self._idle_seconds = idle_seconds
+        self._idle: asyncio.TimerHandle | None = None
         self._handle = handle
         self._connections = connections
         self._parser = httptools.HttpRequestParser(self)
@@ -125,8 +131,14 @@ class ServerConnection(asyncio.Protocol):
         self.transport = transport
         self._endpoint = transport.get_extra_info("socket").endpoint
         self._connections[self] = None
+        self._watch_idle()
+
+    def _watch_idle(self) -> None:
+        self._idle = asyncio.get_running_loop().call_later(self._idle_seconds, self.transport.close)
 
     def data_received(self, data: bytes) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -134,6 +146,8 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_lost = True
+        if self._idle is not None:
+            self._idle.cancel()
         self._connections.pop(self, None)
         self._is_writable.set()
         for callback in self.on_lost:
@@ -175,6 +189,8 @@ class ServerConnection(asyncio.Protocol):
                 await self._handle(asked, Reply(self))
                 if asked.headers.get("connection") == "close":
                     self.transport.close()
+            if not self.is_lost:
+                self._watch_idle()
         except ConnectionError:
             self.transport.abort()
         finally:

@@ -92,6 +92,7 @@ class Instance:
         self.routers = routers
         self.mood = ""
         self.token_seconds = 0.02
+        self.idle_seconds = 5.0
         self.process: Process
         self.life: _Life
         self._num_lives = 0
@@ -140,14 +141,17 @@ class Instance:
 
     async def _main(self) -> None:
         loop, life = asyncio.get_running_loop(), self.life
-        await loop.create_server(lambda: ServerConnection(self._handle, life.connections), self.host, self.port)
+        await loop.create_server(self._make_connection, self.host, self.port)
         bootstrap = self.port + BOOTSTRAP_OFFSET
-        await loop.create_server(lambda: ServerConnection(self._handle, life.connections), self.host, bootstrap)
+        await loop.create_server(self._make_connection, self.host, bootstrap)
         await asyncio.sleep(life.draws.random())
         while True:
             for host, port in self.routers:
                 await self._register(host, port)
             await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _make_connection(self) -> ServerConnection:
+        return ServerConnection(self._handle, self.life.connections, self.idle_seconds)
 
     async def _register(self, host: str, port: int) -> None:
         body = json.dumps(self.registration()).encode()

@@ -337,6 +337,19 @@ def test_what_clients_leave_that_go_is_freed_without_the_garbage_collector(
     assert left == []
 
 
+def test_what_clients_leave_that_go_while_prefill_is_asked_first_is_freed_without_the_garbage_collector(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instances = [stand_in("prefill", slowly([])), stand_in("decode", answer)]
+    for instance in instances:
+        instance.told = {"engine": "openai"}
+    running = Fleet(make_router(*instances, splitwise=True), instances)
+    with garbage(running.router.app) as left:
+        ask_all(running, leaving=True)
+        left_running(running, [])
+    assert left == []
+
+
 @contextlib.contextmanager
 def garbage(router: RouterApp) -> Iterator[list[str]]:
     """The types of a router's objects that only the garbage collector could free, once the block is left.
