@@ -425,7 +425,8 @@ class RouterWorld(World):
         """A request ends an instance."""
         result = self.by_prompt[tuple(generation.prompt)]
         killed = result.details.setdefault("killed", [])
-        killed.append(instance.name)
+        if instance.life.start_id not in killed:
+            killed.append(instance.life.start_id)
         self.troubles.add(self.now, self.now + 15.0, "poison")
         if len(killed) > MAX_KILLED:
             self.fail("poison", f"request {result.number} was sent to {killed}, which it has ended")

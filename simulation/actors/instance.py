@@ -263,9 +263,9 @@ class Instance:
             await self._report_trouble(generation, script, reply, trouble)
             return
         ids = answer_ids(generation.prompt, generation.start, generation.end)
-        preempted = self.mood == "preempts" and self.role == "decode" and self.engine == "fastdeploy" and ids
+        may_preempt = self.mood == "preempts" and self.role == "decode" and self.engine == "fastdeploy"
         finish = generation.finish
-        if preempted:
+        if may_preempt and ids and generation.api in ("chat", "completions"):
             ids, finish = ids[: draws.randrange(len(ids))], "pd_reschedule"
         if not generation.is_stream:
             await _sleep_unless(stop, self.token_seconds * len(ids))
@@ -309,8 +309,11 @@ class Instance:
                 raise ConnectionError("hung")
             await reply.chunk(script.tokens(group, is_first=position == 0))
             position += len(group)
-        for event in script.end(len(ids), finish):
-            await reply.chunk(event)
+        if finish == "pd_reschedule" and draws.random() < 0.5:
+            await reply.chunk(script.error("PD Error: decode preempted the request", 500) + b"data: [DONE]\n\n")
+        else:
+            for event in script.end(len(ids), finish):
+                await reply.chunk(event)
         await reply.end_stream()
 
     async def _misbehave(self, reply: Reply, generation: Generation | None) -> bool:
