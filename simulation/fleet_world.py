@@ -31,7 +31,7 @@ FAULTS = (
         "reset_connections",
         "clock_step",
     ),
-    *("router_kill", "router_stop", "router_pause", "worker_kill", "worker_kill", "worker_pause", "redis_kill"),
+    *("router_kill", "router_stop", "router_pause", "worker_kill", "worker_pause", "redis_kill"),
     *("redis_pause", "redis_cut"),
 )
 # Between routers, an order that was given while Redis was there reaches the other router within this.
