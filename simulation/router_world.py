@@ -27,6 +27,8 @@ REST_SECONDS, IDLE_REST_SECONDS = 20.0, 80.0
 # A client that reads nothing is cut off 60 s after its answer's end or its connection's, which is idle for 65 s.
 DEAF_REST_SECONDS = 240.0
 REQUEST_TIMEOUT = 90.0
+# An abort reaches the router, and all instances, within this.
+ABORT_SECONDS = 30.0
 QUEUE_TIMEOUT = 20.0
 # An instance that hangs is noticed by its probes; a request may meet two of them.
 PATIENCE = REQUEST_TIMEOUT + QUEUE_TIMEOUT + 10.0
@@ -86,6 +88,7 @@ class RouterWorld(World):
         self.clients: list[Client] = []
         self.troubles, self.closings = Troubles(), Troubles()
         self.by_prompt: dict[tuple[int, ...], Result] = {}
+        self._aborts: list[tuple[float, list[str], str]] = []
         self._quiet_since: float | None = None
 
     # The plan.
@@ -357,11 +360,17 @@ class RouterWorld(World):
         client.ask(details)
         for each in details.get("pipelined") or [details]:
             result = client.results[each["number"]]
+            # The abort of an id may be under way when its request comes.
+            result.details["is_aborted"] = any(
+                each.get("id") in ids and each.get("key", "") == key and self.now - at < ABORT_SECONDS
+                for at, ids, key in self._aborts
+            )
             if result.generation is not None:
                 self.by_prompt[tuple(result.generation.prompt)] = result
 
     def _note_abort(self, body: Any, key: str) -> None:
         ids = body["req_ids"] if isinstance(body, dict) else []
+        self._aborts.append((self.now, [each for each in ids if isinstance(each, str)], key))
         for client in self.clients:
             for result in client.results.values():
                 if result.details.get("id") in ids and result.details.get("key", "") == key:

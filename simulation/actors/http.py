@@ -148,7 +148,8 @@ class ServerConnection(asyncio.Protocol):
         self.is_lost = True
         if self._idle is not None:
             self._idle.cancel()
-        self._connections.pop(self, None)
+        if self._task is None:
+            self._connections.pop(self, None)
         self._is_writable.set()
         for callback in self.on_lost:
             callback()
@@ -195,6 +196,8 @@ class ServerConnection(asyncio.Protocol):
             self.transport.abort()
         finally:
             self._task = None
+            if self.is_lost:
+                self._connections.pop(self, None)
 
 
 class Answer:
