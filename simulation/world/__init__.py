@@ -6,6 +6,7 @@ process.py    Process: a clock, random numbers, threads; it can pause and crash
 patches.py    patched: time, threading, queue, random, os.urandom, ... act on the process that runs
 loop.py       SimulatedLoop: asyncio in virtual time, on the network in memory
 network.py    Network: connections, listening ports, names; links that are slow, cut or half-open
+transport.py  SimTransport: asyncio's transport over a connection of it
 plan.py       Plan, Event: all that will happen, as plain data; drawn before the run, so that it can be shrunk
 trace.py      Trace: what happened, as text
 world.py      World: the frame of a world; its docstring tells how one is written
