@@ -30,7 +30,7 @@ from simulation.world.scheduler import SECOND, Scheduler, current
 
 __all__ = ["patched", "this_process"]
 
-_PACKAGES = ("router", "kvstore_backend", "engine")
+_PACKAGES = ("router", "kvstore_backend", "kvcommon", "engine")
 _BUILTIN = (types.BuiltinFunctionType, types.MethodType)
 
 _RANDOM_FUNCTIONS = (
