@@ -413,7 +413,7 @@ class RouterWorld(World):
         instance.mood = mood
 
         def end() -> None:
-            if instance.life is life:
+            if instance.life is life and instance.mood == mood:
                 instance.mood = ""
                 self.trace.add(instance.name, "is well again")
 
