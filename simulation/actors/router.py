@@ -87,7 +87,8 @@ def list_leftovers(process: Process, app: RouterApp, server: RouterServer) -> li
         note(f"work counted at {instance.key}", instance.load.queued, 1e-3)
     note("requests that were let in", getattr(app.admission, "running", 0))
     note("requests in line", getattr(app.admission, "waiting", 0))
-    peers = [connection.client[0] for connection in server.server_state.connections if connection.client]
+    protocols: Any = server.server_state.connections
+    peers = [protocol.client[0] for protocol in protocols if protocol.client]
     note("connections of clients", sum(not peer.startswith(("prefill", "decode", "mixed")) for peer in peers))
     note("tasks of the control plane", len(server.server_state.tasks))
     probes = len(list(app.registry)) + 1
