@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Of new seeds, for each world.
-SECONDS = 20
+SECONDS = 10
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +32,7 @@ def test_new_seeds_find_nothing(world: str) -> None:
 
 @pytest.mark.parametrize("world", ["router", "fleet"])
 def test_a_seed_is_one_timeline(world: str) -> None:
-    one, other = (simulate("--world", world, "--seed", "4", "--trace").stdout for _ in range(2))
+    one, other = (simulate("--world", world, "--seed", "2", "--trace").stdout for _ in range(2))
     assert one == other
     assert "ends: right 200" in one
 
@@ -52,7 +53,7 @@ class Small(World):
         return Plan({}, [Event(at, "one" if at % 7 else "seven") for at in range(30)])
 
     def build(self) -> None:
-        self.seen = []
+        self.seen: list[float] = []
 
     def perform(self, event: Event) -> None:
         self.seen.append(event.at)
@@ -64,5 +65,7 @@ if __name__ == "__main__":
     print(*(event.at for event in shrink(Small, run_forked(Small, 1)).plan.events))
 """
     )
-    found = subprocess.run([sys.executable, str(program)], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = [sys.executable, str(program)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["7", "21"]
