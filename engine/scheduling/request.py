@@ -176,7 +176,7 @@ class Sequence:
     pool_load_seconds: float = 0.0
     num_preemptions: int = 0
     """How often it had to give its blocks back and begin anew."""
-    arrival: float = field(default_factory=time.monotonic)
+    arrival: float = field(default_factory=lambda: time.monotonic())
     started_at: float | None = None
     """When it first got a place among the running."""
     first_token_at: float | None = None

@@ -185,7 +185,10 @@ class Admission:
         finally:
             timer.cancel()
         if refused is not None:
-            raise refused
+            try:
+                raise refused
+            finally:
+                del refused, place  # its traceback leads here: only the collector could free both
         self._usual_wait += 0.1 * (loop.time() - since - self._usual_wait)
 
     def _admit_waiting(self) -> None:

@@ -235,6 +235,11 @@ class Exchange:
         if not self.complete and self.error is None:
             self.fail(ConnectionLost(f"the exchange with {self.address} was closed"))
 
+    def forget_error(self) -> None:
+        """Nobody waits for it any more: of several exchanges that fail with the same exception only one raises it."""
+        if self.error is not None:
+            self._release_error(self.error)
+
     def on_head(self, status: int, headers: Headers) -> None:
         """Receive the head from the connection, before ``on_data``: the response has begun."""
         self.status, self.headers = status, headers

@@ -255,6 +255,12 @@ class Attempt:
         self.answering.exchange.fail(error)  # its request follows when prefill has answered
         self.give_up()
 
+    def forget_errors(self) -> None:
+        """The request has ended: let go of the exception that ended it, whose traceback leads to all that is here."""
+        for leg in (self.answering, self.prefill):
+            if leg is not None:
+                leg.exchange.forget_error()
+
     def on_instance_failure(self, instance: Instance, silence: float) -> None:
         """Fail if ``instance``, which answers no probes, works on this attempt and has been silent for ``silence``
         seconds.

@@ -429,6 +429,7 @@ class ServingRequest:
         attempts = self._attempts
         if attempts.current is not None:
             attempts.current.give_up()
+            attempts.current.forget_errors()
         if attempts.number > self._story.num_ended:
             self._story.end_attempt(attempts.current, error.message if error else "the client left")
         if error is not None and not self._request.response_started:

@@ -337,6 +337,28 @@ def test_what_clients_leave_that_go_is_freed_without_the_garbage_collector(
     assert left == []
 
 
+def test_what_clients_leave_that_go_while_prefill_is_asked_first_is_freed_without_the_garbage_collector(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instances = [stand_in("prefill", slowly([])), stand_in("decode", answer)]
+    for instance in instances:
+        instance.told = {"engine": "openai"}
+    running = Fleet(make_router(*instances, splitwise=True), instances)
+    with garbage(running.router.app) as left:
+        ask_all(running, leaving=True)
+        left_running(running, [])
+    assert left == []
+
+
+def test_what_waits_in_line_for_too_long_is_freed_without_the_garbage_collector(fleet: Callable[..., Fleet]) -> None:
+    running = fleet(False, max_concurrent_requests=1, queue_timeout_secs=0.05)
+    with garbage(running.router.app) as left:
+        ended = ask_all(running)
+        left_running(running, [])
+    assert "queue_timeout" in {one.error for one in ended}
+    assert left == []
+
+
 @contextlib.contextmanager
 def garbage(router: RouterApp) -> Iterator[list[str]]:
     """The types of a router's objects that only the garbage collector could free, once the block is left.

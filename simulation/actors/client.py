@@ -1,0 +1,364 @@
+"""Client: asks a router, and judges what it gets by the prompt alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from simulation.actors.engines import APIS, Generation, read_generation
+from simulation.actors.http import Answer, ClientConnection, format_request
+from simulation.actors.tokens import answer_ids, text_of
+
+if TYPE_CHECKING:
+    from simulation.world import Process, World
+
+__all__ = ["Client", "Result", "judge"]
+
+IDLE_SECONDS = 50.0
+
+
+@dataclass
+class Result:
+    """How one request of a client went.
+
+    Attributes:
+        number: of the request.
+        outcome: ``right``, ``error``, ``wrong``, ``cut``, ``left``, ``refused``, or ``""`` while it runs.
+        code: of the error.
+        why: what is wrong.
+    """
+
+    number: int
+    path: str
+    generation: Generation | None
+    began: float
+    details: dict[str, Any]
+    ended: float | None = None
+    outcome: str = ""
+    status: int = 0
+    code: str = ""
+    why: str = ""
+    text: str = ""
+    arrivals: list[tuple[float, str, str]] = field(default_factory=list)
+    """When it came to which instance, in which role."""
+
+
+class Client:
+    """A process with clients' requests in it."""
+
+    def __init__(self, world: World, process: Process, address: tuple[str, int]) -> None:
+        self.world = world
+        self.process = process
+        self.address = address
+        self.results: dict[int, Result] = {}
+        self.orders: list[tuple[str, dict[str, Any], Answer | None, float, float]] = []
+        """Those that were answered: path, body, answer, when they were sent, when they were answered."""
+        self._deaf: list[ClientConnection] = []
+        self._idle: list[tuple[float, ClientConnection]] = []
+        process.start_loop(self._live)
+
+    async def _live(self) -> None:
+        await asyncio.Event().wait()
+
+    @property
+    def running(self) -> list[Result]:
+        """Requests that have not ended."""
+        return [result for result in self.results.values() if not result.outcome]
+
+    def ask(self, details: dict[str, Any]) -> None:
+        """Send a request, or several in one go if ``details`` has ``pipelined``; from outside of the loop."""
+        asked = details.get("pipelined") or [details]
+        for each in asked:
+            generation = read_generation(each["path"], each["body"], "") if each["path"] in APIS else None
+            now = self.world.now
+            self.results[each["number"]] = Result(each["number"], each["path"], generation, now, each)
+        self._loop.post(lambda: asyncio.ensure_future(self._converse(asked)) and None)
+
+    def order(self, path: str, body: Any, key: str = "", method: str = "POST") -> None:
+        """Send an order to the control plane; its answer comes into ``orders``."""
+        self._loop.post(lambda: asyncio.ensure_future(self._order(method, path, body, key)) and None)
+
+    @property
+    def _loop(self) -> Any:
+        return self.process.loops[0]
+
+    async def _order(self, method: str, path: str, body: Any, key: str) -> None:
+        sent_at, answer = self.world.now, None
+        data = json.dumps(body).encode() if method == "POST" else b""
+        headers = [("authorization", f"Bearer {key}")] if key else []
+        try:
+            connection = await self._connect()
+            answer = connection.send(format_request(method, path, data, headers))
+            while not (answer.is_whole or connection.is_lost):
+                connection.changed.clear()
+                await asyncio.wait_for(connection.changed.wait(), 60.0)
+            connection.transport.close()
+        except (OSError, asyncio.TimeoutError):
+            pass
+        if answer is not None and answer.is_whole:
+            self.orders.append((path, body, answer, sent_at, self.world.now))
+            self.world.trace.add(self.process.name, f"{path} {body} gets {answer.status}")
+
+    async def _converse(self, asked: Sequence[dict[str, Any]]) -> None:
+        results = [self.results[each["number"]] for each in asked]
+        try:
+            await self._exchange(asked, results)
+        except OSError as exc:
+            for result in results:
+                if not result.outcome:
+                    self._end(result, "refused", why=str(exc))
+
+    async def _exchange(self, asked: Sequence[dict[str, Any]], results: list[Result]) -> None:
+        connection, is_used = self._take_idle() if asked[0].get("reuses") else None, True
+        if connection is None:
+            connection, is_used = await self._connect(), False
+        answers = [connection.send(self._format(each)) for each in asked]
+        for each, result, answer in zip(asked, results, answers, strict=True):
+            if any(earlier.get("has_left") for earlier in asked):
+                each["has_left"] = True
+            await self._read(connection, each, answer)
+            is_stale = is_used and connection.is_lost and not answer.status
+            if is_stale and not each.get("is_again"):
+                await self._exchange([{**each, "reuses": False, "is_again": True}], [result])
+                continue
+            self._finish(result, answer, connection, each)
+        if not connection.is_lost and connection.keep_alive:
+            self._idle.append((self.world.now, connection))
+        elif connection not in self._deaf:
+            connection.transport.close()
+
+    async def _connect(self) -> ClientConnection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(ClientConnection, *self.address)
+        assert isinstance(connection, ClientConnection)
+        return connection
+
+    def _take_idle(self) -> ClientConnection | None:
+        while self._idle:
+            since, connection = self._idle.pop()
+            if not connection.is_lost and self.world.now - since < IDLE_SECONDS:
+                return connection
+            connection.transport.close()
+        return None
+
+    def send_raw(self, data: bytes, seconds: float) -> None:
+        """Send bytes on a connection of their own, and close it after a while, whatever comes back."""
+
+        async def send() -> None:
+            try:
+                connection = await self._connect()
+            except OSError:
+                return
+            connection.transport.write(data)
+            await asyncio.sleep(seconds)
+            connection.transport.close()
+
+        self._loop.post(lambda: asyncio.ensure_future(send()) and None)
+
+    def close_idle(self) -> None:
+        """Close all connections that wait for requests; from outside."""
+
+        def close() -> None:
+            for _, connection in self._idle:
+                connection.transport.close()
+            self._idle.clear()
+
+        self._loop.post(close)
+
+    def _format(self, each: dict[str, Any]) -> bytes:
+        headers = [("x-request-id", each["id"])] if each.get("id") else []
+        if each.get("key"):
+            headers.append(("authorization", f"Bearer {each['key']}"))
+        return format_request("POST", each["path"], json.dumps(each["body"]).encode(), headers)
+
+    async def _read(self, connection: ClientConnection, each: dict[str, Any], answer: Answer) -> None:
+        """Read an answer, as slowly as this client does, and as long as it stays."""
+        leaves_at = self.world.now + each["leaves_after"] if "leaves_after" in each else None
+        if each.get("is_deaf"):
+            connection.transport.pause_reading()
+            self._deaf.append(connection)
+            connection.is_lost = each["has_left"] = True
+        pauses_at, pause = each.get("pauses_at"), each.get("pause", 0.0)
+        while not (answer.is_whole or connection.is_lost):
+            if pauses_at is not None and len(answer.body) >= pauses_at:
+                pauses_at = None
+                connection.transport.pause_reading()
+                await asyncio.sleep(pause if leaves_at is None else min(pause, leaves_at - self.world.now))
+                connection.transport.resume_reading()
+            connection.changed.clear()
+            left = None if leaves_at is None else max(0.0, leaves_at - self.world.now)
+            try:
+                await asyncio.wait_for(connection.changed.wait(), left)
+            except asyncio.TimeoutError:
+                connection.transport.abort()
+                connection.is_lost = True
+                each["has_left"] = True
+
+    def _finish(self, result: Result, answer: Answer, connection: ClientConnection, each: dict[str, Any]) -> None:
+        result.status = answer.status
+        outcome, code, why, text = judge(result, answer, str(each["body"].get("model", "")))
+        result.text = text
+        if outcome == "cut" and each.get("has_left"):
+            outcome = "left"
+        self._end(result, outcome, code, why)
+
+    def _end(self, result: Result, outcome: str, code: str = "", why: str = "") -> None:
+        if result.outcome:
+            self.world.fail("once", f"request {result.number} ended twice: {result.outcome}, then {outcome}")
+        result.outcome, result.code, result.why, result.ended = outcome, code, why, self.world.now
+        told = " ".join(filter(None, (outcome, str(result.status or ""), code, why)))
+        self.world.trace.add(self.process.name, f"request {result.number} ends: {told}")
+
+
+def judge(result: Result, answer: Answer, _: str) -> tuple[str, str, str, str]:
+    """Outcome, code of the error, what is wrong, and the text."""
+    if "set-cookie" in answer.headers:
+        return "wrong", "", "it has an instance's cookie", ""
+    if not answer.status:
+        return "cut", "", "no answer", ""
+    if answer.status >= 400:
+        return ("error", *_read_error(answer), "") if answer.is_whole else ("cut", "", "within an error", "")
+    if result.generation is None:
+        return ("right" if answer.is_whole else "cut"), "", "", ""
+    generation = result.generation
+    expected = answer_ids(generation.prompt, 0, generation.end)
+    said = _Said(generation.api)
+    try:
+        said.read_stream(bytes(answer.body)) if answer.is_stream else said.read_whole(answer)
+    except (ValueError, KeyError, TypeError, IndexError) as exc:
+        return "wrong", "", f"not understood: {exc!r}: {bytes(answer.body)[-300:]!r}", ""
+    want = text_of(expected)
+    if not want.startswith(said.text):
+        return "wrong", said.code, f"said {said.text[-60:]!r}, not {want[: len(said.text) + 20][-60:]!r}", said.text
+    if said.error:
+        return ("error" if answer.is_whole else "cut"), said.code, said.error, said.text
+    if not answer.is_whole:
+        return "cut", "", f"within the answer, behind {len(said.text)} characters", said.text
+    if said.text != want:
+        return "wrong", "", f"ended after {said.text.count(' ')} of {len(expected)} tokens", said.text
+    return (
+        ("wrong", "", why, said.text)
+        if (why := said.find_fault(generation, expected, answer))
+        else (
+            "right",
+            "",
+            "",
+            said.text,
+        )
+    )
+
+
+def _read_error(answer: Answer) -> tuple[str, str]:
+    try:
+        value = json.loads(bytes(answer.body))
+        error = value.get("error", value)
+        return (str(error.get("code", "")), str(error.get("message", ""))) if isinstance(error, dict) else ("", error)
+    except (ValueError, AttributeError):
+        return "", repr(bytes(answer.body)[:200])
+
+
+class _Said:
+    """What an answer says."""
+
+    def __init__(self, api: str) -> None:
+        self._api = api
+        self.text = self.error = self.code = ""
+        self.ids: list[int] = []
+        self.finishes: list[str] = []
+        self.usages: list[dict[str, Any]] = []
+        self.names: set[str] = set()
+        self.num_done = 0
+
+    def read_whole(self, answer: Answer) -> None:
+        """Read a whole answer, if it is whole."""
+        if not answer.is_whole:
+            return
+        value = json.loads(bytes(answer.body))
+        self.usages.append(value["usage"])
+        self.num_done = 1
+        if self._api == "responses":
+            self.text = value["output"][0]["content"][0]["text"]
+        elif self._api == "messages":
+            self.text = value["content"][0]["text"]
+        else:
+            self._read_choice(value["choices"][0])
+
+    def read_stream(self, body: bytes) -> None:
+        """Read the whole events of a stream."""
+        for event in body.split(b"\n\n")[:-1]:
+            lines = [line for line in event.split(b"\n") if line.startswith(b"data:")]
+            if not lines:
+                continue
+            data = lines[0][5:].strip()
+            if data == b"[DONE]":
+                self.num_done += 1
+            else:
+                self._read_event(json.loads(data))
+
+    def find_fault(self, generation: Generation, expected: list[int], answer: Answer) -> str:
+        """What is wrong with an answer whose text is right."""
+        if self._api in ("chat", "completions"):
+            if self.finishes != [generation.finish]:
+                return f"it finished by {self.finishes}, not {generation.finish}"
+            if generation.members.get("return_token_ids") and answer.is_stream and self.ids != expected:
+                return f"its ids are {self.ids}, not {expected}"
+            if not generation.members.get("return_token_ids") and self.ids:
+                return "it tells ids that nobody asked for"
+            if len(self.names) > 1:
+                return f"it has several ids: {sorted(self.names)}"
+        if self.num_done != 1:
+            return f"it ended {self.num_done} times"
+        return self._find_fault_of_usage(generation, len(expected), answer.is_stream)
+
+    def _find_fault_of_usage(self, generation: Generation, count: int, is_stream: bool) -> str:
+        options = generation.members.get("stream_options") or {}
+        wanted = not is_stream or self._api in ("responses", "messages") or bool(options.get("include_usage"))
+        if len(self.usages) != int(wanted):
+            return f"it has {len(self.usages)} usages, not {int(wanted)}"
+        names = ("input_tokens", "output_tokens") if self._api in ("responses", "messages") else _TOKENS
+        for usage in self.usages:
+            found = [usage[name] for name in names]
+            if found != [len(generation.prompt), count] or usage["total_tokens"] != sum(found):
+                return f"its usage is {usage}, of {len(generation.prompt)} and {count} tokens"
+        return ""
+
+    def _read_event(self, value: dict[str, Any]) -> None:
+        if value.get("error"):
+            error = value["error"]
+            self.error = str(error.get("message")) if isinstance(error, dict) else str(error)
+            self.code = str(error.get("code", "")) if isinstance(error, dict) else ""
+            return
+        kind = value.get("type", "")
+        if kind == "response.output_text.delta":
+            self.text += value["delta"]
+        elif kind == "response.completed":
+            self.num_done += 1
+            self.usages.append(value["response"]["usage"])
+        elif kind == "content_block_delta":
+            self.text += value["delta"]["text"]
+        elif kind == "message_delta":
+            self.usages.append(value["usage"])
+        elif kind == "message_stop":
+            self.num_done += 1
+        elif not kind:
+            self._read_chunk(value)
+
+    def _read_chunk(self, value: dict[str, Any]) -> None:
+        self.names.add(value["id"])
+        if value.get("usage"):
+            self.usages.append(value["usage"])
+        for choice in value["choices"]:
+            self._read_choice(choice)
+
+    def _read_choice(self, choice: dict[str, Any]) -> None:
+        said = choice.get("delta") or choice.get("message") or choice
+        self.text += said.get("content") or said.get("text") or ""
+        self.ids += said.get("completion_token_ids") or choice.get("token_ids") or []
+        if choice.get("finish_reason"):
+            self.finishes.append(choice["finish_reason"])
+
+
+_TOKENS = ("prompt_tokens", "completion_tokens")

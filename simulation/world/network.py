@@ -1,0 +1,656 @@
+"""Network: TCP in memory: connections, listening ports, names; links that are slow, lossy, cut or half-open.
+
+``Endpoint`` is what a kernel keeps of one end of a connection, ``SimSocket`` what a program has of it, and
+``SimTransport`` (``transport.py``) asyncio's way to it. An end sends at most ``buffer_bytes`` that the other program
+has not read. What a program leaves unread when it closes costs the other end a reset, as with Linux.
+
+A ``Link`` is the way from one host to another, and all its connections' properties; faults change it. A link that is
+down loses everything, and what was lost is sent again once it is up: later than it would have been, and in order.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from simulation.world.scheduler import SECOND, Scheduler
+from simulation.world.transport import SimTransport
+
+if TYPE_CHECKING:
+    from simulation.world.loop import SimulatedLoop
+    from simulation.world.process import Process
+    from simulation.world.trace import Trace
+
+__all__ = ["BUFFER_BYTES", "Endpoint", "Link", "Network", "SimServer", "SimSocket"]
+
+BUFFER_BYTES = 256 * 1024
+READ_BYTES = 256 * 1024
+# Sent data that nobody acknowledges is given up after so long (Linux: net.ipv4.tcp_retries2).
+UNACKNOWLEDGED_SECONDS = 924.0
+# A connection that nobody answers, by Linux' net.ipv4.tcp_syn_retries.
+CONNECT_SECONDS = 127.0
+# Lost data is sent again so long after a link is up at the latest.
+RETRANSMISSION_SECONDS = 3.0
+FIRST_PORT = 32768
+FIRST_DESCRIPTOR = 1 << 20
+# No system has so many: what reads /proc finds nothing.
+FIRST_PID = 1 << 23
+
+
+@dataclass
+class Link:
+    """The way from one host to another.
+
+    Attributes:
+        latency, jitter: seconds; each piece takes the first, and up to the second more.
+        split: the probability that what is sent at once arrives in several pieces.
+        bytes_per_second: of each connection; 0 for no limit.
+        is_down: everything is lost, without a word.
+        is_refusing: connections are refused, as by a firewall; those that exist stay.
+    """
+
+    latency: float = 0.0002
+    jitter: float = 0.0003
+    split: float = 0.1
+    bytes_per_second: float = 0.0
+    is_down: bool = False
+    is_refusing: bool = False
+    stalled: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Network:
+    """All hosts and what they have open."""
+
+    def __init__(self, scheduler: Scheduler, trace: Trace) -> None:
+        self.scheduler = scheduler
+        self.trace = trace
+        self.listeners: dict[tuple[str, int], SimServer] = {}
+        self.endpoints: dict[int, Endpoint] = {}
+        """Those that a program has open, by their descriptors."""
+        self.names: dict[str, list[str]] = {}
+        """The addresses of names that are not a host's own; an empty list cannot be resolved."""
+        self.buffer_bytes = BUFFER_BYTES
+        """What an end sends at most before the other program has read."""
+        self.defaults: dict[str, Any] = {}
+        """What links that were not used so far are like."""
+        self._links: dict[tuple[str, str], Link] = {}
+        self._dead_hosts: set[str] = set()
+        self._stalled: dict[str, list[Callable[[], None]]] = {}
+        self._num_pids, self._num_descriptors = FIRST_PID, FIRST_DESCRIPTOR
+        self._ports: dict[str, int] = {}
+        self._num_connections: dict[tuple[str, str], int] = {}
+
+    def link(self, source: str, target: str) -> Link:
+        """The way from one host to another."""
+        link = self._links.get((source, target))
+        if link is None:
+            link = self._links[source, target] = Link(**self.defaults)
+        return link
+
+    def links_of(self, host: str) -> list[Link]:
+        """The ways from and to a host that were used so far."""
+        return [link for ends, link in self._links.items() if host in ends]
+
+    def set_down(self, links: list[Link], is_down: bool) -> None:
+        """Let these lose everything; or, where False, go on."""
+        for link in links:
+            link.is_down = is_down
+            stalled, link.stalled = link.stalled, []
+            for callback in stalled:
+                callback()
+        self._watch_lives()
+
+    def stalled_for(self, host: str) -> list[Callable[[], None]]:
+        """What is to be called once a dead host is up."""
+        return self._stalled.setdefault(host, [])
+
+    def take_pid(self) -> int:
+        """A number for a new process."""
+        self._num_pids += 1
+        return self._num_pids
+
+    def on_process_start(self, host: str) -> None:
+        """A process was started: its host is up."""
+        self._dead_hosts.discard(host)
+        for callback in self._stalled.pop(host, []):
+            callback()
+
+    def on_process_end(self, process: Process, *, silently: bool) -> None:
+        """Free what a process had open; ``silently``: its host is gone, too."""
+        if silently:
+            self._dead_hosts.add(process.host)
+        for address, server in list(self.listeners.items()):
+            if server.process is process:
+                del self.listeners[address]
+        for endpoint in list(self.endpoints.values()):
+            if endpoint.process is process:
+                endpoint.close()
+        self._watch_lives()
+
+    def _watch_lives(self) -> None:
+        for endpoint in list(self.endpoints.values()):
+            if endpoint.is_cut_off:
+                endpoint.watch_life()
+
+    def on_loop_end(self, loop: SimulatedLoop) -> None:
+        """A loop is closed: its connections have nobody."""
+        for endpoint in list(self.endpoints.values()):
+            if endpoint.loop is loop:
+                endpoint.close()
+
+    def is_dead(self, host: str) -> bool:
+        """Whether a host has lost power: it neither sends nor takes anything."""
+        return host in self._dead_hosts
+
+    def take_descriptor(self, endpoint: Endpoint) -> int:
+        """A descriptor for an end that a program has open."""
+        self._num_descriptors += 1
+        self.endpoints[self._num_descriptors] = endpoint
+        return self._num_descriptors
+
+    def listen(self, loop: SimulatedLoop, factory: Callable[[], Any], port: int, sock: Any = None) -> SimServer:
+        """Accept connections at a port of the process's host, or at ``sock``.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        process = loop.process
+        if sock is not None:
+            server: SimServer = sock
+            server.serve(loop, factory)
+            return server
+        server = self.open_listener(process, port)
+        server.serve(loop, factory)
+        return server
+
+    def open_listener(self, process: Process, port: int) -> SimServer:
+        """A listening socket; nobody accepts yet, so that who connects waits.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        if not port:
+            port = self._take_port(process.host)
+        if (process.host, port) in self.listeners:
+            raise OSError(errno.EADDRINUSE, f"Address already in use: {process.host}:{port}")
+        server = SimServer(self, process, port)
+        self.listeners[process.host, port] = server
+        return server
+
+    async def resolve(self, loop: SimulatedLoop, host: str, port: Any) -> list[Any]:
+        """The addresses of a name.
+
+        Raises:
+            socket.gaierror: there are none at present.
+        """
+        addresses = self.names.get(host, [host])
+        if not addresses:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    async def connect(
+        self, loop: SimulatedLoop, factory: Callable[[], Any], host: str, port: int
+    ) -> tuple[SimTransport, Any]:
+        """A connection to ``host:port``.
+
+        Raises:
+            OSError: refused, nobody answers, or the name cannot be resolved.
+        """
+        process = loop.process
+        ((*_, (address, _port)),) = (await self.resolve(loop, host, port))[:1]
+        opened = loop.create_future()
+
+        def tell(outcome: Exception | None) -> None:
+            if not opened.done():
+                opened.set_exception(outcome) if outcome is not None else opened.set_result(None)
+
+        attempt = _Attempt(self, process, address, port, lambda outcome: loop.post(tell, outcome))
+        attempt.send_syn()
+        try:
+            await opened
+        except BaseException:
+            attempt.give_up()
+            raise
+        assert attempt.endpoint is not None
+        return await self.adopt(loop, factory, SimSocket(attempt.endpoint))
+
+    async def adopt(self, loop: SimulatedLoop, factory: Callable[[], Any], sock: SimSocket) -> tuple[SimTransport, Any]:
+        """A transport for a socket that is connected."""
+        endpoint = sock.endpoint
+        endpoint.process, endpoint.loop = loop.process, loop
+        protocol = factory()
+        transport = SimTransport(loop, sock, protocol)
+        made = loop.create_future()
+        loop.call_soon(transport.begin)
+        loop.call_soon(lambda: None if made.done() else made.set_result(None))
+        try:
+            await made
+        except BaseException:
+            transport.close()
+            raise
+        return transport, protocol
+
+    def socket_pair(self, one: Process, other: Process) -> tuple[SimSocket, SimSocket]:
+        """Two connected sockets of one machine, as of ``socket.socketpair``; both belong to their processes."""
+        pair = Endpoint(self, one, f"pair of {one.name}", 0), Endpoint(self, other, f"pair of {other.name}", 0)
+        _join(*pair, self, is_local=True)
+        return SimSocket(pair[0]), SimSocket(pair[1])
+
+    def direction(self, source: str, target: str) -> random.Random:
+        """The random numbers of one direction of the next connection between two hosts."""
+        number = self._num_connections[source, target] = self._num_connections.get((source, target), 0) + 1
+        return self.scheduler.stream("link", source, target, str(number))
+
+    def take_client_port(self, host: str) -> int:
+        """A port for the client's end of a connection."""
+        return self._take_port(host)
+
+    def _take_port(self, host: str) -> int:
+        port = self._ports[host] = self._ports.get(host, FIRST_PORT) + 1
+        return port
+
+
+class _Attempt:
+    """A connection that is being made."""
+
+    def __init__(
+        self, network: Network, process: Process, host: str, port: int, tell: Callable[[Exception | None], None]
+    ) -> None:
+        self._network = network
+        self._process = process
+        self._host, self._port = host, port
+        self._tell = tell
+        self._is_given_up = False
+        self.endpoint: Endpoint | None = None
+        self._link = network.link(process.host, host)
+        self._draws = network.direction(process.host, host)
+        late = OSError(errno.ETIMEDOUT, "Connection timed out")
+        self._late = network.scheduler.call_later(CONNECT_SECONDS, lambda: self._tell(late))
+
+    def give_up(self) -> None:
+        self._is_given_up = True
+        self._late.cancel()
+        if self.endpoint is not None:
+            self.endpoint.close()
+
+    def send_syn(self) -> None:
+        if self._is_given_up:
+            return
+        if self._link.is_down:
+            self._link.stalled.append(lambda: self._again())
+            return
+        delay = self._link.latency + self._draws.random() * self._link.jitter
+        self._network.scheduler.call_later(delay, self._arrive)
+
+    def _again(self) -> None:
+        self._network.scheduler.call_later(self._draws.random() * RETRANSMISSION_SECONDS, self.send_syn)
+
+    def _arrive(self) -> None:
+        if self._is_given_up or self._network.is_dead(self._host):
+            return
+        server = self._network.listeners.get((self._host, self._port))
+        delay = self._link.latency + self._draws.random() * self._link.jitter
+        if server is None or self._link.is_refusing:
+            refused = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+            self._network.scheduler.call_later(delay, lambda: self._end(refused))
+            return
+        if not server.has_room:
+            self._again()
+            return
+        network = self._network
+        mine = Endpoint(network, self._process, self._process.host, network.take_client_port(self._process.host))
+        theirs = Endpoint(network, server.process, self._host, self._port)
+        _join(mine, theirs, network)
+        self.endpoint = mine
+        server.queue_connection(theirs)
+        network.scheduler.call_later(delay, lambda: self._end(None))
+
+    def _end(self, outcome: Exception | None) -> None:
+        self._late.cancel()
+        self._tell(outcome)
+
+
+class Endpoint:
+    """One end of a connection, as its kernel knows it."""
+
+    peer: Endpoint
+    link: Link
+
+    def __init__(self, network: Network, process: Process, host: str, port: int) -> None:
+        self.network = network
+        self.process = process
+        self.host, self.port = host, port
+        self.loop: SimulatedLoop | None = None
+        self.transport: SimTransport | None = None
+        self.descriptor = network.take_descriptor(self)
+        self.received = bytearray()
+        self.has_eof = self.is_closed = self.is_write_closed = False
+        self.error: OSError | None = None
+        self.unread_there = 0
+        """Bytes that were sent and that the program at the other end has not read."""
+        self.sent_at = 0
+        """When something was sent last."""
+        self.passed: deque[SimSocket] = deque()  # descriptors in a message over a socket pair
+        self.reader: Callable[[], None] | None = None
+        self.is_kept_alive = False
+        self.keepalive_seconds = 7200.0
+        self._draws: random.Random
+        self._arrives_at = 0
+        self._wire: deque[tuple[str, bytes]] = deque()
+        self._is_stalled = False
+        self._round = 0  # arrivals of an earlier one were lost
+        self._given_up: Any = None
+
+    def __repr__(self) -> str:
+        return f"<{self.host}:{self.port} to {self.peer.host}:{self.peer.port}>"
+
+    @property
+    def room(self) -> int:
+        """Bytes that the kernel would take now."""
+        return max(0, self.network.buffer_bytes - self.unread_there)
+
+    @property
+    def unacknowledged(self) -> int:
+        """Bytes that the peer's kernel has not got."""
+        in_flight = sum(len(data) for kind, data in self._wire if kind == "data")
+        return in_flight + max(0, self.unread_there - in_flight - self.network.buffer_bytes // 2)
+
+    def send(self, data: bytes) -> None:
+        """Send what there is room for."""
+        self.unread_there += len(data)
+        self.sent_at = self.network.scheduler.now
+        for piece in self._split(data):
+            self._put("data", piece)
+
+    def shut_down_writing(self) -> None:
+        """Send an end, behind the data."""
+        if not self.is_write_closed:
+            self.is_write_closed = True
+            self._put("eof", b"")
+
+    def close(self) -> None:
+        """The program closes its descriptor, or is gone."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.network.endpoints.pop(self.descriptor, None)
+        if self.network.is_dead(self.host):
+            pass  # it cannot say so
+        elif self.received:
+            self._put("reset", b"")
+        elif not self.is_write_closed and self.error is None:
+            self.is_write_closed = True
+            self._put("eof", b"")
+        self.received.clear()
+        self.transport = self.reader = None
+
+    def reset(self) -> None:
+        """End the connection with an error at both ends, as a firewall or a device on the way may."""
+        for end in (self, self.peer):
+            end._on_error(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
+
+    def read(self, size: int = READ_BYTES) -> bytes:
+        """What the program reads."""
+        data = bytes(self.received[:size])
+        del self.received[:size]
+        if data:
+            sender = self.peer
+            sender.unread_there -= len(data)
+            if sender.transport is not None and not sender.is_closed:
+                sender.transport.on_room()
+        return data
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether nothing gets through, in one direction at least."""
+        return self.link.is_down or self.peer.link.is_down or self.network.is_dead(self.peer.host)
+
+    def watch_life(self) -> None:
+        """Give the connection up if it stays cut off for long; without keep-alive, only where data is under way."""
+        seconds = UNACKNOWLEDGED_SECONDS if self._wire else self.keepalive_seconds if self.is_kept_alive else 0.0
+        if seconds and self._given_up is None:
+            self._given_up = self.network.scheduler.call_later(seconds, lambda: self._give_up(seconds))
+
+    def _give_up(self, after: float) -> None:
+        self._given_up = None
+        if self.is_closed or not self.is_cut_off:
+            return
+        if self._wire and after < UNACKNOWLEDGED_SECONDS:
+            self.watch_life()
+        else:
+            self._on_error(OSError(errno.ETIMEDOUT, "Connection timed out"))
+
+    def _split(self, data: bytes) -> list[bytes]:
+        if len(data) < 2 or self._draws.random() >= self.link.split:
+            return [data]
+        cuts = sorted({self._draws.randrange(1, len(data)) for _ in range(self._draws.randint(1, 3))})
+        return [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+    def _put(self, kind: str, data: bytes) -> None:
+        self._wire.append((kind, data))
+        if self._is_stalled:
+            return
+        if self.is_lost_on_the_way:
+            self._stall()
+            return
+        scheduler, link, round_number = self.network.scheduler, self.link, self._round
+        delay = link.latency + self._draws.random() * link.jitter
+        at = max(scheduler.now + round(delay * SECOND), self._arrives_at)
+        if link.bytes_per_second:
+            at += round(len(data) / link.bytes_per_second * SECOND)
+        self._arrives_at = at
+        scheduler.call_at(at, lambda: self._arrive(round_number))
+
+    @property
+    def is_lost_on_the_way(self) -> bool:
+        """Whether what is sent from here does not arrive."""
+        return self.link.is_down or self.network.is_dead(self.peer.host)
+
+    def _stall(self) -> None:
+        self._is_stalled = True
+        self._round += 1
+        stalled = self.link.stalled if self.link.is_down else self.network.stalled_for(self.peer.host)
+        stalled.append(self._send_again_later)
+        self.watch_life()
+
+    def _send_again_later(self) -> None:
+        delay = self._draws.random() * RETRANSMISSION_SECONDS
+        self.network.scheduler.call_later(delay, self._send_again)
+
+    def _send_again(self) -> None:
+        if self.is_lost_on_the_way:
+            self._stall()
+            return
+        self._is_stalled = False
+        for end in (self, self.peer):
+            if end._given_up is not None:
+                end._given_up.cancel()
+                end._given_up = None
+        for _ in range(len(self._wire)):
+            self._arrive(self._round)
+
+    def _arrive(self, round_number: int) -> None:
+        if round_number != self._round or not self._wire:
+            return
+        if self.is_lost_on_the_way:
+            self._stall()
+            return
+        peer = self.peer
+        kind, data = self._wire.popleft()
+        if kind == "data" and not peer.is_closed:
+            peer.received += data
+            peer._tell()
+        elif kind == "data":
+            if self.error is None and peer.error is None:
+                peer._put("reset", b"")
+        elif kind == "eof":
+            peer.has_eof = True
+            peer._tell()
+        else:
+            peer._on_error(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
+
+    def _on_error(self, error: OSError) -> None:
+        if not self.is_closed and self.error is None:
+            self.error = error
+            self._wire.clear()
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.transport is not None:
+            self.transport.on_readable()
+        elif self.reader is not None:
+            self.reader()
+
+
+def _join(one: Endpoint, other: Endpoint, network: Network, *, is_local: bool = False) -> None:
+    one.peer, other.peer = other, one
+    for end, peer in ((one, other), (other, one)):
+        end.link = Link(latency=0.0, jitter=0.00005, split=0.0) if is_local else network.link(end.host, peer.host)
+        end._draws = network.direction(end.host, peer.host)
+
+
+class SimSocket:
+    """What a program has of a connection."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._is_moved = False
+        self.family, self.type = socket.AF_INET, socket.SOCK_STREAM
+
+    def fileno(self) -> int:
+        """A number that is no real descriptor's; -1 once it is closed."""
+        return -1 if self.endpoint.is_closed else self.endpoint.descriptor
+
+    def getsockname(self) -> tuple[str, int]:
+        """The address of this end."""
+        return self.endpoint.host, self.endpoint.port
+
+    def getpeername(self) -> tuple[str, int]:
+        """The address of the other end."""
+        return self.endpoint.peer.host, self.endpoint.peer.port
+
+    def setsockopt(self, level: int, option: int, value: Any) -> None:
+        """Keep-alive counts; everything else is taken and has no effect.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        endpoint = self.endpoint
+        if endpoint.error is not None or endpoint.is_closed:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        if (level, option) == (socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+            endpoint.is_kept_alive = bool(value)
+        elif (level, option) == (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", -1)):
+            endpoint.keepalive_seconds = 2.0 * value  # and as long again for the questions
+
+    def setblocking(self, _: bool) -> None:
+        """Nothing blocks."""
+
+    def move(self) -> SimSocket:
+        """The same end for another process; closing this one closes nothing any more."""
+        self._is_moved = True
+        return SimSocket(self.endpoint)
+
+    def close(self) -> None:
+        """Close this end."""
+        if not self._is_moved:
+            self.endpoint.close()
+
+    def watch(self, loop: SimulatedLoop, callback: Callable[[], None] | None) -> bool:
+        """As ``loop.add_reader``, or ``remove_reader`` for None."""
+        endpoint, had = self.endpoint, self.endpoint.reader is not None
+        endpoint.loop = loop
+        endpoint.reader = None if callback is None else lambda: loop.post(callback)
+        if callback is not None and (endpoint.received or endpoint.has_eof or endpoint.passed):
+            loop.post(callback)
+        return had
+
+
+class SimServer:
+    """A listening socket, and asyncio's server for it."""
+
+    BACKLOG = 2048
+
+    def __init__(self, network: Network, process: Process, port: int) -> None:
+        self.network = network
+        self.process = process
+        self.port = port
+        self.sockets = [self]
+        self._factory: Callable[[], Any] | None = None
+        self._loop: SimulatedLoop | None = None
+        self._waiting: deque[Endpoint] = deque()
+        self._watcher: Callable[[], None] | None = None
+        self.is_closed = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more connection may wait to be accepted."""
+        return len(self._waiting) < self.BACKLOG
+
+    def getsockname(self) -> tuple[str, int]:
+        """Where it listens."""
+        return self.process.host, self.port
+
+    def serve(self, loop: SimulatedLoop, factory: Callable[[], Any]) -> None:
+        """Give each connection a protocol of ``factory``."""
+        self._loop, self._factory = loop, factory
+        if self._waiting:
+            loop.post(self._take_waiting)
+
+    def setblocking(self, _: bool) -> None:
+        """Nothing blocks."""
+
+    def accept(self) -> tuple[SimSocket, tuple[str, int]]:
+        """The connection that has waited longest.
+
+        Raises:
+            BlockingIOError: there is none.
+        """
+        if not self._waiting:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        sock = SimSocket(self._waiting.popleft())
+        return sock, sock.getpeername()
+
+    def queue_connection(self, endpoint: Endpoint) -> None:
+        """A connection comes."""
+        self._waiting.append(endpoint)
+        if self._loop is not None and self._factory is not None:
+            self._loop.post(self._take_waiting)
+        elif self._watcher is not None:
+            self._watcher()
+
+    def watch(self, loop: SimulatedLoop, callback: Callable[[], None] | None) -> bool:
+        """As ``loop.add_reader``, or ``remove_reader`` for None."""
+        had = self._watcher is not None
+        self._watcher = None if callback is None else lambda: loop.post(callback)
+        if self._watcher is not None and self._waiting:
+            self._watcher()
+        return had
+
+    def close(self) -> None:
+        """Accept nothing more."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.network.listeners.pop((self.process.host, self.port), None)
+            for endpoint in self._waiting:
+                endpoint.close()
+            self._waiting.clear()
+
+    def close_clients(self) -> None:
+        """Nothing: who serves closes its own."""
+
+    async def wait_closed(self) -> None:
+        """Nothing is left to wait for."""
+
+    def _take_waiting(self) -> None:
+        assert self._loop is not None
+        assert self._factory is not None
+        while self._waiting:
+            endpoint = self._waiting.popleft()
+            endpoint.process, endpoint.loop = self._loop.process, self._loop
+            SimTransport(self._loop, SimSocket(endpoint), self._factory()).begin()
