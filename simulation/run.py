@@ -15,6 +15,7 @@ import os
 import pickle
 import selectors
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.trace:
             sys.stdout.write(outcome.trace)
         return _report([outcome], arguments)
-    first = int(time.time()) * 1000 if arguments.first is None else arguments.first
+    first = _first_of_commit() if arguments.first is None else arguments.first
     seeds: Iterable[int] = range(first, first + arguments.seeds) if arguments.seeds else _forever(first)
     give_up_at = time.monotonic() + 60 * arguments.minutes if arguments.minutes else None
     return _report(run_all(((kind, seed, None) for seed in seeds), arguments.jobs, give_up_at), arguments)
@@ -72,7 +73,11 @@ def _read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--world", choices=WORLDS, default="router")
     parser.add_argument("--seeds", type=int, default=0, help="run so many seeds")
     parser.add_argument("--minutes", type=float, default=0.0, help="run new seeds for so long")
-    parser.add_argument("--first", type=int, help="the first seed; by default one that depends on the time")
+    parser.add_argument(
+        "--first",
+        type=int,
+        help="the first seed; by default one that depends on the commit, or without git on the time",
+    )
     parser.add_argument("--seed", type=int, help="run this seed")
     parser.add_argument("--trace", action="store_true", help="with --seed: print its timeline")
     parser.add_argument("--shrink", type=int, metavar="SEED", help="find fewer events with the same failure")
@@ -83,6 +88,14 @@ def _read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if not (arguments.seeds or arguments.minutes):
         arguments.seeds = 100
     return arguments
+
+
+def _first_of_commit() -> int:
+    """A first seed that is another one for each commit, so that a failure in CI can be run again."""
+    told = subprocess.run(
+        ["git", "rev-parse", "--short=6", "HEAD"], cwd=REGRESSIONS.parent, capture_output=True, text=True, check=False
+    )
+    return int(told.stdout, 16) * 1000 if told.returncode == 0 else int(time.time()) * 1000
 
 
 def _forever(first: int) -> Iterator[int]:

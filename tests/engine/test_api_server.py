@@ -477,7 +477,7 @@ class TestStarting:
                     client.close()
 
             port = client.getsockname()[1]
-            monkeypatch.setattr("engine.serving.ports.time.sleep", end_connection)
+            monkeypatch.setattr("kvcommon.ports.time.sleep", end_connection)
             assert main(["--host", "127.0.0.1", "--port", str(port), "--model", str(word_model)]) == 130
         assert interrupt.called
         assert f"waiting for port {port}: a closed connection still has it" in capsys.readouterr().out

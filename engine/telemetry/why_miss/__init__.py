@@ -2,5 +2,4 @@
 
 recent_requests.py  the last requests, taken down when they have ended
 explainer.py        one of them, or a prompt, beside the pool and the requests before it
-paths.py            the paths under /kvcache, for routers and operators
 """

@@ -19,8 +19,8 @@ from kvstore_backend.manifest import Manifest
 from kvstore_backend.manifest_keeper import write_manifest
 from kvstore_backend.stores.file import FileStore
 from kvstore_backend.why_miss import REASONS
-from tests.engine.serving.test_why_miss_paths import SYSTEM, chat
 from tests.engine.telemetry.why_miss.test_explainer import SETUPS
+from tests.engine.telemetry.why_miss.test_paths import SYSTEM, chat
 from tests.support.memory import Memory
 from tests.support.waiting import wait_until
 
