@@ -24,12 +24,13 @@ _LAST_EVENT = {"completed": "response.completed", "incomplete": "response.incomp
 
 
 class Responses:
-    """Begins responses, and stores those that clients want to store.
+    """Begins responses, and stores those that the client asks to store.
 
     Args:
         completions: renders the conversation and begins its answer.
         store: stores the responses; None: they are not stored, as on prefill instances, because their answers end with
-            the first token.
+            the
+            first token.
     """
 
     def __init__(self, completions: Completions, store: ResponseStore | None) -> None:

@@ -230,7 +230,7 @@ class PoolConnector:
         sequence.num_saved = last
 
     def _list_not_withheld(self, sequence: Sequence, first: int, last: int) -> Iterator[range]:
-        """Yield runs of the blocks from ``first`` to ``last``, except those that an operator's clearing withholds."""
+        """Yield runs of the blocks from ``first`` to ``last``, without those withheld since the pool was cleared."""
         is_withheld = self._scheduler.blocks.is_withheld
         for withheld, run in groupby(range(first, last), key=lambda i: is_withheld(sequence.block_table[i])):
             if not withheld:

@@ -83,7 +83,7 @@ class Control:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the weights are missing, or the KV is of others, after a failed update; ``wake_up`` repairs that."""
+        """Whether a failed update left no weights, or KV of other weights; ``wake_up`` repairs that."""
         return self._generations.is_broken
 
     @property
