@@ -50,7 +50,7 @@ class Transfer:
         """The name that other processes use to write to this process: ``host:port``."""
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Let other processes write to this memory; it ignores ``headroom``, which only pools need.
+        """Let other processes write to this memory; ``headroom`` is ignored, only pools need it.
 
         Raises:
             TransferUnavailable: TransferEngine refuses.

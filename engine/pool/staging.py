@@ -50,5 +50,5 @@ def stage_handovers(
 
 
 def _stand_in(runner: ModelRunner) -> StandInDevice | None:
-    """Return the device that copies to and from host memory, if KV memory is the host's; its thread yields to compute."""
+    """Return the device that copies to and from host memory, if KV memory is the host's; it yields to compute."""
     return StandInDevice(yield_to_compute) if runner.device.type == "cpu" else None
