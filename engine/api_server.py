@@ -26,7 +26,11 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an instance until SIGTERM or SIGINT; 2 when its arguments cannot be used, 130 at SIGINT before it serves."""
+    """Run an instance until SIGTERM or SIGINT.
+
+    Returns:
+        2 when its arguments cannot be used; 130 at SIGINT before it serves.
+    """
     with contextlib.ExitStack() as sockets:
         try:
             args = parse_args(argv)
@@ -40,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             instance = _load_instance(args, find_surroundings(args), bound["--pd-comm-port"])
             for flag, listener in bound.items():
                 start_listening(listener, flag)
-            del bound["--pd-comm-port"]  # the instance's own
+            del bound["--pd-comm-port"]  # the instance binds this port itself
         except KeyboardInterrupt:
             return 130
         except (KVStoreError, OSError) as exc:
@@ -50,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list_ports(args: EngineArgs) -> dict[str, int]:
-    """By the flags that name them."""
+    """Ports by the names of their flags."""
     ports = {"--port": args.port, "--pd-comm-port": args.pd_comm_port}
     if args.metrics_port and args.metrics_port != args.port:
         ports["--metrics-port"] = args.metrics_port
@@ -58,7 +62,10 @@ def _list_ports(args: EngineArgs) -> dict[str, int]:
 
 
 def _load_instance(args: EngineArgs, around: Surroundings, connector: socket) -> Instance:
-    """With its model. Only here torch and transformers are loaded, which takes seconds of computing."""
+    """Create the instance and load its model.
+
+    Only this imports torch and transformers, which takes seconds of CPU time.
+    """
     from engine.serving.instance import Instance
 
     return Instance(args, around, connector)
@@ -68,7 +75,7 @@ def _serve(instance: Instance, listeners: list[socket]) -> int:
     from engine.serving.server import InstanceServer
 
     server = InstanceServer(instance)
-    # uvicorn handles SIGTERM while it serves and raises it again at the end; being asked to stop is no failure.
+    # uvicorn handles SIGTERM while it serves and raises it again at the end. A requested stop is not a failure.
     signal.signal(signal.SIGTERM, server.handle_exit)
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=listeners)
@@ -79,5 +86,5 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stdout.flush()
-    # Not sys.exit: a native call or client that waits for a dead master must not keep the process.
+    # Not sys.exit: a native call or a client that waits for a dead master must not keep the process running.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""The command line: FastDeploy's flag names and meanings. The only file of the engine that reads the environment."""
+"""The command line, with FastDeploy's flag names and meanings. No other file of the engine reads the environment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RETRIEVAL_FIELDS = tuple(field.name for field in fields(RetrievalConfig) if fie
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """An instance as the command line asks for it. Names follow the flags; ports of 0 mean "any free one"."""
+    """The configuration of an instance from its command line. Names follow the flags; port 0 means any free port."""
 
     model: str
     served_model_name: str
@@ -74,29 +74,29 @@ class EngineArgs:
     log_dir: Path | None
     log_level: str
     trace_receiver: str
-    """Where spans are to be sent; empty: nowhere."""
+    """The address that spans are sent to; empty: none."""
     remarks: tuple[str, ...]
     """Sentences about the command line, for the log."""
 
 
 def set_native_defaults() -> None:
-    """Let torch's idle CPU threads sleep instead of spin, unless the user has said otherwise.
+    """Let torch's idle CPU threads sleep instead of spin, unless the user has set this otherwise.
 
-    Two instances on one machine otherwise spin against each other: a decode step of 15 ms took 180 ms beside a
-    second instance on two cores, and 15 ms with this, alone or not.
+    Otherwise two instances on one machine take CPU time from each other by spinning: with a second instance on two
+    cores, a decode step of 15 ms took 180 ms. With this setting it took 15 ms, alone or not.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one sentence, without the wall of usage before it."""
+    """An ArgumentParser that reports an error in one sentence, without the long usage text before it."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see --help)")
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Tells defaults, where there are any."""
+    """A help formatter that shows defaults, if there are any."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
@@ -121,7 +121,7 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     if unknown:
         raise ConfigError(_explain_unknown_flag(unknown[0], parser))
     values = vars(known)
-    if not values["model"]:  # argparse would ask for it before it names a flag that it does not know
+    if not values["model"]:  # argparse would report the missing model before an unknown flag
         raise ConfigError("--model is not given; it must be a checkpoint folder in Hugging Face's format")
     for name in IN_FLOAT32:
         if name in values["without_effect"] and values["dtype"] != "float32":
@@ -278,7 +278,7 @@ def _add_retrieval_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> RetrievalConfig | None:
-    """Sizes from the flags, else the environment, else the method's defaults; None: not enabled."""
+    """Read sizes from the flags, else the environment, else the method's defaults; None: not enabled."""
     given = {name: values[f"retrieval_{name}"] for name in _RETRIEVAL_FIELDS}
     given = {name: value for name, value in given.items() if value is not None}
     named = {name: environ[variable] for name, variable in _RETRIEVAL_VARIABLES.items() if environ.get(variable)}
@@ -300,7 +300,7 @@ def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Re
 
 
 def _explain_idle_sizes(given: Iterable[str], named: Iterable[str]) -> None:
-    """Refuse sizes of sparse attention that flags give while it is off; say which ones variables give."""
+    """Refuse size flags of sparse attention while it is off; log sizes that come from variables."""
     for name in given:
         raise ConfigError(f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add it")
     if named:
@@ -309,7 +309,7 @@ def _explain_idle_sizes(given: Iterable[str], named: Iterable[str]) -> None:
 
 
 def _parse_variable(name: str, text: str) -> float | int:
-    """A size of sparse attention as its variable gives it."""
+    """Parse a size of sparse attention from its environment variable."""
     try:
         return _parse_share(text) if name == "topk_percent" else _parse_tokens(text)
     except argparse.ArgumentTypeError as exc:
@@ -352,7 +352,7 @@ def _parse_protocols(text: str) -> tuple[str, ...]:
 
 
 def _find_token_file(values: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
-    """The file named by the flag, else by the environment, which may name it for instances without a router, too."""
+    """Return the file named by the flag, else by the environment; the latter may also be set without a router."""
     if values["router"] is None:
         if values["router_token_file"] is not None:
             raise ConfigError("--router-token-file has no effect without --router; add it")
@@ -362,7 +362,7 @@ def _find_token_file(values: Mapping[str, Any], environ: Mapping[str, str]) -> P
 
 
 def _find_trace_receiver(environ: Mapping[str, str]) -> str:
-    """Where OpenTelemetry's variables say that spans go; the SDK reads the others of them itself."""
+    """Return the receiver of spans from OpenTelemetry's variables. The SDK reads its other variables itself."""
     is_off = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     if is_off or environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none":
         return ""
@@ -377,7 +377,7 @@ def _read_debug(environ: Mapping[str, str]) -> bool:
 
 
 def _parse_store(text: str) -> str | None:
-    if text in ("", "None"):  # FastDeploy's way to say that there is none
+    if text in ("", "None"):  # how FastDeploy writes that there is none
         return None
     if text not in _STORES and ":" not in text:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_STORES)}, and no URL")
@@ -399,7 +399,7 @@ def _parse_positive(text: str) -> int:
 
 
 def _parse_tokens(text: str) -> int:
-    """A number of tokens; K and M mean 1024 and 1024 * 1024."""
+    """Parse a number of tokens; K and M mean 1024 and 1024 * 1024."""
     digits, unit = text[:-1], {"k": 10, "m": 20}.get(text[-1:].lower())
     try:
         value = int(text) if unit is None else int(digits) << unit

@@ -1,7 +1,7 @@
-"""The loop: admit -> schedule -> run -> sample -> emit, on one thread that owns all bookkeeping.
+"""The engine loop: admit -> schedule -> run -> sample -> emit, on one thread that owns all bookkeeping.
 
-Everything from outside (a new request, an abort, a load or save that ended) arrives as a command, a
-callable that runs on this thread between steps, so that scheduler and block manager need no lock.
+Everything from outside (a new request, an abort, a load or save that ended) arrives as a command: a callable that runs
+on this thread between steps. So scheduler and block manager need no lock.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ STALL_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Listener:
-    """Who hears of a sequence; both are called on the engine's thread and must not block.
+    """Callbacks for one sequence. They are called on the engine's thread and must not block.
 
-    ``on_output`` gets every token, and last an output with a ``finish_reason``. ``on_saved`` is called once, after
-    that, when nothing of the sequence is on its way to the pool any more. ``on_computed`` gets the blocks of the
-    prompt as their KV becomes final, the partly filled last one too: the index of the first, and the blocks, with a
-    reference on each that the listener gives back by ``EngineCore.release_blocks``.
+    ``on_output`` gets every token; its last call has a ``finish_reason``. ``on_saved`` is called once, after that, when
+    no transfer of the sequence to the pool is left. ``on_computed`` gets the blocks of the prompt when their KV is
+    final, including the partly filled last one: the index of the first block, and the blocks, with a reference on each
+    that the listener releases by ``EngineCore.release_blocks``.
     """
 
     on_output: Callable[[TokenOutput], None]
@@ -56,7 +56,7 @@ class Listener:
 class Prefilled:
     """A prompt that another instance computed: its KV, in reserved blocks, and the first token of the answer.
 
-    With ``token`` None that is chosen here, for which the prompt's last token is computed again.
+    If ``token`` is None, the first token is chosen here; for this the prompt's last token is computed again.
     """
 
     reservation: Reservation
@@ -69,8 +69,8 @@ class EngineCore:
 
     Args:
         runner: with its KV memory allocated.
-        scheduler: over as many blocks.
-        metrics: counted into.
+        scheduler: manages the same number of blocks.
+        metrics: the counters to update.
         pool: closed by ``stop``; None: there is none.
         save_outputs: save full blocks of generated text too, not only of prompts (output caching).
     """
@@ -92,7 +92,7 @@ class EngineCore:
         self._stopped = False
         self._has_failed = False
         self.is_paused = False
-        """Whether nothing is to begin, a hand-over to this instance neither; set and read from any thread."""
+        """Whether no sequence and no hand-over to this instance may begin; set and read from any thread."""
         self._turned_at = math.inf
         self._progress = PrefillProgress()
         self._connector = (
@@ -113,11 +113,11 @@ class EngineCore:
         self._watch_gauges()
 
     def start(self) -> None:
-        """Begin the loop."""
+        """Start the loop."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End every sequence (finish reason ``abort``), give running saves a moment, and end the loop."""
+        """End every sequence (finish reason ``abort``), wait a moment for running saves, and end the loop."""
 
         def end() -> None:
             self._end_all("abort")
@@ -130,7 +130,7 @@ class EngineCore:
 
     @property
     def holds_stop_up(self) -> str:
-        """The next thing that ``stop`` waits for, in words."""
+        """Describe the next operation that ``stop`` waits for."""
         if self.is_alive:
             return "the step that runs"
         if self._connector and (count := self._connector.pending_save_blocks):
@@ -139,19 +139,19 @@ class EngineCore:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the loop runs, on a device that still computes."""
+        """Whether the loop runs and its device still computes."""
         return self._thread.is_alive() and not self._has_failed
 
     @property
     def is_working(self) -> bool:
-        """Whether the loop turns: no step of it has been running for over ``STALL_SECONDS``."""
+        """Whether the loop makes progress: no step has been running for over ``STALL_SECONDS``."""
         return self.is_alive and time.monotonic() - self._turned_at < STALL_SECONDS
 
     def submit(self, sequence: Sequence, listener: Listener, prefilled: Prefilled | None = None) -> None:
-        """Queue ``sequence``; its fate is told to ``listener``. From any thread.
+        """Queue ``sequence``; ``listener`` gets its tokens and its end. From any thread.
 
         Args:
-            prefilled: taken over, also where the sequence fails; it goes on from there.
+            prefilled: the sequence continues from it. The engine takes ownership, even if the sequence fails.
 
         Raises:
             ValueError: the sequence can never run to its end in this engine's KV memory.
@@ -161,7 +161,7 @@ class EngineCore:
             if prefilled:
                 self.cancel_reservation(prefilled.reservation, clear=False)
             raise ValueError(f"{wanted} tokens do not fit in KV memory for {self.scheduler.capacity_tokens}")
-        # A request that ends with its first token never decodes: such are a prefill instance's.
+        # A request that ends with its first token never decodes. A prefill instance has only such requests.
         if self._runner.retrieval and sequence.request.params.max_tokens > 1:
             sequence.regime = self._runner.retrieval.config.choose_regime(sequence.num_prompt_tokens)
 
@@ -181,10 +181,10 @@ class EngineCore:
         self._commands.put(add)
 
     def _adopt_prompt(self, sequence: Sequence, prefilled: Prefilled) -> None:
-        """Let a sequence go on from its prompt's KV."""
+        """Continue a sequence from its prompt's KV."""
         token, reservation = prefilled.token, prefilled.reservation
         if token is None and reservation.num_cached == len(reservation.blocks):
-            # All of it is here and shared, where nothing may be written.
+            # All blocks of the prompt are here and shared, so nothing may be written to them.
             self.scheduler.cancel_reservation(reservation)
             self.scheduler.add_sequence(sequence)
             return
@@ -197,9 +197,9 @@ class EngineCore:
     def reserve_blocks(
         self, hashes: SequenceOf[bytes], num_tokens: int, answer: Callable[[Reservation | None], None]
     ) -> None:
-        """Ask for blocks for a prompt; ``answer`` is called on the engine's thread. From any thread.
+        """Request blocks for a prompt; ``answer`` is called on the engine's thread. From any thread.
 
-        A paused or failed engine gives none.
+        A paused or failed engine reserves none.
         """
 
         def reserve() -> None:
@@ -209,10 +209,10 @@ class EngineCore:
         self._commands.put(reserve)
 
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
-        """Give a reservation back, when nobody writes to its blocks any more. From any thread.
+        """Release a reservation when no other instance writes to its blocks any more. From any thread.
 
-        ``clear`` where something may have been written: masked positions still meet it, times zero, so half a number
-        that reads as infinite or NaN must not stay.
+        Set ``clear`` if another instance may have written to them. It zeros the blocks: masked positions are multiplied
+        by 0, and 0 times a partly written number that reads as infinity or NaN is NaN.
         """
 
         def run() -> None:
@@ -223,18 +223,18 @@ class EngineCore:
         self._commands.put(run)
 
     def release_blocks(self, blocks: SequenceOf[int]) -> None:
-        """Give back references that ``Listener.on_computed`` was given. From any thread."""
+        """Release references that ``Listener.on_computed`` got. From any thread."""
         self._commands.put(lambda: self.scheduler.blocks.release_blocks(blocks))
 
     def count_cached_blocks(self) -> int:
-        """How many blocks the prefix cache has. From any thread."""
+        """Return the number of blocks in the prefix cache. From any thread."""
         return self.scheduler.blocks.num_cached_blocks
 
     def clear_prefix_cache(self) -> None:
         """Forget the prefixes that are cached now: sequences submitted after this call find none of them.
 
-        Running sequences go on, and blocks that fill up later are cached again. The pool keeps its blocks. From any
-        thread.
+        Running sequences continue, and blocks that fill up later are cached again. The pool retains its blocks. From
+        any thread.
         """
 
         def clear() -> None:
@@ -254,7 +254,7 @@ class EngineCore:
                 future.set_result(function())
             except Exception as exc:
                 future.set_exception(exc)
-                raise  # into the log
+                raise  # to log it
 
         self._commands.put(run)
         return future
@@ -266,18 +266,18 @@ class EngineCore:
         return blocks.num_available < blocks.num_blocks or bool(connector and connector.pending_save_blocks)
 
     def follow_weights(self) -> None:
-        """Use no KV of other weights than the runner's now, from the own cache or the pool.
+        """Use no KV of other weights than the runner's current ones, from the own cache or the pool.
 
-        On the engine's thread, while ``has_blocks_in_use`` is false.
+        Call this on the engine's thread, while ``has_blocks_in_use`` is false.
         """
         self.scheduler.blocks.unpublish_all()
         if self._connector:
             self._connector.follow_weights()
 
     def call_after_flush(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, on any thread, once other instances can read all that was saved. From any thread.
+        """Call ``callback``, on any thread, once other instances can read all saved blocks. From any thread.
 
-        It comes after some seconds at the latest, and at once where the pool writes before it answers.
+        This takes some seconds at most. The call is immediate if the pool writes before it answers.
         """
         if self._connector:
             self._connector.call_after_flush(callback)
@@ -285,14 +285,14 @@ class EngineCore:
             callback()
 
     def abort_sequence(self, sequence: Sequence, reason: str = "abort") -> None:
-        """End ``sequence`` with this finish reason; nothing happens if it has ended. From any thread."""
+        """End ``sequence`` with this finish reason. It has no effect if the sequence has ended. From any thread."""
         self._commands.put(lambda: self._end_sequence(sequence, reason))
 
     def _run_loop(self) -> None:
         idle = True
         while not self._stopped:
             if self._has_failed:
-                # Whatever comes is answered, and nothing is computed any more.
+                # Answer every command, and compute nothing any more.
                 self._run_commands(wait=True)
                 self._end_all("error")
                 continue
@@ -305,25 +305,26 @@ class EngineCore:
                 self.metrics.preempted.inc(self.scheduler.num_preemptions - preempted)
                 if self._runner.retrieval:
                     self._runner.retrieval.forget_all_but(self.scheduler.running)
-                # With nothing to compute, the next work (a request, a load that ended, blocks that a save
-                # gives back) comes by a command.
+                # With nothing to compute, the next work (a request, a load that ended, blocks that a save releases)
+                # arrives as a command.
                 idle = not chunks
                 if chunks:
                     self._run_step(chunks)
             except Exception:
-                # One bad step must not end the instance: those in it fail, the others go on.
+                # A failed step must not end the instance: its sequences fail, the others continue.
                 log.exception("A step failed; its requests end with an error")
                 failed = list(self.scheduler.running)
                 for sequence in failed:
                     self._end_sequence(sequence, "error")
-                idle = not failed  # others may wait for their blocks
+                idle = not failed  # other sequences may wait for their blocks
                 self._fail_with_device()
 
     def _fail_with_device(self) -> None:
         """Answer every request with an error from now on, if the device is lost.
 
-        After some errors (an illegal address, a failed assertion, broken memory) CUDA answers every later call of the
-        process with the same error, so asking once more tells them from all others, whatever they came as.
+        After some errors (an illegal address, a failed assertion, broken memory) CUDA returns the same error for every
+        later call of the process. So one more call distinguishes these errors from all others, independent of the
+        exception type.
         """
         try:
             self._runner.wait_for_device()
@@ -337,13 +338,13 @@ class EngineCore:
             self._end_sequence(sequence, reason)
 
     def _admit_sequences(self) -> None:
-        """Let waiting sequences in; those that lack blocks the pool may have load them first."""
+        """Admit waiting sequences; those that lack blocks that the pool may have load them first."""
         for sequence in self.scheduler.admit_waiting():
             assert self._connector is not None
             self._connector.start_load(sequence)
 
     def _run_commands(self, *, wait: bool) -> None:
-        """Run the commands that came; ``wait`` for the first if there is none."""
+        """Run the queued commands; ``wait`` for the first if there is none."""
         self._turned_at = math.inf if wait else time.monotonic()
         while True:
             try:
@@ -359,7 +360,7 @@ class EngineCore:
 
     @contextlib.contextmanager
     def _ending_on_error(self, sequence: Sequence) -> Iterator[None]:
-        """An exception in this context ends ``sequence`` with an error, and no other."""
+        """Make an exception in this context end ``sequence``, and no other, with an error."""
         try:
             yield
         except Exception:
@@ -390,7 +391,7 @@ class EngineCore:
                 self._connector.start_save(chunk.sequence)
 
     def _withdraw_broken_blocks(self, sequence: Sequence) -> None:
-        """Stop sharing the blocks of a failed sequence from the first one on that holds a NaN or an infinity.
+        """Unpublish the blocks of a failed sequence, from the first one that holds a NaN or an infinity.
 
         Earlier chunks of the prompt were published before the logits showed the failure.
         """
@@ -415,11 +416,11 @@ class EngineCore:
         return choices
 
     def _index_blocks(self, sequence: Sequence) -> None:
-        """Take computed blocks of a sequence that looks blocks up into the index; offload them once it decodes."""
+        """Index the computed blocks of a sequence with sparse attention; offload them once it decodes."""
         if self._runner.retrieval is None or sequence.regime is Regime.DENSE:
             return
         self._runner.retrieval.index_blocks(sequence)
-        # Prompts are computed exactly, for which all of their blocks are needed.
+        # Prompts are computed exactly, which needs all of their blocks.
         if sequence.regime is Regime.OFFLOADED and sequence.is_decoding:
             num_full = sequence.num_computed // sequence.block_size
             if self._connector:
@@ -427,7 +428,7 @@ class EngineCore:
             self.scheduler.offload_blocks(sequence, num_full)
 
     def _export_blocks(self, sequence: Sequence) -> None:
-        """Give a listener that wants them the blocks of the prompt that became final."""
+        """Pass the blocks of the prompt that became final to a listener that wants them."""
         listener = self._listeners[sequence]
         if listener.on_computed is None:
             return
@@ -442,7 +443,7 @@ class EngineCore:
         listener.on_computed(first, blocks)
 
     def _append_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Take a new token into the sequence, tell its listener, and end the sequence if it was the last."""
+        """Append a new token to the sequence, notify its listener, and end the sequence if this is its last token."""
         now = time.monotonic()
         if sequence.first_token_at is None:
             sequence.first_token_at = now
@@ -497,7 +498,7 @@ class EngineCore:
             metrics.output_token.observe((now - sequence.first_token_at) / (sequence.num_output_tokens - 1))
 
     def _count_completion(self, sequence: Sequence, reason: str) -> None:
-        """Count what FastDeploy counts of requests that had a place, and of those that ended by themselves."""
+        """Count what FastDeploy counts: requests that were admitted, and those that ended normally."""
         metrics, started, first_token = self.metrics, sequence.started_at, sequence.first_token_at
         if started is None or first_token is None:
             return

@@ -1,7 +1,7 @@
-"""FastDeploy's other flags: those that change nothing here are taken, the rest is refused in a sentence.
+"""FastDeploy's other flags: those that change nothing here are accepted, the rest are refused with a reason.
 
-Its users' command lines then work as they are, with its abbreviations and its ``--config FILE``, and none of them is
-given something else than it asks for.
+So command lines of FastDeploy's users work unchanged, with its abbreviations and its ``--config FILE``, and no user
+gets a different behaviour than the flags request.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class _Flag(NamedTuple):
 
     Attributes:
         nargs: as argparse's; 0: a switch.
-        harmless: the values that change nothing; None: every one.
-        remedy: what is said of any other value.
+        harmless: the values that change nothing; None: all values.
+        remedy: the message about any other value.
     """
 
     nargs: int | str | None
@@ -50,13 +50,13 @@ _PARALLEL = "this engine runs a model on one device"
 _FOLDER = "weights come from the folder of --model"
 
 _FLAGS: dict[str, _Flag] = {
-    # its API server
+    # The API server.
     **dict.fromkeys(("--workers", "--max-concurrency", "--timeout", "--timeout-graceful-shutdown"), _VALUE),
     "--controller-port": _only("-1", remedy="this engine has no controller server; leave it out"),
     "--max-waiting-time": _only("-1", remedy="requests wait here for as long as their clients do; leave it out"),
     "--enable-mm-output": _refuse("this engine answers in text only; leave it out", 0),
     "--api-key": _refuse("this engine asks for no keys; give them to the router, and let only it reach the instance"),
-    # the model
+    # The model.
     **dict.fromkeys(("--revision", "--use-warmup", "--model-impl", "--seed", "--max-logprobs"), _VALUE),
     **dict.fromkeys(("--enable-logprob", "--lm_head-fp32", "--moe-gate-fp32", "--enable-mm"), _SWITCH),
     "--model-config-name": _only("config.json", remedy="the configuration is read from config.json; leave it out"),
@@ -77,7 +77,7 @@ _FLAGS: dict[str, _Flag] = {
     "--rsync-config": _refuse(f"{_FOLDER}; leave it out"),
     "--load-choices": _only("default", "default_v1", remedy=f"{_FOLDER}; leave it out"),
     "--quantization": _refuse("this engine computes with the weights as the checkpoint has them; leave it out"),
-    # how it computes, and what that changes of answers
+    # How the engine computes, and how that changes answers.
     **dict.fromkeys(("--speculative-config", "--graph-optimization-config", "--benchmark-metrics-config"), _VALUE),
     "--plas-attention-config": _refuse("this engine has another sparse attention: --enable-retrieval"),
     "--guided-decoding-backend": _only("off", remedy="this engine holds answers to no form; leave it out"),
@@ -88,7 +88,7 @@ _FLAGS: dict[str, _Flag] = {
     "--early-stop-config": _refuse("this engine does not look for repetitions; leave it out"),
     "--logits-processors": _refuse("this engine takes no processors of logits; leave it out", "+"),
     "--enable-entropy": _refuse("this engine does not tell entropy; leave it out", 0),
-    # devices
+    # Devices.
     **dict.fromkeys(
         (
             *("--disable-custom-all-reduce", "--enable-flashinfer-allreduce-fusion", "--use-internode-ll-two-stage"),
@@ -103,19 +103,19 @@ _FLAGS: dict[str, _Flag] = {
     "--local-data-parallel-id": _only("0", remedy=f"{_PARALLEL}; start several instances behind a router"),
     "--ips": _only("127.0.0.1", "0.0.0.0", "localhost", remedy=f"{_PARALLEL}; leave it out"),
     "--routing-replay-config": _refuse("this engine does not record the routes of experts; leave it out"),
-    # KV cache
+    # KV cache.
     **dict.fromkeys(
         ("--kv-cache-ratio", "--swap-space", "--prealloc-dec-block-slot-num-threshold", "--static-decode-blocks"),
         _VALUE,
     ),
     "--cache-queue-port": _VALUE,
     "--write-policy": _only("write_through", remedy="blocks are written through; leave it out"),
-    # prefill in chunks, which is how this engine always does it
+    # Prefill in chunks; this engine always does it.
     **dict.fromkeys(("--enable-chunked-prefill", "--disable-chunked-mm-input"), _SWITCH),
     **dict.fromkeys(
         ("--max-num-partial-prefills", "--max-long-partial-prefills", "--long-prefill-token-threshold"), _VALUE
     ),
-    # its schedulers
+    # Schedulers.
     "--scheduler-name": _only("local", remedy="this engine has its own scheduler; a router spreads requests"),
     **{
         f"--scheduler-{name}": _VALUE
@@ -143,10 +143,10 @@ _NEWER_FLAGS: dict[str, _Flag] = {
     "--output-fallback-plugin": _refuse(_ANSWERS),
     "--output-fallback-config": _refuse(_ANSWERS),
 }
-"""Those that came after 2.6. They have no abbreviations: 2.6's would mean several flags then."""
+"""Flags that are newer than 2.6. They have no abbreviations, because 2.6's abbreviations would be ambiguous then."""
 
 IN_FLOAT32 = ("--lm_head-fp32", "--moe-gate-fp32")
-"""Of those that are taken: they change nothing only where all of the model is computed in float32."""
+"""Accepted flags that change nothing only if all of the model is computed in float32."""
 
 _SHARED = (
     *("--port", "--host", "--metrics-port", "--model", "--served-model-name", "--tokenizer", "--max-model-len"),
@@ -156,14 +156,14 @@ _SHARED = (
     *("--enable-output-caching", "--no-enable-output-caching", "--splitwise-role", "--cache-transfer-protocol"),
     *("--pd-comm-port", "--rdma-comm-ports", "--router"),
 )
-"""FastDeploy's flags that this engine has, too."""
+"""FastDeploy's flags that this engine also has."""
 
 _NAMES = (*_SHARED, *_FLAGS, *(f"--no-{name[2:]}" for name, flag in _FLAGS.items() if flag.is_boolean))
-"""All flags of 2.6, whose beginnings are enough."""
+"""All flags of 2.6; a unique prefix is enough."""
 
 
 class _Foreign(argparse.Action):
-    """Notes in ``without_effect`` that a flag was given, or refuses its value."""
+    """Records in ``without_effect`` that a flag was given, or refuses its value."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, flag: _Flag) -> None:
         super().__init__(
@@ -181,14 +181,14 @@ class _Foreign(argparse.Action):
         said = values if isinstance(values, str) else " ".join(values or ())
         harmless = self._flag.harmless
         if harmless is not None and said.strip() not in harmless:
-            # Where no value would do, the value says nothing; it may be a key that nobody is to see.
+            # If every value is refused, do not quote it: it explains nothing, and it may be a secret key.
             raise ConfigError(f"{f'{option_string} {said}' if harmless else option_string}: {self._flag.remedy}")
         given = namespace.without_effect
         namespace.without_effect = given if option_string in given else (*given, str(option_string))
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
-    """Let ``parser`` take FastDeploy's other flags; their names come to ``without_effect``."""
+    """Let ``parser`` accept FastDeploy's other flags; it adds their names to ``without_effect``."""
     parser.set_defaults(without_effect=())
     for name, flag in {**_FLAGS, **_NEWER_FLAGS}.items():
         names = [name, f"--no-{name[2:]}"] if flag.is_boolean else [name]
@@ -196,13 +196,14 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def expand_abbreviations(argv: Iterable[str], known: Iterable[str]) -> list[str]:
-    """``argv`` with the whole name of each flag of FastDeploy of which it has the beginning.
+    """Return ``argv`` with each abbreviated FastDeploy flag replaced by its full name.
 
     Args:
+        argv: words of a command line.
         known: all flags of this engine.
 
     Raises:
-        ConfigError: several of FastDeploy's flags begin so.
+        ConfigError: an abbreviation fits several of FastDeploy's flags.
     """
     known = set(known)
     expanded = []
@@ -218,10 +219,10 @@ def expand_abbreviations(argv: Iterable[str], known: Iterable[str]) -> list[str]
 
 
 def read_config_file(path: str, parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """The flags in a YAML file, as words of a command line, and the names there that are no flags.
+    """Read the flags in a YAML file: return them as words of a command line, and the names that are not flags.
 
     Raises:
-        ConfigError: it cannot be read, is no mapping, or has a switch that is neither true nor false.
+        ConfigError: it cannot be read, is not a mapping, or has a switch that is neither true nor false.
     """
     try:
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
@@ -244,7 +245,7 @@ def read_config_file(path: str, parser: argparse.ArgumentParser) -> tuple[list[s
 
 
 def _write_words(name: str, value: object, actions: Mapping[str, argparse.Action], where: str) -> list[str]:
-    """A setting of a file as words of a command line; none where it is not set."""
+    """Return a file's setting as words of a command line; an empty list if it is not set."""
     if value is None or value == "":
         return []
     if actions[name].nargs == 0:

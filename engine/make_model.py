@@ -1,18 +1,18 @@
 """``python -m engine.make_model``: a small transformers checkpoint for machines that cannot download one.
 
-The weights are random: **the compute is real, the words are not.** It is a whole Qwen2 (grouped-query
-attention, rotary positions, 23 million parameters) with a byte-level tokenizer and a chat template, written
-in seconds, the same bytes every time. Three properties are built in, because showing a KV cache needs them:
+The weights are random: **the computation is real, the text is not.** It is a complete Qwen2 (grouped-query attention,
+rotary positions, 23 million parameters) with a byte-level tokenizer and a chat template, written in seconds, with the
+same bytes every time. It has three properties that a demonstration of a KV cache needs:
 
-- Attention matters. Queries and keys are scaled so that each head looks at a few positions far apart, hence a
-  wrong byte in a cached block changes the words that follow.
-- Answers are readable, and survive a round trip: only whole English words are ever likely, and each is one
-  token with its leading space, so the text of an answer, put back into a conversation, encodes to the very
-  ids that were generated. So turn 2 finds the blocks that turn 1 generated.
-- A choice is a choice: the best logit leads the second by far more than float32 rounding, so answers do not
-  depend on how the work was cut into batches and blocks.
+- Attention matters. Queries and keys are scaled so that each head attends to a few distant positions, so a wrong byte
+  in a cached block changes the words that follow.
+- Answers are readable, and survive a round trip: only whole English words are likely, and each is one token with its
+  leading space. So the text of an answer, sent again in a conversation, encodes to the same ids that were generated,
+  and turn 2 finds the blocks that turn 1 generated.
+- The chosen token is stable: the best logit leads the second by far more than float32 rounding, so answers do not
+  depend on how the work was divided into batches and blocks.
 
-Needs no torch: a checkpoint is numbers in files.
+It needs no torch: a checkpoint is numbers in files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["MODEL_NAME", "MODEL_VERSION", "default_folder", "make_model"]
 
 MODEL_NAME = "kvstore-tiny-qwen2"
 MODEL_VERSION = 2
-"""Raised when any byte of the checkpoint changes; a folder that holds another version is written anew."""
+"""Increase it when any byte of the checkpoint changes; a folder that holds another version is written again."""
 
 STAMP = "kvstore_model.json"
 
@@ -43,25 +43,24 @@ HIDDEN, LAYERS, INTERMEDIATE = 512, 8, 1408
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 MAX_POSITIONS = 32768
 MAX_NEW_TOKENS = 64
-"""Of an answer that nobody limits: the model hardly ever ends one by itself, and a context takes minutes to fill."""
+"""Default limit of an answer: the model hardly ever ends one itself, and filling a context takes minutes."""
 
-# Standard deviations of a part's outputs, for inputs of deviation 1. Chosen by measurement: 70 to 90
-# different words in 100, from prompts of 3 to 8,000 tokens; rounding moves a logit by 2e-5 where the best
-# leads by 0.6 (median).
+# Standard deviations of a part's outputs, for inputs of deviation 1. Chosen by measurement: 70 to 90 different words in
+# 100, from prompts of 3 to 8,000 tokens; rounding moves a logit by 2e-5, and the best logit leads by 0.6 (median).
 ATTENTION_SCORE = 2.2
 ATTENTION_OUT = 0.7
 MLP_OUT = 0.7
 LOGIT = 3.0
 
-# The residual stream's channel 0 is 1 for every token and no layer writes to it, so the output layer can use
-# it as a bias: every token that is no word of WORDS is pushed out of reach of any sampling temperature.
+# The residual stream's channel 0 is 1 for every token and no layer writes to it, so the output layer can use it as a
+# bias: every token that is not a word of WORDS gets a logit too low for any sampling temperature.
 CONSTANT_CHANNEL = 0
 NOT_A_WORD = -100.0
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
 SPACE = "Ġ"  # how byte-level vocabularies write the byte 0x20
-# transformers gives a qwen2 checkpoint Qwen2's own pre-tokenizer instead of the one in its file: so have the same.
+# transformers gives a qwen2 checkpoint Qwen2's own pre-tokenizer instead of the one in its file, so use the same one.
 QWEN2_PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -123,16 +122,16 @@ Qwen2 architecture, {LAYERS} layers, hidden size {HIDDEN}, {HEADS} heads, {KV_HE
 
 
 def default_folder() -> Path:
-    """Where the scripts keep the model: ``.cache/models`` of the checkout, else of the user."""
+    """Return the default folder of the model: ``.cache/models`` of the checkout, else of the user."""
     checkout = Path(__file__).resolve().parent.parent
     in_checkout = (checkout / "pyproject.toml").is_file()
     return (checkout / ".cache" if in_checkout else Path.home() / ".cache") / "models" / MODEL_NAME
 
 
 def make_model(folder: Path) -> bool:
-    """Write the checkpoint to ``folder`` unless it is there already; say whether it had to be written.
+    """Write the checkpoint to ``folder`` unless it is there already; return whether it had to be written.
 
-    The folder appears whole or not at all, so that processes may ask for it at the same time.
+    The folder appears complete or not at all, so processes may call this concurrently.
 
     Raises:
         FileExistsError: ``folder`` holds something that this program did not write.
@@ -151,7 +150,7 @@ def make_model(folder: Path) -> bool:
         try:
             whole.rename(folder)
         except OSError:
-            if not _holds_this_model(folder):  # else someone was quicker, with the same bytes
+            if not _holds_this_model(folder):  # else another process wrote it first, with the same bytes
                 raise
     return True
 
@@ -172,7 +171,7 @@ def _write_checkpoint(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     weights = folder / "model.safetensors"
     save_file(dict(_draw_tensors(vocab_size)), weights, metadata={"format": "pt"})
-    weights.chmod((folder / "tokenizer.json").stat().st_mode)  # safetensors lets only its user read what it writes
+    weights.chmod((folder / "tokenizer.json").stat().st_mode)  # safetensors gives read permission only to the user
     _write_json(folder / "tokenizer_config.json", _tokenizer_config())
     _write_json(folder / "config.json", _model_config(tokenizer))
     _write_json(folder / "generation_config.json", _generation_config(tokenizer))
@@ -183,11 +182,11 @@ def _write_checkpoint(folder: Path) -> None:
 
 
 def _build_tokenizer() -> Tokenizer:
-    """Byte-level BPE with the rules of Qwen2's, and merges that spell exactly the words of ``WORDS``.
+    """Build a byte-level BPE tokenizer with Qwen2's rules, and merges that form exactly the words of ``WORDS``.
 
-    Merges only ever lengthen a word from its leading space, so no order of merging can end anywhere else: a
-    known word is one token; an unknown one is the longest start it shares with a known one, then bytes.
-    Ids are 0..255 for the bytes, then the special tokens, the beginnings of words, and the words.
+    A merge only lengthens a word from its leading space, so the result does not depend on the order of merges: a known
+    word is one token; an unknown one is the longest beginning that it shares with a known one, then bytes. Ids are
+    0..255 for the bytes, then the special tokens, the beginnings of words, and the words.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [SPACE + word for word in WORDS]
@@ -209,9 +208,9 @@ def _build_tokenizer() -> Tokenizer:
 
 
 def _draw_tensors(vocab_size: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Every tensor of the checkpoint by its transformers name, drawn in this order from one frozen stream.
+    """Yield every tensor of the checkpoint with its transformers name, drawn in this order from one fixed stream.
 
-    ``RandomState`` is frozen by numpy's promise: the same seed gives the same numbers in every version.
+    numpy guarantees that ``RandomState`` is frozen: the same seed gives the same numbers in every version.
     """
     stream = np.random.RandomState(SEED)
 

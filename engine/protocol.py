@@ -1,8 +1,8 @@
 """OpenAI's request bodies, checked, and the shape of its responses and errors, and of Anthropic's errors.
 
-Fields that we do not know are let through unread: clients send many that need no support to be harmless. Fields
-that would change the answer and that we cannot honour are refused, unless their value changes nothing. ``null`` is as
-good as no field. An instance serves one model and does not look at ``model`` (nor does FastDeploy's).
+Unknown fields are accepted and ignored: clients send many that are harmless without support. Fields that would change
+the answer and that this engine cannot support are refused, unless their value changes nothing. ``null`` counts as a
+missing field. An instance serves one model and does not check ``model`` (nor does FastDeploy's).
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ __all__ = [
 ]
 
 
-MAX_CHOICES = 128  # as OpenAI
+MAX_CHOICES = 128  # OpenAI's limit
 MAX_ANSWERS = 1024
-"""To all prompts of one request: as many as vLLM takes prompts, and our router counts."""
-MAX_STOPS = 16  # vLLM and OpenAI take four
-# An id goes into the log and back in a header. A router takes 256, and numbers its retries behind them.
+"""For all prompts of one request: vLLM takes this many prompts, and our router counts up to it."""
+MAX_STOPS = 16  # vLLM and OpenAI accept four
+# An id is logged and returned in a header. A router accepts 256 characters, and appends a number to retries.
 _MAX_ID_CHARACTERS = 300
 
 Unsupported: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Fields, each with the values that change nothing, and what to do instead of giving another one."""
+"""Fields, each with the values that change nothing, and how the client can avoid other values."""
 
 _NO_FORM = "this engine holds answers to no form; ask for the form in the prompt, and check the answer"
 _OWN_LOGPROBS = "this engine tells the model's own probabilities; leave it out"
 _TEMPLATE_VARIABLE = "it is a variable of some chat templates; give it in chat_template_kwargs"
-# Fields that would change the answer in a way that this engine does not know: the values that change nothing, what the
-# engine lacks, and what to do. ``GenerationBody`` has more of them, whose types say which value may stand there.
+# Fields that would change the answer in a way that this engine does not support: the values that change nothing, the
+# missing feature, and a remedy. ``GenerationBody`` has more such fields; their types say which values are valid.
 _UNSUPPORTED: Unsupported = {
     "allowed_token_ids": (([],), "this engine chooses among all tokens; leave it out"),
     "bad_words": (([],), "this engine forbids no words; leave it out"),
@@ -142,10 +142,10 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.param = param
-        self.code = code or ("invalid_value" if status == 400 and param else None)  # as FastDeploy
+        self.code = code or ("invalid_value" if status == 400 and param else None)  # as in FastDeploy
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same, of an API where fields have other names: by each name here the one there."""
+        """Return the same error for an API with other field names; ``names`` maps our names to those."""
         name, dot, rest = (self.param or "").partition(".")
         if name not in names:
             return self
@@ -177,7 +177,7 @@ def anthropic_error_body(status: int, message: str) -> dict[str, Any]:
 
 
 class Body(BaseModel):
-    """A request's body; fields that it does not name are let through unread."""
+    """The body of a request; fields that it does not define are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=False)
 
@@ -186,7 +186,7 @@ class Body(BaseModel):
 
     @classmethod
     def check_fields(cls, fields: dict[str, Any]) -> None:
-        """Raise ``ApiError`` where a field asks for an answer that this engine would not give."""
+        """Raise ``ApiError`` if a field requests an answer that this engine would not give."""
         for name, value in fields.items():
             harmless, explanation = cls.unsupported.get(name, ((value,), ""))
             if value is not None and value not in harmless:
@@ -200,7 +200,7 @@ class Body(BaseModel):
 
 
 def _check_printable(request_id: str) -> str:
-    """It stands in the log."""
+    """Check that the id is printable, because it is logged."""
     if not request_id.isprintable():
         raise PydanticCustomError("not_printable", "Input should be printable characters")
     return request_id
@@ -210,14 +210,14 @@ RequestId: TypeAlias = Annotated[str, Field(max_length=_MAX_ID_CHARACTERS), Afte
 
 
 class StreamOptions(Body):
-    """Usage in a stream: at its end, or with each event."""
+    """Options for usage in a stream: at its end, or with each event."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class DisaggregateInfo(Body):
-    """The prefill/decode pair that the router chose; the fields we need of it (FastDeploy's contract)."""
+    """The prefill/decode pair that the router chose; only the fields that this engine needs (FastDeploy's contract)."""
 
     prefill_ip: str | None = None
     decode_ip: str | None = None
@@ -225,7 +225,7 @@ class DisaggregateInfo(Body):
 
 
 class ResponseFormat(Body):
-    """The form of the text: any."""
+    """The format of the answer: only plain text."""
 
     type: Literal["text"] = "text"
 
@@ -257,15 +257,15 @@ class GenerationBody(Body):
     response_format: ResponseFormat | None = None
     user: str | None = None
     completion_token_ids: list[int] | None = None
-    """Generated before, by an instance that preempted the request: they go on the prompt (FastDeploy's contract)."""
+    """Tokens generated before a preemption by another instance; appended to the prompt (FastDeploy's contract)."""
     return_token_ids: bool = False
     cache_salt: str | None = None
     cache_control: CacheControl | None = None
-    """How long the prompt's blocks are worth keeping; it may stand at messages and their parts, too."""
+    """How long to cache the prompt's blocks; messages and their parts may also have it."""
     request_id: RequestId | None = None
     disaggregate_info: DisaggregateInfo | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    """vLLM's dialect of pairs; the others are SGLang's."""
+    """vLLM's dialect of pairs; the fields below are SGLang's."""
     bootstrap_host: Any = None
     bootstrap_port: Any = None
     bootstrap_room: Any = None
@@ -274,7 +274,7 @@ class GenerationBody(Body):
     @field_validator("stop")
     @classmethod
     def _few_stops(cls, stop: str | list[str]) -> str | list[str]:
-        """The text of each token is searched for each of them."""
+        """Limit the number of stop strings: the text of each token is searched for each of them."""
         if isinstance(stop, list) and len(stop) > MAX_STOPS:
             raise PydanticCustomError("too_long", f"Input should be at most {MAX_STOPS} strings")
         return stop
@@ -282,13 +282,13 @@ class GenerationBody(Body):
     @field_validator("stream_options")
     @classmethod
     def _only_of_streams(cls, options: StreamOptions, info: ValidationInfo) -> StreamOptions:
-        """Who asks for the options of a stream expects one."""
+        """Refuse stream options without a stream: a client that sends them expects one."""
         if options.model_fields_set and not info.data.get("stream"):
             raise PydanticCustomError("no_stream", "Stream options can only be defined when `stream=True`")
         return options
 
     def num_logprobs(self) -> int | None:
-        """How many alternatives to report for each token, or None for nothing."""
+        """Return how many alternatives to report for each token, or None for none."""
         return None
 
 
@@ -299,7 +299,7 @@ class ChatBody(GenerationBody):
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     prompt_token_ids: list[int] | None = None
-    """In place of the messages."""
+    """The prompt's tokens, instead of the messages."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -309,12 +309,12 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     add_special_tokens: bool = False
-    """On top of those that the template writes."""
+    """Add special tokens in addition to those that the template writes."""
 
     @field_validator("top_logprobs")
     @classmethod
     def _only_with_logprobs(cls, count: int, info: ValidationInfo) -> int:
-        """Who asks for the rivals of tokens expects their probabilities."""
+        """Refuse alternatives without ``logprobs``: a client that requests them expects their probabilities."""
         if count and not info.data.get("logprobs"):
             raise PydanticCustomError("no_logprobs", "Input should come with logprobs: true")
         return count
@@ -328,12 +328,12 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[int] | list[str] | list[list[int]] | None = None
     prompt_token_ids: list[int] | list[list[int]] | None = None
-    """In place of ``prompt`` (FastDeploy's contract)."""
+    """The prompts' tokens, instead of ``prompt`` (FastDeploy's contract)."""
     echo: Literal[False] = False
     suffix: Literal[""] = ""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     add_special_tokens: bool = True
-    """To prompts that are texts."""
+    """Add special tokens to prompts that are texts."""
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
@@ -342,8 +342,8 @@ class CompletionBody(GenerationBody):
 class TokenizeBody(Body):
     """POST /tokenize: a text, or messages to be rendered first (vLLM's form).
 
-    Its other fields are those of the completion, or of the chat, that has this prompt: what changes the prompt there
-    changes it here, and what is refused there is refused here.
+    Its other fields are those of the completion or chat with this prompt: fields that change the prompt there also
+    change it here, and fields that are refused there are also refused here.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -377,10 +377,10 @@ _BodyT = TypeVar("_BodyT", bound=Body)
 
 
 def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
-    """Check a body.
+    """Parse and check a body.
 
     Raises:
-        ApiError: 400 with one sentence naming the field, its value and the value that it should have.
+        ApiError: 400 with one sentence that names the field, its value and a valid value.
     """
     try:
         value = orjson.loads(raw)
@@ -395,13 +395,13 @@ def check_body(kind: type[_BodyT], value: dict[str, Any]) -> _BodyT:
     """Check the fields of a body.
 
     Raises:
-        ApiError: as of ``parse_body``.
+        ApiError: as in ``parse_body``.
     """
     kind.check_fields(value)
     try:
         return kind.model_validate(value)
     except ValidationError as exc:
-        # Of a union every member objects; the one that got furthest into the value was meant.
+        # For a union, every member reports an error; the member that got furthest into the value was meant.
         errors = exc.errors(include_url=False)
         param, error = max(
             ((_path_of_fault(value, error["loc"]), error) for error in errors), key=lambda found: len(found[0])
@@ -413,7 +413,7 @@ def check_body(kind: type[_BodyT], value: dict[str, Any]) -> _BodyT:
 
 
 def _find_json_fault(raw: bytes, error: orjson.JSONDecodeError) -> str:
-    """The first fault of a body, and where it stands there; orjson counts bytes in places."""
+    """Return the first fault of a body and its position; orjson gives positions in bytes."""
     try:
         json.loads(raw.decode())
     except UnicodeDecodeError as exc:
@@ -423,11 +423,11 @@ def _find_json_fault(raw: bytes, error: orjson.JSONDecodeError) -> str:
         return str(exc)
     except (ValueError, RecursionError):
         pass
-    return str(error)  # such as NaN, which Python takes
+    return str(error)  # such as NaN, which Python accepts
 
 
 def _path_of_fault(value: Any, location: tuple[int | str, ...]) -> list[int | str]:
-    """The client's own path to a fault: pydantic's location also names the members of unions."""
+    """Return the path to a fault in the client's body: pydantic's location also names the members of unions."""
     path: list[int | str] = []
     for part in location:
         with contextlib.suppress(LookupError, TypeError):
@@ -437,10 +437,10 @@ def _path_of_fault(value: Any, location: tuple[int | str, ...]) -> list[int | st
 
 
 def quote_short(value: object) -> str:
-    """A value that a client sent, cut so that it fits in a sentence."""
+    """Return a value that a client sent, shortened to fit in a sentence."""
     try:
         text = orjson.dumps(value).decode()
-    except orjson.JSONEncodeError:  # nested deeper than it writes, though not than it reads
+    except orjson.JSONEncodeError:  # orjson reads deeper nesting than it writes
         return type(value).__name__
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -448,12 +448,12 @@ def quote_short(value: object) -> str:
 def sampling_params(
     body: GenerationBody, *, max_tokens: int, defaults: SamplingDefaults | None = None
 ) -> SamplingParams:
-    """The engine's sampling parameters.
+    """Build the engine's sampling parameters.
 
     Args:
-        body: the client's.
+        body: the client's request body.
         max_tokens: the limit that the context leaves.
-        defaults: of what the client does not say; tokens generated before a preemption count towards its limit.
+        defaults: used where the client gives no value; tokens generated before a preemption count towards its limit.
     """
     defaults = defaults or SamplingDefaults()
     wanted = body.max_tokens
@@ -470,7 +470,7 @@ def sampling_params(
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         top_k=defaults.top_k if body.top_k is None else max(body.top_k, 0),
         repetition_penalty=defaults.repetition_penalty if penalty is None else penalty,
-        # Without a seed of the client's every request draws its own.
+        # Without a client's seed every request draws its own.
         seed=secrets.randbits(62) if body.seed is None else body.seed,
         stop=tuple(text for text in stop if text),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
@@ -482,10 +482,12 @@ def sampling_params(
 def build_usage(
     prompt: int, completion: int, own_cached: int, pool_cached: int, blocks: tuple[int, int] | None = None
 ) -> dict[str, Any]:
-    """OpenAI's usage object, and beside ``cached_tokens`` the caches that had them; all in tokens.
+    """Build OpenAI's usage object, which also has the caches behind ``cached_tokens``; all in tokens.
 
     Args:
-        blocks: of an answer that looked KV blocks up, how many it read of how many, summed over steps and layers.
+        prompt, completion: tokens of the prompt and of the answer.
+        own_cached, pool_cached: prompt tokens from the own cache and from the pool.
+        blocks: with sparse attention, the blocks read and the blocks in total, summed over steps and layers.
     """
     details = {} if blocks is None else {"retrieval_details": {"blocks_read": blocks[0], "blocks_total": blocks[1]}}
     return {
@@ -502,5 +504,5 @@ def build_usage(
 
 
 def now() -> int:
-    """Seconds since the epoch, as ``created`` has them."""
+    """Return seconds since the epoch, for ``created``."""
     return int(time.time())

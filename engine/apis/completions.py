@@ -1,4 +1,4 @@
-"""OpenAI's chat and plain completions over generations: prompts in, JSON objects and event streams out."""
+"""OpenAI's chat and plain completions on top of generations: prompts in, JSON objects and event streams out."""
 
 from __future__ import annotations
 
@@ -42,26 +42,27 @@ __all__ = [
     "name_answer",
 ]
 
-# Characters that take some milliseconds to encode; the event loop, which serves everybody, does no more at a time.
+# Number of characters that take some milliseconds to encode. The event loop serves all clients, so it encodes no more
+# at a time.
 _LONG_TEXT = 4096
-# As many as Anthropic's API takes: each is rendered and encoded by itself.
+# The same limit as Anthropic's API: each hint is rendered and encoded separately.
 _MAX_MARKS = 4
 ENGINE_FAILED = "the engine failed while computing this request; its log says why"
 REQUEST_ABORTED = "the request was aborted before its answer ended"
 
 
 class Completions:
-    """Begins responses of one model.
+    """Begins the responses of one model.
 
     Args:
         generations: runs the requests.
-        tokenizer: a transformers tokenizer, with a chat template if there is to be chat.
+        tokenizer: a transformers tokenizer, with a chat template if chat is served.
         model: name in the responses.
-        max_model_len: tokens of prompt and answer together.
-        vocab_size: token ids of a client must lie below it.
-        defaults: how tokens are chosen for clients that do not say it.
+        max_model_len: maximum number of tokens of prompt and answer together.
+        vocab_size: token ids that a client sends must be below it.
+        defaults: sampling parameters for clients that send none.
         eos_token_ids: the tokens that end an answer.
-        dialect: how routers ask this instance as one of a pair; None: FastDeploy's.
+        dialect: the format of requests to a prefill/decode pair; None: FastDeploy's.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class Completions:
         self._dialect = dialect or FastDeployDialect()
         self._created = now()
         self._token_bytes = TokenBytes(tokenizer)
-        # In characters. A piece of the vocabulary has one for each of its text's, or for each byte of it.
+        # In characters. A vocabulary piece has one character for each character of its text, or one for each byte.
         self._longest_token = max(map(len, tokenizer.get_vocab()))
-        # How templates are rendered is not the clients' to say: a template of their own could compute for minutes.
+        # Clients may not choose how templates are rendered: a template of their own could compute for minutes.
         self._rendering = inspect.signature(tokenizer.apply_chat_template).parameters
 
     def list_models(self) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class Completions:
         """GET /v1/models/{id}.
 
         Raises:
-            ApiError: 404, the model is another one.
+            ApiError: 404, this instance serves another model.
         """
         model: dict[str, Any] = self.list_models()["data"][0]
         if model_id != self.model:
@@ -114,7 +115,7 @@ class Completions:
         return model
 
     async def begin_chat(self, body: ChatBody) -> CompletionResponse:
-        """POST /v1/chat/completions, checked and ready to run.
+        """Check POST /v1/chat/completions and prepare its response.
 
         Raises:
             ApiError: the messages cannot be rendered, or do not fit.
@@ -122,25 +123,25 @@ class Completions:
         return ChatResponse(await self.begin_chat_choices(body), body, self.model, self._token_bytes)
 
     async def begin_chat_choices(self, body: ChatBody) -> Choices:
-        """As ``begin_chat``, without the form of the response."""
+        """Do the same as ``begin_chat``, but return the choices without a response format."""
         tokens = await self.encode_chat(body)
         hints = [] if body.prompt_token_ids else await self._find_hints(body, tokens)
         return self._begin_choices(body, [tokens], "prompt_token_ids", hints)
 
     async def begin_completion(self, body: CompletionBody) -> CompletionResponse:
-        """POST /v1/completions, checked and ready to run.
+        """Check POST /v1/completions and prepare its response.
 
         Raises:
-            ApiError: no prompt, more than one request may have, or one that does not fit.
+            ApiError: there is no prompt, there are too many for one request, or one does not fit.
         """
         prompts = await self.encode_prompts(body)
         return TextResponse(self._begin_choices(body, prompts, "prompt"), body, self.model, self._token_bytes)
 
     async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
-        """The tokens of each plain prompt.
+        """Return the tokens of each plain prompt.
 
         Raises:
-            ApiError: no prompt, more than one request may have, or one that does not fit.
+            ApiError: there is no prompt, there are too many for one request, or one does not fit.
         """
         given: Any = body.prompt_token_ids or body.prompt
         prompts = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
@@ -153,14 +154,14 @@ class Completions:
                 raise ApiError(400, f"{name}: it is missing or empty; give a text or a list of token ids", param=name)
         if not isinstance(prompts[0], str):
             return prompts
-        # Special tokens, such as Llama's first one: a chat template writes them itself.
+        # Special tokens, such as Llama's first token. A chat template writes them itself.
         return await self._encode_texts(prompts, "prompt", add_special_tokens=body.add_special_tokens)
 
     async def tokenize_prompt(self, body: TokenizeBody) -> dict[str, Any]:
-        """POST /tokenize: the prompt's tokens, as those of a request with these fields.
+        """Answer POST /tokenize: the prompt tokens of a request with these fields.
 
         Raises:
-            ApiError: neither a text nor messages, both, or what the request would be refused for.
+            ApiError: it has neither a text nor messages, or both, or a field for which the request would be refused.
         """
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: give either prompt, a text, or messages", param="prompt")
@@ -174,17 +175,17 @@ class Completions:
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_model_len, "token_strs": texts}
 
     def detokenize_tokens(self, body: DetokenizeBody) -> dict[str, Any]:
-        """POST /detokenize: the text that a response of these tokens has, so without special tokens.
+        """Answer POST /detokenize: the text that a response has for these tokens, without special tokens.
 
         Raises:
-            ApiError: a token that the model does not have.
+            ApiError: the model does not have one of the tokens.
         """
         self._check_tokens(body.tokens, "tokens")
         text = self.tokenizer.decode(body.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return {"prompt": text}
 
     async def _find_hints(self, body: ChatBody, tokens: list[int]) -> list[CacheHint]:
-        """The hints at messages and their parts, in tokens of the whole prompt."""
+        """Return the hints at messages and at their parts, in tokens of the whole prompt."""
         try:
             marks = list(find_marks(body.messages))
         except ValueError as exc:
@@ -198,7 +199,8 @@ class Completions:
             shown = last if mark.text is None else {**last, "content": mark.text}
             try:
                 text = self._render_chat(body, [*before, shown], lets_assistant_speak=False)
-            except ApiError:  # some templates render no conversation without a question, and a hint is only a hint
+            # some templates cannot render a conversation without a user message, and a hint is optional
+            except ApiError:
                 continue
             shown_tokens = await self._encode_text(text, "messages", add_special_tokens=body.add_special_tokens)
             hints.append(CacheHint(count_common(tokens, shown_tokens), mark.seconds))
@@ -228,7 +230,7 @@ class Completions:
     def _make_request(
         self, body: GenerationBody, request_id: str, prompt: list[int], param: str, hints: Sequence[CacheHint]
     ) -> Request:
-        """The request for one of the prompts, as the engine gets it.
+        """Build the engine's request for one of the prompts.
 
         Raises:
             ApiError: 400, the prompt does not fit, or has a token that the model does not have.
@@ -271,7 +273,7 @@ class Completions:
         return await asyncio.to_thread(encode) if sum(map(len, texts)) > _LONG_TEXT else encode()
 
     def _too_long(self, num_tokens: str, param: str) -> ApiError:
-        place = f"{param}: " if "." in param else ""  # one of several
+        place = f"{param}: " if "." in param else ""  # one of several prompts
         return ApiError(
             400,
             f"{place}the prompt has {num_tokens} tokens; with at least one for the answer that is more than the "
@@ -281,10 +283,11 @@ class Completions:
         )
 
     async def encode_chat(self, body: ChatBody) -> list[int]:
-        """The tokens of the messages, rendered; with ``continue_final_message`` the last one is the answer's beginning.
+        """Render the messages and return their tokens.
 
-        Its tokens are then those that its text has after the others', as if it had been generated up to there. Of a
-        request that has ``prompt_token_ids``, it is these.
+        With ``continue_final_message`` the last message is the beginning of the answer. Its text is then encoded
+        separately and its tokens follow those of the other messages, as if the model had generated them. If the request
+        has ``prompt_token_ids``, return these.
         """
         if body.prompt_token_ids:
             return body.prompt_token_ids
@@ -308,13 +311,13 @@ class Completions:
         whole = await encode(prompt + final["content"])
         if whole[: len(tokens)] == tokens:
             return whole
-        # The text would be another token's with the end of the prompt.
+        # Encoded together, this text and the end of the prompt could merge into another token.
         return tokens + await self._encode_text(final["content"], "messages")
 
     def _render_chat(
         self, body: ChatBody, messages: list[dict[str, Any]], *, lets_assistant_speak: bool | None = None
     ) -> str:
-        """The messages as the checkpoint's template has them; the assistant speaks next, unless ``body`` says no."""
+        """Render the messages with the checkpoint's template; the assistant speaks next, unless ``body`` says no."""
         messages = [_plain_message(i, message) for i, message in enumerate(messages)]
         if not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, "this checkpoint has no chat template; use /v1/completions")
@@ -325,8 +328,8 @@ class Completions:
                 f"chat_template_kwargs: {refused} is no variable of the checkpoint's chat template; leave it out",
                 param="chat_template_kwargs",
             )
-        # The model answers with a call or without; its call is text, as in FastDeploy without a parser of calls. Where
-        # there is to be none, it does not hear of tools.
+        # The model decides whether its answer has a tool call; a call is text, as in FastDeploy without a tool parser.
+        # If no call is allowed, the model gets no tools.
         tools = body.tools if body.tools and body.tool_choice == "auto" else None
         if lets_assistant_speak is None:
             lets_assistant_speak = body.add_generation_prompt
@@ -340,7 +343,7 @@ class Completions:
             text: str = render(messages, tools=tools)
             is_ignorant_of_tools = tools is not None and text == render(messages, tools=None)
         except Exception as exc:
-            # Templates are programs of the checkpoint; it is the client who can mend the messages that they refuse.
+            # Templates are programs in the checkpoint. Only the client can correct messages that a template refuses.
             raise ApiError(400, f"messages: the chat template refused them: {exc}", param="messages") from None
         if is_ignorant_of_tools:
             message = "tools: this checkpoint's chat template does not tell the model of tools; leave them out"
@@ -349,7 +352,7 @@ class Completions:
 
 
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its content as one text; templates of text models know no content parts."""
+    """Return the message with its content as one text: templates of text models do not support content parts."""
     if not isinstance(message.get("role"), str):
         raise ApiError(400, f"messages.{index}.role: it is missing; give user, assistant or system", param="messages")
     content = message.get("content")
@@ -369,26 +372,26 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 class BegunResponse:
-    """A response in any API's form, over the generations that answer it.
+    """A response in any API's format, on top of the generations that answer it.
 
     Args:
-        choices: the answers, of which nobody has taken a piece yet.
-        is_stream: whether the client asked for a stream.
+        choices: the answers; no piece of them has been read yet.
+        is_stream: whether the client requested a stream.
     """
 
     def __init__(self, choices: Choices, *, is_stream: bool) -> None:
         self._choices = choices
         self.is_stream = is_stream
-        """Whether the client asked for a stream."""
+        """Whether the client requested a stream."""
 
     @property
     def request(self) -> Request:
-        """The request as the engine gets it."""
+        """The engine's request."""
         return self._choices.request
 
 
 class CompletionResponse(BegunResponse):
-    """A response in OpenAI's form: collected into one object, or as a stream of events."""
+    """A response in OpenAI's format: collected into one object, or as a stream of events."""
 
     prefix: str
     object_whole: str
@@ -405,7 +408,7 @@ class CompletionResponse(BegunResponse):
         }
 
     async def collect_whole(self) -> dict[str, Any]:
-        """The whole response at once.
+        """Collect the whole response.
 
         Raises:
             ApiError: 500, the engine failed.
@@ -426,7 +429,7 @@ class CompletionResponse(BegunResponse):
         return whole | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
-        """The response as server-sent events, the last one ``[DONE]``."""
+        """Yield the response as server-sent events, the last one ``[DONE]``."""
         options = self._body.stream_options
         pending: dict[int, list[Piece]] = {}
         async with contextlib.aclosing(self._choices.pieces()) as pieces:
@@ -438,9 +441,10 @@ class CompletionResponse(BegunResponse):
                 untold = pending.setdefault(index, [])
                 untold.append(piece)
                 if not (piece.text or piece.finish_reason or piece.logprobs or first):
-                    continue  # the token completed no character yet
+                    continue  # the token has not completed a character yet
                 ids = self._token_ids(index, untold, with_prompt=first)
-                if first and ids:  # who goes on elsewhere behind these ids has no usage of this prompt otherwise
+                # a client that continues these ids on another instance gets this prompt's usage only here
+                if first and ids:
                     ids["prompt_cache"] = self._choices.usage()["prompt_tokens_details"]
                 choice = self._describe_choice(index, [piece], ids, is_whole=False, first=first)
                 untold.clear()
@@ -458,7 +462,7 @@ class CompletionResponse(BegunResponse):
     def _describe_choice(
         self, index: int, pieces: list[Piece], ids: dict[str, Any], *, is_whole: bool, first: bool
     ) -> dict[str, Any]:
-        """These pieces of one choice; ``first``: nothing of it was told before."""
+        """Describe these pieces of one choice; ``first``: nothing of the choice was sent before."""
         text = "".join(piece.text for piece in pieces)
         return {
             **self._place_text(text, ids, is_whole=is_whole, first=first),
@@ -468,15 +472,15 @@ class CompletionResponse(BegunResponse):
         }
 
     def _place_text(self, text: str, ids: dict[str, Any], *, is_whole: bool, first: bool) -> dict[str, Any]:
-        """The members that hold a choice's text and the ids of its tokens."""
+        """Return the members that hold a choice's text and the ids of its tokens."""
         raise NotImplementedError
 
     def _describe_logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any] | None:
-        """The log probabilities of these pieces of one choice, if they are wanted."""
+        """Return the log probabilities of these pieces of one choice, if the client requested them."""
         raise NotImplementedError
 
     def _token_ids(self, index: int, pieces: list[Piece], *, with_prompt: bool) -> dict[str, Any]:
-        """The fields of ``return_token_ids``: the ids of one choice's pieces, and of its prompt once."""
+        """Return the fields of ``return_token_ids``: the ids of one choice's pieces, and once those of its prompt."""
         if not self._body.return_token_ids:
             return {}
         prompt = {"prompt_token_ids": list(self._choices.prompt_of(index))} if with_prompt else {}
@@ -495,7 +499,7 @@ class ChatResponse(CompletionResponse):
     object_chunk = "chat.completion.chunk"
 
     def _place_text(self, text: str, ids: dict[str, Any], *, is_whole: bool, first: bool) -> dict[str, Any]:
-        if is_whole:  # OpenAI's schema requires a refusal, if only of null
+        if is_whole:  # OpenAI's schema requires a refusal, even if it is null
             return {"message": {"role": "assistant", "content": text, "refusal": None, **ids}}
         role = {"role": "assistant"} if first else {}
         return {"delta": {**role, "content": text, **ids}}
@@ -532,7 +536,7 @@ class TextResponse(CompletionResponse):
     def __init__(self, choices: Choices, body: GenerationBody, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(choices, body, model, token_bytes)
         self._places: dict[int, _Place] = {}
-        """Of each choice, where its next token stands."""
+        """For each choice, the offset of its next token in the text."""
 
     def _describe_logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any] | None:
         if self._body.num_logprobs() is None:
@@ -542,7 +546,7 @@ class TextResponse(CompletionResponse):
             for piece in pieces
             if piece.token_id is not None and piece.logprobs is not None
         ]
-        # The chosen token is always among them, also where it is none of the likeliest.
+        # The chosen token is always among them, even if it is not one of the likeliest tokens.
         tops = [dict([*logprobs.top, (token, logprobs.chosen)]) for token, logprobs in choices]
         return {
             "tokens": [self._name_token(token) for token, _ in choices],
@@ -552,7 +556,7 @@ class TextResponse(CompletionResponse):
         }
 
     def _name_token(self, token_id: int) -> str:
-        """A token's text; of one that is a part of a character its bytes, as OpenAI writes them."""
+        """Return a token's text; for a part of a character, return its bytes as OpenAI writes them."""
         data = self._token_bytes(token_id)
         try:
             return data.decode()
@@ -560,7 +564,7 @@ class TextResponse(CompletionResponse):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _place_token(self, index: int, token_id: int) -> int:
-        """How many characters of a choice's text come before its next token, which this is."""
+        """Return the offset of a choice's next token, ``token_id``, in characters of its text."""
         place = self._places.setdefault(index, _Place())
         before = place.characters
         if not self._token_bytes.is_special(token_id):
@@ -569,7 +573,7 @@ class TextResponse(CompletionResponse):
 
 
 class _Place:
-    """A place in a text whose bytes come in pieces."""
+    """An offset in a text that arrives as bytes in pieces."""
 
     def __init__(self) -> None:
         self.characters = 0
@@ -577,7 +581,7 @@ class _Place:
 
 
 def name_answer(prefix: str, request_id: str) -> str:
-    """The id of an answer; a request may have been named with its prefix, as FastDeploy's are."""
+    """Return the id of an answer. The request's id may already have the prefix, as FastDeploy's ids do."""
     return request_id if request_id.startswith(prefix) else prefix + request_id
 
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API in its plain form: its requests, messages and stream of typed events, over chat."""
+"""Anthropic's Messages API in its plain form: requests, messages and a stream of typed events, on top of chat."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["ConversationBody", "Messages", "MessagesBody", "MessagesResponse"]
 
 _NO_TOOLS = "this engine calls no tools in this API; leave it out, or use /v1/chat/completions"
 _NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
-"""Of fields of chat, in this API."""
+"""Names in this API for fields of chat."""
 
 
 class ConversationBody(PlainBody):
-    """POST /v1/messages/count_tokens: what the prompt is made of."""
+    """POST /v1/messages/count_tokens: the fields that make up the prompt."""
 
     unsupported: ClassVar[Unsupported] = {
         "container": ((), "this engine has no containers; leave it out"),
@@ -59,7 +59,7 @@ class Messages:
         self._completions = completions
 
     async def begin_message(self, body: MessagesBody) -> MessagesResponse:
-        """POST /v1/messages, checked and ready to run.
+        """Check POST /v1/messages and prepare its response.
 
         Raises:
             ApiError: the messages cannot be rendered, or do not fit.
@@ -68,7 +68,7 @@ class Messages:
         return MessagesResponse(choices, is_stream=body.stream, model=self._completions.model)
 
     async def count_tokens(self, body: ConversationBody) -> dict[str, Any]:
-        """POST /v1/messages/count_tokens: how many tokens the prompt of a message has.
+        """Answer POST /v1/messages/count_tokens: the number of prompt tokens of a message.
 
         Raises:
             ApiError: the messages cannot be rendered, or do not fit.
@@ -77,10 +77,10 @@ class Messages:
 
 
 def chat_of_messages(body: ConversationBody) -> ChatBody:
-    """The request of chat that has the same answer; a last message of the assistant's is continued.
+    """Return the chat request that has the same answer; a last message from the assistant is continued.
 
     Raises:
-        ApiError: 400, a message is not of text.
+        ApiError: 400, a message is not text.
     """
     messages = [_read_message(index, message) for index, message in enumerate(body.messages)]
     if system := _read_content("system", body.system or ""):
@@ -107,7 +107,7 @@ def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_content(name: str, content: Any) -> str | list[dict[str, Any]]:
-    """A text, or the texts of a list of blocks; the blocks themselves where one of them has ``cache_control``."""
+    """Return a text, or the texts of a list of blocks; the blocks themselves if one of them has ``cache_control``."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -122,14 +122,14 @@ def _read_content(name: str, content: Any) -> str | list[dict[str, Any]]:
 
 
 class MessagesResponse(BegunResponse):
-    """One message: collected into its object, or as a stream of typed events."""
+    """A message: collected into one object, or as a stream of typed events."""
 
     def __init__(self, choices: Choices, *, is_stream: bool, model: str) -> None:
         super().__init__(choices, is_stream=is_stream)
         self._model = model
 
     async def collect_whole(self) -> dict[str, Any]:
-        """The whole message at once.
+        """Collect the whole message.
 
         Raises:
             ApiError: 500, the engine failed; 503, the request was aborted.
@@ -144,13 +144,13 @@ class MessagesResponse(BegunResponse):
         return whole | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
-        """The message as server-sent events, the last one ``message_stop`` or an error."""
+        """Yield the message as server-sent events, the last one ``message_stop`` or an error."""
         has_begun = False
         try:
             async with contextlib.aclosing(self._choices.pieces()) as pieces:
                 async for _, piece in pieces:
                     if not has_begun:
-                        # Not before: from the first token on it is known where the prompt's KV was from.
+                        # Not before the first token: only then it is known where the prompt's KV came from.
                         has_begun = True
                         yield encode_typed_event("message_start", message=self._describe(usage=self._usage()))
                         block = {"type": "text", "text": ""}
@@ -180,7 +180,7 @@ class MessagesResponse(BegunResponse):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """The usage of chat in the names of this API, which counts tokens that were cached apart from the others."""
+        """Return the usage of chat under this API's names. This API counts cached tokens separately from the others."""
         usage = self._choices.usage()
         cached: int = usage["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -192,7 +192,7 @@ class MessagesResponse(BegunResponse):
 
 
 def _check_end(last: Piece) -> None:
-    """Raise ``ApiError`` where the answer did not come to an end that this API has a name for."""
+    """Raise ``ApiError`` if the answer ended for a reason that this API has no name for."""
     if last.finish_reason == "error":
         raise ApiError(500, ENGINE_FAILED)
     if last.finish_reason == "abort":

@@ -1,4 +1,4 @@
-"""The part of a request that both APIs share: which fields they know, which they pass on to chat."""
+"""The request fields that both APIs share, and those that they pass to chat."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ PASSED_ON = frozenset(
         "top_p",
     }
 )
-"""Fields of chat that mean the same here, and are checked there."""
+"""Chat fields that mean the same here and are checked there."""
 
 
 class PlainBody(Body):
-    """A request of one answer in text. Unlike chat's, its unknown fields are refused, as by those who own the APIs."""
+    """A request for one answer in text. Unlike chat, it refuses unknown fields, as the owners of the APIs do."""
 
     model_config = ConfigDict(extra="allow")
 
     ignored: ClassVar[frozenset[str]] = frozenset({"priority", "service_tier"})
-    """Fields that are let through unread."""
+    """Fields that are accepted and ignored."""
 
     model: str | None = None
     stream: bool = False
@@ -49,7 +49,7 @@ class PlainBody(Body):
 
     @classmethod
     def check_fields(cls, fields: dict[str, Any]) -> None:
-        """Refuse fields that would change the answer in a way that this engine does not know, or that nobody knows."""
+        """Refuse unknown fields, and fields that would change the answer in a way that this engine does not support."""
         super().check_fields(fields)
         known = {*cls.model_fields, *cls.ignored, *cls.unsupported, *PASSED_ON}
         for name in fields:
@@ -59,6 +59,6 @@ class PlainBody(Body):
                 raise ApiError(400, f"{name}: this engine knows no such field in this API; {hint}", param=name)
 
     def fields_of_chat(self) -> dict[str, Any]:
-        """The fields that chat has under the same names."""
+        """Return the fields that chat has under the same names."""
         passed_on = {name: value for name, value in (self.model_extra or {}).items() if name in PASSED_ON}
         return {**passed_on, "request_id": self.request_id}

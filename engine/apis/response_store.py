@@ -1,4 +1,4 @@
-"""Responses that are kept to be continued by ``previous_response_id`` and read again: in memory, and bounded."""
+"""Stored responses, which clients continue by ``previous_response_id`` and read again: in memory and bounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CHARACTERS = 64 << 20
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """A response, and the conversation that its answer ends; instructions are no part of that."""
+    """A response and the conversation that ends with its answer. Instructions are not part of the conversation."""
 
     response: dict[str, Any]
     messages: Sequence[dict[str, Any]]
@@ -27,11 +27,11 @@ class KeptResponse:
 
 
 class ResponseStore:
-    """Keeps responses by id, and lets those go that were used the longest ago.
+    """Stores responses by id and evicts the least recently used ones.
 
     Args:
-        max_responses: how many are kept at most.
-        max_characters: the length of all their conversations together, at most; a conversation counts each time.
+        max_responses: the maximum number of responses stored.
+        max_characters: the maximum total length of their conversations; each response counts its whole conversation.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_characters: int = MAX_CHARACTERS) -> None:
@@ -41,7 +41,7 @@ class ResponseStore:
         self._num_characters = 0
 
     def keep_response(self, response_id: str, kept: KeptResponse) -> None:
-        """Keep a response, unless it alone is more than all may be."""
+        """Store a response, unless it alone exceeds the limits."""
         self.remove_response(response_id)
         self._kept[response_id] = kept
         self._num_characters += kept.num_characters
@@ -49,14 +49,14 @@ class ResponseStore:
             self.remove_response(next(iter(self._kept)))
 
     def find_response(self, response_id: str) -> KeptResponse | None:
-        """The response with this id, if it is kept."""
+        """Return the response with this id, if it is stored."""
         kept = self._kept.get(response_id)
         if kept is not None:
             self._kept.move_to_end(response_id)
         return kept
 
     def remove_response(self, response_id: str) -> bool:
-        """Let a response go; whether it was kept."""
+        """Remove a response; return whether it was stored."""
         kept = self._kept.pop(response_id, None)
         if kept is not None:
             self._num_characters -= kept.num_characters

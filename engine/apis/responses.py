@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its objects and its stream of typed events, over chat."""
+"""OpenAI's Responses API: its objects and its stream of typed events, on top of chat."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from engine.protocol import ApiError, now, quote_short
 __all__ = ["Responses", "ResponsesResponse"]
 
 _STATUS_OF_REASON = {"stop": "completed", "length": "incomplete"}
-"""The status of a response by the finish reason of its answer; of others it is failed."""
+"""The status of a response by the finish reason of its answer; with any other reason it is failed."""
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
-"""Of fields of chat, in this API."""
+"""Names in this API for fields of chat."""
 _LAST_EVENT = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
 
 class Responses:
-    """Begins responses, and keeps those that clients want kept.
+    """Begins responses, and stores those that the client asks to store.
 
     Args:
         completions: renders the conversation and begins its answer.
-        store: where they are kept; None: nowhere, as on prefill instances, whose answers end with their first token.
+        store: stores the responses; None: they are not stored, as on prefill instances, because their answers end with
+            the
+            first token.
     """
 
     def __init__(self, completions: Completions, store: ResponseStore | None) -> None:
@@ -36,10 +38,10 @@ class Responses:
         self._store = store
 
     async def begin_response(self, body: ResponsesBody) -> ResponsesResponse:
-        """POST /v1/responses, checked and ready to run.
+        """Check POST /v1/responses and prepare its response.
 
         Raises:
-            ApiError: the input cannot be rendered or does not fit, or the response before it is not here.
+            ApiError: the input cannot be rendered or does not fit, or the previous response is not stored here.
         """
         before: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
@@ -58,7 +60,7 @@ class Responses:
         """GET /v1/responses/{id}.
 
         Raises:
-            ApiError: 404, it is not kept here.
+            ApiError: 404, it is not stored here.
         """
         kept = self._store.find_response(response_id) if self._store else None
         if kept is None:
@@ -69,7 +71,7 @@ class Responses:
         """DELETE /v1/responses/{id}.
 
         Raises:
-            ApiError: 404, it is not kept here.
+            ApiError: 404, it is not stored here.
         """
         if not (self._store and self._store.remove_response(response_id)):
             raise _not_found(response_id)
@@ -84,7 +86,7 @@ class Responses:
 
 
 class ResponsesResponse(BegunResponse):
-    """One response: collected into its object, or as a stream of typed events."""
+    """A response: collected into one object, or as a stream of typed events."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class ResponsesResponse(BegunResponse):
         self._num_events = 0
 
     async def collect_whole(self) -> dict[str, Any]:
-        """The whole response at once.
+        """Collect the whole response.
 
         Raises:
             ApiError: 500, the engine failed; 503, the request was aborted.
@@ -122,7 +124,7 @@ class ResponsesResponse(BegunResponse):
         return self._finish("".join(texts), reason) | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
-        """The response as server-sent events, the last one the response's end."""
+        """Yield the response as server-sent events; the last one is the response's end."""
         begun = self._describe("in_progress")
         yield self._encode("response.created", response=begun)
         yield self._encode("response.in_progress", response=begun)
@@ -149,7 +151,7 @@ class ResponsesResponse(BegunResponse):
         return encode_typed_event(kind, sequence_number=number, **members)
 
     def _finish(self, text: str, reason: str | None) -> dict[str, Any]:
-        """The response's object at its end; it is kept from here on, where the client wants that."""
+        """Return the response's final object; it is stored from now on if the client wants that."""
         status = _STATUS_OF_REASON.get(reason or "", "failed")
         error = {"code": "server_error", "message": _explain_failure(reason)} if status == "failed" else None
         item_status = "completed" if status == "completed" else "incomplete"
@@ -201,7 +203,7 @@ def _describe_part(text: str) -> dict[str, Any]:
 
 
 def _describe_usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """The usage of chat in the names of this API."""
+    """Return the usage of chat under this API's names."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API in their plain form, checked, and as requests of chat."""
+"""Requests of OpenAI's Responses API in their plain form: checked, and translated to chat requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ResponsesBody(PlainBody):
 
 
 def chat_of_responses(body: ResponsesBody, before: Sequence[dict[str, Any]]) -> ChatBody:
-    """The request of chat that has the same answer.
+    """Return the chat request that has the same answer.
 
     Args:
         before: the conversation that ``previous_response_id`` names.
@@ -70,10 +70,10 @@ def chat_of_responses(body: ResponsesBody, before: Sequence[dict[str, Any]]) -> 
 
 
 def messages_of_input(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of ``input``.
+    """Return the messages of ``input``.
 
     Raises:
-        ApiError: 400, an item is no message of text.
+        ApiError: 400, an item is not a text message.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]

@@ -10,5 +10,5 @@ __all__ = ["encode_typed_event"]
 
 
 def encode_typed_event(kind: str, **members: Any) -> bytes:
-    """An event of a type, which stands in its data, too."""
+    """Encode an event with its type, which is also a member of its data."""
     return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **members}) + b"\n\n"

@@ -1,9 +1,9 @@
-"""How a pair of instances is asked: an instance stands in for other engines' ways, so that routers can be tested.
+"""Request formats for a prefill/decode pair. An instance can use other engines' formats, to test routers with them.
 
-base.py        a dialect, as the rest of the engine knows it
-fastdeploy.py  FastDeploy's: both at once, decode's address in ``disaggregate_info``
-vllm.py        vLLM's with its NixlConnector: prefill first, its ``kv_transfer_params`` then to decode
-sglang.py      SGLang's: both at once, who meet by ``bootstrap_room``
+base.py        the interface of a dialect
+fastdeploy.py  FastDeploy's: the router asks both concurrently; decode's address is in ``disaggregate_info``
+vllm.py        vLLM's with its NixlConnector: prefill first, then decode with its ``kv_transfer_params``
+sglang.py      SGLang's: the router asks both concurrently; they connect by ``bootstrap_room``
 """
 
 from engine.dialects.base import PairDialect

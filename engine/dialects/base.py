@@ -1,4 +1,4 @@
-"""A dialect of pairs, as the rest of the engine knows it."""
+"""The interface of a pair dialect."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["PairDialect"]
 
 
 class PairDialect(ABC):
-    """Reads from requests which part of a pair this instance plays."""
+    """Reads from requests which role in a pair this instance has."""
 
     registration: dict[str, Any]
-    """What the instance says of its dialect when it registers."""
+    """The fields about its dialect that the instance registers with."""
     owner = "fastdeploy-kvstore"
-    """Whose the models are that it lists."""
+    """The owner of the models in the model list."""
 
     def describe_server(self) -> dict[str, dict[str, Any]]:
-        """Paths by which an engine of this dialect is known, and their answers."""
+        """Return the paths that identify an engine of this dialect, and their answers."""
         return {}
 
     def find_request_id(self, body: GenerationBody) -> str | None:
-        """The id that the client gave the request."""
+        """Return the id that the client gave the request."""
         return body.request_id
 
     @abstractmethod
     def read_pairs(self, body: GenerationBody, request_id: str, num_prompts: int) -> Sequence[PairInfo | None]:
-        """The part of a pair that each of a request's prompts has this instance play; None: it answers by itself.
+        """Return this instance's role for each of the request's prompts; None: it answers the prompt alone.
 
         Raises:
-            ApiError: 400, the engine whose dialect it is would refuse the request.
+            ApiError: 400, the engine that this dialect emulates would refuse the request.
         """

@@ -1,4 +1,4 @@
-"""FastDeploy's dialect, our own: both instances at once, and prefill writes to decode's connector port."""
+"""FastDeploy's dialect, the default: both instances get the request, and prefill writes to decode's connector port."""
 
 from __future__ import annotations
 

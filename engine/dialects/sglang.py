@@ -1,4 +1,4 @@
-"""SGLang's dialect: both instances at once, who meet by ``bootstrap_room`` at prefill's ``bootstrap_port``."""
+"""SGLang's dialect: both instances get the request and connect by ``bootstrap_room`` at the ``bootstrap_port``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from engine.protocol import ApiError, GenerationBody, quote_short
 __all__ = ["SglangDialect"]
 
 MEETING_SECONDS = 60.0
-"""How long one waits for the other; SGLang does for 300 s."""
+"""Time that one instance waits for the other; SGLang waits 300 s."""
 DEFAULT_PORT = 8998
 _MAX_ROOM = 2**63 - 1
 
 
 class SglangDialect(PairDialect):
-    """Reads ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room``; instances of a pair answer nothing else.
+    """Reads ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room``; a member of a pair refuses other requests.
 
     Args:
         role: ``mixed``, ``prefill`` or ``decode``.
-        port: where decode instances meet this one.
+        port: the port that decode instances connect to.
     """
 
     owner = "sglang"
@@ -69,7 +69,7 @@ class SglangDialect(PairDialect):
 
 
 def _read_member(value: Any, name: str, prompt: int, num_prompts: int) -> Any:
-    """The value of a field for one of the prompts: a list of them has lists."""
+    """Return the value of a field for one of the prompts: a request with a list of prompts has lists."""
     if not isinstance(value, list):
         return value
     if len(value) != num_prompts:

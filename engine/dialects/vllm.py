@@ -1,7 +1,7 @@
-"""vLLM's dialect with its NixlConnector: prefill first, then decode with the ``kv_transfer_params`` it answered.
+"""vLLM's dialect with its NixlConnector: prefill first, then decode with prefill's ``kv_transfer_params``.
 
-Prefill keeps the prompt's KV for decode, for a bounded time. Fields are read, and requests refused, as vLLM does:
-parameters that lack something do not fail the request, which then computes its prompt itself.
+Prefill retains the prompt's KV for decode, for a bounded time. Fields are read, and requests refused, as in vLLM:
+incomplete parameters do not fail the request; the instance then computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["VllmDialect"]
 log = logging.getLogger(__name__)
 
 VERSION = "0.32.0"
-"""Of the vLLM whose part is played."""
+"""The vLLM version that this dialect emulates."""
 LEASE_SECONDS = 30.0
 """vLLM's ``kv_lease_duration``."""
 _REMOTE_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -30,7 +30,7 @@ class VllmDialect(PairDialect):
     """Reads and writes ``kv_transfer_params``.
 
     Args:
-        host, port: where decode instances ask for the prompts that are kept here.
+        host, port: the address where decode instances request the prompts that are retained here.
     """
 
     owner = "vllm"
@@ -44,8 +44,8 @@ class VllmDialect(PairDialect):
         return {"/version": {"version": VERSION}}
 
     def read_pairs(self, body: GenerationBody, request_id: str, num_prompts: int) -> Sequence[PairInfo | None]:
-        # One part for all: the answer names the first prompt alone, after which the others are found by their numbers.
-        # (vLLM's decode would read the first prompt's blocks for each of them.)
+        # All prompts have the same role: the answer names only the first prompt, and the others are found by their
+        # numbers. (vLLM's decode would read the first prompt's blocks for each of them.)
         return [self._read_pair(body, request_id)] * num_prompts
 
     def _read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:
@@ -66,7 +66,7 @@ class VllmDialect(PairDialect):
         return FetchPrompt(str(params["remote_request_id"]), host, port, takes_token=False)
 
     def _describe_prompt(self, kept: KeptPrompt) -> dict[str, Any]:
-        """The members of a prefill's answer by which decode finds the prompt."""
+        """Return the members of a prefill's answer by which decode finds the prompt."""
         return {
             "kv_transfer_params": {
                 "do_remote_prefill": True,

@@ -1,4 +1,4 @@
-"""D's side of a hand-over: listens on the connector port, lends blocks, lets requests wait for their prompt's KV."""
+"""D's side of a hand-over: listens on the connector port, reserves blocks, lets requests wait for their prompt's KV."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ _T = TypeVar("_T")
 class HandoverResult:
     """The outcome of a hand-over: where P had the prompt's KV from, in tokens, and where it is now.
 
-    With ``prefilled`` it is in this instance's blocks, which the request submits or cancels; else in the pool.
+    With ``prefilled`` it is in this instance's blocks, and the request must submit or cancel their reservation. Else it
+    is in the pool.
     """
 
     own_cached_tokens: int
@@ -52,13 +53,13 @@ class HandoverResult:
 
 
 class _GivenUp(Exception):
-    """Nobody here waits for this hand-over any more."""
+    """Raised when no request waits for this hand-over any more."""
 
 
 class _Handover:
-    """One connection of P's, and the request that waits for it, if it has come.
+    """One connection of P's, and the request that waits for it, if that has arrived.
 
-    ``reservation`` belongs to this until it goes out in a ``HandoverResult``, from then on to the request.
+    This object owns ``reservation`` until a ``HandoverResult`` passes it to the request.
     """
 
     def __init__(self, request_id: str, prompt: Prompt, memory: BlockMemory | None) -> None:
@@ -68,20 +69,20 @@ class _Handover:
         self.reservation: Reservation | None = None
         self.is_claimed = False
         self.seconds_to_land: float | None = None
-        """For how long bytes of P's may still arrive; None until P has said that it writes no more."""
+        """For how many seconds bytes of P's may still arrive; None until P has reported that it writes no more."""
         self._memory = memory
         self._is_taken = False
         self._result: asyncio.Future[HandoverResult | None] = loop.create_future()
         self._given_up: asyncio.Future[None] = loop.create_future()
 
     async def wait_for_result(self) -> HandoverResult | None:
-        """Wait for the outcome; None: there is nothing to go on from. The caller owns its reservation."""
+        """Wait for the outcome; None: there is no KV to continue from. The caller owns the result's reservation."""
         result = await asyncio.shield(self._result)
         self._is_taken = True
         return result
 
     def set_result(self, result: HandoverResult | None) -> None:
-        """Tell the request that waits the outcome, unless it has been told one."""
+        """Pass the outcome to the request that waits, unless it has one already."""
         if self._result.done():
             return
         self._result.set_result(result)
@@ -89,7 +90,7 @@ class _Handover:
             self._drop_result()
 
     def give_up(self) -> None:
-        """Nobody is going to wait for the outcome, or take it if it is there already."""
+        """Give the hand-over up: no request will wait for its outcome, or take an outcome that exists already."""
         if not self._given_up.done():
             self._given_up.set_result(None)
         self._drop_result()
@@ -98,7 +99,7 @@ class _Handover:
         """Wait for the result of ``awaitable``.
 
         Raises:
-            _GivenUp: it was given up first.
+            _GivenUp: the hand-over was given up first.
         """
         task = asyncio.ensure_future(awaitable)
         try:
@@ -110,7 +111,7 @@ class _Handover:
         finally:
             if not task.done():
                 task.cancel()
-                await asyncio.gather(task, return_exceptions=True)  # it may fail before it hears of that
+                await asyncio.gather(task, return_exceptions=True)  # it may fail before the cancellation reaches it
 
     def _drop_result(self) -> None:
         if not self._result.done() or self._is_taken:
@@ -122,12 +123,12 @@ class _Handover:
 
 
 class HandoverReceiver:
-    """D's side of all hand-overs.
+    """Manages D's side of all hand-overs.
 
     Args:
         memory: the blocks that P may write to; None: hand-overs go through the pool only.
-        silence_seconds: how long P may send nothing.
-        expiry_seconds: how long blocks are kept for a request that does not come.
+        silence_seconds: the maximum time without a message from P.
+        expiry_seconds: how long blocks are reserved for a request that does not arrive.
     """
 
     def __init__(
@@ -137,18 +138,18 @@ class HandoverReceiver:
         expiry_seconds: float = EXPIRY_SECONDS,
     ) -> None:
         self.kept = KeptPrompts(memory)
-        """The prompts for which other decode instances may ask here."""
+        """The prompts that other decode instances may request here."""
         self._memory = memory
         self._silence_seconds = silence_seconds
         self._expiry_seconds = expiry_seconds
         self._server: asyncio.Server | None = None
-        # By request id, from the first of request and connection until the request has its outcome.
+        # By request id, from the time that the request or the connection arrives, until the request has its outcome.
         self._pending: dict[str, asyncio.Future[_Handover]] = {}
         self._serving: set[asyncio.Task[None]] = set()
 
     @property
     def num_pending(self) -> int:
-        """Requests that wait for their P, and hand-overs whose request has not come or not taken them yet."""
+        """Number of requests that wait for their P, plus hand-overs that no request has arrived for or taken yet."""
         return len(self._pending)
 
     @property
@@ -168,7 +169,7 @@ class HandoverReceiver:
             self._server.close()
 
     async def wait_for_prompt(self, request_id: str, prompt: Prompt) -> HandoverResult | None:
-        """Wait until P has handed this request's prompt over; None when D is to compute it itself."""
+        """Wait until P has transferred this request's prompt; None: D must compute it itself."""
         begun, is_first = self._find_or_add(request_id), True
         try:
             handover = await asyncio.wait_for(asyncio.shield(begun), self._silence_seconds)
@@ -198,14 +199,15 @@ class HandoverReceiver:
         return self._pending[request_id]
 
     def _forget_request(self, request_id: str, begun: asyncio.Future[_Handover]) -> None:
-        """The request has its outcome, or is not going to come: give up a hand-over that it did not take."""
+        """Remove a request that has its outcome or will not arrive; give up a hand-over that it did not take."""
         if self._pending.get(request_id) is begun:
             del self._pending[request_id]
         if begun.done():
             begun.result().give_up()
 
     def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Left to asyncio, Python 3.11 reports a task that is cancelled at the process's end as an error of ours.
+        # Otherwise asyncio of Python 3.11 reports a task that is cancelled at the end of the process as an error of
+        # ours.
         serving = asyncio.get_running_loop().create_task(self._serve_connection(reader, writer))
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
@@ -227,7 +229,7 @@ class HandoverReceiver:
             handover.set_result(await handover.unless_given_up(self._receive_result(reader, writer, handover)))
         except _GivenUp as exc:
             log.info("%s: the hand-over was given up: %s", request_id, exc)
-        except Exception as exc:  # P, or a stranger, may send anything
+        except Exception as exc:  # P, or any other client, may send anything
             log.warning(
                 "%s: the hand-over broke off (%s: %s); computing the prompt here", request_id, type(exc).__name__, exc
             )
@@ -238,9 +240,9 @@ class HandoverReceiver:
             writer.close()
 
     def _announce_handover(self, request_id: str, handover: _Handover) -> None:
-        """Let the request have it: one that waits, or one that is still on its way from the router."""
+        """Pass the hand-over to its request: one that waits, or one that the router has not delivered yet."""
         begun = self._find_or_add(request_id)
-        if begun.done():  # two begin with one id: the later one is for nobody
+        if begun.done():  # two hand-overs begin with one id: no request gets the later one
             handover.give_up()
             return
         begun.set_result(handover)
@@ -275,7 +277,7 @@ class HandoverReceiver:
     async def _receive_result(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handover: _Handover
     ) -> HandoverResult:
-        """Follow P's messages until the prompt's KV is here, or in the pool."""
+        """Process P's messages until the prompt's KV is here, or in the pool."""
         while True:
             message = await receive_message(reader, self._silence_seconds)
             if message["type"] == "saved":
@@ -294,7 +296,7 @@ class HandoverReceiver:
                 raise ValueError(str(message.get("reason", message))[:200])
 
     async def _verify_prompt(self, message: dict[str, Any], handover: _Handover) -> Prefilled | None:
-        """The prompt that P has written, if every block of it has the digest that P sent."""
+        """Return the prompt that P has written, if every block of it has the digest that P sent."""
         reservation, memory = handover.reservation, self._memory
         if memory is None or reservation is None:
             raise ValueError("the prefill instance is ready, but was lent no blocks")
@@ -308,21 +310,21 @@ class HandoverReceiver:
         return Prefilled(reservation, token, logprobs)
 
     async def _give_back(self, handover: _Handover, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Give a reservation that was not used back, once nobody can write to it any more."""
+        """Release an unused reservation, once P cannot write to it any more."""
         if handover.reservation is None or self._memory is None:
             return
         send_message(writer, "given_up")
         seconds = handover.seconds_to_land
         if seconds is None:
             seconds = await _wait_for_stop(reader)
-        # In ticks of this loop's own running time: if this process hangs, so do the threads that take in late bytes.
+        # In ticks of this loop's own running time: if this process hangs, so do the threads that receive late bytes.
         for _ in range(int(10 * seconds)):
             await asyncio.sleep(0.1)
         self._memory.cancel_reservation(handover.reservation, clear=True)
 
 
 def _parse_result(message: dict[str, Any], prompt: Prompt, prefilled: Prefilled | None) -> HandoverResult:
-    """Read a "ready" or a "saved" whose author is not trusted."""
+    """Parse a "ready" or a "saved" message from an untrusted sender."""
     own = decode_number(message["own_cached_tokens"], prompt.num_tokens + 1)
     pool = decode_number(message["pool_cached_tokens"], prompt.num_tokens - own + 1)
     return HandoverResult(own, pool, prefilled)
@@ -333,7 +335,7 @@ def _seconds_to_land(stopped: dict[str, Any]) -> float:
 
 
 async def _wait_for_stop(reader: asyncio.StreamReader) -> float:
-    """Wait until P writes no more; for how many seconds its bytes may still arrive."""
+    """Wait until P writes no more; return for how many seconds its bytes may still arrive."""
     while True:
         try:
             message = await receive_message(reader, None)
@@ -344,13 +346,13 @@ async def _wait_for_stop(reader: asyncio.StreamReader) -> float:
         except OSError:
             return UNREACHABLE_SECONDS
         except ValueError:
-            continue  # only its end, or the right word, tells that it writes no more
+            continue  # only "stopped", or P's end, shows that P writes no more
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Notice a host that is gone, although nothing is sent to it."""
+    """Enable TCP keep-alive, which detects a dead host even if nothing is sent to it."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():
-        with contextlib.suppress(AttributeError):  # not every system has them
+        with contextlib.suppress(AttributeError):  # some systems lack these options
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

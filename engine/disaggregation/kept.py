@@ -1,10 +1,11 @@
-"""P's side of hand-overs that D begins: prompts that are kept under a key until D asks for them.
+"""P's side of hand-overs that D begins: prompts that P retains under a key until D requests them.
 
-D asks over a connection to P's connector port, with one JSON object a line; P then hands the prompt over as always::
+D sends the request over a connection to P's connector port, with one JSON object per line. P then transfers the prompt
+in the same way as in every hand-over::
 
     D -> P   fetch     key, request_id, host and port of D's connector, wait_seconds
-    P -> D   found     the prompt is computed, and is handed over as request_id
-             missing   reason      it is not kept here
+    P -> D   found     the prompt is computed, and P transfers it as request_id
+             missing   reason      P does not retain it
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ MAX_WAIT_SECONDS = 300.0
 
 
 class KeptPrompt:
-    """One prompt, from the moment that its request is there until it was handed over or dropped.
+    """One prompt, from the arrival of its request until it was transferred or dropped.
 
-    It owns a reference on each of its ``blocks``, which go to the hand-over. The engine may still deliver blocks of a
-    step that was running when the prompt was dropped; those are released at once.
+    It owns a reference on each of its ``blocks``; the hand-over takes them over. The engine may still deliver blocks of
+    a step that was running when the prompt was dropped; those are released immediately.
     """
 
     def __init__(self, key: str, request_id: str, prompt: Prompt, memory: BlockMemory | None = None) -> None:
@@ -47,23 +48,23 @@ class KeptPrompt:
         self.logprobs: TokenLogprobs | None = None
         self.cached_tokens = (0, 0)
         self.wait_for_pool: Callable[[], Awaitable[None]] | None = None
-        self._ready: asyncio.Future[str] = loop.create_future()  # why it is not, or ""
+        self._ready: asyncio.Future[str] = loop.create_future()  # why the prompt is not ready, or ""
         self._taken: asyncio.Future[bool] = loop.create_future()
 
     @property
     def is_ready(self) -> bool:
-        """Whether its KV is computed, and kept."""
+        """Whether its KV is computed and still retained."""
         return self.token is not None and not self.is_dropped
 
     def add_blocks(self, _: int, blocks: Sequence[int]) -> None:
-        """Take over blocks, as the engine's listener is given them."""
+        """Take ownership of blocks that the engine's listener gets."""
         if self.is_dropped:
             self._release(blocks)
         else:
             self.blocks += blocks
 
     def drop(self, reason: str) -> None:
-        """End all waits for it. Its blocks are released, unless a hand-over has taken them over."""
+        """End all waits for the prompt. Release its blocks, unless a hand-over has taken them."""
         self.end_waits(reason, is_taken=False)
         self.is_dropped = True
         if not self.is_asked_for:
@@ -81,12 +82,12 @@ class KeptPrompt:
         cached_tokens: tuple[int, int],
         wait_for_pool: Callable[[], Awaitable[None]],
     ) -> None:
-        """All of the prompt is computed.
+        """Record that all of the prompt is computed.
 
         Args:
-            token, logprobs: the answer's first.
-            cached_tokens: of the prompt, in the own cache and in the pool.
-            wait_for_pool: returns when other instances can read it from the pool.
+            token, logprobs: the first token of the answer, and its log probabilities.
+            cached_tokens: tokens of the prompt from the own cache and from the pool.
+            wait_for_pool: returns when other instances can read the prompt from the pool.
         """
         self.token, self.logprobs, self.cached_tokens, self.wait_for_pool = (
             token,
@@ -98,18 +99,18 @@ class KeptPrompt:
             self._ready.set_result("")
 
     async def wait_until_ready(self) -> str:
-        """Wait until it is computed; why it never will be, or ""."""
+        """Wait until the prompt is computed; return why it never will be, or ""."""
         return await asyncio.shield(self._ready)
 
     async def wait_until_taken(self, seconds: float) -> bool:
-        """Wait until D has it; whether that came about in so many seconds."""
+        """Wait until D has the prompt; return whether that happened within ``seconds``."""
         try:
             return await asyncio.wait_for(asyncio.shield(self._taken), seconds)
         except asyncio.TimeoutError:
             return False
 
     def end_waits(self, reason: str, *, is_taken: bool) -> None:
-        """Tell those who wait that it is over."""
+        """End all waits for the prompt, with this outcome."""
         if not self._ready.done():
             self._ready.set_result(reason)
         if not self._taken.done():
@@ -117,10 +118,10 @@ class KeptPrompt:
 
 
 class KeptPrompts:
-    """The prompts that this instance keeps for decode instances.
+    """The prompts that this instance retains for decode instances.
 
     Args:
-        memory: the blocks that are handed over; None: prompts go through the pool only.
+        memory: the blocks that hand-overs read; None: prompts go through the pool only.
     """
 
     def __init__(self, memory: BlockMemory | None = None) -> None:
@@ -133,11 +134,11 @@ class KeptPrompts:
         return len(self._kept)
 
     def has_key(self, key: str) -> bool:
-        """Whether a prompt is kept under this key."""
+        """Whether a prompt is retained under this key."""
         return key in self._kept
 
     def open_prompt(self, key: str, request_id: str, prompt: Prompt) -> KeptPrompt:
-        """Begin to keep a prompt that is not computed yet."""
+        """Register a prompt under ``key`` before it is computed."""
         kept = self._kept[key] = KeptPrompt(key, request_id, prompt, self._memory)
         telling = asyncio.get_running_loop().create_task(self._tell_opened())
         self._telling.add(telling)
@@ -145,18 +146,18 @@ class KeptPrompts:
         return kept
 
     def drop_prompt(self, kept: KeptPrompt, reason: str) -> None:
-        """Keep it no longer; a hand-over that has begun goes on."""
+        """Drop a prompt; a hand-over that has begun continues."""
         kept.drop(reason)
         if self._kept.get(kept.key) is kept:
             del self._kept[kept.key]
 
     def drop_all(self, reason: str) -> None:
-        """Keep none any longer."""
+        """Drop all prompts."""
         for kept in list(self._kept.values()):
             self.drop_prompt(kept, reason)
 
     def drop_later(self, kept: KeptPrompt, seconds: float) -> None:
-        """Keep it for so long at most."""
+        """Drop a prompt after ``seconds``."""
 
         def on_expiry() -> None:
             if not kept.is_dropped:
@@ -166,10 +167,10 @@ class KeptPrompts:
         asyncio.get_running_loop().call_later(seconds, on_expiry)
 
     async def serve_fetch(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        """Answer a D that asks for a prompt, and hand that over.
+        """Answer a D that requests a prompt, and transfer the prompt.
 
         Raises:
-            ValueError, KeyError, TypeError: the message lacks a member, or has a wrong one.
+            ValueError, KeyError, TypeError: the message lacks a member, or has an invalid one.
         """
         key, request_id = str(message["key"]), str(message["request_id"])
         host, port = str(message["host"]), int(message["port"])
@@ -202,7 +203,7 @@ class KeptPrompts:
             self.drop_prompt(kept, "it was handed over")
 
     async def _find_prompt(self, key: str, wait_seconds: float) -> KeptPrompt | None:
-        """The prompt under this key, which may come within so many seconds."""
+        """Return the prompt under this key; wait for it up to ``wait_seconds``."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with self._opened:
                 await asyncio.wait_for(self._opened.wait_for(lambda: key in self._kept), wait_seconds or 0.001)
@@ -216,10 +217,10 @@ class KeptPrompts:
 async def ask_for_prompt(
     host: str, port: int, key: str, request_id: str, address: tuple[str, int], wait_seconds: float
 ) -> str:
-    """Ask P at ``host`` and ``port`` to hand a prompt over to D's connector at ``address``, as ``request_id``.
+    """Request from P at ``host`` and ``port`` a prompt for D's connector at ``address``, as ``request_id``.
 
     Returns:
-        Why P does not; "" when the prompt is computed, and P is about to.
+        Why P refuses; "" when the prompt is computed and P will transfer it.
     """
     try:
         connecting = asyncio.open_connection(host, port, limit=LINE_LIMIT)

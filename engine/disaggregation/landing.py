@@ -1,4 +1,4 @@
-"""Where a prefill instance writes the blocks of one reservation, and how they get from there into KV memory."""
+"""Incoming blocks of one reservation: where a prefill instance writes them, and how they get into KV memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Landing", "digest_values"]
 
 
 class Landing:
-    """The windows of some blocks, from ``open_windows`` until the blocks are there or ``close``. For any thread.
+    """The windows of some blocks, from ``open_windows`` until the blocks are in place or ``close``. For any thread.
 
     Args:
-        memory: of the blocks.
-        blocks: to be written.
+        memory: the memory of the blocks.
+        blocks: the blocks to be written.
     """
 
     def __init__(self, memory: TransferMemory, blocks: Sequence[int]) -> None:
@@ -32,7 +32,7 @@ class Landing:
         self._lock = threading.Lock()
 
     def open_windows(self) -> list[int]:
-        """One address for each block; those of a landing that was closed before are nobody's."""
+        """Return one address for each block. After ``close`` the addresses belong to no request."""
         with self._lock:
             begun = 0
             while begun < len(self.blocks) and not self._is_closed:
@@ -41,10 +41,10 @@ class Landing:
             return [value[0].address for value in self._values()]
 
     def take_in(self, digests: object) -> bool:
-        """Bring the written values to the blocks, if they have these digests; nobody may write any more then.
+        """Move the written values into the blocks, if they have these digests; P must not write any more then.
 
         Returns:
-            Whether all of them are there. After that, or ``close``, this answers False.
+            Whether all of them are in place. After that, or after ``close``, this returns False.
         """
         with self._lock:
             if self._is_closed or digest_values(self._values()) != digests:
@@ -57,7 +57,7 @@ class Landing:
             return True
 
     def close(self) -> None:
-        """Hear that nobody writes any more, and that the blocks are needed for something else."""
+        """Release the windows: P writes no more, and the blocks get another use."""
         with self._lock:
             self._take_back()
 
@@ -74,5 +74,5 @@ class Landing:
 
 
 def digest_values(values: Sequence[Value]) -> list[str]:
-    """The XXH3-64 of each value's bytes, one span each, in hexadecimal."""
+    """Return the XXH3-64 of each value's bytes in hexadecimal; each value is one span."""
     return [xxhash.xxh3_64_hexdigest((ctypes.c_char * span.nbytes).from_address(span.address)) for (span,) in values]

@@ -1,7 +1,7 @@
-"""This instance's KV blocks as hand-overs reach them: reserved, written and verified on D; read and sent on P.
+"""Access of hand-overs to this instance's KV blocks: D reserves and verifies them, P reads and sends them.
 
-The engine's thread owns all blocks; here they are asked for and given back through ``EngineCore``, while bytes move
-on threads of their own.
+The engine's thread owns all blocks. This module reserves and releases them through ``EngineCore``; bytes move on other
+threads.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvstore_backend.transfers import Event, TransferMemory
 
 __all__ = ["BlockMemory", "Target"]
 
-# A decode instance that hangs holds its writes for 30 s; writes to others go on beside them.
+# A decode instance that hangs blocks its writes for 30 s. Writes to other instances continue on other threads.
 _MAX_WRITERS = 32
-# Bytes are compared and copied within this machine.
+# These threads compare and copy bytes within this machine.
 _MAX_LANDERS = 4
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Target:
-    """Where D wants the blocks from the ``num_cached``-th on: one address each, in D's ``session``."""
+    """The addresses where D wants the blocks from the ``num_cached``-th on, one for each, in D's ``session``."""
 
     session: str
     addresses: list[int]
@@ -42,14 +42,14 @@ class Target:
 
 
 class BlockMemory:
-    """KV memory that others may write to, and that can be written to others.
+    """KV memory that other instances write to, and that is written to other instances.
 
     Args:
         core: owns the blocks.
-        runner: owns their memory.
+        runner: owns the memory of the blocks.
         transfer: moves bytes.
-        memory: that memory, where ``transfer`` reaches it.
-        max_lent: how many blocks others may be about to write at once.
+        memory: the blocks' memory, as ``transfer`` accesses it.
+        max_lent: the maximum number of blocks that are reserved for writes of other instances at a time.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class BlockMemory:
 
     @property
     def block_bytes(self) -> int:
-        """The size of a block."""
+        """The size of a block in bytes."""
         return self._runner.shape.nbytes
 
     @property
     def terms(self) -> dict[str, object]:
-        """The namespace and the protocol, in which both sides must agree."""
+        """The namespace and the protocol, which must be equal on both sides."""
         return {"namespace": self._runner.namespace.digest, "protocol": self._transfer.protocol}
 
     def parse_target(self, message: dict[str, Any], prompt: Prompt) -> Target:
-        """Read a "reserved" whose author is not trusted.
+        """Parse a "reserved" message from an untrusted sender.
 
         Raises:
-            ValueError, KeyError, TypeError: it names no place for every block of ``prompt``.
+            ValueError, KeyError, TypeError: it does not name an address for every block of ``prompt``.
         """
         session, addresses, num_cached = message["session"], message["addresses"], message["num_cached"]
         num_blocks = -(-prompt.num_tokens // self._runner.shape.block_size)
@@ -93,7 +93,10 @@ class BlockMemory:
         return Target(str(session), list(map(int, addresses)), num_cached)
 
     async def reserve_blocks(self, prompt: Prompt) -> Reservation | None:
-        """Blocks for ``prompt``; None where there is no room. Given back by ``cancel_reservation``, or adopted."""
+        """Reserve blocks for ``prompt``; None: there are not enough.
+
+        Adopt the result or call ``cancel_reservation``.
+        """
         lent = sum(len(landing.blocks) for landing in self._landings.values())
         if lent + -(-prompt.num_tokens // self._runner.shape.block_size) > self._max_lent:
             return None
@@ -103,7 +106,7 @@ class BlockMemory:
         def set_answer(reservation: Reservation | None) -> None:
             if not answered.done():
                 answered.set_result(reservation)
-            elif reservation is not None:  # the hand-over that asked has gone meanwhile
+            elif reservation is not None:  # the hand-over that requested it has ended meanwhile
                 self.cancel_reservation(reservation, clear=False)
 
         def on_reserved(reservation: Reservation | None) -> None:
@@ -113,13 +116,13 @@ class BlockMemory:
         try:
             return await answered
         except asyncio.CancelledError:
-            # The answer may be there already, and now nobody takes it.
+            # The reservation may exist already, and now no caller takes it.
             if answered.done() and not answered.cancelled() and (reservation := answered.result()):
                 self.cancel_reservation(reservation, clear=False)
             raise
 
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
-        """Give the blocks back; nobody may write to them any more. ``clear``: somebody may have written."""
+        """Release the blocks; other instances write to them no more. ``clear``: another instance may have written."""
         if (landing := self._landings.pop(reservation, None)) is None:
             self._core.cancel_reservation(reservation, clear=clear)
             return
@@ -133,13 +136,13 @@ class BlockMemory:
         self._landers.submit(close_and_cancel)
 
     async def lend_blocks(self, reservation: Reservation) -> Target:
-        """Where the missing blocks of ``reservation`` are to be written."""
+        """Open the missing blocks of ``reservation`` for writes; return their addresses."""
         landing = self._landings[reservation] = Landing(self._memory, reservation.missing)
         addresses = await asyncio.wrap_future(self._landers.submit(landing.open_windows))
         return Target(self._transfer.session, addresses, reservation.num_cached)
 
     async def take_blocks_in(self, reservation: Reservation, digests: object) -> bool:
-        """Whether the missing blocks were written with these digests; then they are in KV memory."""
+        """Move the missing blocks into KV memory; return whether they were written with these digests."""
         landing = self._landings[reservation]
         if not await asyncio.wrap_future(self._landers.submit(landing.take_in, digests)):
             return False
@@ -148,9 +151,9 @@ class BlockMemory:
         return True
 
     def write_blocks(self, blocks: Sequence[int], first: int, target: Target) -> Future[list[str] | None]:
-        """Write the sequence's blocks from the ``first``-th on to where they belong, but those that D has.
+        """Write the sequence's blocks from the ``first``-th on to ``target``, except those that D has.
 
-        Takes over the caller's reference on each block, and gives it back when the write has returned.
+        Takes ownership of the caller's reference on each block, and releases it when the write has returned.
 
         Returns:
             (on a thread of its own) the digests of the blocks written; None if the write failed.
@@ -172,13 +175,13 @@ class BlockMemory:
         return self._writers.submit(write_and_release)
 
     def release_blocks(self, blocks: Sequence[int]) -> None:
-        """Give back references on blocks that are not to be written after all."""
+        """Release references on blocks that will not be written."""
         self._core.release_blocks(blocks)
 
     def _write_parts(
         self, blocks: Sequence[int], session: str, addresses: Sequence[int], after: Event | None
     ) -> list[str] | None:
-        """Write blocks by way of as many windows as they take; their digests, or None."""
+        """Write blocks through as many windows as they need; return their digests, or None if a write failed."""
         digests: list[str] = []
         while len(digests) < len(blocks):
             begin = len(digests)

@@ -1,4 +1,4 @@
-"""P's side of one request's hand-over: asks D for blocks, writes them as they are computed, says when it is done."""
+"""P's side of one request's hand-over: requests blocks from D, writes them as they are computed, reports the end."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ log = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 1.0
 
-# Hand-overs whose request has ended while a write was under way; the event loop keeps no task alive by itself.
+# Hand-overs whose write was in progress when their request ended. The event loop itself holds no strong reference to a
+# task.
 _ending: set[asyncio.Task[None]] = set()
 
 
 class HandoverSender:
-    """One request's hand-over; made by ``hand_over``. All methods are for the event loop's thread."""
+    """The hand-over of one request; made by ``hand_over``. Call all methods on the event loop's thread."""
 
     def __init__(self, request_id: str, prompt: Prompt, memory: BlockMemory | None) -> None:
         loop = asyncio.get_running_loop()
@@ -41,8 +42,8 @@ class HandoverSender:
         self._prompt = prompt
         self._memory = memory
         self._writer: asyncio.StreamWriter | None = None
-        self._unsent: list[tuple[str, dict[str, object]]] = []  # before there is a connection
-        self._reached = asyncio.Event()  # D was reached, or it is known that it cannot be
+        self._unsent: list[tuple[str, dict[str, object]]] = []  # messages before there is a connection
+        self._reached = asyncio.Event()  # set when D was reached, or cannot be reached
         self._target: asyncio.Future[Target | None] = loop.create_future()
         self._verdict: asyncio.Future[bool] = loop.create_future()
         # Blocks to be written, with a reference on each: the index of the first, and the blocks.
@@ -54,16 +55,16 @@ class HandoverSender:
         self._block_bytes = memory.block_bytes if memory else 0
         self._begun_at = time.monotonic()
         self.first_write_at = 0.0
-        """When blocks began to be written, on ``time.monotonic``; 0 until then."""
+        """When the first write of blocks began, on ``time.monotonic``; 0 until then."""
         self.trouble = "the decode instance was not reached"
-        """Why the prompt is not handed over directly, if it is not."""
+        """Why the prompt is not transferred directly, if it is not."""
         self._writing = asyncio.create_task(self._write_all())
         self._writing.add_done_callback(self._on_writing_done)
         self.is_wanted = True
         """Whether D may still be waiting for this."""
 
     def queue_blocks(self, first: int, blocks: Sequence[int]) -> None:
-        """Take over the prompt's blocks from the ``first``-th on, as the engine's listener is given them."""
+        """Take ownership of the prompt's blocks from the ``first``-th on, which the engine's listener gets."""
         self._queue.append((first, blocks))
         if self._is_over:
             self._drop_queue()
@@ -72,7 +73,7 @@ class HandoverSender:
     async def deliver_directly(
         self, token: int, logprobs: TokenLogprobs | None, own_cached_tokens: int, pool_cached_tokens: int
     ) -> bool:
-        """Wait until all blocks are written, tell D the first token, and hear whether D takes it from there."""
+        """Wait until all blocks are written and send D the first token; return whether D continues from there."""
         digests = await asyncio.shield(self._writing)
         if digests is None:
             return False
@@ -95,15 +96,15 @@ class HandoverSender:
             return False
 
     def report_save(self, own_cached_tokens: int, pool_cached_tokens: int) -> None:
-        """The blocks are in the pool, as far as they could be saved."""
+        """Report that the pool has the blocks that could be saved."""
         self._send_or_keep("saved", own_cached_tokens=own_cached_tokens, pool_cached_tokens=pool_cached_tokens)
 
     def report_failure(self, reason: str) -> None:
-        """There is nothing to hand over."""
+        """Report that there is nothing to transfer."""
         self._send_or_keep("failed", reason=reason)
 
     async def talk_to_decode(self, host: str, port: int, is_working: Callable[[], bool]) -> None:
-        """Speak with D until it hangs up or this is cancelled."""
+        """Exchange messages with D until D closes the connection or this is cancelled."""
         alive: asyncio.Task[None] | None = None
         try:
             reader, writer = await asyncio.wait_for(
@@ -119,7 +120,7 @@ class HandoverSender:
             while True:
                 await self._handle_message(reader)
         except EOFError:
-            pass  # D hangs up when it is served, or has gone: nobody misses the messages that are not sent
+            pass  # D closes the connection when it has all it needs, or has ended: it needs none of the unsent messages
         except (OSError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as exc:
             log.warning(
                 "%s: no hand-over to the decode instance %s:%d (%s: %s)",
@@ -134,7 +135,7 @@ class HandoverSender:
                 self._writer.close()
 
     async def end_handover(self) -> None:
-        """Begin no more writes, wait for the one that is under way, and tell D that it is over."""
+        """Begin no more writes, wait for the write in progress, and report the end to D."""
         self._stop_writing()
         if not self._kinds_sent & {"ready", "saved"}:
             self.report_failure("the prefill was given up")
@@ -143,7 +144,7 @@ class HandoverSender:
         await self._reached.wait()
 
     async def _handle_message(self, reader: asyncio.StreamReader) -> None:
-        """Wait for one message of D's, and act on it."""
+        """Wait for one message from D and process it."""
         message = await receive_message(reader, None)
         kind = message["type"]
         if kind == "reserved" and not self._target.done():
@@ -173,7 +174,7 @@ class HandoverSender:
             self._send_or_keep("alive")
 
     async def _write_all(self) -> list[str] | None:
-        """Write the prompt's blocks as they are computed; their digests, or None if not all could be written."""
+        """Write the prompt's blocks as they are computed; return their digests, or None if a write failed."""
         digests: list[str] = []
         num_written = 0
         try:
@@ -215,7 +216,7 @@ class HandoverSender:
             self._drop_queue()
 
     def _on_no_longer_wanted(self) -> None:
-        """D has gone, or wants no more."""
+        """Stop the hand-over: D has ended, or needs no more blocks."""
         self.is_wanted = False
         if not self._verdict.done():
             self._verdict.set_result(False)
@@ -226,7 +227,7 @@ class HandoverSender:
             self._report_stop()
 
     def _report_stop(self) -> None:
-        """Tell D that nothing is written any more, and so that it may have its blocks back."""
+        """Report to D that P writes no more, so that D can use its blocks again."""
         if "stopped" not in self._kinds_sent:
             self._send_or_keep("stopped", clean=self._is_clean)
 
@@ -260,15 +261,16 @@ async def hand_over(
     memory: BlockMemory | None = None,
     is_working: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[HandoverSender]:
-    """Hand a prompt over to D while it is computed. No failure of D raises here, or holds up the prefill.
+    """Transfer a prompt to D while it is computed. No failure of D raises here, or delays the prefill.
 
-    Leaving without ``deliver_directly`` or ``report_save``, by an exception too, closes the connection, which D takes
-    for a failure; not before a write that is under way has returned, for which nobody waits here.
+    Without ``deliver_directly`` or ``report_save`` before its end, or with an exception, this closes the connection,
+    and D takes that for a failure. The connection closes only after the write in progress has returned; the request
+    does not wait for that.
 
     Args:
         host, port: D's connector port.
-        memory: the blocks that are written; None: hand over through the pool only.
-        is_working: false when the prompt's computation hangs; D is told no more that it goes on.
+        memory: the blocks to write; None: use the pool only.
+        is_working: false when the prompt's computation hangs; then D gets no more "alive" messages.
     """
     sender = HandoverSender(request_id, prompt, memory)
     talking = asyncio.create_task(sender.talk_to_decode(host, port, is_working))

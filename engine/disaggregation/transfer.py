@@ -1,9 +1,9 @@
-"""Mooncake's TransferEngine: one process's bytes written into another's memory, over tcp or rdma.
+"""Mooncake's TransferEngine: writes one process's bytes into another's memory, over tcp or rdma.
 
-Measured over tcp on loopback with 0.3.13: a write returns 0 only when the receiving end acknowledged that the bytes
-are in memory; an address outside of the receiver's registered memory is refused (-1, within 1 ms); a killed receiver is
-noticed within 1 s; a hung one after 30 s, by a write that then returns -1 and writes no more, while writes to others
-go on beside it. The source need not be registered.
+Measured over tcp on loopback with 0.3.13: a write returns 0 only when the receiving end acknowledged that the bytes are
+in memory. An address outside of the receiver's registered memory is refused (-1, within 1 ms). A killed receiver is
+detected within 1 s. A hung receiver is detected after 30 s: the write then returns -1 and writes no more, while writes
+to other processes continue concurrently. The source need not be registered.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class TransferUnavailable(Exception):
 
 
 class Transfer:
-    """This process's end of TransferEngine; others may write to memory that it has registered. It is never closed.
+    """This process's end of TransferEngine; other processes may write to memory that it has registered. Never closed.
 
     Args:
-        host: this machine's address, as others reach it.
+        host: this machine's address, as other machines reach it.
         protocol: ``tcp`` or ``rdma``.
-        devices: names of the RDMA devices to use, separated by commas; empty: Mooncake's choice.
+        devices: names of the RDMA devices to use, separated by commas; empty: Mooncake chooses.
 
     Raises:
         TransferUnavailable: the library cannot be loaded, or it refuses.
@@ -47,10 +47,10 @@ class Transfer:
             over = f"{protocol} ({devices})" if protocol == "rdma" and devices else protocol
             raise TransferUnavailable(f"TransferEngine cannot be started at {host} over {over}: code {code}")
         self.session = f"{host}:{self._engine.get_rpc_port()}"
-        """The name under which others write to this process: ``host:port``."""
+        """The name that other processes use to write to this process: ``host:port``."""
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Let others write to this memory; ``headroom`` is for pools.
+        """Let other processes write to this memory; ``headroom`` is ignored, only pools need it.
 
         Raises:
             TransferUnavailable: TransferEngine refuses.
@@ -59,13 +59,14 @@ class Transfer:
             raise TransferUnavailable(f"TransferEngine cannot register {nbytes} bytes of KV memory: code {code}")
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Let nobody write to memory that was registered."""
+        """End the registration of memory: no process may write to it any more."""
         self._engine.unregister_memory(address)
 
     def write(self, session: str, sources: Sequence[int], targets: Sequence[int], nbytes: int) -> bool:
-        """Write ``nbytes`` from each source address to its target in ``session``; whether all of it has arrived.
+        """Write ``nbytes`` from each source address to its target in ``session``; return whether all of it has arrived.
 
-        False says nothing of how much arrived, or is on its way. Blocks for 30 s at most beyond the last progress.
+        After False any part of it may have arrived, or may still be in progress. The call blocks for 30 s at most after
+        the last progress.
         """
         sizes = [nbytes] * len(sources)
         try:
@@ -79,10 +80,11 @@ class Transfer:
 
 
 def choose_protocol(wanted: Sequence[str], named: str = "") -> str:
-    """TransferEngine's protocol for the values of ``--cache-transfer-protocol``: rdma if wanted and there, else tcp.
+    """Return TransferEngine's protocol for ``--cache-transfer-protocol``: rdma if wanted and available, else tcp.
 
-    ``tcp`` as ``named`` by ``MOONCAKE_PROTOCOL`` decides, as it does for the pool, even where rdma is wanted and there.
-    ``ipc`` is tcp: FastDeploy means memory shared within one machine by it, which TransferEngine reaches over loopback.
+    ``MOONCAKE_PROTOCOL`` (``named``) set to ``tcp`` decides, as it does for the pool, even if rdma is wanted and
+    available. ``ipc`` is tcp: FastDeploy means memory shared within one machine, which TransferEngine reaches over
+    loopback.
     """
     if "rdma" not in wanted or named == "tcp":
         return "tcp"
@@ -93,9 +95,10 @@ def choose_protocol(wanted: Sequence[str], named: str = "") -> str:
 
 
 def list_protocols(wanted: Sequence[str], chosen: str) -> list[str]:
-    """The values of ``--cache-transfer-protocol`` as others may count on them: tcp for an rdma that was not ``chosen``.
+    """Return the values of ``--cache-transfer-protocol`` that really work: tcp for an rdma that was not ``chosen``.
 
     Args:
-        chosen: by ``choose_protocol``.
+        wanted: the flag's values.
+        chosen: the result of ``choose_protocol``.
     """
     return list(dict.fromkeys(chosen if protocol == "rdma" else protocol for protocol in wanted))

@@ -1,4 +1,4 @@
-"""A hand-over's connection: how its messages are sent and received, and how a prompt is described in them."""
+"""The connection of a hand-over: how its messages are sent and received, and how they describe a prompt."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = [
 
 SILENCE_SECONDS = 5.0
 LINE_LIMIT = 4 << 20
-"""Bytes of the longest message: a block's hash takes 68, so prompts of 60,000 blocks fit."""
+"""Maximum length of a message in bytes: a block's hash takes 68, so prompts of 60,000 blocks fit."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt without its tokens: how many, the chained hashes of its full blocks, and a digest of all of it.
+    """A prompt without its tokens: their number, the chained hashes of its full blocks, and a digest of all of it.
 
-    The hashes leave out the last, partly filled block; equal digests mean equal tokens and an equal ``cache_salt``,
-    but the number and the hashes that another instance sends may be wrong beside a right digest.
+    The hashes leave out the last, partly filled block. Equal digests mean equal tokens and an equal ``cache_salt``, but
+    the number and the hashes that another instance sends may be wrong even if the digest is right.
     """
 
     num_tokens: int
@@ -46,13 +46,13 @@ class Prompt:
         return cls(len(tokens), tuple(sequence.hashes()), digest.hex())
 
     def to_message(self) -> dict[str, object]:
-        """The prompt as members of a "begin"."""
+        """Return the prompt as members of a "begin" message."""
         hashes = [block_hash.hex() for block_hash in self.hashes]
         return {"num_tokens": self.num_tokens, "hashes": hashes, "digest": self.digest}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Prompt:
-        """Read a "begin" whose author is not trusted.
+        """Parse a "begin" message from an untrusted sender.
 
         Raises:
             ValueError, KeyError, TypeError: it does not describe a prompt.
@@ -64,12 +64,12 @@ class Prompt:
 
 
 def encode_logprobs(logprobs: TokenLogprobs | None) -> object:
-    """Log probabilities as JSON."""
+    """Encode log probabilities as JSON."""
     return None if logprobs is None else [logprobs.chosen, logprobs.top]
 
 
 def decode_logprobs(value: Any, vocab_size: int) -> TokenLogprobs | None:
-    """Read the output of ``encode_logprobs``, for tokens below ``vocab_size``.
+    """Parse the output of ``encode_logprobs``, for tokens below ``vocab_size``.
 
     Raises:
         ValueError, TypeError: it is something else.
@@ -82,7 +82,7 @@ def decode_logprobs(value: Any, vocab_size: int) -> TokenLogprobs | None:
 
 
 def decode_number(value: Any, limit: int) -> int:
-    """Read a whole number from 0 to below ``limit``.
+    """Parse an integer from 0 to below ``limit``.
 
     Raises:
         ValueError: it is something else.
@@ -93,7 +93,7 @@ def decode_number(value: Any, limit: int) -> int:
 
 
 def send_message(writer: asyncio.StreamWriter, kind: str, **members: object) -> None:
-    """Write one message; lost silently when the other side has gone."""
+    """Write one message; it is lost without an error when the other side has closed the connection."""
     if not writer.is_closing():
         writer.write(json.dumps({"type": kind, **members}).encode() + b"\n")
 
@@ -102,9 +102,9 @@ async def receive_message(reader: asyncio.StreamReader, silence_seconds: float |
     """Wait for the next message.
 
     Raises:
-        asyncio.TimeoutError: there was none for ``silence_seconds``.
+        asyncio.TimeoutError: none arrived for ``silence_seconds``.
         EOFError: the other side closed the connection.
-        ValueError: it is no JSON object with a type, or longer than ``LINE_LIMIT``.
+        ValueError: it is not a JSON object with a type, or longer than ``LINE_LIMIT``.
         OSError: the connection was lost.
     """
     line = await asyncio.wait_for(reader.readline(), silence_seconds)

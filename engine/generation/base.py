@@ -24,19 +24,19 @@ from engine.telemetry.why_miss.recent_requests import RecentRequests
 
 __all__ = ["Generation", "Piece", "SharedParts", "call_in_loop"]
 
-log = logging.getLogger(__package__)  # a request's last line in the log is the package's
+log = logging.getLogger(__package__)  # the package logs the last line of each request
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The outcome of one token: text (may be empty), the token, and at the end why the answer ended."""
+    """The result of one token: text (may be empty), the token, and in the last piece why the answer ended."""
 
     text: str
     token_id: int | None
     finish_reason: str | None
     logprobs: TokenLogprobs | None
     stop: str | None = None
-    """The stop string by which the answer ended."""
+    """The stop string that ended the answer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +45,10 @@ class SharedParts:
 
     Args:
         memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
-        host: this instance's address, where prefill instances reach it.
-        tracer: where requests are traced.
-        live: the requests that are being answered; not by id, for nothing keeps clients from using one twice.
-        recent: those that have ended.
+        host: this instance's address, as prefill instances reach it.
+        tracer: traces requests.
+        live: the requests that are being answered; not by id, because clients may use one id twice.
+        recent: the requests that have ended.
     """
 
     core: EngineCore
@@ -67,7 +67,7 @@ class Generation(ABC):
     """A request while it is being answered; each subclass is one way to answer it.
 
     Args:
-        parts: of the instance that answers.
+        parts: the parts of the instance that answers.
         request: checked; its prompt and ``max_tokens`` fit the engine.
     """
 
@@ -77,19 +77,19 @@ class Generation(ABC):
         self._parts = parts
         self._core = parts.core
         self.is_aborted = False
-        """Whether it was asked to end early; it may still be on its way to its end."""
-        # Not the sequence's own count: the engine may be a token ahead of the text that a stop string lets out.
+        """Whether an abort was requested; the request may not have ended yet."""
+        # Not the sequence's own count: with a stop string, the engine may have one token more than the answer's text.
         self.num_output_tokens = 0
         self._start = time.monotonic()
         self._first_token_seconds: float | None = None
         self._trace = parts.tracer.begin_request() if parts.tracer else None
         self._phases: list[Phase] = []
-        """Those that the sequence knows nothing of."""
+        """Phases that the sequence itself does not record."""
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """The answer, piece by piece; the last has a ``finish_reason``. Closing the iterator aborts the request."""
+        """Yield the answer in pieces; the last has a ``finish_reason``. Closing the iterator aborts the request."""
         self._parts.live.add(self)
-        self.is_aborted = self.is_aborted or self._core.is_paused  # it was begun just before the pause
+        self.is_aborted = self.is_aborted or self._core.is_paused  # it began just before the pause
         piece: Piece | None = None
         try:
             async for piece in self._answer():
@@ -101,19 +101,19 @@ class Generation(ABC):
                 self._end_trace(self._trace, piece.finish_reason if piece else None)
 
     def abort(self) -> None:
-        """End it, wherever it stands, with finish reason ``abort``."""
+        """End the request in any state, with finish reason ``abort``."""
         self.is_aborted = True
         self._core.abort_sequence(self.sequence)
 
     def usage(self) -> dict[str, Any]:
-        """Token counts, and where the prompt's KV came from."""
+        """Return token counts, and where the prompt's KV came from."""
         sequence = self.sequence
         own, pool = self._cached_tokens()
         blocks = None if sequence.regime is Regime.DENSE else (sequence.blocks_read, sequence.blocks_passed)
         return build_usage(sequence.num_prompt_tokens, self.num_output_tokens, own, pool, blocks)
 
     def describe_transfer(self) -> dict[str, Any]:
-        """Members of the response that tell another instance of the prompt's KV."""
+        """Return the members of the response by which another instance finds the prompt's KV."""
         return {}
 
     @abstractmethod
@@ -121,11 +121,11 @@ class Generation(ABC):
         """Answer in this subclass's way."""
 
     def _explain_handover(self) -> str:
-        """How the prompt was handed over to this instance; empty where it was not to be."""
+        """Explain how the prompt's KV reached this instance; empty if the request needs no hand-over."""
         return ""
 
     def _cached_tokens(self) -> tuple[int, int]:
-        """Tokens of the prompt that the instance that computed it had in its own cache, and in the pool."""
+        """Return the prompt's tokens that the computing instance found in its own cache, and in the pool."""
         return self.sequence.own_cached_tokens, self.sequence.pool_cached_tokens
 
     async def _run_sequence(
@@ -138,8 +138,8 @@ class Generation(ABC):
         """Let the engine run the sequence, and relay its tokens.
 
         Args:
-            prefilled: where to go on from. It is taken over, also where this raises.
-            on_saved: called in the event loop when nothing of the sequence is on its way to the pool any more.
+            prefilled: the state to continue from. This takes ownership of it, even if it raises.
+            on_saved: called in the event loop when no transfer of the sequence to the pool is left.
             on_computed: called in the event loop with the blocks of the prompt as they are computed.
         """
         with contextlib.ExitStack() as unless_submitted:
@@ -170,7 +170,7 @@ class Generation(ABC):
             self._log_end(reason)
 
     def _hear_of_saves(self, on_saved: Callable[[], None] | None) -> Callable[[], None]:
-        """The function that the engine is to call when nothing of the sequence is on its way to the pool any more."""
+        """Return the function that the engine must call when no transfer of the sequence to the pool is left."""
         trace = self._trace
         if trace is None:
             return call_in_loop(on_saved) if on_saved else lambda: None
@@ -183,7 +183,7 @@ class Generation(ABC):
         return call_in_loop(end_saves)
 
     def _end_trace(self, trace: RequestTrace, reason: str | None) -> None:
-        """Have the spans made; ``reason`` is None where the answer ended without its last piece."""
+        """Create the spans; ``reason`` is None if the answer ended without its last piece."""
         trouble = ""
         if reason is None:
             reason, trouble = "abort", "the client left"
@@ -205,7 +205,7 @@ class Generation(ABC):
         return Detokenizer(self._parts.tokenizer, prompt, request.params.stop, begun, request.params.min_tokens)
 
     def _make_piece(self, output: TokenOutput, detokenizer: Detokenizer) -> Piece:
-        """Turn a token into text, and end the sequence where the text meets a stop string."""
+        """Turn a token into text, and end the sequence at a stop string in the text."""
         if self._first_token_seconds is None:
             self._first_token_seconds = time.monotonic() - self._start
         self.num_output_tokens += output.token_id is not None
@@ -242,11 +242,11 @@ class Generation(ABC):
 
 
 def call_in_loop(callback: Callable[..., object]) -> Callable[..., None]:
-    """A function that has the running loop call ``callback``, to be called from any thread."""
+    """Return a function that any thread may call to run ``callback`` in the running loop."""
     loop = asyncio.get_running_loop()
 
     def schedule_call(*args: Any) -> None:
-        # The loop closes first when the server shuts down; nobody listens then.
+        # The loop closes first when the server shuts down; then no client waits for the result.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(callback, *args)
 

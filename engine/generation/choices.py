@@ -1,4 +1,4 @@
-"""The answers of one request, ``n`` to each of its prompts: each prompt is computed once, the answers side by side."""
+"""The answers of one request, ``n`` for each prompt: each prompt is computed once, the answers concurrently."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ _Queue: TypeAlias = "asyncio.Queue[tuple[int, Piece | Exception | None]]"
 
 
 def derive_choice(request: Request, index: int, number: int) -> Request:
-    """The request of the ``index``-th answer: the first is the request itself, the others have ids of their own.
+    """Return the request of the ``index``-th answer: the first is the request itself, the others get their own ids.
 
     Args:
-        number: which answer to its prompt it is; the first has the request's seed, the others have seeds of their own.
+        request: the client's request.
+        index: the answer's number in the request.
+        number: its number among the answers to its prompt; the first has the request's seed, the others get their own.
     """
     if index == 0:
         return request
@@ -35,11 +37,11 @@ def derive_choice(request: Request, index: int, number: int) -> Request:
 
 
 class Choices:
-    """One request's generations, one for each answer; at least one.
+    """The generations of one request, one for each answer; at least one.
 
     Args:
         generations: in the order of their prompts.
-        per_prompt: how many answer each prompt; None: all of them, the only one.
+        per_prompt: the number of answers for each prompt; None: there is one prompt, and all answers are for it.
     """
 
     def __init__(self, generations: Sequence[Generation], per_prompt: int | None = None) -> None:
@@ -56,11 +58,11 @@ class Choices:
         return len(self._generations)
 
     def prompt_of(self, index: int) -> Sequence[int]:
-        """The token ids of the prompt that the ``index``-th generation answers."""
+        """Return the token ids of the prompt that the ``index``-th generation answers."""
         return self._generations[index].request.prompt_token_ids
 
     def usage(self) -> dict[str, Any]:
-        """Token counts of all answers, with each prompt once, and where its first answer had its KV from."""
+        """Return token counts of all answers, with each prompt once, and where its first answer had its KV from."""
         usage = self._firsts[0].usage()
         for first in self._firsts[1:]:
             _add_figures(usage, first.usage())
@@ -71,14 +73,14 @@ class Choices:
         return usage
 
     def describe_transfer(self) -> dict[str, Any]:
-        """Members of the response that tell another instance of the prompt's KV."""
+        """Return the members of the response by which another instance finds the prompt's KV."""
         return self._generations[0].describe_transfer()
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """The pieces of all choices as they come, each with the index of its choice; closing it aborts all of them.
+        """Yield the pieces of all choices as they arrive, each with its choice's index; closing it aborts all choices.
 
-        The others of a prompt begin when its first has its first token: then the prompt's blocks are in the prefix
-        cache.
+        The other choices of a prompt begin when its first has its first token: then the prefix cache has the prompt's
+        blocks.
         """
         if len(self._generations) == 1:
             async for only in self._generations[0].pieces():
@@ -109,7 +111,7 @@ class Choices:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin_others(self, first: int, queue: _Queue) -> list[asyncio.Task[None]]:
-        """Answer a prompt again, as its first answer has begun; at once at an end where that was aborted before."""
+        """Start a prompt's other answers when its first has begun; they end immediately if they were aborted before."""
         others = range(first + 1, first + self._per_prompt)
         if self._generations[first].is_aborted:
             for index in others:
@@ -118,7 +120,7 @@ class Choices:
 
 
 def _add_figures(usage: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add the figures of another usage, which may have some that this one lacks."""
+    """Add the counts of another usage, which may have some that this one lacks."""
     for name, value in more.items():
         if isinstance(value, dict):
             _add_figures(usage.setdefault(name, {}), value)

@@ -1,4 +1,4 @@
-"""The decode instance's part of a request: wait for the prompt's KV and answer from there, or compute it."""
+"""The decode instance's part of a request: wait for the prompt's KV and answer from there, or compute the prompt."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 
 class DecodeGeneration(Generation):
-    """A request whose prompt another instance computes.
+    """A request with a prompt that another instance computes.
 
-    It owns the blocks of a direct hand-over from the moment that they come until it submits them to the engine.
+    It owns the blocks of a direct hand-over from their arrival until it submits them to the engine.
     """
 
     _needs_handover = False
-    """Whether the request fails where nothing is handed over."""
+    """Whether the request fails without a hand-over."""
 
     def __init__(self, parts: SharedParts, request: Request, _: DisaggregateInfo | None = None) -> None:
         super().__init__(parts, request)
@@ -40,7 +40,7 @@ class DecodeGeneration(Generation):
         super().abort()
 
     async def _answer(self) -> AsyncIterator[Piece]:
-        """Go on from the prompt that the prefill instance hands over, or else compute it."""
+        """Continue from the prompt that the prefill instance transfers, or else compute the prompt."""
         try:
             if not self.is_aborted:
                 await self._wait_for_prompt()
@@ -69,7 +69,7 @@ class DecodeGeneration(Generation):
         try:
             await waiting
         except asyncio.CancelledError:
-            if not self.is_aborted:  # it was this task that was cancelled: the client has gone
+            if not self.is_aborted:  # this task itself was cancelled: the client has disconnected
                 raise
         finally:
             self._waiting = None
@@ -91,12 +91,12 @@ class DecodeGeneration(Generation):
         return super()._explain_error()
 
     async def _receive_prompt(self) -> HandoverResult | None:
-        """Wait for the outcome of the hand-over; None: this instance is to compute the prompt."""
+        """Wait for the outcome of the hand-over; None: this instance must compute the prompt."""
         prompt = Prompt.of_sequence(self.sequence)
         return await self._parts.receiver.wait_for_prompt(self.request.request_id, prompt)
 
     def _count_way(self, *, is_direct: bool) -> None:
-        """Count by which way the prompt's KV came: known once the first token is out."""
+        """Count how the prompt's KV arrived; this is known once the first token exists."""
         way = "direct" if is_direct else "pool" if self.sequence.pool_cached_tokens else "computed"
         self._core.metrics.handed_over.labels(way).inc()
 
@@ -108,7 +108,7 @@ class DecodeGeneration(Generation):
         return f"hand-over: {way}; the prefill instance took {own} tokens from own cache and {pool} from the pool"
 
     def _cached_tokens(self) -> tuple[int, int]:
-        """Of a prompt that was handed over, the tokens that the prefill instance found cached."""
+        """Return the tokens of a transferred prompt that the prefill instance found cached."""
         if self._result is None:
             return super()._cached_tokens()
         return self._result.own_cached_tokens, self._result.pool_cached_tokens

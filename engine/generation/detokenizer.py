@@ -1,4 +1,4 @@
-"""Token ids -> text, piece by piece, without broken characters and without running past a stop string."""
+"""Token ids -> text, piece by piece, without broken characters and without text after a stop string."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 
 __all__ = ["Detokenizer"]
 
-# A token may hold part of a multi-byte character; decoders show the incomplete part as one of these or, with
-# byte fallback, as one for each of its bytes.
+# A token may hold part of a multi-byte character. Decoders show the incomplete part as one of these or, with byte
+# fallback, as one for each of its bytes.
 _INCOMPLETE = "\ufffd"
 _MAX_INCOMPLETE = 3
-# Tokens in view: more than a character has bytes, so that no unfinished one is cut off.
+# Number of tokens in the window: more than the bytes of a character, so that no unfinished one is cut off.
 _CONTEXT = 8
 
 
 class Detokenizer:
     """Turns one sequence's tokens into text.
 
-    A token's text can depend on the few before it (spaces, byte pieces of one character), so a short window of
-    tokens is decoded anew for each, and the part of its text that was not there before is new. The window begins where
-    a character does: at the last but one border at which nothing was unfinished.
+    A token's text can depend on the few tokens before it (spaces, byte pieces of one character). So a short window of
+    tokens is decoded again for each new token, and the part of the window's text that was not there before is new. The
+    window begins at a character's first token: at the last but one border at which nothing was unfinished.
 
     Args:
         tokenizer: a transformers tokenizer.
-        prompt_token_ids: the prompt; its end is context for the first piece. A character of which it has the first
-            tokens only is given out with the token that completes it.
-        stop: strings that end the text; neither they nor the text after them is given out.
-        begun_token_ids: tokens that came before, whose text somebody else has given out as far as it was certain. No
-            stop string has ended the text there, so none that ends there counts.
-        min_tokens: the answer goes on past stop strings that end within the text of so many tokens, as vLLM's does.
+        prompt_token_ids: the prompt; its end is context for the first piece. If it ends within a character, the
+            character is returned with the token that completes it.
+        stop: strings that end the text; neither they nor the text after them is returned.
+        begun_token_ids: tokens generated before, by another instance, which has returned their text as far as it was
+            certain. No stop string has ended that text, so a stop string that ends within it is ignored.
+        min_tokens: stop strings that end within the text of this many tokens do not end the answer, as in vLLM.
     """
 
     def __init__(
@@ -43,30 +43,30 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if text]
         self._tokens_before_stops = len(begun_token_ids) + min_tokens
-        self._passed_over = 0  # characters at the beginning of the held text in which no stop string may end
+        self._passed_over = 0  # number of characters at the beginning of the held text in which no stop string may end
         self._window = list(prompt_token_ids[-_CONTEXT:])
         num_unfinished = self._count_unfinished_tokens()
         unfinished = self._window[len(self._window) - num_unfinished :]
         del self._window[len(self._window) - num_unfinished :]
         while self._decode_tokens(self._window).startswith(_INCOMPLETE):  # it begins within a character
             del self._window[0]
-        self._context, self._num_context = "", 0  # text and number of the window's tokens that are context only
-        self._given = 0  # characters of the window's text
+        self._context, self._num_context = "", 0  # text and number of the window's tokens that are only context
+        self._given = 0  # number of characters of the window's text that were returned
         self._set_context()
         self._window += unfinished
         self._held = ""
         self.met_stop: str | None = None
-        """The stop string that was met, after which no text follows."""
+        """The stop string that was found; no text follows it."""
         for token_id in begun_token_ids:
             self.add_token(token_id)
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was met."""
+        """Whether a stop string was found."""
         return self.met_stop is not None
 
     def add_token(self, token_id: int) -> str:
-        """The text that ``token_id`` makes certain; often the token's own, sometimes none, sometimes more."""
+        """Return the text that ``token_id`` makes certain; often the token's own, sometimes none, sometimes more."""
         self._window.append(token_id)
         new = self._decode_new(final=False)
         if self._tokens_before_stops > 0:
@@ -75,15 +75,15 @@ class Detokenizer:
         return self._release_text(new, final=False)
 
     def flush_text(self) -> str:
-        """The text that was held back, now that no token follows."""
+        """Return the text that was held back; no token follows."""
         return self._release_text(self._decode_new(final=True), final=True)
 
     def _count_unfinished_tokens(self) -> int:
-        """How many tokens at the window's end are the beginning of a character that is not complete."""
+        """Return how many tokens at the window's end are the beginning of an incomplete character."""
         if not self._decode_tokens(self._window).endswith(_INCOMPLETE):
             return 0
         written: list[int] = self._tokenizer(_INCOMPLETE, add_special_tokens=False)["input_ids"][-_MAX_INCOMPLETE:]
-        if self._window[-len(written) :] == written:  # the character that stands for incomplete ones, itself
+        if self._window[-len(written) :] == written:  # the text really has the character that marks incomplete ones
             return 0
         for count in range(1, min(_MAX_INCOMPLETE, len(self._window)) + 1):
             if not self._decode_tokens(self._window[:-count]).endswith(_INCOMPLETE):
@@ -95,7 +95,7 @@ class Detokenizer:
         certain = len(text) if final else len(text) - _count_incomplete(text)
         may_complete = certain < len(text) and len(self._window) - self._num_context <= _MAX_INCOMPLETE
         if may_complete and not text.startswith(self._context):
-            # With byte fallback a run of bytes is broken from its first to its last while the last is unfinished.
+            # With byte fallback a run of bytes is invalid from its first to its last byte while the last is unfinished.
             return ""
         new = text[self._given : certain]
         self._given = max(self._given, certain)
@@ -110,7 +110,7 @@ class Detokenizer:
         return new
 
     def _set_context(self) -> None:
-        """Take the window for text that has been given out; only tokens after it bring new text."""
+        """Use the window as context: its text has been returned, and only tokens after it produce new text."""
         self._context = self._decode_tokens(self._window)
         self._num_context = len(self._window)
         self._given = len(self._context)
@@ -120,7 +120,7 @@ class Detokenizer:
         return text
 
     def _release_text(self, new: str, *, final: bool) -> str:
-        """Give out the text held back and ``new``, but for an end that may begin a stop string."""
+        """Return the text held back and ``new``, except an end that may begin a stop string."""
         if self.stopped:
             return ""
         text = self._held + new
@@ -137,10 +137,10 @@ class Detokenizer:
 
 
 def _count_incomplete(text: str) -> int:
-    """How many characters at the end of ``text`` may be parts of one that is not complete yet."""
+    """Return how many characters at the end of ``text`` may be parts of an incomplete one."""
     return min(_MAX_INCOMPLETE, len(text) - len(text.rstrip(_INCOMPLETE)))
 
 
 def _stop_overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that ``stop`` begins with."""
+    """Return the length of the longest end of ``text`` that is a beginning of ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

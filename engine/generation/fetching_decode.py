@@ -1,7 +1,7 @@
-"""The decode instance's part where it asks for the prompt: fetch its KV from prefill, or fail.
+"""The decode instance's part when it requests the prompt itself: fetch its KV from prefill, or fail.
 
-It fails because the engines do whose part it plays: vLLM's ``kv_load_failure_policy`` is ``fail`` where nobody sets it,
-and SGLang ends such a request with a ``KVTransferError``.
+It fails because the emulated engines do: vLLM's ``kv_load_failure_policy`` is ``fail`` by default, and SGLang ends such
+a request with a ``KVTransferError``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class FetchingDecodeGeneration(DecodeGeneration):
-    """A request whose prompt another instance keeps for this one."""
+    """A request with a prompt that another instance retains for this one."""
 
     _needs_handover = True
 
@@ -30,7 +30,7 @@ class FetchingDecodeGeneration(DecodeGeneration):
         self._info = info
 
     def _cached_tokens(self) -> tuple[int, int]:
-        """Where the first token is chosen here, all of the prompt but its last token counts as cached, as in vLLM."""
+        """Return the cached tokens: if the first token is chosen here, all but the prompt's last token, as in vLLM."""
         if self._result is None or self._info.takes_token:
             return super()._cached_tokens()
         return self.sequence.num_prompt_tokens - 1, 0

@@ -1,4 +1,4 @@
-"""The prefill instance's part where decode asks for the prompt: compute it, and keep its KV for a while."""
+"""The prefill instance's part when decode requests the prompt: compute it, and retain its KV for a limited time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class KeptPrefillGeneration(Generation):
-    """A request of which this instance computes the prompt, for a decode instance that asks for it.
+    """A request with a prompt that this instance computes for a decode instance, which requests its KV later.
 
     Raises:
-        ApiError: 400, another prompt is kept under this key.
+        ApiError: 400, another prompt is retained under this key.
     """
 
     def __init__(self, parts: SharedParts, request: Request, info: KeepPrompt) -> None:
@@ -44,7 +44,7 @@ class KeptPrefillGeneration(Generation):
         super().abort()
 
     def describe_transfer(self) -> dict[str, Any]:
-        """The members of the answer that tell decode where the prompt is kept; none where it is not."""
+        """Return the members of the answer by which decode finds the prompt; none if the prompt is not retained."""
         return self._info.describe(self._kept) if self._kept and self._kept.is_ready else {}
 
     async def _answer(self) -> AsyncIterator[Piece]:
@@ -76,7 +76,7 @@ class KeptPrefillGeneration(Generation):
                 table.drop_prompt(kept, "its request has ended")
 
     async def _wait_for_pool(self) -> None:
-        """Wait until others can read the prompt's blocks from the pool."""
+        """Wait until other instances can read the prompt's blocks from the pool."""
         await self._is_saved.wait()
         is_drained = asyncio.Event()
         self._core.call_after_flush(call_in_loop(is_drained.set))

@@ -1,4 +1,4 @@
-"""All requests that are being answered: begun for the instance's role, found again to be aborted."""
+"""All requests that are being answered: created for the instance's role, looked up to be aborted."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _FOR_PAIRS: dict[str, Callable[[SharedParts, Request, DisaggregateInfo], Generat
     "prefill": PrefillGeneration,
     "decode": DecodeGeneration,
 }
-"""How an instance of each role answers a request for which the router names a pair."""
+"""The generation class for each role, if the router names a pair for the request."""
 
 PAUSED = "Request is aborted since LLM Engine is paused; POST /v1/resume to this instance lets it answer again"
-"""FastDeploy's words, of which its users' scripts know the beginning."""
+"""FastDeploy's message; scripts of its users match the beginning."""
 
 BROKEN = "an update of this instance's weights has failed halfway; POST /v1/wakeup to it loads them again"
-"""What everybody is told of an instance that answers nothing."""
+"""The answer to every request while an instance is broken."""
 
 _ID_PREFIXES = ("", "chatcmpl-", "cmpl-", "resp_", "msg_")
-"""Before the id of a request in the ids of its answers."""
+"""Prefixes of a request's id in the ids of its answers."""
 
 
 class Generations:
@@ -48,10 +48,10 @@ class Generations:
         tokenizer: a transformers tokenizer.
         role: ``mixed``, ``prefill`` or ``decode``.
         block_size: tokens in a block.
-        receiver: where prefill instances hand prompts over to.
+        receiver: receives prompts from prefill instances.
         memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
-        host: this instance's address, where prefill instances reach it.
-        tracer: where requests are traced.
+        host: this instance's address, as prefill instances reach it.
+        tracer: traces requests.
     """
 
     def __init__(
@@ -70,13 +70,14 @@ class Generations:
         self.is_paused = False
         """Whether new requests are refused."""
         self.is_broken = False
-        """Whether they are because there are no whole weights, or KV of others."""
+        """Whether new requests are refused because the weights are incomplete, or the KV is of other weights."""
 
     def begin(self, request: Request, info: PairInfo | None) -> Generation:
-        """A new generation; nothing happens before its ``pieces`` are asked for.
+        """Create a generation; nothing runs until its ``pieces`` are iterated.
 
         Args:
-            info: the part of a pair that the router has this instance play, if it does.
+            request: the request to answer.
+            info: this instance's role in the pair that the router chose; None: there is no pair.
         """
         if info is None:
             return MixedGeneration(self._parts, request)
@@ -87,7 +88,7 @@ class Generations:
         return self._answer_for_pair(self._parts, request, info)
 
     def begin_choices(self, prompts: Sequence[tuple[Request, PairInfo | None]], count: int) -> Choices:
-        """As ``begin``, for ``count`` answers to each of a request's prompts, which have its id and its seed.
+        """Create ``count`` generations for each of a request's prompts, which have its id and its seed.
 
         Raises:
             ApiError: 503, ``is_broken``; 500, ``is_paused``.
@@ -110,11 +111,11 @@ class Generations:
 
     @property
     def num_live(self) -> int:
-        """How many requests are being answered."""
+        """Number of requests that are being answered."""
         return len(self._parts.live)
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[str]:
-        """Abort all choices of requests by id, as clients and routers write it; return those that lived."""
+        """Abort all choices of requests by id, as clients and routers write it; return the ids of the running ones."""
         asked = set(req_ids)
         return _abort_each(
             [each for each in self._parts.live if not asked.isdisjoint(_names_of(_asked_id(each.request)))]
@@ -126,7 +127,7 @@ class Generations:
 
 
 def list_unknown_ids(asked: Iterable[str], aborted: Iterable[str]) -> list[str]:
-    """Those of ``asked`` that name none of the requests that were ``aborted``."""
+    """Return those of ``asked`` that name none of the requests that were ``aborted``."""
     known = {name for request_id in aborted for name in _names_of(request_id)}
     return [each for each in asked if each not in known]
 
@@ -141,10 +142,10 @@ def _abort_each(generations: list[Generation]) -> list[str]:
 
 
 def _asked_id(request: Request) -> str:
-    """The id by which the client asked, also for a further choice."""
+    """Return the id that the client used, also for a further choice."""
     return request.choice_of or request.request_id
 
 
 def _names_of(request_id: str) -> set[str]:
-    """The names that clients and routers have for a request: as its answer, or FastDeploy's engine, names it."""
+    """Return the names of a request: its own id, the ids of its answers, and the id in FastDeploy's engine."""
     return {f"{prefix}{request_id}{suffix}" for prefix in _ID_PREFIXES for suffix in ("", "_0")}

@@ -1,4 +1,4 @@
-"""An instance by itself: it computes the prompt and the answer."""
+"""An instance that computes the prompt and the answer itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MixedGeneration"]
 
 
 class MixedGeneration(Generation):
-    """A request that one instance answers by itself, whether or not a router names a pair for it."""
+    """A request that one instance answers alone, even if a router names a pair for it."""
 
     def __init__(self, parts: SharedParts, request: Request, _: DisaggregateInfo | None = None) -> None:
         super().__init__(parts, request)

@@ -1,4 +1,4 @@
-"""The part of a pair that a request has an instance play, in whichever dialect it was asked."""
+"""The instance's role for a request of a pair, in any dialect."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["FetchPrompt", "KeepPrompt", "PairInfo", "info_of_choice"]
 
 @dataclass(frozen=True)
 class KeepPrompt:
-    """Compute the prompt and keep its KV, under a key, until a decode instance asks for it.
+    """Compute the prompt and retain its KV, under a key, until a decode instance requests it.
 
     Args:
-        key: not that of another prompt that is kept.
-        seconds: for how long.
-        waits_for_decode: whether the answer waits until decode has it, and is an error if it does not come.
-        describe: the members of the answer that tell decode of it.
+        key: not in use by another retained prompt.
+        seconds: how long to retain it.
+        waits_for_decode: whether the answer waits until decode has the prompt, and is an error if decode does not come.
+        describe: returns the members of the answer by which decode finds the prompt.
     """
 
     key: str
@@ -32,13 +32,13 @@ class KeepPrompt:
 
 @dataclass(frozen=True)
 class FetchPrompt:
-    """Ask a prefill instance for the KV of a prompt that it keeps, and go on from there, or fail.
+    """Request from a prefill instance the KV of a prompt that it retains, and continue from there, or fail.
 
     Args:
         key: the prompt's.
         host, port: prefill's connector port.
-        takes_token: whether the answer begins with the token that prefill chose, or with one that is chosen here.
-        wait_seconds: how long prefill may not have heard of the key yet.
+        takes_token: whether the answer begins with prefill's token; else the first token is chosen here.
+        wait_seconds: how long to wait if prefill does not know the key yet.
     """
 
     key: str
@@ -49,11 +49,11 @@ class FetchPrompt:
 
 
 PairInfo: TypeAlias = DisaggregateInfo | KeepPrompt | FetchPrompt
-"""FastDeploy's names decode's address, which tells either role all."""
+"""FastDeploy's pair info names decode's address; both roles need nothing else."""
 
 
 def info_of_choice(info: PairInfo | None, index: int) -> PairInfo | None:
-    """The part for the ``index``-th answer of a request, whose prompt is kept and fetched by itself."""
+    """Return the pair info for the ``index``-th answer of a request; its prompt is retained and fetched separately."""
     if index and isinstance(info, (KeepPrompt, FetchPrompt)):
         return dataclasses.replace(info, key=f"{info.key}_{index}")
     return info

@@ -1,4 +1,4 @@
-"""The prefill instance's part of a request: compute the prompt, hand it over directly or through the pool."""
+"""The prefill instance's part of a request: compute the prompt, transfer it directly or through the pool."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class PrefillGeneration(Generation):
-    """A request of which this instance computes the prompt, for the decode instance of ``info``."""
+    """A request with a prompt that this instance computes for the decode instance in ``info``."""
 
     def __init__(self, parts: SharedParts, request: Request, info: DisaggregateInfo) -> None:
-        # The decode instance makes the answer, from the first token on that is chosen here.
+        # The decode instance generates the answer; only the first token is chosen here.
         min_tokens = min(1, request.params.min_tokens)
         params = dataclasses.replace(request.params, max_tokens=1, min_tokens=min_tokens)
         super().__init__(parts, dataclasses.replace(request, params=params))
@@ -31,7 +31,7 @@ class PrefillGeneration(Generation):
         self._is_saved = asyncio.Event()
 
     async def _answer(self) -> AsyncIterator[Piece]:
-        """Compute the prompt and hand it over before the (ignored) answer is given."""
+        """Compute the prompt and transfer it, before the (ignored) answer is returned."""
         host, port = self._info.decode_ip or "", self._info.decode_connector_port or 0
         core, memory, prompt = self._core, self._parts.memory, Prompt.of_sequence(self.sequence)
         async with hand_over(host, port, self.request.request_id, prompt, memory, lambda: core.is_working) as sender:
@@ -62,12 +62,12 @@ class PrefillGeneration(Generation):
             self._phases.append(Phase("hand-over", start, time.monotonic(), attributes, trouble))
 
     async def _hand_over_directly(self, sender: HandoverSender, first: Piece) -> bool:
-        """Write the prompt's KV into the decode instance's memory; whether that goes on from there."""
+        """Write the prompt's KV into the decode instance's memory; return whether decode continues from there."""
         assert first.token_id is not None
         return await sender.deliver_directly(first.token_id, first.logprobs, *self._cached_tokens())
 
     async def _hand_over_through_pool(self, sender: HandoverSender) -> None:
-        """Wait until the decode instance can read the prompt's KV from the pool, and tell it so."""
+        """Wait until the decode instance can read the prompt's KV from the pool, and report it to decode."""
         await self._is_saved.wait()
         is_drained = asyncio.Event()
         self._core.call_after_flush(call_in_loop(is_drained.set))

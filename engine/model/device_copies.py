@@ -1,7 +1,7 @@
-"""The numbers of a step, on their way from the host to the device and back: one copy each way, one wait in all.
+"""Copies of a step's numbers from the host to the device and back: one copy each way, and a single wait.
 
-Beside a GPU the host's side of both copies is pinned, so that neither holds the host up: a copy from memory that is not
-pinned waits for all that the device still has to do.
+With a GPU the host's side of both copies is pinned, so that the host does not wait for them: a copy from memory that is
+not pinned waits for all work that the device still has.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _TYPECODES = {torch.int64: "q", torch.float64: "d"}
 def send_numbers(
     rows: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> list[torch.Tensor]:
-    """Tensors of these rows of numbers on the device, in one copy that the host does not wait for.
+    """Send these rows of numbers to the device as tensors, in one copy that the host does not wait for.
 
     Args:
         rows: of any lengths, not all of them empty.
+        device: the device to copy to.
         dtype: int64 or float64.
     """
     numbers: array[float] = array(_TYPECODES[dtype])
@@ -33,14 +34,14 @@ def send_numbers(
 
 
 def send_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host's on the device, by a copy that the host does not wait for."""
+    """Send a host tensor to the device, by a copy that the host does not wait for."""
     if device.type == "cuda" and tensor.numel():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def fetch_numbers(numbers: torch.Tensor) -> list[float]:
-    """The numbers ``[n]`` on the host, once the device has come so far: the end of a step."""
+    """Fetch the numbers ``[n]`` to the host, once the device has computed them: the end of a step."""
     if numbers.is_cuda:
         arrived = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         arrived.copy_(numbers, non_blocking=True)
@@ -51,7 +52,7 @@ def fetch_numbers(numbers: torch.Tensor) -> list[float]:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until all that this thread's stream of the device was asked for is done."""
+    """Wait until this thread's stream of the device has finished all its work."""
     if device.type == "cuda":
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(device))

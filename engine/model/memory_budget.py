@@ -1,7 +1,7 @@
-"""How many KV blocks an instance has: memory for all else is put aside first, then they get their share.
+"""Number of KV blocks of an instance: memory for everything else is reserved first, then KV blocks get their share.
 
-All else is the memory that sparse attention takes, and on a GPU the memory that a step takes, found by taking one, and
-the buffers that blocks pass through on their way to the pool.
+Everything else is the memory of sparse attention, and on a GPU the memory of a step, measured by running one, and the
+buffers that blocks pass through on their way to the pool.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["choose_num_blocks"]
 _STAGING_BUFFER_BYTES = 64 << 20
 _MAX_LOGPROBS = 20
 _HOST_SHARE, _MAX_HOST_BYTES = 4, 4 << 30
-"""Of the host's memory KV blocks get a quarter, but no more than this: a laptop runs several instances."""
+"""KV blocks get 1/4 of the host's memory, at most 4 GiB, because a laptop runs several instances."""
 
 
 def choose_num_blocks(args: EngineArgs, runner: ModelRunner) -> int:
-    """As many KV blocks as are asked for, else as many as the memory of the device has room for.
+    """Return the requested number of KV blocks, else as many as fit in the memory of the device.
 
     Raises:
-        ConfigError: they cannot hold the longest sequence, or all else leaves no room for them.
+        ConfigError: they cannot hold the longest sequence, or everything else leaves no memory for them.
     """
     longest, override = -(-args.max_model_len // args.block_size), args.num_gpu_blocks_override
     free, needs = runner.count_free_bytes(), _list_needs(args, runner)
@@ -55,7 +55,7 @@ def choose_num_blocks(args: EngineArgs, runner: ModelRunner) -> int:
 
 
 def _list_needs(args: EngineArgs, runner: ModelRunner) -> dict[str, int]:
-    """Bytes of the device that are put aside, by the part that needs them; only parts that need some."""
+    """Return the reserved bytes of the device by the part that needs them; only parts that need some."""
     needs = {"a step": 0 if runner.device.type == "cpu" else _measure_step_bytes(args, runner)}
     if args.retrieval:
         needs["retrieval"] = runner.count_retrieval_bytes(args.retrieval, args.max_num_seqs, args.max_model_len)
@@ -70,7 +70,7 @@ def _tell_needs(needs: Mapping[str, int]) -> str:
 
 
 def _check_room(told: str, wanted: int, room: int, args: EngineArgs, verb: str) -> None:
-    """Memory for KV blocks: is there as much room as is wanted?"""
+    """Check that the memory available for KV blocks is enough."""
     if wanted > room:
         remedies = ["--max-num-seqs", "--max-model-len", *(["--retrieval-topk-percent"] if args.retrieval else [])]
         raise ConfigError(
@@ -80,10 +80,11 @@ def _check_room(told: str, wanted: int, room: int, args: EngineArgs, verb: str) 
 
 
 def _measure_step_bytes(args: EngineArgs, runner: ModelRunner) -> int:
-    """Bytes of the device that the largest step takes besides weights and KV blocks, found by taking one.
+    """Measure the bytes of the device that the largest step takes in addition to weights and KV blocks, by running one.
 
-    It reads as much KV as any, but of one block again and again. Memory that a first step brings along (kernels,
-    workspaces) is counted, too. On a CPU there is nothing to measure: KV blocks have only a share of the free memory.
+    The step reads as much KV as the largest one, but always the same block. Memory that only a first step allocates
+    (kernels, workspaces) is counted, too. On a CPU nothing is measured: KV blocks have only a share of the
+    free memory.
 
     Raises:
         ConfigError: there is no memory for it, or the model cannot be run (as ``try_out`` says).
@@ -102,13 +103,13 @@ def _measure_step_bytes(args: EngineArgs, runner: ModelRunner) -> int:
 
 
 def _largest_step(args: EngineArgs) -> list[Chunk]:
-    """A chunk at the end of the longest prompt, and decodes at the end of theirs.
+    """Return a chunk at the end of the longest prompt, and decodes at the end of theirs.
 
-    All choose a token by all means there are. All of their blocks are block 0.
+    All chunks choose a token with every sampling feature. All of their blocks are block 0.
     """
     num_decodes = min(args.max_num_seqs, args.max_num_batched_tokens) - 1
     sizes = [min(args.max_model_len, args.max_num_batched_tokens - num_decodes), *[1] * num_decodes]
-    # So many candidates are the whole vocabulary.
+    # This number of candidates is the whole vocabulary.
     draw: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "top_k": 1 << 30, "seed": 0}
     params = SamplingParams(1, **draw, repetition_penalty=1.1, logprobs=_MAX_LOGPROBS)
     request = Request("the largest step", (0,) * args.max_model_len, params)
@@ -120,19 +121,19 @@ def _largest_step(args: EngineArgs) -> list[Chunk]:
 
 
 def _give_back_memory(device: torch.device) -> None:
-    """Let the device have memory that torch keeps for later."""
+    """Return memory that torch caches to the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 
 def _count_staging_bytes(block_bytes: int) -> int:
-    """Bytes of the device that blocks pass through: for loads and for saves, as they are and as the pool has them."""
+    """Return the device's staging bytes for loads and saves, in both forms of blocks (KV memory's and the pool's)."""
     return 4 * max(_STAGING_BUFFER_BYTES, block_bytes)
 
 
 def _share_of(nbytes: int, args: EngineArgs, runner: ModelRunner) -> int:
-    """The part that KV blocks may have of memory that nothing else needs."""
+    """Return the part of otherwise unused memory that KV blocks may have."""
     if runner.device.type == "cpu":
         return min(nbytes // _HOST_SHARE, _MAX_HOST_BYTES)
     return int(nbytes * args.gpu_memory_utilization)

@@ -48,17 +48,17 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 LAYOUT = "layer,kv,head,token,dim"
-# Other instances' that blocks are read under, if it divides, or is divided by, the own one.
+# Block sizes of other instances whose blocks this one reads, if one of both sizes divides the other.
 _OTHER_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
-# Numbers of a generation_config.json that hold for requests that do not say their own, and their least and greatest.
+# Numbers of a generation_config.json that are defaults for requests, with their minimum and maximum.
 _DEFAULTS: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (0, 1),
     "top_k": (-1, math.inf),
     "repetition_penalty": (LEAST_PENALTY, GREATEST_PENALTY),
 }
-# Other settings there that change transformers' answers, and where they change nothing.
+# Other settings there that change transformers' answers, with the values that change nothing.
 _IGNORED_SETTINGS = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
@@ -99,20 +99,20 @@ class KVShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one block."""
+        """Size of one block in bytes."""
         return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
     def list_axes(self) -> list[tuple[str, int]]:
-        """Names and sizes of the axes in ``LAYOUT``, the last one's size in bytes."""
+        """Return names and sizes of the axes in ``LAYOUT``, the last one's size in bytes."""
         sizes = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim * self.dtype.itemsize)
         return list(zip(LAYOUT.split(","), sizes, strict=True))
 
 
 def load_model_config(folder: str) -> Any:
-    """A checkpoint's text configuration, if this engine can run it.
+    """Load a checkpoint's text configuration, if this engine can run it.
 
     Raises:
-        ConfigError: no readable config.json, or a feature the paged attention does not have.
+        ConfigError: no readable config.json, or a feature that the paged attention does not have.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -128,14 +128,15 @@ def load_model_config(folder: str) -> Any:
 
 
 def check_length(folder: str, config: Any, max_model_len: int) -> None:
-    """Sequences of ``max_model_len`` tokens must be within the model's positions, and its RoPE fixed within them.
+    """Check that ``max_model_len`` tokens fit the model's positions, and that its RoPE is fixed within them.
 
-    transformers chooses the frequencies of "longrope" for a whole forward pass, by the furthest position in it: one
-    long sequence would turn the keys of all that run beside it. Up to the length the model was first trained for
-    nothing is chosen. ("dynamic" scaling begins where ``max_position_embeddings`` end, which are never exceeded.)
+    transformers chooses the frequencies of "longrope" for a whole forward pass, by the largest position in it: one long
+    sequence would rotate the keys of all sequences in the same step. Up to the length that the model was first trained
+    for, the frequencies are fixed. ("dynamic" scaling begins after ``max_position_embeddings``, which is never
+    exceeded.)
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they do not fit, or it is not fixed.
     """
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and max_model_len > longest:
@@ -149,17 +150,17 @@ def check_length(folder: str, config: Any, max_model_len: int) -> None:
 
 
 class ModelRunner:
-    """Owns the weights and the KV memory; computes, samples, and knows where a block lies.
+    """Owns the weights and the KV memory; computes, samples, and locates blocks in memory.
 
     Args:
         folder: checkpoint folder.
         config: ``load_model_config(folder)``.
         device: ``"cpu"`` or ``"cuda"``.
-        dtype: of weights and KV.
+        dtype: dtype of weights and KV.
         block_size: tokens in a block.
         has_dynamic_weights: the checkpoint's files may be written while this runs, for ``update_weights``: the weights
-            are copied into memory of their own, and their digest is in the namespace. Else they may lie in the files'
-            pages, which instances share.
+            are copied into memory of their own, and their digest is in the namespace. Else they may be mapped from the
+            files' pages, which instances share.
 
     ``allocate_kv`` must be called before ``run``.
 
@@ -184,7 +185,7 @@ class ModelRunner:
         _choose_kernels(self.device)
         self.model, self._lacking = _read_model(folder, dtype, is_copied=has_dynamic_weights)
         self.version = read_version(folder)
-        """Of the weights, as ``version.yaml`` or the last update says; "" where neither does."""
+        """The version of the weights from ``version.yaml`` or the last update; "" if neither gives one."""
         named = name_weights(self.version, self.model) if has_dynamic_weights else self.version
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self._place_model(self.model)
@@ -213,9 +214,9 @@ class ModelRunner:
         self._seen_tokens = SeenTokens()
 
     def allocate_kv(self, num_blocks: int) -> None:
-        """Make KV memory of ``num_blocks`` blocks.
+        """Allocate KV memory of ``num_blocks`` blocks.
 
-        Zeros, not just room: attention masks unused tokens by weight 0, and 0 times a stray NaN is NaN.
+        It must be zeroed: attention masks unused tokens by weight 0, and 0 times NaN is NaN.
 
         Raises:
             ConfigError: there is no memory for them.
@@ -230,7 +231,7 @@ class ModelRunner:
                 self.kv = torch.zeros(axes, dtype=shape.dtype, device=self.device)
 
     def _place_model(self, model: Any) -> None:
-        """Put a model that was read on the device, ready to run."""
+        """Put a loaded model on the device, ready to run."""
         with told_if_too_large(f"--model {self._folder!r} on {self.device}; use --device cpu or a smaller one"):
             model.to(self.device).eval()
         _settle_rope(model)
@@ -240,27 +241,28 @@ class ModelRunner:
 
     @property
     def has_weights(self) -> bool:
-        """Whether it can ``run``."""
+        """Whether the model has weights, so that it can ``run``."""
         return self.model is not None
 
     def free_weights(self) -> None:
-        """Give the memory of the weights back; ``update_weights`` loads some again, before the next ``run``."""
+        """Free the memory of the weights; call ``update_weights`` before the next ``run``."""
         self.model = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def update_weights(self, version: str = "") -> None:
-        """Load the weights that the checkpoint's folder has now; while no ``run`` is under way.
+        """Load the weights that the checkpoint's folder has now. Must not run concurrently with ``run``.
 
-        ``namespace`` and ``family`` are of the new weights then; where they are the old ones, of the old.
+        ``namespace`` and ``family`` are then those of the new weights; if the old weights stay in use, those of the
+        old.
 
         Args:
-            version: of the weights; "": as ``version.yaml`` says.
+            version: version of the weights; "": as ``version.yaml`` says.
 
         Raises:
-            ConfigError: they cannot be loaded, or are another model's; the weights are as before, where ``has_weights``
-                still.
+            ConfigError: they cannot be loaded, or are another model's; the weights are unchanged if ``has_weights`` is
+                still true.
         """
         folder, dtype = self._folder, self.shape.dtype
         fingerprint = fingerprint_model(folder)
@@ -273,15 +275,15 @@ class ModelRunner:
             raise ConfigError(f"{folder}: its weights are not those of the model that runs: {names}")
         if fingerprint_model(folder) != fingerprint:
             raise ConfigError(f"{folder} has changed while its weights were loaded; update again")
-        # All that can fail comes before the new weights are used: they never run under the old ones' namespace.
+        # Everything that can fail comes before the new weights are used: they never run under the old ones' namespace.
         namespace = replace(self.namespace, model=fingerprint, weights_version=name_weights(version, model))
         facts = collect_facts(folder, "fastdeploy-kvstore engine", "kvstore")
         family = self._find_family(namespace)
         if self.model is None or self.device.type == "cpu":
             self._place_model(model)
             self.model = model
-        else:  # without room for two sets of weights
-            running, self.model = self.model, None  # weights of which only a part is new do not run
+        else:  # without memory for two sets of weights
+            running, self.model = self.model, None  # weights of which only a part is new must not run
             try:
                 running.load_state_dict(model.state_dict())
             except Exception as exc:  # each device fails in its own way
@@ -297,15 +299,15 @@ class ModelRunner:
         return find_family(namespace, heads, self.shape.list_axes(), block_sizes=_OTHER_BLOCK_SIZES)
 
     def free_kv(self) -> None:
-        """Give the KV memory's pages back; its addresses stay. ``restore_kv`` comes before the next use."""
+        """Free the KV memory's pages; its addresses stay. Call ``restore_kv`` before the next use."""
         if self._kv_memory is not None:
-            self._kv_memory.madvise(mmap.MADV_DONTNEED)  # what is read there next is zeros
+            self._kv_memory.madvise(mmap.MADV_DONTNEED)  # the next read there returns zeros
         elif self.device.type == "cuda":
             self.kv.untyped_storage().resize_(0)
             torch.cuda.empty_cache()
 
     def restore_kv(self) -> None:
-        """Have the KV memory again, with zeros in it.
+        """Make the KV memory usable again, with zeros in it.
 
         Raises:
             ConfigError: there is no memory for it.
@@ -316,7 +318,7 @@ class ModelRunner:
                 self.kv.zero_()
 
     def enable_retrieval(self, config: RetrievalConfig, max_num_seqs: int, max_model_len: int) -> None:
-        """Let sequences whose regime says so decode sparsely; after ``allocate_kv``.
+        """Enable sparse decoding for sequences with a sparse regime; call it after ``allocate_kv``.
 
         Raises:
             ConfigError: there is no memory for the index.
@@ -325,10 +327,10 @@ class ModelRunner:
             self.retrieval = Retrieval(config, self.kv, max_num_seqs, max_model_len)
 
     def try_out(self) -> None:
-        """Compute one token, to learn now whether all of the model's attention is ours, and leave no trace of it.
+        """Compute one token, to check that all of the model's attention is ours; it leaves no state.
 
         Raises:
-            ConfigError: a layer attends without asking transformers' AttentionInterface, or in a way ours cannot; or
+            ConfigError: a layer attends without transformers' AttentionInterface, or in a way that ours cannot; or
                 there is no memory for it.
         """
         batch = paged.PagedBatch(self.kv, [paged.ChunkShape(0, 1, [0])], [0])
@@ -348,9 +350,9 @@ class ModelRunner:
             raise ConfigError(f"--model {self._folder!r}: this engine cannot run a {kind}: {reason}")
 
     def count_retrieval_bytes(self, config: RetrievalConfig, max_num_seqs: int, max_model_len: int) -> int:
-        """Bytes that sparse attention takes on the device at most, besides KV blocks.
+        """Return the maximum bytes that sparse attention takes on the device, in addition to KV blocks.
 
-        They are the index, tables, and on a GPU the blocks that it reads at once: working sets of offloaded sequences.
+        They are the index, tables, and on a GPU the blocks that it reads together: working sets of offloaded sequences.
         """
         shape = self.shape
         blocks = -(-max_model_len // shape.block_size)
@@ -363,7 +365,7 @@ class ModelRunner:
         return max_num_seqs * (index + read * shape.nbytes // shape.num_layers)
 
     def count_free_bytes(self) -> int:
-        """Memory of the device that could be had now."""
+        """Return the device memory that could be allocated now, in bytes."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
         with contextlib.suppress(OSError):  # not Linux
@@ -373,11 +375,11 @@ class ModelRunner:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def span(self, block: int) -> Span:
-        """Where a block's bytes lie."""
+        """Return the span of a block's bytes."""
         return Span(self.kv.data_ptr() + block * self.shape.nbytes, self.shape.nbytes)
 
     def find_broken_blocks(self, blocks: SequenceOf[int]) -> list[bool]:
-        """Whether each block holds a NaN or an infinity."""
+        """Return whether each block holds a NaN or an infinity."""
         return [not bool(self.kv[block].isfinite().all()) for block in blocks]
 
     @torch.inference_mode()
@@ -394,7 +396,7 @@ class ModelRunner:
             paged.ChunkShape(c.sequence.num_computed, c.num_tokens, c.sequence.block_table, c.samples, state)
             for c, state in zip(chunks, map(self._sparse_state, chunks), strict=True)
         ]
-        # Only the rows whose next token is wanted go through the vocabulary projection.
+        # Only the rows that need a next token go through the vocabulary projection.
         logits = self._compute_logits(paged.PagedBatch(self.kv, shapes, token_ids, self.retrieval))
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         if not sequences:
@@ -403,15 +405,15 @@ class ModelRunner:
         return sample(logits, sequences, self.eos_token_ids, self._seen_tokens)
 
     def wait_for_device(self) -> None:
-        """Wait until the device has done all that it was asked for.
+        """Wait until the device has finished all its work.
 
         Raises:
-            RuntimeError: something of it failed.
+            RuntimeError: a part of it failed.
         """
         wait_for_device(self.device)
 
     def _sparse_state(self, chunk: Chunk) -> SparseState | None:
-        """How the chunk looks blocks up, if it does; prompts, cut into any chunks, are computed exactly."""
+        """Return the chunk's sparse state, if it decodes sparsely; prompts, in any chunks, are computed exactly."""
         sequence = chunk.sequence
         if self.retrieval is None or sequence.regime is Regime.DENSE or not sequence.is_decoding:
             return None
@@ -419,7 +421,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute_logits(self, batch: paged.PagedBatch) -> torch.Tensor:
-        """The logits of the batch's ``logit_rows``, ``[rows, vocabulary]``."""
+        """Compute the logits of the batch's ``logit_rows``, ``[rows, vocabulary]``."""
         output = self.model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -432,9 +434,9 @@ class ModelRunner:
 
 
 def _read_model(folder: str, dtype: torch.dtype, *, is_copied: bool) -> tuple[Any, frozenset[str]]:
-    """A checkpoint's model in host memory, and the names of the tensors that its weights lack.
+    """Read a checkpoint's model into host memory; return it, and the names of the tensors that its files lack.
 
-    Unless it ``is_copied``, its tensors may lie in the pages of the checkpoint's files.
+    Unless it ``is_copied``, its tensors may be mapped from the pages of the checkpoint's files.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -460,20 +462,20 @@ def _read_model(folder: str, dtype: torch.dtype, *, is_copied: bool) -> tuple[An
 
 
 def _choose_kernels(device: torch.device) -> None:
-    """Have attention on a GPU done by flash attention and its like, and not by cuDNN, in all of this process.
+    """Make attention on a GPU use flash attention and similar kernels, not cuDNN, in all of this process.
 
     For bfloat16 and float16 torch prefers cuDNN on Hopper and later (``check_prefer_cudnn_attention`` in its
-    sdp_utils.cpp). cuDNN builds a plan for every shape that it has not met, which was seen to take 0.4 s, and keeps
-    all of them; here a decode has another shape at every token.
+    sdp_utils.cpp). cuDNN builds a plan for every new shape, which took 0.4 s in a measurement, and caches all plans;
+    here every token of a decode has another shape.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _settle_rope(model: torch.nn.Module) -> None:
-    """Let no layer look whether a text has outgrown the first length of its RoPE, which waits for the device.
+    """Stop layers from checking whether a text is longer than the first length of RoPE, which waits for the device.
 
-    ``check_length`` keeps all texts within it, for which the frequencies are those that a layer begins with.
+    ``check_length`` limits all texts to that length, and a layer begins with its frequencies.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
@@ -481,10 +483,11 @@ def _settle_rope(model: torch.nn.Module) -> None:
 
 
 def _shorten_look_ups(model: torch.nn.Module) -> None:
-    """Have Python find submodules and weights where it looks first, and not by ``Module.__getattr__``.
+    """Store submodules and weights where Python looks first, to avoid ``Module.__getattr__``.
 
-    That was a third of the bytecodes of a layer, and a tenth of the host's time of a decode step, which on a GPU is as
-    fast as its host. An attribute that is set later is found, too: ``Module.__setattr__`` takes the one of here away.
+    These look-ups were a third of the bytecodes of a layer, and a tenth of the host's time of a decode step, which on a
+    GPU is only as fast as its host. An attribute that is set later is found, too: ``Module.__setattr__`` removes the
+    stored one.
     """
     for module in model.modules():
         module.__dict__.update(module._modules)
@@ -492,9 +495,9 @@ def _shorten_look_ups(model: torch.nn.Module) -> None:
 
 
 def _map_on_demand(nbytes: int) -> mmap.mmap:
-    """Host memory of zeros that the system commits as it is first written, in large pages where it has them.
+    """Map host memory of zeros that the system commits at the first write, in large pages if available.
 
-    With pages of 4 KiB the first load into 16 MiB of it took 44 ms instead of 11: most of that was page faults.
+    With pages of 4 KiB the first load into 16 MiB of it took 44 ms instead of 11, mostly because of page faults.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without large pages
@@ -511,7 +514,7 @@ def _eos_token_ids(config: Any, model: Any) -> frozenset[int]:
 
 
 def _read_defaults(folder: str, generation_config: Any) -> SamplingDefaults:
-    """What the checkpoint says of requests that do not say it themselves: what vLLM takes of it, too.
+    """Read the checkpoint's sampling defaults for requests that give none: the same ones as vLLM reads.
 
     Raises:
         ConfigError: a number there cannot be used.
@@ -534,7 +537,7 @@ def _read_defaults(folder: str, generation_config: Any) -> SamplingDefaults:
 
 
 def _default_max_tokens(folder: str, generation_config: Any) -> int | None:
-    """The tokens of an answer to a client that gives no limit; None: as many as the context holds."""
+    """Return the token limit of an answer if the client gives none; None: as many as the context holds."""
     limit = getattr(generation_config, "max_new_tokens", None)
     if limit is None:
         return None
@@ -557,14 +560,14 @@ def _warn_of_ignored_settings(folder: str, generation_config: Any) -> None:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The checkpoint's tokenizer.
+    """Load the checkpoint's tokenizer.
 
     Raises:
         ConfigError: there is none.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        # Without a tokenizer's files some classes come up empty instead of failing.
+        # Without a tokenizer's files some classes load an empty vocabulary instead of failing.
         if not tokenizer("a", add_special_tokens=False)["input_ids"]:
             raise ValueError("its vocabulary is empty")
     except Exception as exc:  # transformers raises many kinds here
@@ -574,10 +577,10 @@ def load_tokenizer(folder: str) -> Any:
 
 
 def choose_device(wanted: str) -> str:
-    """``cpu`` or ``cuda``; ``auto`` is cuda where there is one.
+    """Return ``cpu`` or ``cuda``; ``auto`` is cuda if there is one.
 
     Raises:
-        ConfigError: cuda is wanted and not there.
+        ConfigError: cuda is wanted and not available.
     """
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
@@ -586,7 +589,7 @@ def choose_device(wanted: str) -> str:
 
 
 def choose_dtype(wanted: str, config: Any) -> torch.dtype:
-    """The dtype of weights and KV; ``auto`` is the one the checkpoint was saved in."""
+    """Return the dtype of weights and KV; ``auto`` is the one that the checkpoint was saved in."""
     if wanted != "auto":
         chosen: torch.dtype = getattr(torch, wanted)
         return chosen

@@ -1,4 +1,4 @@
-"""Memory that cannot be had, told in a sentence; a GPU, torch, Python and mmap each say it in their own way."""
+"""Failed allocations, explained in a sentence; a GPU, torch, Python and mmap each raise another exception."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvstore_backend import ConfigError
 __all__ = ["LEAVE_ROOM", "LEAVE_ROOM_BESIDE", "is_out_of_memory", "told_if_too_large"]
 
 LEAVE_ROOM = "lower --max-num-batched-tokens, --max-num-seqs or --max-model-len"
-"""How a user makes room for steps."""
+"""How a user leaves memory for steps."""
 LEAVE_ROOM_BESIDE = "lower --num-gpu-blocks-override or --gpu-memory-utilization"
-"""How a user makes room beside KV blocks."""
+"""How a user leaves memory in addition to KV blocks."""
 
 
 @contextlib.contextmanager
 def told_if_too_large(wanted: str, *, any_failure: bool = True) -> Iterator[None]:
-    """Tell in a sentence that there is no memory for it.
+    """Explain in a sentence that there is not enough memory.
 
     Args:
-        wanted: the purpose, and how to do with less.
-        any_failure: each failure in the ``with`` block means this, as nothing but memory is asked for there; without
-            it, a failure for another reason is raised as it is.
+        wanted: what the memory is for, and how to need less.
+        any_failure: treat each failure in the ``with`` block as out of memory, because the block does nothing but
+            allocate; without it, a failure for another reason is raised unchanged.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is not enough memory.
     """
     try:
         yield
@@ -39,7 +39,7 @@ def told_if_too_large(wanted: str, *, any_failure: bool = True) -> Iterator[None
 
 
 def is_out_of_memory(exc: Exception) -> bool:
-    """Whether an exception that may mean anything means this: torch's, Python's, the driver's or cuBLAS's."""
+    """Whether an exception of any type means out of memory: from torch, Python, the driver or cuBLAS."""
     said = str(exc).lower()
     told = ("out of memory", "allocate memory", "alloc_failed")
     return isinstance(exc, torch.OutOfMemoryError | MemoryError) or any(words in said for words in told)

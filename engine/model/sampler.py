@@ -1,6 +1,6 @@
 """Logits -> the next token of each sequence.
 
-All sequences of a step at once, on the device that has the logits; its answer comes in one copy.
+All sequences of a step are sampled together, on the device that has the logits; the result comes in one copy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["CANDIDATES", "Choice", "SeenTokens", "sample"]
 log = logging.getLogger(__name__)
 
 Choice: TypeAlias = tuple[int, TokenLogprobs | None] | None
-"""A token, and its log probabilities if they are wanted; None where there is no token to choose."""
+"""A token, and its log probabilities if requested; None if there is no token to choose."""
 
 CANDIDATES = 1024
-"""Tokens of each sequence that a draw first looks at."""
+"""Number of tokens of each sequence that a draw first considers."""
 
 
 def sample(
@@ -36,23 +36,23 @@ def sample(
 ) -> list[Choice]:
     """Choose one token for each sequence.
 
-    The random draw is a function of (seed, position) alone, so a request continues the same way after a
-    preemption, on another instance, or beside other requests.
+    The random draw is a function of (seed, position) alone, so a request continues the same way after a preemption, on
+    another instance, or together with other requests.
 
     Args:
         logits: ``[sequences, vocabulary]``, changed in place.
-        eos_token_ids: ids that end a text; not chosen before ``min_tokens``.
-        seen_tokens: of the same sequences in the steps before, for ``repetition_penalty``.
+        eos_token_ids: ids that end a text; never chosen before ``min_tokens``.
+        seen_tokens: the tokens of the same sequences in the steps before, for ``repetition_penalty``.
 
     Returns:
-        For each sequence its choice; None where a logit is no number, or every token would end the text too early.
+        For each sequence its choice; None if a logit is not a number, or every token would end the text too early.
     """
     logits = logits.float()
     asked = [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
     log_probabilities = _find_log_probabilities(logits, asked) if asked else logits
     _penalize_repetition(logits, sequences, seen_tokens)
     _hold_ends_back(logits, sequences, eos_token_ids)
-    best, likeliest = logits.max(dim=-1)  # where one logit is NaN, that is the best
+    best, likeliest = logits.max(dim=-1)  # if one logit is NaN, that is the maximum
     for num_candidates in _list_candidates(sequences, logits.shape[1]):
         tokens, is_certain = _draw_tokens(logits, sequences, likeliest, num_candidates)
         told = _find_logprobs(log_probabilities, sequences, tokens, asked) if asked else []
@@ -71,18 +71,21 @@ def sample(
 
 
 class SeenTokens:
-    """Which tokens sequences that penalize repetition have had: a row for each, kept where the logits are.
+    """The tokens that sequences with a repetition penalty have had: a row for each, on the logits' device.
 
-    All tokens of a sequence are listed as it comes, and then its new ones.
+    A new sequence's row first gets all of its tokens, and later each new one.
     """
 
     def __init__(self) -> None:
         self._table = torch.empty(0, 0, dtype=torch.bool)
         self._listed: WeakKeyDictionary[Sequence, tuple[int, int]] = WeakKeyDictionary()
-        """The row of a sequence, and how many tokens are listed there."""
+        """The row of a sequence, and how many tokens are marked there."""
 
     def find(self, sequences: SequenceOf[Sequence], logits: torch.Tensor) -> torch.Tensor:
-        """Bool ``[sequences, vocabulary]``, of no meaning in rows of others; ``logits`` give width and device."""
+        """Return a bool mask ``[sequences, vocabulary]``, undefined for sequences without the penalty.
+
+        ``logits`` give the width and the device.
+        """
         width = logits.shape[1]
         penalizing = [sequence for sequence in sequences if sequence.request.params.repetition_penalty != 1]
         if len(self._table) < len(penalizing):
@@ -102,7 +105,7 @@ class SeenTokens:
         return self._table.index_select(0, rows)
 
     def _give_rows(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """Rows for sequences that have none, if need be those of sequences that are not among these."""
+        """Assign rows to sequences that have none; if necessary, reuse rows of sequences that are not among these."""
         coming = [sequence for sequence in sequences if sequence not in self._listed]
         if not coming:
             return []
@@ -115,21 +118,21 @@ class SeenTokens:
 
 
 def _penalize_repetition(logits: torch.Tensor, sequences: SequenceOf[Sequence], seen_tokens: SeenTokens) -> None:
-    """As transformers' ``RepetitionPenaltyLogitsProcessor`` does it, after https://arxiv.org/abs/1909.05858."""
+    """Apply the penalty as transformers' ``RepetitionPenaltyLogitsProcessor``, after https://arxiv.org/abs/1909.05858."""
     penalties = [sequence.request.params.repetition_penalty for sequence in sequences]
     if all(penalty == 1 for penalty in penalties):
         return
     [sent] = send_numbers([penalties], logits.device, torch.float64)
     penalty = sent.to(logits.dtype)[:, None]
     seen = seen_tokens.find(sequences, logits)
-    # By 1 where nothing changes, and in place: logits are the largest tensors of a step.
+    # The factor is 1 where nothing changes. It is applied in place: logits are the largest tensors of a step.
     falls = seen & (logits < 0)
     logits.mul_(torch.where(falls, penalty, 1))
     logits.div_(torch.where(seen ^ falls, penalty, 1))
 
 
 def _hold_ends_back(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: frozenset[int]) -> None:
-    """Leave sequences that are short of ``min_tokens`` no token that ends a text."""
+    """Exclude tokens that end a text for sequences that have not reached ``min_tokens``."""
     width = logits.shape[1]
     ends = [
         row * width + token
@@ -143,17 +146,17 @@ def _hold_ends_back(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_t
 
 
 def _list_candidates(sequences: SequenceOf[Sequence], vocab_size: int) -> list[int]:
-    """Numbers of candidates to draw from, one after another until each token is certain.
+    """Return increasing numbers of candidates to draw from; each next one is used until each token is certain.
 
-    To sort the whole vocabulary takes many times as long as to find its best thousand, which nearly every draw falls
-    into: a second try is rare, and costs a second wait for the device.
+    Sorting the whole vocabulary takes many times as long as finding its best thousand tokens, and nearly every draw is
+    one of these: a second try is rare, and costs a second wait for the device.
     """
     most = max((sequence.request.params.top_k for sequence in sequences if _is_drawn(sequence)), default=0)
     return [vocab_size] if max(most, CANDIDATES) >= vocab_size or most > CANDIDATES else [CANDIDATES, vocab_size]
 
 
 def _tell_hopeless(sequence: Sequence) -> Choice:
-    """No choice, with its reason in the log."""
+    """Log why there is no token to choose, and return None."""
     log.error(
         "%s: no token can be chosen: a logit is no number, or every token would end the text before min_tokens",
         sequence.request.request_id,
@@ -164,13 +167,16 @@ def _tell_hopeless(sequence: Sequence) -> Choice:
 def _draw_tokens(
     logits: torch.Tensor, sequences: SequenceOf[Sequence], likeliest: torch.Tensor, num_candidates: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of all sequences: the likeliest, or a drawn one where that is asked for.
+    """Return the tokens of all sequences: the likeliest, or a drawn one if the request samples.
 
     Args:
-        num_candidates: draw from so many tokens, the likeliest ones, at most.
+        logits: ``[sequences, vocabulary]``.
+        sequences: the sequences of the rows.
+        likeliest: the likeliest token of each row.
+        num_candidates: draw from at most this many tokens, the likeliest ones.
 
     Returns:
-        The tokens, and whether each is certain: it is another's where it may be no candidate.
+        The tokens, and whether each is certain: it is uncertain if the right token may not be a candidate.
     """
     is_certain = torch.ones_like(likeliest, dtype=torch.bool)
     places = [row for row, sequence in enumerate(sequences) if _is_drawn(sequence)]
@@ -191,7 +197,7 @@ def _draw_tokens(
     )
     scores = logits.index_select(0, rows)
     values, tokens = _find_best(scores, num_candidates)
-    # As differences and in float64, so that a temperature close to 0 makes no infinity of the likeliest.
+    # As differences and in float64, so that a temperature close to 0 does not make the likeliest infinite.
     highest, divisor = values[:, :1].double(), temperature[:, None]
     weights = ((values.double() - highest) / divisor).exp_()
     ranks = torch.arange(num_candidates, device=logits.device)
@@ -202,10 +208,10 @@ def _draw_tokens(
         sums = torch.where(is_open[:, None] > 0, every, sums)
     probabilities = weights / sums
     reached = probabilities.cumsum(-1)
-    # The likeliest token has nothing before it: it always stays.
+    # No probability precedes the likeliest token: it always stays.
     stays = (reached - probabilities < top_p[:, None]) & (probabilities > 0)
     last = stays.sum(-1, keepdim=True).sub_(1).clamp_(min=0)
-    # Of an open row more tokens follow than are candidates, which share all that these leave of 1.
+    # An open row has more tokens than candidates; they share the rest of 1 that the candidates leave.
     goes_on = (is_open > 0) & (top_p >= 1)
     target = torch.where(goes_on[:, None], 1, reached.gather(1, last)) * shares[:, None]
     drawn = torch.searchsorted(reached, target, right=True)
@@ -220,12 +226,13 @@ def _is_drawn(sequence: Sequence) -> bool:
 
 
 def _find_best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The greatest logits ``[rows, count]`` in falling order and their tokens; of equal ones the lower token first.
+    """Return the greatest logits ``[rows, count]`` in falling order and their tokens; the lower token wins a tie.
 
-    Which of equal values ``topk`` takes is not said, so it is given none: integers, of a logit and its token.
+    ``topk`` does not define which of equal values it takes. So it gets no equal values: each integer has a logit and
+    its token.
     """
     width = logits.shape[1]
-    bits = (logits + 0.0).view(torch.int32).long()  # -0 is 0
+    bits = (logits + 0.0).view(torch.int32).long()  # -0 becomes 0
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).mul_(1 << 32)
     keys += torch.arange(width - 1, -1, -1, device=logits.device)
     keys = torch.topk(keys, count).values if count < width else torch.sort(keys, descending=True).values
@@ -234,19 +241,19 @@ def _find_best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _draw_share(sequence: Sequence) -> float:
-    """The random number between 0 and 1 that draws the next token; drawn on the host, so that all devices agree."""
+    """Return the random number between 0 and 1 that draws the next token; made on the host, so all devices agree."""
     seed = sequence.request.params.seed
     assert seed is not None, "the entry point gives every sampled request a seed"
     return random.Random((seed * 1_000_003 + len(sequence.token_ids)) % 2**63).random()
 
 
 def _count_logprobs(sequences: SequenceOf[Sequence], vocab_size: int) -> int:
-    """As many alternatives as any of these sequences wants."""
+    """Return the largest number of alternatives that any of these sequences requested."""
     return min(max(sequence.request.params.logprobs or 0 for sequence in sequences), vocab_size)
 
 
 def _find_log_probabilities(logits: torch.Tensor, asked: list[int]) -> torch.Tensor:
-    """The model's own log probabilities of the rows ``asked`` for, as they are before penalties and ``min_tokens``."""
+    """Compute the model's log probabilities of the rows in ``asked``, before penalties and ``min_tokens``."""
     [rows] = send_numbers([asked], logits.device)
     return torch.log_softmax(logits[rows], dim=-1)
 
@@ -254,7 +261,7 @@ def _find_log_probabilities(logits: torch.Tensor, asked: list[int]) -> torch.Ten
 def _find_logprobs(
     log_probabilities: torch.Tensor, sequences: SequenceOf[Sequence], tokens: torch.Tensor, asked: list[int]
 ) -> list[torch.Tensor]:
-    """Of the rows ``asked`` for: log probabilities of the chosen tokens, and the likeliest tokens with theirs."""
+    """Return the log probabilities of the chosen tokens and of the likeliest tokens, for the rows in ``asked``."""
     [rows] = send_numbers([asked], tokens.device)
     count = _count_logprobs([sequences[row] for row in asked], log_probabilities.shape[1])
     values, ids = torch.topk(log_probabilities, count)
@@ -263,7 +270,7 @@ def _find_logprobs(
 
 
 def _read_logprobs(numbers: Iterator[float], sequences: SequenceOf[Sequence], vocab_size: int) -> list[TokenLogprobs]:
-    """The log probabilities that ``_find_logprobs`` found, on the host."""
+    """Read the log probabilities that ``_find_logprobs`` found, on the host."""
     if not sequences:
         return []
     count = _count_logprobs(sequences, vocab_size)

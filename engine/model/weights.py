@@ -1,4 +1,4 @@
-"""Which weights a model has: their version, their digest, and what a namespace says of them."""
+"""Version and digest of a model's weights, and how a namespace names them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["digest_weights", "name_weights", "read_version"]
 
 
 def read_version(folder: str | Path) -> str:
-    """The version in FastDeploy's ``version.yaml``, which a trainer writes next to the weights; "" without that file.
+    """Read the version from FastDeploy's ``version.yaml``, which a trainer writes next to the weights; "" without it.
 
     Raises:
-        ConfigError: the file is there, and says no version.
+        ConfigError: the file exists, but gives no version.
     """
     path = Path(folder) / "version.yaml"
     if not path.exists():
@@ -31,7 +31,7 @@ def read_version(folder: str | Path) -> str:
 
 
 def digest_weights(model: torch.nn.Module) -> str:
-    """A digest of all weights of a model that was read and not yet packed."""
+    """Return a digest of all weights of a model that was loaded and not yet packed."""
     digest, tensors = hashlib.sha256(), model.state_dict()
     for name in sorted(tensors):
         digest.update(name.encode())
@@ -40,9 +40,10 @@ def digest_weights(model: torch.nn.Module) -> str:
 
 
 def name_weights(version: str, model: torch.nn.Module) -> str:
-    """What tells a model's weights from all others in a namespace, where they may change: their version and digest.
+    """Return version and digest, which identify a model's weights in a namespace if the weights may change.
 
-    A namespace has samples of every tensor besides. These can be equal where weights differ, and nobody has to name a
-    version: weights of before and after would share KV, also in processes that are started later.
+    A namespace also has samples of every tensor. These can be equal although weights differ, and operators need not
+    name a version: then the weights before and after an update would share KV, also in processes that are started
+    later.
     """
     return f"{version}+{digest_weights(model)[:32]}"

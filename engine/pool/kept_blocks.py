@@ -1,4 +1,4 @@
-"""KeptBlocks: which blocks this instance has asked the pool to keep, so that it asks again in time and not sooner."""
+"""KeptBlocks: which blocks this instance has pinned in the pool, so that it pins them again in time and not earlier."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from engine.scheduling.request import Sequence
 
 __all__ = ["KeptBlocks"]
 
-# Asking costs the pool a write of the whole block: not before half of its time is over.
+# Pinning a block costs the pool a write of the whole block: do not repeat it before half of its time is over.
 _RENEW_AFTER = 0.5
 _MAX_BLOCKS = 1 << 16
 
 
 class KeptBlocks:
-    """Blocks, by their hashes, and from when on each may be asked for again; the oldest of very many are forgotten."""
+    """The hashes of pinned blocks, and from when on each may be pinned again; bounded, the oldest are forgotten."""
 
     def __init__(self) -> None:
         self._due_at: OrderedDict[bytes, float] = OrderedDict()
 
     def split_blocks(self, sequence: Sequence, first: int, last: int) -> Iterator[tuple[int, int, float]]:
-        """Runs of the blocks from ``first`` to ``last``: beginning, end, and for how long the pool is to keep them.
+        """Yield runs of the blocks from ``first`` to ``last``: beginning, end, and how long the pool must retain them.
 
-        0: as long as any others, as no hint says otherwise, or the pool was asked not long ago. A block that is
-        given a time here counts as asked for.
+        The time is 0 if no hint gives one, or if the pool was asked a short time ago. A block that gets a time here
+        counts as pinned.
         """
         if not sequence.request.hints:
             yield first, last, 0.0
@@ -42,12 +42,12 @@ class KeptBlocks:
             yield members[0], members[-1] + 1, kept
 
     def forget_blocks(self, hashes: SequenceOf[bytes]) -> None:
-        """Ask for them again next time: the pool did not take them."""
+        """Forget these blocks, so that they are pinned the next time: the pool did not store them."""
         for each in hashes:
             self._due_at.pop(each, None)
 
     def _ask_for(self, block_hash: bytes, seconds: float) -> float:
-        """``seconds``, or 0 where the pool was asked already, for long enough."""
+        """Return ``seconds``, or 0 if the pool was already asked, for long enough."""
         now = time.monotonic()
         if not seconds or self._due_at.get(block_hash, now) > now:
             return 0.0

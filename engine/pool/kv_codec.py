@@ -1,12 +1,12 @@
-"""KV blocks in fewer bytes, on their way to the pool and back: ``?kv=int8`` or ``?kv=fp8`` of a pool's URL.
+"""Compression of KV blocks on their way to the pool and back: ``?kv=int8`` or ``?kv=fp8`` in the pool's URL.
 
-A stored block is, for every channel of it (layer, K or V, head, dimension), one scale in bfloat16, and then for every
-element its value divided by its channel's scale, in one byte. A channel's scale is such that the largest of its values,
-of the block's tokens, is the largest that the byte can tell: some channels of keys are many times as large as others,
-which one scale for all of them would leave without a digit.
+A stored block has, for every channel (layer, K or V, head, dimension), one scale in bfloat16, and then for every
+element one byte: its value divided by its channel's scale. The scale is chosen so that the largest value of the
+channel, over the block's tokens, becomes the largest value that a byte can hold. Some channels of keys are many times
+as large as others; one scale for all of them would leave the small ones no precision.
 
-Such blocks do not come back exactly as they were, so they have a namespace of their own, and an instance without ``kv``
-never meets them.
+Such blocks are not exact when they are read, so they have a namespace of their own, and an instance without ``kv``
+never reads them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["choose_codec", "quantised_namespace"]
 
 _AS = " as "
 _SCALE = torch.bfloat16
-# Rounding to bfloat16 may make a scale smaller by a 256th, by which the largest value would overflow.
+# Rounding to bfloat16 may make a scale smaller by 1/256; then the largest value would overflow.
 _MARGIN = 1 + 2**-8
 _TYPES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
 class _QuantisingCodec:
-    """A scale for each channel, and a byte for each element.
+    """Quantises with one scale per channel and one byte per element.
 
     Args:
         kv: the KV memory, ``[block, layer, K or V, head, token, dimension]``.
@@ -47,7 +47,7 @@ class _QuantisingCodec:
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         values = rows.view(self._kv_dtype).view(-1, *self._block).float()
         largest = torch.maximum(values.amax(-2, keepdim=True), -values.amin(-2, keepdim=True))
-        # Zeros have any scale; infinity and NaN stay what they are, as they would have been without a pool.
+        # For zeros any scale works; infinity and NaN stay unchanged, as they would without a pool.
         scales = (largest * (_MARGIN / self._largest)).clamp_(min=torch.finfo(_SCALE).tiny).to(_SCALE)
         values /= scales
         if not self._type.is_floating_point:
@@ -64,11 +64,11 @@ class _QuantisingCodec:
 
 
 def quantised_namespace(namespace: Namespace, kv: str) -> Namespace:
-    """The namespace of blocks that are stored as ``kv`` says: ``int8``, ``fp8``, or empty for as they are."""
+    """Return the namespace of blocks stored in the form ``kv``: ``int8``, ``fp8``, or empty for unchanged bytes."""
     return replace(namespace, kv_dtype=f"{namespace.kv_dtype}{_AS}{kv}") if kv else namespace
 
 
 def choose_codec(namespace: Namespace, kv: torch.Tensor) -> Codec | None:
-    """The codec of a namespace's blocks, between the pool and ``kv``; None: they are in the pool as they are in it."""
+    """Return the codec between a namespace's blocks in the pool and ``kv``; None: the bytes are the same in both."""
     name = namespace.kv_dtype.partition(_AS)[2]
     return _QuantisingCodec(kv, name) if name else None

@@ -1,8 +1,8 @@
 """The engine's traffic with the pool: which blocks a sequence loads before it runs, and which it saves.
 
 Bytes move on threads of ``kvstore_backend.transfers``, never on the engine's. A transfer holds a reference on each of
-its blocks from its start until it releases them. However long that is, memory must do without them: where they would
-leave no room for the longest sequence, blocks are staged, and a transfer releases its blocks when it ends.
+its blocks from its start until it releases them. Until then no other sequence can use them. If they would leave no
+memory for the longest sequence, blocks are staged, and a transfer releases its blocks when it ends.
 """
 
 from __future__ import annotations
@@ -37,27 +37,29 @@ __all__ = ["PoolConnector"]
 
 log = logging.getLogger(__name__)
 
-# A share of all blocks may be held by saves that wait for a slow pool; beyond it saves are dropped, not queued.
+# The maximum share of all blocks that saves waiting for a slow pool may hold; beyond it saves are dropped, not queued.
 _SAVE_SHARE = 0.25
 
 
 class PoolConnector:
-    """Loads and saves of one engine's sequences. While the pool is not ready, every load is a miss at once.
+    """Loads and saves the blocks of one engine's sequences.
+
+    While the pool is not ready, every load is an immediate miss.
 
     All methods but ``call_after_flush`` are for the engine's thread, and so are all callbacks.
 
     Args:
         runner: owns the KV memory; ``allocate_kv`` has been called.
-        scheduler: hears of loads that ended; its block manager holds the blocks of transfers.
-        metrics: counted into.
+        scheduler: notified when a load ends; its block manager holds the blocks of transfers.
+        metrics: the counters to update.
         pool: closed by ``close``.
         post: runs a callable on the engine's thread, soon.
         on_saved: called with a sequence when a save of it has ended.
-        ending_on_error: a context in which an exception ends the sequence, and nobody else.
+        ending_on_error: a context in which an exception ends the sequence, and no other.
         save_outputs: save full blocks of generated text too, not only of prompts.
-        staged: blocks pass through host memory that is no KV memory. Default: unless the KV memory is the host's and
-            has room for three of the longest sequences: one that a hung load keeps, one that a hung save does, and
-            one to run. Blocks that the pool has in another form (``kv_codec.py``) always do.
+        staged: blocks pass through host memory that is not KV memory. Default: true, unless the KV memory is the host's
+            and holds three of the longest sequences: one for a hung load, one for a hung save, and one to run. Blocks
+            that the pool has in another form (``kv_codec.py``) are always staged.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class PoolConnector:
         return Refill(self._pool, self._saved, self._metrics.refilled_blocks.inc, start_thread=yield_to_compute)
 
     def follow_weights(self) -> None:
-        """Use the namespace of the weights that the runner has now. While no load or save is under way."""
+        """Use the namespace of the runner's current weights. Do not call it while a load or save is in progress."""
         new, old = self._runner.namespace, self._pool.namespace
         if (new.model, new.weights_version) == (old.model, old.weights_version):
             return
@@ -116,16 +118,16 @@ class PoolConnector:
 
     @property
     def pending_save_blocks(self) -> int:
-        """Blocks of saves that have not ended."""
+        """Number of blocks of saves that have not ended."""
         return self._pending_save_blocks
 
     def start_load(self, sequence: Sequence) -> None:
-        """Begin to read the full blocks that ``sequence`` lacks; it runs when that is over, however it went.
+        """Start to read the full blocks that ``sequence`` lacks; the sequence can run after the load, even if it fails.
 
-        As many leading blocks as the pool has are read, or none where computing them is quicker.
+        The load reads as many leading blocks as the pool has, or none if computing them is faster.
         """
         first = sequence.num_computed // sequence.block_size
-        # The last token is always computed, so a block that ends with it is of no use.
+        # The last token is always computed, so a block that ends with it is not needed.
         last = (len(sequence.token_ids) - 1) // sequence.block_size
         hashes, blocks = sequence.hashes()[first:last], sequence.block_table[first:last]
         load = _Load(sequence.request.request_id, first, hashes, sequence.hashes_of, len(self._scheduler.running))
@@ -150,7 +152,7 @@ class PoolConnector:
         self._transfers.load(hashes, blocks, on_end, release, decide=decide)
 
     def _look_up_and_read(self, load: _Load, read_leading: ReadLeading) -> int:
-        """Read as many leading blocks of ``load`` as the pool has and are worth it; on the thread that loads."""
+        """Read the leading blocks of ``load`` that the pool has, if reading is worth it; on the thread that loads."""
         present, asked = self._look_up(load), len(load.hashes)
         if not present:
             return 0
@@ -170,11 +172,11 @@ class PoolConnector:
         return count
 
     def _reader_of(self, load: _Load, run: Run) -> ReadBlocks:
-        """Reads the blocks of ``load``, of which another cut has some."""
+        """Return the function that reads the blocks of ``load`` if another sharding has some of them."""
         return self._siblings.reader_of(run, load.hashes, load.first, load.names_of(run.cut.block_size))
 
     def _look_up(self, load: _Load) -> int:
-        """How many leading blocks of ``load`` the pool has; where it has none, ``load`` is told why."""
+        """Return how many leading blocks of ``load`` the pool has; if it has none, set the reason in ``load``."""
         start = time.monotonic()
         statuses = self._pool.exists(load.hashes) if self._pool.is_ready else []
         present = count_leading(statuses)
@@ -195,10 +197,10 @@ class PoolConnector:
         return PoolUse(Reason.FAILED, "the look-up failed" if health.ok else f"pool away: {health.detail}")
 
     def start_save(self, sequence: Sequence, *, is_last: bool = False) -> None:
-        """Begin to save the blocks of ``sequence`` that became full.
+        """Start to save the blocks of ``sequence`` that became full.
 
-        Nothing is begun where the pool is not ready, or too many blocks wait for it already: they are tried again with
-        the next ones, and where there will be none (``is_last``) counted as unsaved.
+        If the pool is not ready, or too many blocks wait for it already, nothing is started. The next call tries these
+        blocks again; if there is none (``is_last``), they count as unsaved.
         """
         tokens = sequence.num_exact
         if not self._save_outputs:
@@ -222,13 +224,13 @@ class PoolConnector:
             return
         for allowed in self._list_not_withheld(sequence, first, last):
             for begin, end, seconds in self._kept.split_blocks(sequence, allowed.start, allowed.stop):
-                # What another cut has is not stored twice, unless it is to be kept.
+                # Blocks of another sharding are not stored twice, unless they must be retained.
                 for run in [range(begin, end)] if seconds else sequence.list_ungathered(begin, end):
                     self._start_save_of(sequence, run.start, run.stop, seconds)
         sequence.num_saved = last
 
     def _list_not_withheld(self, sequence: Sequence, first: int, last: int) -> Iterator[range]:
-        """Runs of the blocks from ``first`` to ``last`` that were not cached here when an operator cleared the pool."""
+        """Yield runs of the blocks from ``first`` to ``last``, without those withheld since the pool was cleared."""
         is_withheld = self._scheduler.blocks.is_withheld
         for withheld, run in groupby(range(first, last), key=lambda i: is_withheld(sequence.block_table[i])):
             if not withheld:
@@ -236,7 +238,7 @@ class PoolConnector:
                 yield range(members[0], members[-1] + 1)
 
     def _start_save_of(self, sequence: Sequence, first: int, last: int, keep_seconds: float) -> None:
-        """Begin to save some of the blocks; with ``keep_seconds`` also those that the pool has."""
+        """Start to save some of the blocks; with ``keep_seconds`` also those that the pool has."""
         blocks, hashes = sequence.block_table[first:last], sequence.hashes()[first:last]
 
         def on_end(outcome: Outcome) -> None:
@@ -263,11 +265,11 @@ class PoolConnector:
         self._transfers.save(hashes, blocks, on_end, release, keep_seconds=keep_seconds)
 
     def skip_prompt(self, sequence: Sequence) -> None:
-        """Save nothing of the prompt: the instance that computed it does."""
+        """Save nothing of the prompt: the instance that computed it saves it."""
         sequence.num_saved = len(sequence.hashes())
 
     def drop_unsaved_blocks(self, sequence: Sequence) -> None:
-        """Give up saving full blocks that the pool did not take so far: they are not kept for it."""
+        """Give up saving full blocks that the pool has not accepted so far: they are not held for it any longer."""
         unsaved = sequence.num_exact // sequence.block_size - sequence.num_saved
         if unsaved > 0:
             self._metrics.unsaved_blocks.inc(unsaved)
@@ -278,21 +280,21 @@ class PoolConnector:
         self._transfers.remove(hashes)
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """Hear how long a step with chunks of prompts took: loads are weighed against it."""
+        """Record how long a step with chunks of prompts took: loads are compared with that."""
         self._load_or_compute.record_step(num_tokens, seconds)
 
     def call_after_flush(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, on any thread, once other instances can read all that was saved. From any thread."""
+        """Call ``callback``, on any thread, once other instances can read all saved blocks. From any thread."""
         self._transfers.call_after_flush(callback)
 
     def close(self) -> None:
-        """Give running saves a moment, drop the rest, and leave the pool."""
+        """Wait a moment for running saves, drop the rest, and close the pool."""
         self._refill.close()
         self._transfers.close()
 
 
 class _Load:
-    """A question to the pool for one sequence, and its outcome."""
+    """A look-up in the pool for one sequence, and its outcome."""
 
     def __init__(
         self,
@@ -305,21 +307,21 @@ class _Load:
         self.request_id = request_id
         self.first = first
         self.hashes = hashes
-        self.names_of = names_of  # of all blocks of the sequence, under a block size
-        self.run: Run | None = None  # set where another cut has some of them
-        self.num_running = num_running  # whom computing the blocks would delay
-        self.num_behind = 0  # blocks that the pool has behind the first one that it lacks
+        self.names_of = names_of  # names of all blocks of the sequence, under a block size
+        self.run: Run | None = None  # set if another sharding has some of them
+        self.num_running = num_running  # number of sequences that computing the blocks would delay
+        self.num_behind = 0  # number of blocks that the pool has after the first one that it lacks
         self.use = PoolUse(Reason.FAILED, "the load failed; the log tells how")
         self.look_up: tuple[float, float] | None = None  # beginning and end, on time.monotonic
         self.reading: tuple[float, float] | None = None
 
     def list_gathered(self, count: int) -> set[int]:
-        """Which of the sequence's blocks came from another cut, as ``count`` leading ones arrived."""
+        """Return which of the sequence's blocks came from another sharding, if ``count`` leading ones arrived."""
         parts = self.run.gathered if self.run else ()
         return {self.first + i for part in parts for i in part if i < count}
 
     def explain_read(self, present: int, count: int) -> PoolUse:
-        """Of ``present`` leading blocks ``count`` arrived."""
+        """Explain a read in which ``count`` of ``present`` leading blocks arrived."""
         if not count:
             text = f"none of {present} blocks arrived (evicted meanwhile, damaged, or pool away)"
             return PoolUse(Reason.FAILED, text)

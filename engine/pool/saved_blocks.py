@@ -1,4 +1,4 @@
-"""The engine's cached blocks that the pool had, and can be given again where it has lost them."""
+"""The engine's cached blocks that the pool had, to save them again if the pool has lost them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ T = TypeVar("T")
 
 # Longer than a step, and than a save to a pool that hangs.
 _ANSWER_SECONDS = 60.0
-# Of the blocks that could be given to sequences now, a save may keep so many from them.
+# The share of the available blocks that one save may hold.
 _HELD_SHARE = 0.25
 
 
 class SavedBlocks:
-    """Answers a ``Refill``, on its thread; the work is done on the engine's.
+    """Answers a ``Refill`` on its thread; the work runs on the engine's thread.
 
     Args:
-        blocks: the engine's.
+        blocks: the engine's block manager.
         transfers: saves them.
         post: runs a callable on the engine's thread, soon.
-        most_held: blocks that one save may hold.
+        most_held: the maximum number of blocks that one save may hold.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class SavedBlocks:
         self._saved: dict[bytes, None] = {}
 
     def note_blocks(self, hashes: SequenceOf[bytes]) -> None:
-        """Hear that the pool has these blocks. On the engine's thread."""
+        """Record that the pool has these blocks. On the engine's thread."""
         self._saved.update(dict.fromkeys(hashes))
         if len(self._saved) > 2 * self._blocks.num_blocks:
             self._saved = {each: None for each in self._saved if self._blocks.has_contents(each)}
 
     def forget_blocks(self) -> None:
-        """Hear that the pool has none of these blocks. On the engine's thread."""
+        """Record that the pool has none of these blocks. On the engine's thread."""
         self._saved.clear()
 
     def list_saved_blocks(self, most: int) -> SequenceOf[bytes]:
-        """Hashes of up to ``most`` cached blocks that the pool had, those used last first."""
+        """Return hashes of up to ``most`` cached blocks that the pool had, the most recently used first."""
 
         def pick_hashes() -> list[bytes]:
             saved = filter(self._saved.__contains__, self._blocks.iterate_hashes())
@@ -65,7 +65,7 @@ class SavedBlocks:
         return self._ask(pick_hashes)
 
     def save_again(self, hashes: SequenceOf[bytes]) -> tuple[int, int]:
-        """Save those of these blocks that are still cached: how many were tried, and how many the pool has now."""
+        """Save those of these blocks that are still cached; return how many were tried, and how many the pool has."""
 
         def start_save(answer: Callable[[tuple[int, int]], None]) -> None:
             self._start_save(hashes, answer)
@@ -73,11 +73,11 @@ class SavedBlocks:
         return self._ask_later(start_save)
 
     def end_round(self, hashes: SequenceOf[bytes]) -> None:
-        """Let those that were saved again be reused in the order they were in before."""
+        """Restore the previous reuse order of the blocks that were saved again."""
         self._ask(lambda: self._blocks.use_in_order(hashes))
 
     def withhold_blocks(self) -> None:
-        """Save nothing more that is cached now: an operator cleared the pool."""
+        """Save no block again that is cached now: an operator cleared the pool."""
         self._ask(self._blocks.withhold_published)
 
     def _may_save(self, block_hash: bytes) -> bool:
@@ -98,7 +98,7 @@ class SavedBlocks:
         self._transfers.save(cached, held, report_outcome, partial(self._blocks.release_blocks, held))
 
     def _ask(self, call: Callable[[], T]) -> T:
-        """The answer of ``call``, made on the engine's thread."""
+        """Run ``call`` on the engine's thread and return its result."""
 
         def answer_at_once(answer: Callable[[T], None]) -> None:
             answer(call())
@@ -106,10 +106,10 @@ class SavedBlocks:
         return self._ask_later(answer_at_once)
 
     def _ask_later(self, call: Callable[[Callable[[T], None]], None]) -> T:
-        """The answer that ``call``, made on the engine's thread, gives to its argument, then or later.
+        """Run ``call`` on the engine's thread and return what it passes to its argument, then or later.
 
         Raises:
-            queue.Empty: nothing came; the engine has stopped.
+            queue.Empty: no result came; the engine has stopped.
         """
         answers: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._post(lambda: call(answers.put))

@@ -1,4 +1,4 @@
-"""The engine's KV memory as the pool and hand-overs reach it: itself, or by way of host buffers."""
+"""Access of the pool and hand-overs to the engine's KV memory: directly, or through host buffers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvstore_backend.transfers import DirectMemory
 
 __all__ = ["open_direct", "open_staged", "stage_handovers"]
 
-# A hand-over keeps its buffers until all of its blocks are there: smaller ones leave less unused.
+# A hand-over holds its buffers until all of its blocks are in place: smaller ones leave less memory unused.
 _HANDOVER_BUFFER_BYTES = 8 << 20
 
 
 def open_direct(runner: ModelRunner, registry: Registry) -> DirectMemory:
-    """The KV memory itself, which must be the host's: digests are taken of it there, and libraries write to it.
+    """Return direct access to the KV memory, which must be in host memory: the CPU reads it, and libraries write to it.
 
     Raises:
-        ValueError: it is a device's.
+        ValueError: the KV memory is on a device.
     """
     kv = runner.kv
     if kv.device.type != "cpu":
@@ -35,7 +35,7 @@ def open_direct(runner: ModelRunner, registry: Registry) -> DirectMemory:
 
 
 def open_staged(runner: ModelRunner, pool: BlockPool) -> StagedMemory:
-    """The KV memory by way of buffers, with blocks in the form that the pool's namespace names."""
+    """Return access to the KV memory through buffers, with blocks in the form that the pool's namespace names."""
     codec = choose_codec(pool.namespace, runner.kv)
     return StagedMemory(KVTensors([runner.kv], len(runner.kv)), pool, codec, _stand_in(runner))
 
@@ -43,12 +43,12 @@ def open_staged(runner: ModelRunner, pool: BlockPool) -> StagedMemory:
 def stage_handovers(
     runner: ModelRunner, registry: Registry, incoming_bytes: int, buffer_bytes: int = _HANDOVER_BUFFER_BYTES
 ) -> StagedMemory:
-    """The KV memory by way of other buffers, for hand-overs: ``incoming_bytes`` of them for those to this instance."""
+    """Return access to the KV memory through separate buffers for hand-overs; ``incoming_bytes`` for incoming ones."""
     kv = KVTensors([runner.kv], len(runner.kv))
     device = _stand_in(runner)
     return StagedMemory(kv, registry, device=device, buffer_bytes=buffer_bytes, incoming_bytes=incoming_bytes)
 
 
 def _stand_in(runner: ModelRunner) -> StandInDevice | None:
-    """The device that copies to and from host memory; beside a running step, it waits for a core."""
+    """Return the device that copies to and from host memory, if KV memory is the host's; it yields to compute."""
     return StandInDevice(yield_to_compute) if runner.device.type == "cpu" else None

@@ -1,10 +1,10 @@
-"""Scheduling: which sequence computes how many tokens in the next step, and which KV blocks it has. Free of tensors.
+"""Scheduling: which sequence computes how many tokens in the next step, and which KV blocks it has. It uses no tensors.
 
-block_manager.py     which KV block belongs to which sequence; the prefix cache; free of tensors
-cache_hints.py       cache_control: how long a prompt's blocks are worth keeping, as a request says it
+block_manager.py     which KV block belongs to which sequence; the prefix cache
+cache_hints.py       cache_control: how long the request wants its prompt's blocks cached
 pool_use.py          why a prompt took blocks from the pool, or none
-prefill_progress.py  how far long prompts are, in the log
-request.py           Request, as a client asks for it, and Sequence, as the engine works on it
-retrieval_config.py  the sizes of sparse attention; free of tensors
-scheduler.py         which sequence computes how many tokens in the next step; free of tensors
+prefill_progress.py  logs the progress of long prompts
+request.py           Request, as the client sent it, and Sequence, the engine's state of it
+retrieval_config.py  the sizes of sparse attention
+scheduler.py         which sequence computes how many tokens in the next step
 """

@@ -1,10 +1,10 @@
-"""How long a prompt's blocks are worth keeping, as a request says it: ``cache_control``, as Anthropic's API has it.
+"""Hints how long to cache a prompt's blocks: ``cache_control``, as in Anthropic's API.
 
     {"type": "ephemeral", "ttl": "1h"}
 
 On a request it means the whole prompt, on a message or on a part of its content the prompt up to there. The pool is
-asked to spare those blocks from eviction for that time, which begins anew with each request that says so. It is a hint:
-a pool that is full of such blocks evicts them, too, and one that knows no such thing does as it does.
+asked not to evict those blocks for that time, which starts again with each request that has the hint. It is only a
+hint: a pool that is full of such blocks evicts them, too, and a pool without this feature ignores it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["CacheControl", "CacheHint", "CacheMark", "count_common", "find_marks
 _TTL = re.compile(r"(\d{1,5})([smh])", re.ASCII)
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _MAX_SECONDS = 24 * 3600
-"""What a Mooncake master grants at most, unless it is told otherwise (``--max_kv_soft_pin_ttl``)."""
+"""The maximum that a Mooncake master grants by default (``--max_kv_soft_pin_ttl``)."""
 
 
 class CacheControl(BaseModel):
-    """A hint: 5 minutes, unless it says otherwise."""
+    """A hint: 5 minutes by default."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -43,13 +43,13 @@ class CacheControl(BaseModel):
 
     @property
     def seconds(self) -> float:
-        """The time."""
+        """The time in seconds."""
         return float(int(self.ttl[:-1]) * _UNITS[self.ttl[-1]])
 
 
 @dataclass(frozen=True)
 class CacheHint:
-    """The first ``num_tokens`` tokens of a prompt are worth keeping for ``seconds``."""
+    """A request to cache the first ``num_tokens`` tokens of a prompt for ``seconds``."""
 
     num_tokens: int
     seconds: float
@@ -57,12 +57,12 @@ class CacheHint:
 
 @dataclass(frozen=True)
 class CacheMark:
-    """A hint in a conversation, on its messages up to one of them.
+    """A hint in a conversation, for its messages up to one of them.
 
     Attributes:
-        message: which one.
-        text: of that one's content, up to the mark; None: all of it.
-        seconds: how long these are worth keeping.
+        message: the index of that message.
+        text: its content up to the mark; None: all of it.
+        seconds: how long to cache these.
     """
 
     message: int
@@ -71,10 +71,10 @@ class CacheMark:
 
 
 def find_marks(messages: Sequence[dict[str, Any]]) -> Iterator[CacheMark]:
-    """The hints in a conversation.
+    """Yield the hints in a conversation.
 
     Raises:
-        ValueError: one is none; the end of a sentence that says where and why.
+        ValueError: a hint is invalid; the message is the end of a sentence that says where and why.
     """
     for index, message in enumerate(messages):
         content = message.get("content")
@@ -90,12 +90,12 @@ def find_marks(messages: Sequence[dict[str, Any]]) -> Iterator[CacheMark]:
 
 
 def seconds_kept(hints: Sequence[CacheHint], end: int) -> float:
-    """How long tokens up to ``end`` are worth keeping; 0: as long as any others."""
+    """Return how long to cache tokens up to ``end``; 0: no hint covers them."""
     return max((hint.seconds for hint in hints if hint.num_tokens >= end), default=0.0)
 
 
 def count_common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many leading tokens two prompts share."""
+    """Return how many leading tokens two prompts share."""
     return next((i for i, (one, other) in enumerate(zip(tokens, others, strict=False)) if one != other), len(others))
 
 

@@ -16,7 +16,7 @@ class Reason(enum.Enum):
     OWN_CACHE = "own_cache"
     ABSENT = "absent"
     SLOW = "slow"
-    """Computing the blocks is quicker than loading them."""
+    """Computing the blocks is faster than loading them."""
     FAILED = "failed"
     NO_POOL = "no_pool"
     HANDED_OVER = "handed_over"
@@ -26,10 +26,11 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True)
 class PoolUse:
-    """The reason, and a part of a sentence that tells it with its figures.
+    """The reason, and a part of a sentence that explains it with its numbers.
 
     Attributes:
-        num_behind: blocks that the pool had behind the first one that it lacked, where they are of no use.
+        reason: the reason.
+        num_behind: blocks that the pool has after the first one that it lacks; they cannot be used.
     """
 
     reason: Reason
@@ -42,7 +43,7 @@ NO_POOL = PoolUse(Reason.NO_POOL, "no pool; --kvcache-storage-backend is not giv
 
 
 def explain_no_load(num_tokens: int, block_size: int) -> PoolUse:
-    """Why nothing is to be loaded for ``num_tokens``, of which the cache has all blocks that can be of use."""
+    """Explain why no block is loaded for ``num_tokens``: the cache has all blocks that can be used."""
     if num_tokens < block_size:
         return PoolUse(Reason.SHORT, f"shorter than a block ({num_tokens} of {block_size} tokens)")
     if num_tokens == block_size:

@@ -1,4 +1,4 @@
-"""How far long prompts are, in the log: a prompt of several steps would otherwise be silent for minutes."""
+"""Logs the progress of long prompts: without it, a prompt of several steps would log nothing for minutes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ EVERY_SECONDS = 5.0
 
 
 class PrefillProgress:
-    """Says of each sequence every ``EVERY_SECONDS`` how much of its prompt is computed; for the engine's thread.
+    """Logs for each sequence every ``EVERY_SECONDS`` how much of its prompt is computed; for the engine's thread.
 
     Args:
-        clock: seconds, from anywhere.
+        clock: seconds since any fixed moment.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Each prompt's preemptions, when it was begun or last told of, and how many tokens were computed then.
+        # Each prompt's preemptions, when it began or was last logged, and how many tokens were computed then.
         self._told: WeakKeyDictionary[Sequence, tuple[int, float, int]] = WeakKeyDictionary()
 
     def record_chunk(self, chunk: Chunk, seconds: float) -> None:
-        """Hear that ``chunk`` has been computed, in a step of so many seconds."""
+        """Record that ``chunk`` was computed, in a step that took ``seconds``."""
         sequence = chunk.sequence
         if not sequence.is_prefilling:
             self._told.pop(sequence, None)

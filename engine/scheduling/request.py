@@ -1,4 +1,4 @@
-"""A prompt to be continued (``Request``), and how far that has got (``Sequence``)."""
+"""A prompt to be continued (``Request``), and the state of its computation (``Sequence``)."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = [
 ]
 
 LEAST_PENALTY, GREATEST_PENALTY = 0.01, 100.0
-"""Of ``repetition_penalty``: beyond these, a logit might become infinite."""
+"""Bounds of ``repetition_penalty``: beyond them, a logit might become infinite."""
 
-# Sources in ``Sequence.prompt_sources``, by their names among metrics.
+# Sources in ``Sequence.prompt_sources``, by their names in metrics.
 _ORIGINS = {"own cache": "own_cache", "the pool": "pool", "the prefill instance": "handed_over"}
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """How tokens are chosen for requests that do not say it; a checkpoint's generation_config.json may say it.
+    """Sampling defaults for requests that give no value; a checkpoint's generation_config.json may set them.
 
-    The names are those of ``SamplingParams``; ``max_tokens`` None is as many as the context holds.
+    The names are those of ``SamplingParams``; ``max_tokens`` None means as many as the context holds.
     """
 
     max_tokens: int | None = None
@@ -51,12 +51,12 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop; OpenAI's names and meanings where it has them.
+    """Sampling parameters and stop conditions; OpenAI's names and meanings if it has them.
 
-    ``temperature`` 0 (or ``top_p`` 0, as FastDeploy's examples have it) is greedy. ``top_k`` 0 means all tokens.
-    ``repetition_penalty`` above 1 makes tokens of the prompt and the answer less likely to come again.
-    ``seed`` makes the choice a function of (seed, position, logits). ``logprobs`` is how many alternatives to
-    report beside the chosen token; None reports nothing.
+    ``temperature`` 0 (or ``top_p`` 0, as in FastDeploy's examples) is greedy. ``top_k`` 0 means all tokens.
+    ``repetition_penalty`` above 1 makes tokens of the prompt and the answer less likely to come again. ``seed`` makes
+    the choice a function of (seed, position, logits). ``logprobs`` is the number of alternatives to report in addition
+    to the chosen token; None reports nothing.
     """
 
     max_tokens: int
@@ -77,9 +77,9 @@ class Request:
     """One prompt to be continued.
 
     Blocks are shared only among requests of the same ``cache_salt``. ``choice_of`` is the id of the request that this
-    is a further choice of; "" where it is none. The last ``num_begun`` tokens of the prompt are the answer's beginning,
-    whose text the client has. ``messages`` are those that the prompt was rendered from, if it was;
-    ``hints`` say how long its blocks are worth keeping.
+    is a further choice of; "" if it is not. The last ``num_begun`` tokens of the prompt are the answer's beginning, and
+    the client has its text. ``messages`` are those that the prompt was rendered from, if any; ``hints`` say how long to
+    cache its blocks.
     """
 
     request_id: str
@@ -93,13 +93,13 @@ class Request:
 
 
 class State(enum.Enum):
-    """Where a sequence stands in the scheduler."""
+    """The state of a sequence in the scheduler."""
 
     WAITING = "waiting"
     LOADING = "loading"
-    """It holds blocks, and leading ones of them are being read from the pool."""
+    """It holds blocks, and a load reads leading ones from the pool."""
     READY = "ready"
-    """It holds blocks, with all KV in them that is not to be computed here, and waits for a place among the running."""
+    """It holds blocks, with all KV that is not computed here, and waits to be scheduled."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -114,7 +114,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One step's news of a request. ``token_id`` None: it ended without a further token (aborted, failed)."""
+    """The output of one step for a request. ``token_id`` None: it ended without a further token (aborted, failed)."""
 
     token_id: int | None
     finish_reason: str | None = None
@@ -126,21 +126,21 @@ class Saves:
     """The saves of a sequence's blocks to the pool: how many, and when."""
 
     num_begun: int = 0
-    """Blocks that were given to saves."""
+    """Number of blocks that were passed to saves."""
     num_done: int = 0
-    """Of these, blocks that the pool has."""
+    """Of these, the number of blocks that the pool has."""
     began_at: float = 0.0
-    """When the first save began; this and the next on ``time.monotonic``, and 0 until then."""
+    """When the first save began; this and the next are on ``time.monotonic``, and 0 until then."""
     ended_at: float = 0.0
-    """When the last one ended so far."""
+    """When the last save so far ended."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A request on its way. KV exists for ``token_ids[:num_computed]``, in the blocks of ``block_table``.
+    """The state of a request that runs. KV exists for ``token_ids[:num_computed]``, in the blocks of ``block_table``.
 
-    The ``*_cached_tokens`` figures and ``prompt_sources`` say where the prompt's KV came from when it was first
-    admitted, and ``pool_use`` why so much from the pool; they are final once the first token is out.
+    The ``*_cached_tokens`` counts and ``prompt_sources`` say where the prompt's KV came from when it was first
+    admitted, and ``pool_use`` explains the part from the pool; they are final once the first token exists.
     """
 
     request: Request
@@ -150,18 +150,18 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_published: int = 0
-    """Leading blocks that were offered to the prefix cache already."""
+    """Number of leading blocks published to the prefix cache already."""
     num_saved: int = 0
-    """Leading blocks that were handed to the pool already."""
+    """Number of leading blocks passed to the pool already."""
     gathered: frozenset[int] = frozenset()
-    """Blocks that were loaded from another cut, under which the pool keeps them."""
+    """Blocks that were loaded from another sharding, where the pool has them."""
     num_exported: int = 0
-    """Leading blocks of the prompt that its listener was given already."""
+    """Number of the prompt's leading blocks passed to its listener already."""
     num_offloaded: int = 0
-    """Leading blocks that were given back; their places in ``block_table`` mean nothing any more."""
+    """Number of leading blocks that were released; their entries in ``block_table`` are undefined."""
     regime: Regime = Regime.DENSE
     blocks_read: int = 0
-    """How much sparse attention spared: blocks that steps read, summed over steps and layers ..."""
+    """What sparse attention saves: blocks that steps read, summed over steps and layers ..."""
     blocks_passed: int = 0
     """... and blocks that dense attention would have read."""
     pending_saves: int = 0
@@ -171,22 +171,22 @@ class Sequence:
     own_cached_tokens: int = 0
     pool_cached_tokens: int = 0
     prompt_sources: list[tuple[str, int]] = field(default_factory=list)
-    """Where the prompt's leading tokens came from, in their order; the others were computed here."""
+    """Where the prompt's leading tokens came from, in order; the others were computed here."""
     pool_use: PoolUse = NOT_ASKED
     pool_load_seconds: float = 0.0
     num_preemptions: int = 0
-    """How often it had to give its blocks back and begin anew."""
+    """How often the sequence had to release its blocks and start again."""
     arrival: float = field(default_factory=lambda: time.monotonic())
     started_at: float | None = None
-    """When it first got a place among the running."""
+    """When it was first scheduled to run."""
     first_token_at: float | None = None
     submitted_at: float = 0.0
-    """When the engine got it; this and the others on ``time.monotonic``, and 0 until then."""
+    """When the engine got it; this and the others are on ``time.monotonic``, and 0 until then."""
     ended_at: float = 0.0
     look_up: tuple[float, float] | None = None
-    """Beginning and end of the first question to the pool, if there was one ..."""
+    """Beginning and end of the first look-up in the pool, if there was one ..."""
     load: tuple[float, float] | None = None
-    """... and of reading from it, if that was worth it."""
+    """... and of the read from it, if there was one."""
     saves: Saves = field(default_factory=Saves)
 
     def __post_init__(self) -> None:
@@ -202,7 +202,7 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def count_origins(self) -> dict[str, int]:
-        """The prompt's tokens by where their KV came from; without those that were not computed as it ended."""
+        """Return the prompt's tokens by the source of their KV, without those that were never computed."""
         counts = dict.fromkeys(_ORIGINS.values(), 0)
         for source, count in self.prompt_sources:
             counts[_ORIGINS[source]] += count
@@ -211,29 +211,29 @@ class Sequence:
 
     @property
     def num_exact(self) -> int:
-        """Leading tokens whose KV is exact, so that others may have it: sparse steps compute only something like it."""
+        """Number of leading tokens with exact KV, which may be shared: sparse steps compute an approximation."""
         return self.num_computed if self.regime is Regime.DENSE else min(self.num_computed, self.num_prompt_tokens)
 
     @property
     def is_prefilling(self) -> bool:
-        """More than one token still lacks KV: the next step computes a chunk, not just the newest token."""
+        """Whether more than one token lacks KV: the next step computes a chunk, not just the newest token."""
         return len(self.token_ids) - self.num_computed > 1
 
     @property
     def is_decoding(self) -> bool:
-        """Only the newest token lacks KV, and it was generated."""
+        """Whether only the newest token lacks KV, and it was generated."""
         return self.num_computed >= self.num_prompt_tokens and not self.is_prefilling
 
     def hashes(self) -> SequenceOf[bytes]:
-        """Hashes of all full blocks of ``token_ids``, computed or not."""
+        """The hashes of all full blocks of ``token_ids``, computed or not."""
         return extend_block_hashes(self.block_hashes, self.token_ids, self.block_size, self._root)
 
     def list_ungathered(self, first: int, last: int) -> list[range]:
-        """The blocks from ``first`` to ``last`` that were not loaded from another cut, in runs."""
+        """Return runs of the blocks from ``first`` to ``last`` that were not loaded from another sharding."""
         if not self.gathered:
             return [range(first, last)]
         return list(join_runs([i for i in range(first, last) if i not in self.gathered]))
 
     def hashes_of(self, block_size: int) -> SequenceOf[bytes]:
-        """Hashes of all full blocks under another instances' block size."""
+        """Return the hashes of all full blocks under another instance's block size."""
         return extend_block_hashes([], self.token_ids, block_size, self._root)

@@ -1,6 +1,6 @@
-"""Sizes of sparse attention, each in one place. Free of tensors.
+"""Sizes of sparse attention, each in one place. It uses no tensors.
 
-A long sequence's KV is three parts: initial blocks and a sliding window, which every step reads, and the blocks
+A long sequence's KV has three parts: initial blocks and a sliding window, which every step reads, and the blocks
 between, of which a step reads the best ``topk_percent``::
 
     block   0 .. initial │ initial .. window start │ window start .. last
@@ -18,20 +18,20 @@ from kvstore_backend import ConfigError
 __all__ = ["RECOMMENDED_BLOCK_SIZE", "REPRESENTATIVES", "BlockPartition", "Regime", "RetrievalConfig"]
 
 RECOMMENDED_BLOCK_SIZE = 128
-"""The method's."""
+"""The block size that the method recommends."""
 
 REPRESENTATIVES = ("min_max", "mean_std", "mean")
-"""The vectors that can stand for a block in the index (see ``block_index``); the first is the default."""
+"""The vectors that can represent a block in the index (see ``block_index``); the first is the default."""
 
 
 class Regime(enum.Enum):
-    """How a sequence decodes; chosen once, by the length of its prompt."""
+    """The way a sequence decodes; chosen once, by the length of its prompt."""
 
     DENSE = "dense"
     SPARSE = "sparse"
-    """Looks blocks up; all of them stay in KV memory."""
+    """Blocks are looked up; all of them stay in KV memory."""
     OFFLOADED = "offloaded"
-    """Looks blocks up in host memory; its blocks of KV memory are given to others."""
+    """Blocks are looked up in host memory; the sequence's KV blocks are released to others."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,27 @@ class BlockPartition:
 
     @property
     def num_outside(self) -> int:
-        """Blocks that are looked up, not always read."""
+        """Number of blocks that are looked up, not always read."""
         return self.window_start - self.num_initial
 
     @property
     def num_read(self) -> int:
-        """Blocks that a step reads in a layer, for each head."""
+        """Number of blocks that a step reads in a layer, for each head."""
         return self.num_blocks - self.num_outside + self.num_recalled
 
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """Sparse attention as it was asked for; lengths in tokens.
+    """Settings of sparse attention; lengths in tokens.
 
-    Prompts below ``dense_boundary`` are attended to exactly, those above ``offload_boundary`` are offloaded. The window
-    is never less than ``local_tokens``, initial tokens are rounded up to whole blocks, and the number of blocks
-    recalled is rounded down (but at least one). Where the window cuts a block in two, the whole of it is read, and is
-    one of those that ``topk_percent`` allows. Blocks are chosen anew every ``stride`` steps, and whenever one leaves
-    the window. The first ``dense_layers`` layers read every block.
+    Prompts below ``dense_boundary`` use exact attention, those above ``offload_boundary`` are offloaded. The window is
+    never smaller than ``local_tokens``, initial tokens are rounded up to whole blocks, and the number of blocks
+    recalled is rounded down (but at least one). If the window begins within a block, the whole block is read, and
+    counts as one of those that ``topk_percent`` allows. Blocks are chosen again every ``stride`` steps, and whenever
+    one leaves the window. The first ``dense_layers`` layers read every block.
 
     Raises:
-        ConfigError: values that cannot be, named by their flags.
+        ConfigError: impossible values, named by their flags.
     """
 
     block_size: int
@@ -103,13 +103,13 @@ class RetrievalConfig:
             raise ConfigError(f"--retrieval-dense-layers {self.dense_layers} is negative; use 0 or more")
 
     def choose_regime(self, num_prompt_tokens: int) -> Regime:
-        """How a sequence with such a prompt decodes."""
+        """Return how a sequence with this prompt length decodes."""
         if num_prompt_tokens < self.dense_boundary:
             return Regime.DENSE
         return Regime.SPARSE if num_prompt_tokens <= self.offload_boundary else Regime.OFFLOADED
 
     def partition_blocks(self, context: int, layer: int) -> BlockPartition:
-        """The blocks of a sequence for a step in ``layer`` whose newest token is the ``context``-th."""
+        """Return the blocks of a sequence for a step in ``layer`` that computes its ``context``-th token."""
         num_blocks = -(-context // self.block_size)
         num_initial = min(-(-self.init_tokens // self.block_size), num_blocks - 1)
         window_start, num_before = divmod(context - self.local_tokens, self.block_size)
@@ -118,12 +118,12 @@ class RetrievalConfig:
         num_outside = window_start - num_initial
         if layer < self.dense_layers:
             return BlockPartition(num_blocks, num_initial, window_start, num_outside)
-        # Of the decimal that was written: 0.3 of 10 blocks are 3, though as a float it is a little less.
+        # Use the decimal number as written: 0.3 of 10 blocks is 3, though as a float it is a little less.
         share = int(Fraction(str(self.topk_percent)) * (num_outside + num_cut)) - num_cut
         return BlockPartition(num_blocks, num_initial, window_start, min(num_outside, max(1, share)))
 
     def explain_block_size(self) -> str:
-        """Why another block size would be better; empty: it is the recommended one."""
+        """Explain why another block size would be better; empty: it is the recommended one."""
         if self.block_size == RECOMMENDED_BLOCK_SIZE:
             return ""
         reason = (
@@ -134,7 +134,7 @@ class RetrievalConfig:
         return f"--block-size {self.block_size}: {RECOMMENDED_BLOCK_SIZE} is recommended with retrieval, as {reason}"
 
     def max_blocks_read(self, max_context: int, layer: int) -> int:
-        """The most blocks that any step up to ``max_context`` tokens reads in ``layer``."""
-        # The window's number of blocks swings by one as blocks fill; all else only grows.
+        """Return the most blocks that any step up to ``max_context`` tokens reads in ``layer``."""
+        # The window's number of blocks varies by one as blocks fill; all other numbers only grow.
         contexts = range(max(1, max_context - self.block_size), max_context)
         return max(self.partition_blocks(context, layer).num_read for context in [*contexts, max_context])

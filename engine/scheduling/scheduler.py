@@ -1,19 +1,19 @@
-"""Who computes how many tokens in the next step: continuous batching over paged blocks. Free of tensors.
+"""Continuous batching over paged blocks: which sequence computes how many tokens in the next step. No tensors.
 
-A sequence's way::
+The states of a sequence::
 
     add ─► waiting ─admit─► loading ─loaded─► ready ─(a place)─► running ─► finished
               ▲                └─(nothing to load)─┘ ▲ │             │
               └──────────────── preempted ◄──────────┼─┴─────────────┘
     reserve ─► adopt (another instance computed the prompt)
 
-A step first gives every decoding sequence its one token, then fills the rest of the token budget with chunks
-of prompts: long prompts never hold up running decodes for more than one budget. With a pool, as many sequences as
-may run are let in ahead of that, so that their loads run while others compute.
+A step first gives every decoding sequence its one token, then fills the rest of the token budget with chunks of
+prompts: long prompts never hold up running decodes for more than one budget. With a pool, up to ``max_num_seqs`` more
+sequences get blocks in advance, so that their loads run while others compute.
 
-Everywhere the oldest go first, by arrival, so that each becomes the oldest in time and ends. When blocks run out, the
-youngest is preempted, of those that do not run yet if there are any: its blocks go back (published ones stay
-findable), and it is computed anew later.
+Sequences are always ordered by arrival, oldest first, so that each becomes the oldest at some time and ends. When
+blocks run out, the youngest is preempted, preferably one that does not run yet: its blocks are released (published ones
+can still be found), and it is computed again later.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk reaches the last known token, so that a new one follows from it."""
+        """Whether the chunk reaches the last known token, so that a new token is sampled after it."""
         return self.sequence.num_computed + self.num_tokens == len(self.sequence.token_ids)
 
 
@@ -51,9 +51,9 @@ class Chunk:
 class Reservation:
     """Blocks for a whole prompt that another instance computes.
 
-    The first ``num_cached`` hold their KV already and are shared; into the others it is to be written. Their owner
-    lets a sequence have them by ``adopt_reservation``, or gives them back by ``cancel_reservation`` when nobody writes
-    any more.
+    The first ``num_cached`` hold their KV already and are shared; the other instance writes the others. The owner
+    passes them to a sequence by ``adopt_reservation``, or releases them by ``cancel_reservation`` when the other
+    instance writes no more.
     """
 
     blocks: list[int]
@@ -66,17 +66,17 @@ class Reservation:
 
 
 class Scheduler:
-    """Decides; moves no data.
+    """Chooses the chunks of each step; moves no data.
 
     Args:
         blocks: the block manager; this scheduler allocates and releases the blocks of sequences.
         block_size: tokens in a block.
-        max_num_seqs: sequences that may run at once.
+        max_num_seqs: the maximum number of sequences that run concurrently.
         max_num_batched_tokens: token budget of a step.
-        max_model_len: tokens of the longest sequence; reservations leave room for one.
-        prefix_caching: whether published blocks are looked for on admission.
-        pool: whether missing full blocks of a newly admitted sequence are to be loaded before it runs. Up to
-            ``max_num_seqs`` more sequences then hold blocks, besides those adopted.
+        max_model_len: tokens of the longest sequence; reservations leave enough blocks for one.
+        prefix_caching: whether published blocks are looked up on admission.
+        pool: whether missing full blocks of a newly admitted sequence are loaded before it runs. Up to ``max_num_seqs``
+            more sequences then hold blocks, in addition to adopted ones.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Scheduler:
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest sequence that fits at all."""
+        """Length in tokens of the longest sequence that fits."""
         return self.blocks.num_blocks * self.block_size
 
     @property
@@ -115,11 +115,11 @@ class Scheduler:
         return bool(self.waiting or self._num_holding)
 
     def add_sequence(self, sequence: Sequence) -> None:
-        """Queue a new sequence, whose prompt and ``max_tokens`` together fit in ``capacity_tokens``."""
+        """Queue a new sequence; its prompt and ``max_tokens`` together fit in ``capacity_tokens``."""
         bisect.insort(self.waiting, sequence, key=_arrival_of)
 
     def admit_waiting(self) -> list[Sequence]:
-        """Move waiting sequences, oldest first, to where they hold blocks; return those that need a load."""
+        """Allocate blocks to waiting sequences, oldest first; return those that need a load."""
         to_load = []
         self._fill_places()
         while self.waiting and self._num_holding < self._max_holding and self._give_blocks(self.waiting[0]):
@@ -136,10 +136,10 @@ class Scheduler:
         return to_load
 
     def reserve_blocks(self, hashes: SequenceOf[bytes], num_tokens: int) -> Reservation | None:
-        """Take blocks for a prompt of ``num_tokens`` whose full blocks have these hashes; None: there is no room now.
+        """Reserve blocks for a prompt of ``num_tokens`` with these hashes of full blocks; None: there are not enough.
 
-        Nobody who waits for blocks is overtaken. As another instance that hangs keeps its blocks, the longest sequence
-        fits beside all that is reserved.
+        A reservation never overtakes a sequence that waits for blocks. Another instance that hangs holds its reserved
+        blocks, so the longest sequence must always fit next to all reservations.
         """
         num_cached = self.blocks.match_prefix(hashes) if self.prefix_caching else 0
         cached = hashes[:num_cached]
@@ -156,7 +156,7 @@ class Scheduler:
         return reservation
 
     def adopt_reservation(self, sequence: Sequence, reservation: Reservation, *, recomputes_last: bool = False) -> None:
-        """Let a new sequence go on from its prompt's KV, all of which lies in the blocks of ``reservation`` now.
+        """Let a new sequence continue from its prompt's KV, all of which is in the blocks of ``reservation`` now.
 
         ``recomputes_last``: the prompt's last token is computed again, for its logits; its block is not shared.
         """
@@ -174,14 +174,15 @@ class Scheduler:
         self.publish_blocks(sequence)
 
     def cancel_reservation(self, reservation: Reservation) -> None:
-        """Give the blocks of ``reservation`` back."""
+        """Release the blocks of ``reservation``."""
         self.reservations.remove(reservation)
         self.blocks.release_blocks(reservation.blocks)
 
     def on_load_end(self, sequence: Sequence, num_blocks: int, *, usable: bool = True) -> None:
-        """The load of ``sequence`` ended with ``num_blocks`` more leading blocks in place; it is ready to run.
+        """Mark ``sequence`` ready after its load, which filled ``num_blocks`` more leading blocks.
 
-        Not ``usable``: its other blocks must not be written yet. It gives them up and waits for different ones.
+        If not ``usable``, its other blocks must not be written yet: the sequence releases them and waits for different
+        ones.
         """
         self.loading.remove(sequence)
         if sequence.aborted:
@@ -196,13 +197,13 @@ class Scheduler:
             self._wait_anew(sequence)
 
     def schedule_step(self) -> list[Chunk]:
-        """The next step's chunks; every one has its blocks. Empty when nothing can run."""
+        """Return the next step's chunks; every one has its blocks. Empty when nothing can run."""
         budget = self.max_num_batched_tokens
         chunks: list[Chunk] = []
         for sequence in list(self.running):
             if budget == 0:
                 break
-            # A sequence that an earlier turn of this loop preempted is no longer running.
+            # A sequence that an earlier iteration of this loop preempted is no longer running.
             if sequence.state is State.RUNNING and not sequence.is_prefilling and self._grow_sequence(sequence):
                 chunks.append(Chunk(sequence, 1))
                 budget -= 1
@@ -216,12 +217,12 @@ class Scheduler:
         return [chunk for chunk in chunks if chunk.sequence.state is State.RUNNING]
 
     def advance_sequence(self, chunk: Chunk) -> None:
-        """The KV of ``chunk`` is written: account for it and publish the blocks that became full."""
+        """Account for the written KV of ``chunk`` and publish the blocks that became full."""
         chunk.sequence.num_computed += chunk.num_tokens
         self.publish_blocks(chunk.sequence)
 
     def publish_blocks(self, sequence: Sequence) -> None:
-        """Offer every newly full and exactly computed block of ``sequence`` to later sequences."""
+        """Publish every newly full and exactly computed block of ``sequence`` for later sequences."""
         num_full = sequence.num_exact // self.block_size
         if not self.prefix_caching or num_full <= sequence.num_published:
             return
@@ -231,13 +232,13 @@ class Scheduler:
         sequence.num_published = num_full
 
     def offload_blocks(self, sequence: Sequence, num_blocks: int) -> None:
-        """Give the leading ``num_blocks`` of a running sequence back: it has copied the parts it needs of them."""
+        """Release the leading ``num_blocks`` of a running sequence: it has copied the parts it needs of them."""
         if num_blocks > sequence.num_offloaded:
             self.blocks.release_blocks(sequence.block_table[sequence.num_offloaded : num_blocks])
             sequence.num_offloaded = num_blocks
 
     def finish_sequence(self, sequence: Sequence) -> None:
-        """End ``sequence`` wherever it stands; blocks under a running load are freed when that load ends."""
+        """End ``sequence`` in any state; blocks of a running load are released when that load ends."""
         if sequence.state is State.LOADING:
             sequence.aborted = True
             return
@@ -253,7 +254,7 @@ class Scheduler:
 
     @property
     def _max_holding(self) -> int:
-        # Holding blocks ahead of a place is of use only where they are loaded meanwhile.
+        # Allocating blocks in advance is useful only if a load fills them meanwhile.
         return 2 * self.max_num_seqs if self.pool else self.max_num_seqs
 
     @property
@@ -261,9 +262,9 @@ class Scheduler:
         return len(self.running) + len(self.ready) + len(self.loading)
 
     def _has_room(self, needed: int, cached: SequenceOf[bytes]) -> bool:
-        """Whether ``needed`` new blocks can be had beside the ``cached`` ones."""
-        # Room to grow by one block, unless nothing else is there that could give blocks back. Who comes ahead of a
-        # place leaves each of the running ones a block: while it loads, nobody can take one from it.
+        """Whether ``needed`` new blocks are available in addition to the ``cached`` ones."""
+        # Leave one block to grow into, unless no other sequence could release blocks. A sequence admitted in advance
+        # leaves one block for each running sequence: while it loads, its blocks cannot be taken back.
         spare = min(1, self._num_holding) if self._num_holding < self.max_num_seqs else self.max_num_seqs
         return needed + spare + self.blocks.num_idle(cached) <= self.blocks.num_available
 
@@ -281,7 +282,7 @@ class Scheduler:
             bisect.insort(self.running, sequence, key=_arrival_of)
 
     def _take_up_more(self, sequence: Sequence) -> None:
-        """Exchange blocks still to be computed for those that others published since ``sequence`` got its own."""
+        """Replace blocks still to be computed by those that others published since ``sequence`` got its own."""
         first, hashes = sequence.num_computed // self.block_size, self._list_cacheable(sequence)
         last = self.blocks.match_prefix(hashes)
         if last <= first:
@@ -296,7 +297,7 @@ class Scheduler:
             sequence.prompt_sources.append(("own cache", (last - first) * self.block_size))
 
     def _give_blocks(self, sequence: Sequence) -> bool:
-        """Take up cached blocks and allocate the rest for all tokens known so far; False when there is no room."""
+        """Take cached blocks and allocate the rest for all tokens known so far; False if there are not enough."""
         hashes = self._list_cacheable(sequence)
         num_cached = self.blocks.match_prefix(hashes)
         needed = -(-len(sequence.token_ids) // self.block_size) - num_cached
@@ -312,20 +313,20 @@ class Scheduler:
         return True
 
     def _list_cacheable(self, sequence: Sequence) -> SequenceOf[bytes]:
-        """The hashes of those blocks that may be taken up from the prefix cache."""
-        # The last token is always computed: the next token comes of its logits.
+        """Return the hashes of those blocks that may be taken from the prefix cache."""
+        # The last token is always computed: its logits give the next token.
         usable = (len(sequence.token_ids) - 1) // self.block_size if self.prefix_caching else 0
         return sequence.hashes()[:usable]
 
     def _count_loadable(self, sequence: Sequence) -> int:
-        """How many full blocks of ``sequence`` lack KV and would spare computing if loaded."""
+        """Return how many full blocks of ``sequence`` lack KV and need not be computed if loaded."""
         return (len(sequence.token_ids) - 1) // self.block_size - sequence.num_computed // self.block_size
 
     def _explain_no_load(self, sequence: Sequence) -> PoolUse:
         return explain_no_load(len(sequence.token_ids), self.block_size) if self.pool else NO_POOL
 
     def _grow_sequence(self, sequence: Sequence) -> bool:
-        """Make room for one more token's KV, preempting the youngest if need be; False if that was itself."""
+        """Get a block for one more token's KV, preempting the youngest if needed; return False if that was itself."""
         if sequence.num_computed < len(sequence.block_table) * self.block_size:
             return True
         while True:
@@ -348,7 +349,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _wait_anew(self, sequence: Sequence) -> None:
-        """Give all blocks back, and wait for others."""
+        """Release all blocks and wait for others."""
         self._free_blocks(sequence)
         sequence.num_computed = sequence.num_published = 0
         sequence.num_preemptions += 1

@@ -1,13 +1,13 @@
-"""An instance and the server around it, from the ports upward.
+"""An instance and its HTTP server, from the ports upward.
 
-ports.py        its ports: taken before the model is loaded, and listened on after
-surroundings.py router, pool and checkpoint that the arguments name, looked up before torch is loaded
-instance.py     Instance: the parts that its arguments ask for, put together, and its registration
-control.py      what an operator or a trainer orders: pause, resume
-control_paths.py  the HTTP paths of these orders, with FastDeploy's answers
+ports.py        its ports: bound before the model is loaded, and opened after
+surroundings.py router, pool and checkpoint of the arguments, resolved before torch is loaded
+instance.py     Instance: the parts that its arguments configure, and its registration
+control.py      commands of an operator or a trainer: pause, resume, sleep, update of weights
+control_paths.py  the HTTP paths of these commands, with FastDeploy's answers
 endpoints.py    the HTTP paths, and how a completion request is answered
-http_server.py  HTTP around the endpoints: HEAD, ids of requests, limits, and errors in their API's shape
-server.py       the HTTP server: how it runs, and how it stops
+http_server.py  HTTP for all endpoints: HEAD, request ids, limits, and errors in their API's format
+server.py       the HTTP server: start and stop
 registration.py  the heartbeat to the router
 why_miss_paths.py  HTTP paths that explain why a request was a miss
 """

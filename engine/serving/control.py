@@ -1,9 +1,9 @@
-"""What an operator or a trainer orders of a running instance, with FastDeploy's meaning.
+"""Commands of an operator or a trainer to a running instance, with FastDeploy's meaning.
 
-A paused instance has no request: those that ran were aborted, and new ones are refused. Its own prefix cache is empty,
-as FastDeploy's is. An instance that sleeps is paused, and has given memory back. Weights are updated from the folder of
-the checkpoint, while the instance is paused; KV of the old ones is not read any more. An update that fails halfway
-leaves an instance that is broken: it refuses every request until the weights are loaded again.
+A paused instance has no requests: those that ran were aborted, and new ones are refused. Its own prefix cache is empty,
+as FastDeploy's is. A sleeping instance is paused and has freed memory. Weights are updated from the checkpoint's folder
+while the instance is paused; KV of the old weights is not read any more. An update that fails halfway leaves a broken
+instance: it refuses every request until the weights are loaded again.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# As long as FastDeploy waits for the end of an order. Weights may be read for longer: that cannot be broken off.
+# FastDeploy's time limit for a command. Reading weights may take longer, because it cannot be interrupted.
 _ORDER_SECONDS = 600.0
-# So long blocks may still be on their way when the requests have ended; as FastDeploy waits for its transfer processes.
+# How long blocks may still be transferred after the requests have ended; FastDeploy waits for its transfer processes in
+# the same way.
 _BLOCKS_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 
 TAGS = ("weight", "kv_cache")
-"""What can sleep."""
+"""The parts that can sleep."""
 
 
 class ControlFailed(Exception):
-    """An order that cannot be carried out, in one sentence."""
+    """A command that cannot be executed; the message is one sentence."""
 
 
 class Control:
-    """Carries out one order at a time; for the event loop's thread.
+    """Executes one command at a time; for the event loop's thread.
 
     Args:
         core: runs the requests.
         runner: has the weights and the KV memory.
         generations: the requests.
-        kept: the prompts that decode instances may ask for.
+        kept: the prompts that decode instances may request.
         on_change: called when ``is_paused`` or ``version`` has changed.
-        has_dynamic_weights: whether weights may be given back and updated (``--dynamic-load-weight``).
-        frees_kv: whether the pages of KV memory can be given back: no device has them registered.
+        has_dynamic_weights: whether weights may be freed and updated (``--dynamic-load-weight``).
+        frees_kv: whether the pages of KV memory can be freed: no device has them registered.
     """
 
     def __init__(
@@ -82,25 +83,25 @@ class Control:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it has no weights, or KV of others, since an update failed halfway; ``wake_up`` mends that."""
+        """Whether a failed update left no weights, or KV of other weights; ``wake_up`` repairs that."""
         return self._generations.is_broken
 
     @property
     def version(self) -> str | None:
-        """The version of the weights; None: nobody has named one."""
+        """The version of the weights; None: it is not set."""
         return self._runner.version or None
 
     async def pause(self) -> None:
         """Refuse new requests, abort those that run, and empty the own prefix cache.
 
         Raises:
-            ControlFailed: some did not end in time; new ones are refused nevertheless.
+            ControlFailed: some requests did not end in time; new ones are refused even then.
         """
         async with self._take_turn():
             await self._pause()
 
     async def resume(self) -> None:
-        """Take requests again.
+        """Accept requests again.
 
         Raises:
             ControlFailed: the instance sleeps.
@@ -112,12 +113,12 @@ class Control:
             self._set_paused(False)
 
     async def find_out_if_paused(self) -> bool:
-        """Whether it is paused, once the orders before this question are carried out."""
+        """Return whether the instance is paused, after all earlier commands."""
         async with self._take_turn():
             return self.is_paused
 
     async def sleep(self, tags: Sequence[str]) -> list[None]:
-        """Pause, and give the memory of these parts back.
+        """Pause, and free the memory of these parts.
 
         Raises:
             ControlFailed: ``pause`` does, a part cannot sleep, or blocks are still in use.
@@ -126,7 +127,7 @@ class Control:
         async with self._take_turn():
             await self._pause()
             await self._wait_for_blocks()
-            self._sleeping.update(tags)  # also where giving back fails halfway: then they are loaded again
+            self._sleeping.update(tags)  # also if freeing fails halfway: then they are loaded again
             if "weight" in tags:
                 await self._run(self._runner.free_weights)
             if "kv_cache" in tags and self._frees_kv:
@@ -135,12 +136,12 @@ class Control:
         return [None]
 
     async def wake_up(self, tags: Sequence[str]) -> list[None]:
-        """Load these parts again where they sleep, and take requests once none sleeps any more.
+        """Load those of these parts that sleep, and accept requests when none sleeps any more.
 
         The weights are those that the checkpoint's folder has now.
 
         Raises:
-            ControlFailed: a part cannot be loaded; it sleeps on.
+            ControlFailed: a part cannot be loaded; it continues to sleep.
         """
         self._check_tags(tags)
         async with self._take_turn():
@@ -161,7 +162,7 @@ class Control:
             version: of the new weights; "": as the folder's ``version.yaml`` says, if there is one.
 
         Returns:
-            FastDeploy's account of it, by its one worker.
+            FastDeploy's report of the update, with one worker.
 
         Raises:
             ControlFailed: the instance is not paused, or the weights cannot be loaded; then it has the old ones, or
@@ -186,7 +187,7 @@ class Control:
             raise ControlFailed("its weights are fixed; start the instance with --dynamic-load-weight")
 
     async def _load_weights(self, version: str) -> float:
-        """Load the weights of now, for which the core then has no KV; the seconds that it took."""
+        """Load the current weights, for which the core then has no KV; return the seconds that it took."""
         start, before = time.monotonic(), self._runner.namespace
         try:
             await self._run(lambda: self._runner.update_weights(version))
@@ -219,7 +220,7 @@ class Control:
         self._core.clear_prefix_cache()
 
     async def _end_requests(self) -> None:
-        """Abort all requests, and wait until the engine has none; their clients may read on for long."""
+        """Abort all requests, and wait until the engine has none; their clients may read the answers for longer."""
         while True:
             self._generations.abort_all()
             if not await self._ask_core(lambda: self._core.scheduler.has_sequences):
@@ -227,7 +228,7 @@ class Control:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _wait_for_blocks(self) -> None:
-        """Wait until no load, save or hand-over touches KV memory, or names blocks by the weights of now."""
+        """Wait until no load, save or hand-over uses KV memory, or names blocks by the current weights."""
         give_up_at = time.monotonic() + _BLOCKS_SECONDS
         while await self._ask_core(lambda: self._core.has_blocks_in_use):
             if time.monotonic() > give_up_at:
@@ -241,7 +242,8 @@ class Control:
         if not self._core.is_alive:
             raise ControlFailed("this instance's engine has ended; its log says why")
         answering = asyncio.wrap_future(self._core.call(question))
-        await asyncio.wait([answering], timeout=_ORDER_SECONDS)  # which cancels nothing: it is still called
+        # a timeout cancels nothing: the callback is still called
+        await asyncio.wait([answering], timeout=_ORDER_SECONDS)
         if not answering.done():
             raise ControlFailed(f"the engine has not come to it within {_ORDER_SECONDS:g} s: a step of it takes longer")
         try:
@@ -251,7 +253,7 @@ class Control:
 
     @contextlib.asynccontextmanager
     async def _take_turn(self) -> AsyncIterator[None]:
-        """Wait until the orders before this one are carried out."""
+        """Wait until the commands before this one are executed."""
         try:
             await asyncio.wait_for(self._turn.acquire(), _ORDER_SECONDS)
         except (asyncio.TimeoutError, TimeoutError):

@@ -1,6 +1,6 @@
-"""The HTTP paths of the orders to an instance, with FastDeploy's methods, bodies and status codes.
+"""The HTTP paths of an instance's commands, with FastDeploy's methods, bodies and status codes.
 
-As all paths but those for clients they are for those who reach the instance itself: a router forwards none of them.
+Only callers that reach the instance itself can use them: a router forwards only the paths for clients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def add_control_paths(app: FastAPI, instance: Instance) -> None:
-    """Let ``app`` take orders for ``instance``."""
+    """Add the paths of the commands for ``instance`` to ``app``."""
 
     @app.post("/v1/pause")
     async def pause(_: Request) -> Response:
@@ -80,7 +80,7 @@ def add_control_paths(app: FastAPI, instance: Instance) -> None:
 
 
 class _InvalidParameter(Exception):
-    """A parameter of an order that cannot be used, in one sentence."""
+    """A parameter of a command that cannot be used; the message is one sentence."""
 
 
 def _refuse_dynamic() -> Response:
@@ -88,7 +88,7 @@ def _refuse_dynamic() -> Response:
 
 
 async def _read_fields(request: Request) -> dict[str, Any]:
-    """The members of the body, or where there is none of the query."""
+    """Return the members of the body, or of the query if there is no body."""
     body = await read_body(request)
     if not body:
         return dict(request.query_params)
@@ -102,7 +102,7 @@ async def _read_fields(request: Request) -> dict[str, Any]:
 
 
 async def _read_tags(request: Request) -> list[str]:
-    """Which parts are meant: a text with commas, or a list; all where nothing is said."""
+    """Return the requested parts: a text with commas, or a list; all parts by default."""
     tags = (await _read_fields(request)).get("tags")
     if tags is None:
         return list(TAGS)
@@ -119,7 +119,7 @@ def _check_type(fields: Mapping[str, Any], name: str, kind: type, text: str) -> 
 
 
 async def _carry_out(order: str, carrying_out: Awaitable[Any]) -> Response:
-    """FastDeploy's answer to an order: what came of it, or the sentence that says why it failed."""
+    """Return FastDeploy's answer to a command: its result, or the sentence that says why it failed."""
     order_id = f"control-{uuid.uuid4()}"
     status, message, result = 200, "Success", None
     try:

@@ -46,7 +46,7 @@ _BodyT = TypeVar("_BodyT", ChatBody, CompletionBody, MessagesBody, ResponsesBody
 
 
 class _ClientResponse(Protocol):
-    """A response in its API's form."""
+    """Interface of a response in its API's format."""
 
     @property
     def request(self) -> EngineRequest: ...
@@ -60,8 +60,8 @@ class _ClientResponse(Protocol):
 
 
 def create_app(instance: Instance) -> FastAPI:
-    """The HTTP face of ``instance``."""
-    # FastAPI's pages about itself load their scripts from the internet.
+    """Create the HTTP application of ``instance``."""
+    # FastAPI's documentation pages load their scripts from the internet.
     app = FastAPI(
         title="fastdeploy-kvstore engine",
         lifespan=instance.run_lifespan,
@@ -83,7 +83,7 @@ def create_app(instance: Instance) -> FastAPI:
 
 
 def _add_completions(app: FastAPI, instance: Instance) -> None:
-    """The paths for clients."""
+    """Add the paths for clients."""
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -126,7 +126,7 @@ def _add_completions(app: FastAPI, instance: Instance) -> None:
 
 
 def _add_orders(app: FastAPI, instance: Instance) -> None:
-    """The paths for routers and operators that change something."""
+    """Add the paths for routers and operators that change something."""
 
     @app.post("/v1/abort_requests")
     async def abort(request: Request) -> Response:
@@ -163,7 +163,7 @@ def _add_orders(app: FastAPI, instance: Instance) -> None:
 
 
 def _add_state(app: FastAPI, instance: Instance) -> None:
-    """The paths that tell of the model and of the instance."""
+    """Add the paths that report the state of the model and of the instance."""
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -215,7 +215,7 @@ async def _complete(
     begin: Callable[[_BodyT], Awaitable[_ClientResponse]],
     tracer: Tracer | None,
 ) -> Response:
-    """Answer a completion request, which has its id from its body, else from ``X-Request-Id``."""
+    """Answer a completion request; its id comes from its body, else from ``X-Request-Id``."""
     if tracer is not None:
         tracer.enter_request(request.headers.raw)
     body = parse_body(kind, await read_body(request))
@@ -228,7 +228,7 @@ async def _complete(
 
 
 async def _respond_unless_left(request: Request, response: _ClientResponse) -> Response:
-    """Stream the response, or collect it and stop early when the client leaves."""
+    """Stream the response, or collect it and stop early when the client disconnects."""
     if response.is_stream:
         return StreamingResponse(response.stream_events(), media_type="text/event-stream")
 

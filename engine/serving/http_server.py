@@ -1,4 +1,4 @@
-"""HTTP around the endpoints: HEAD, ids of requests, limits, and errors in OpenAI's shape, or in Anthropic's."""
+"""HTTP for all endpoints: HEAD, request ids, limits, and errors in OpenAI's or Anthropic's format."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ __all__ = [
 ]
 
 CLIENT_LEFT = 499
-"""Status of a response that nobody reads."""
+"""Status of a response that no client reads."""
 
-# As of our router, so that nothing it lets through is refused here.
+# The router has the same limits, so an instance refuses nothing that the router accepts.
 MAX_HEAD_BYTES = 64 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
-_LONGEST_URL = 0xFFFF  # of httptools, which takes a longer one for no HTTP
-# Of a body that has begun, something more must come within so long.
+_LONGEST_URL = 0xFFFF  # httptools reports a longer URL as invalid HTTP
+# The maximum time between two parts of a body.
 READ_SECONDS = 60.0
 
 _ANTHROPIC_PATH = "/v1/messages"
 
 
 class InstanceProtocol(HttpToolsProtocol):
-    """uvicorn's protocol; bytes that never become a request are refused in OpenAI's shape."""
+    """uvicorn's protocol; bytes that never become a request are refused in OpenAI's format."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0  # of a head that has not come to its end
+        self._head_bytes = 0  # bytes of a head that is not complete
 
     def data_received(self, data: bytes) -> None:
-        """Read the bytes that the client sends, but no head without end."""
+        """Read the bytes that the client sends, but refuse a head without end."""
         super().data_received(data)
-        cycle: Any = self.cycle  # uvicorn's type has no None
-        # uvicorn makes a scope when a request begins, and a cycle of it at the end of the head.
+        cycle: Any = self.cycle  # uvicorn's type lacks None
+        # uvicorn creates a scope when a request begins, and from it a cycle at the end of the head.
         is_in_head = cycle is None or cycle.scope is not self.scope
         self._head_bytes = self._head_bytes + len(data) if is_in_head else 0
         if self._head_bytes <= MAX_HEAD_BYTES:
@@ -66,7 +66,7 @@ class InstanceProtocol(HttpToolsProtocol):
             self._refuse_connection(ApiError(431, message, code="head_too_large"))
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no HTTP."""
+        """Refuse bytes that are not HTTP."""
         if len(self.url) > _LONGEST_URL:
             self._refuse_connection(self._target_too_long())
         else:
@@ -78,7 +78,7 @@ class InstanceProtocol(HttpToolsProtocol):
 
     def _refuse_connection(self, error: ApiError) -> None:
         cycle: Any = self.cycle
-        # Within the response to another request this one could not be told from it.
+        # The client could not tell this response from a response to another request that is in progress.
         if (cycle is None or cycle.response_complete) and not self.transport.is_closing():
             head = "HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             body = orjson.dumps(error.body)
@@ -87,13 +87,13 @@ class InstanceProtocol(HttpToolsProtocol):
 
 
 class HttpMiddleware:
-    """Answers HEAD as GET (uvicorn leaves out the body), and gives a client's ``X-Request-Id`` back."""
+    """Answers HEAD like GET (uvicorn omits the body), and returns a client's ``X-Request-Id``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the application answer."""
+        """Call the application for a request."""
         if scope["type"] == "http":
             if scope["method"] == "HEAD":
                 scope = {**scope, "method": "GET"}
@@ -103,7 +103,7 @@ class HttpMiddleware:
 
 
 def _add_header(send: Send, header: tuple[bytes, bytes]) -> Send:
-    """``send``, which adds ``header`` to a response that does not have it."""
+    """Return a ``send`` that adds ``header`` to a response that lacks it."""
 
     async def send_with_header(message: Message) -> None:
         if message["type"] == "http.response.start" and all(name != header[0] for name, _ in message["headers"]):
@@ -114,11 +114,11 @@ def _add_header(send: Send, header: tuple[bytes, bytes]) -> Send:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body of a request.
+    """Read the whole body of a request.
 
     Raises:
-        ApiError: 413, it is too large; 408, nothing more of it came; 415, it is encoded.
-        ClientDisconnect: the client left.
+        ApiError: 413, it is too large; 408, no more of it arrived in time; 415, it is encoded.
+        ClientDisconnect: the client disconnected.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
@@ -148,7 +148,7 @@ def _too_large() -> ApiError:
 
 
 def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The id that ``X-Request-Id`` gives; "" where it gives none.
+    """Return the id in ``X-Request-Id``; "" if there is none.
 
     Raises:
         ApiError: 400, it cannot be an id.
@@ -160,7 +160,7 @@ def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def _echo_request_id(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bytes] | None:
-    """The header by which a client gets back the id it sent; None where it sent none that can be one."""
+    """Return the header that repeats the client's id; None if the client sent no valid id."""
     try:
         sent = find_request_id(headers)
     except ApiError:
@@ -169,11 +169,11 @@ def _echo_request_id(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, byt
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Give every failure its API's error object."""
+    """Answer every failure with its API's error object."""
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:
-        # The rest of a body that did not come must not be taken for another request.
+        # The rest of an incomplete body must not be read as another request.
         headers = {"Connection": "close"} if error.status == 408 else None
         return JSONResponse(_shape_error(request, error), error.status, headers=headers)
 
@@ -200,13 +200,13 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_unexpected_error(request: Request, error: Exception) -> Response:
         message = f"this instance failed ({type(error).__name__}); its log says why"
         response = JSONResponse(_shape_error(request, ApiError(500, message)), 500)
-        if echo := _echo_request_id(request.headers.raw):  # the middleware is not on this response's way
+        if echo := _echo_request_id(request.headers.raw):  # this response does not pass through the middleware
             response.raw_headers.append(echo)
         return response
 
 
 def _shape_error(request: Request, error: ApiError) -> dict[str, Any]:
-    """The body that clients of the request's API read."""
+    """Return the error body in the format of the request's API."""
     path = request.url.path
     is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
     return anthropic_error_body(error.status, str(error)) if is_anthropic else error.body

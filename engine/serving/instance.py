@@ -1,4 +1,4 @@
-"""One instance: the parts that its arguments ask for, put together, and its registration at the router."""
+"""One instance: the parts that its arguments configure, and its registration at the router."""
 
 from __future__ import annotations
 
@@ -62,22 +62,22 @@ __all__ = ["Instance"]
 
 log = logging.getLogger(__name__)
 
-# So long after its last heartbeat a router has forgotten an instance.
+# The time after its last heartbeat when a router has forgotten an instance.
 _FORGOTTEN_SECONDS = 30.0
 
 
 class Instance:
-    """Everything one process serves, built from its arguments; the model is loaded here.
+    """All parts of one serving process, built from its arguments; the model is loaded here.
 
     Raises:
         ConfigError: the arguments or the checkpoint cannot be used.
     """
 
     def __init__(self, args: EngineArgs, around: Surroundings, connector: socket.socket) -> None:
-        """Take over ``connector``, the bound socket where prefill instances reach this one."""
+        """Take ownership of ``connector``, the bound socket that prefill instances connect to."""
         self.args = args
         self.start_id = secrets.token_hex(8)
-        """By which the router tells this process from one that had its address before."""
+        """An id by which the router distinguishes this process from earlier ones with the same address."""
         self._connector = connector
         self._registered_at = -math.inf
         self.router = around.router
@@ -134,7 +134,7 @@ class Instance:
         )
 
     def _open_block_memory(self, runner: ModelRunner, rdma_devices: str) -> BlockMemory | None:
-        """The blocks that direct hand-overs read and write; None where there is no hand-over, or no way to do it."""
+        """Open the blocks that direct hand-overs read and write; None if hand-overs are off or impossible."""
         if self.args.splitwise_role == "mixed":
             return None
         try:
@@ -152,11 +152,11 @@ class Instance:
             return None
 
     def _write_manifest(self) -> Manifest:
-        """The namespace of this instance's blocks, in words."""
+        """Describe the namespace of this instance's blocks in words."""
         return Manifest((self._pool or self._runner).namespace.fields, self._runner.facts)
 
     def _note_change(self) -> None:
-        """Tell the router, and who explains misses, what an order has changed."""
+        """Pass a change by a command to the router, and to the explainer of misses."""
         self.explainer.manifest = self._write_manifest()
         self._changed.set()
 
@@ -169,14 +169,14 @@ class Instance:
         return FastDeployDialect()
 
     def _own_address(self) -> str:
-        """This machine's address as the other side of a hand-over reaches it."""
+        """Return this machine's address as the other side of a hand-over reaches it."""
         if self.args.host not in ("0.0.0.0", "::"):
             return self.args.host
         return find_own_address(self.router) if self.router else "127.0.0.1"
 
     @contextlib.asynccontextmanager
     async def run_lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        """Engine, connector port and heartbeat, for as long as the server runs."""
+        """Run engine, connector port and heartbeat as long as the server runs."""
         self.core.start()
         await self.receiver.start_listening(self._connector)
         heartbeat = None
@@ -200,11 +200,11 @@ class Instance:
                 await asyncio.to_thread(self.tracer.close)
 
     def note_registration(self) -> None:
-        """The router has taken this instance's registration."""
+        """Record that the router has accepted this instance's registration."""
         self._registered_at = time.monotonic()
 
     def find_obstacle(self) -> str:
-        """Why no router sends requests here, or should, in one sentence; ``""`` if one does."""
+        """Return in one sentence why no router sends requests here, or should; ``""`` if one does."""
         if not self.core.is_alive:
             return "the engine has failed; its log says why"
         if self.control.is_broken:
@@ -216,7 +216,7 @@ class Instance:
         return ""
 
     def registration_payload(self) -> dict[str, Any]:
-        """This instance as the router is to know it (FastDeploy's registration)."""
+        """Return this instance's description for the router (FastDeploy's registration)."""
         args = self.args
         rdma_ports = args.rdma_comm_ports.split(",") if args.rdma_comm_ports else None
         return {
@@ -234,13 +234,13 @@ class Instance:
             "is_paused": self.control.is_paused,
             "version": self.control.version,
             "connected_decodes": [],
-            "cache_salt": True,  # tells it from FastDeploy's, which have none
+            "cache_salt": True,  # distinguishes it from FastDeploy's instances, which have none
             **self.dialect.registration,
         }
 
 
 def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
-    """The model with its KV memory, and the number of KV blocks.
+    """Load the model with its KV memory; return it and the number of KV blocks.
 
     Raises:
         ConfigError: the checkpoint cannot be used, or not with these arguments.
@@ -259,7 +259,8 @@ def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
     if device == "cpu":
         num_blocks = _prepare_kv(args, runner)
     else:
-        # What libraries of CUDA take for each thread goes to the next one when a thread has ended: to the engine's.
+        # CUDA's libraries allocate memory for each thread. When this thread has ended, the next one, the engine's, gets
+        # its memory.
         with ThreadPoolExecutor(1) as thread:
             num_blocks = thread.submit(_prepare_kv, args, runner).result()
     if args.retrieval:
@@ -271,7 +272,7 @@ def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
 
 
 def _prepare_kv(args: EngineArgs, runner: ModelRunner) -> int:
-    """Make the KV memory and try a step; the number of KV blocks."""
+    """Make the KV memory and try a step; return the number of KV blocks."""
     num_blocks = choose_num_blocks(args, runner)
     runner.allocate_kv(num_blocks)
     runner.try_out()
@@ -279,10 +280,10 @@ def _prepare_kv(args: EngineArgs, runner: ModelRunner) -> int:
 
 
 def _list_cache_settings(args: EngineArgs, pool: PoolConfig | None, num_blocks: int, dtype: str) -> dict[str, object]:
-    """The settings of the KV cache, by FastDeploy's names."""
+    """Return the settings of the KV cache, by FastDeploy's names."""
     named = args.kvcache_storage_backend
     if pool is not None and ":" in str(named):
-        named = describe_url(pool)  # without what is secret in it
+        named = describe_url(pool)  # without the secret parts of the URL
     return {
         "block_size": args.block_size,
         "gpu_memory_utilization": args.gpu_memory_utilization,
@@ -310,6 +311,6 @@ def _make_scheduler(args: EngineArgs, num_blocks: int, *, has_pool: bool) -> Sch
 
 
 def _open_pool(config: PoolConfig, runner: ModelRunner, metrics: EngineMetrics) -> BlockPool:
-    """The pool, on threads that yield to compute."""
+    """Open the pool on threads with a lower priority than compute."""
     namespace = quantised_namespace(runner.namespace, config.kv)
     return in_background(partial(open_pool, config, namespace, metrics.registry, facts=runner.facts))

@@ -1,4 +1,4 @@
-"""The ports of an instance: taken before its model is loaded, and listened on after."""
+"""The ports of an instance: bound before its model is loaded, and opened after."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["bind_socket", "start_listening"]
 
 
 def bind_socket(host: str, port: int, flag: str) -> socket.socket:
-    """A bound socket that does not listen yet, so that a taken port is noticed before a model is loaded."""
+    """Bind a socket without listening, so that a port in use is detected before a model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,7 +31,7 @@ def _announce_wait(port: int) -> None:
 
 
 def start_listening(bound: socket.socket, flag: str) -> None:
-    """Listen, while a refusal can still be told: several may bind one port before the first of them listens."""
+    """Listen and report a failure now: several processes may bind one port before the first of them listens."""
     try:
         bound.listen()
     except OSError as exc:

@@ -19,16 +19,16 @@ __all__ = ["router_url", "send_heartbeats"]
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
-# Until the first registration has worked, and after one has failed.
+# Interval until the first registration has succeeded, and after one has failed.
 RETRY_SECONDS = 1.0
 _NO_ADDRESS = "--router %r is not host:port, such as 127.0.0.1:52700"
 
 
 def router_url(text: str) -> str:
-    """``host:port`` or a URL -> ``http://host:port``; 0.0.0.0 means this machine, as FastDeploy's examples use it.
+    """Convert ``host:port`` or a URL to ``http://host:port``; 0.0.0.0 means this machine, as in FastDeploy's examples.
 
     Raises:
-        ConfigError: it is something else, or has a path, which the router has not.
+        ConfigError: it is something else, or has a path, which a router does not have.
     """
     try:
         address = parse_address(text)
@@ -36,7 +36,7 @@ def router_url(text: str) -> str:
         raise ConfigError(_NO_ADDRESS % text) from None
     url = address._replace(host="127.0.0.1").url if address.host == "0.0.0.0" else address.url
     try:
-        httpx.URL(url).host.encode("idna")  # as it is looked up: labels of 1 to 63 characters
+        httpx.URL(url).host.encode("idna")  # the form for the look-up: labels of 1 to 63 characters
     except (httpx.InvalidURL, UnicodeError):
         raise ConfigError(_NO_ADDRESS % text) from None
     return url
@@ -53,14 +53,14 @@ async def send_heartbeats(
 
     Args:
         router: ``router_url(...)``.
-        describe: FastDeploy's fields as they are now, but ``host_ip``, which is found out each time.
-        changed: set when the fields have changed, so that the router is told at once.
-        token: the token that the router wants of those who register, where it wants one.
-        on_registered: called each time that the router has taken it.
+        describe: returns FastDeploy's current fields, without ``host_ip``, which is determined each time.
+        changed: set when the fields have changed, so that the next heartbeat is immediate.
+        token: the token that the router requires for a registration, if it requires one.
+        on_registered: called each time that the router has accepted a registration.
     """
     reported: str | None = None
     headers = {b"Authorization": f"Bearer {token}".encode()} if token else {}
-    # The system's authorities, or those that SSL_CERT_FILE names; httpx would take a list of its own.
+    # The system's certificate authorities, or those that SSL_CERT_FILE names; by default httpx uses a list of its own.
     tls = ssl.create_default_context()
     async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=tls) as client:
         while True:

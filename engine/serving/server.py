@@ -1,4 +1,4 @@
-"""The HTTP server around an instance: how it runs, and how it stops."""
+"""The HTTP server of an instance: start and stop."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["InstanceServer"]
 log = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3
-# An idle connection is kept for longer than by the pools of clients (Go's: 90 s), so that it is they who close it: one
-# that the server closes may get a request at that moment, which is lost.
+# Idle connections stay open longer than in the pools of clients (Go's: 90 s), so that the client closes them: if the
+# server closes one, a request that arrives at that moment is lost.
 KEEP_ALIVE_SECONDS = 120
-# Stopping that takes longer is explained, and explained again after each further so long.
+# If stopping takes longer than this, the reason is logged, and again after each further interval.
 _QUIET_SECONDS, _PROGRESS_SECONDS = 2.0, 5.0
 
 
 class InstanceServer(uvicorn.Server):
-    """Asked to stop, gives running responses a moment to end, then ends them with finish reason ``abort``."""
+    """When stopped, gives running responses a moment to end, then ends them with finish reason ``abort``."""
 
     def __init__(self, instance: Instance) -> None:
-        # uvicorn cuts connections at its own time-out, with a traceback for each: it is to have nothing left to cut.
+        # uvicorn cuts connections at its own time-out, with a traceback for each: by then none must be left.
         timeout = 2 * _GRACE_SECONDS
         super().__init__(
             uvicorn.Config(
@@ -50,7 +50,7 @@ class InstanceServer(uvicorn.Server):
         telling.cancel()
 
     async def _tell_progress(self) -> None:
-        """Say why it takes long to stop, if it does."""
+        """Log why it takes long to stop, if it does."""
         await asyncio.sleep(_QUIET_SECONDS)
         while True:
             if count := self._generations.num_live:

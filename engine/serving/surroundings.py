@@ -1,4 +1,4 @@
-"""The router, the pool and the checkpoint that an instance's arguments name, looked up before torch is loaded."""
+"""The router, the pool and the checkpoint of an instance's arguments, resolved before torch is loaded."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Surroundings(NamedTuple):
     """The router, the pool and the checkpoint."""
 
     router: str | None
-    """Its URL."""
+    """The URL of the router."""
     router_token: str
     pool: PoolConfig | None
     checkpoint: str
-    """Its folder."""
+    """The folder of the checkpoint."""
 
 
 def find_surroundings(args: EngineArgs) -> Surroundings:
-    """All of it; takes no time, so that a mistake is told at once.
+    """Resolve all of them; this takes no time, so that a mistake is reported immediately.
 
     Raises:
-        ConfigError: something is not there, or cannot be used, in one sentence.
+        ConfigError: one of them does not exist, or cannot be used; the message is one sentence.
     """
     return Surroundings(
         router_url(args.router) if args.router else None,
@@ -47,7 +47,7 @@ def _read_router_token(path: Path) -> str:
 
 
 def find_folder(model: str) -> str:
-    """The folder of the checkpoint that ``--model`` names.
+    """Return the folder of the checkpoint that ``--model`` names.
 
     Raises:
         ConfigError: there is none.

@@ -1,7 +1,7 @@
 """The paths under ``/kvcache``: the namespace of this instance's blocks, and why a request or a prompt was a miss.
 
-For routers and operators: a router passes only ``/v1`` on to instances, so that clients do not get here. Texts of
-requests are never told, only their shapes; those of a prompt that is sent here are.
+They are for routers and operators: a router forwards only ``/v1`` to instances, so clients cannot reach them. An answer
+never has the texts of past requests, only their shapes; it may have the text of a prompt that is sent here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["add_kvcache_paths"]
 
 
 class PromptBody(Body):
-    """A prompt as it would be sent to ``/v1/completions`` or ``/v1/chat/completions``."""
+    """A prompt in the form of ``/v1/completions`` or ``/v1/chat/completions``."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
@@ -36,7 +36,7 @@ class PromptBody(Body):
 
 
 class WhyMissBody(PromptBody):
-    """POST /kvcache/why_miss: a request that is over, or a prompt, and perhaps one that is thought to be in the pool.
+    """POST /kvcache/why_miss: an ended request, or a prompt and optionally a second one that should be in the pool.
 
     With ``inquiry`` a request's explanation has the inquiry to other instances, which has the request's tokens.
     """
@@ -64,11 +64,11 @@ def add_kvcache_paths(
     """Add the paths.
 
     Args:
-        app: of the instance.
-        explainer: asked why.
-        completions: tokenizes prompts as those of requests.
+        app: the application of the instance.
+        explainer: explains misses.
+        completions: tokenizes prompts in the same way as requests.
         pool_url: names the pool, for operators' commands; empty: there is none.
-        count_cached: how many blocks the instance's own cache has.
+        count_cached: returns the number of blocks in the instance's own cache.
     """
 
     @app.get("/kvcache")
@@ -103,7 +103,8 @@ def add_kvcache_paths(
 
 
 async def _explain_request(explainer: MissExplainer, request_id: str, *, with_inquiry: bool) -> dict[str, Any]:
-    """
+    """Explain why a request was a miss.
+
     Raises:
         ApiError: 404, it is not known.
     """
@@ -130,9 +131,10 @@ def _describe_inquiry(asked: Inquiry) -> dict[str, Any]:
 
 
 def _read_inquiry(body: InquiryBody) -> Inquiry:
-    """
+    """Parse another instance's inquiry.
+
     Raises:
-        ApiError: its manifest or its tokens are none.
+        ApiError: its manifest or its tokens are invalid.
     """
     try:
         manifest = parse_manifest(body.manifest)
@@ -144,7 +146,8 @@ def _read_inquiry(body: InquiryBody) -> Inquiry:
 
 
 async def _encode_prompt(completions: Completions, body: PromptBody) -> Prompt:
-    """
+    """Return the tokens of the prompt in ``body``.
+
     Raises:
         ApiError: there is no prompt, or it cannot be tokenized.
     """
@@ -159,7 +162,8 @@ async def _encode_prompt(completions: Completions, body: PromptBody) -> Prompt:
 
 
 def _pack_tokens(tokens: list[int]) -> array[int]:
-    """
+    """Pack token ids into 32-bit integers.
+
     Raises:
         ApiError: a token id does not fit in 32 bits.
     """

@@ -1,4 +1,4 @@
-"""The metrics of an instance, for Prometheus; FastDeploy's names where it has them, ``kvstore_`` before our own."""
+"""The metrics of an instance, for Prometheus: FastDeploy's names if it has them, ``kvstore_`` before our own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvstore_backend.load_or_compute import DECISIONS
 
 __all__ = ["EngineMetrics"]
 
-# Of whole requests, and of a single token; the router has the same (router/telemetry/metrics.py).
+# Buckets for whole requests, and for a single token; the router has the same (router/telemetry/metrics.py).
 _REQUEST_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0),
 )
-# As FastDeploy has them, for the metrics of which a dashboard of its users knows the buckets.
+# FastDeploy's buckets, for the metrics in dashboards of its users.
 _FASTDEPLOY_SECONDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -40,7 +40,7 @@ class EngineMetrics:
         self._add_request_sizes()
 
     def _add_states(self) -> None:
-        """Requests, blocks and the pool as they are now."""
+        """Add requests, blocks and the pool in their current state."""
         self.running = self._add_gauge("fastdeploy:num_requests_running", "Requests in the running batch")
         self.waiting = self._add_gauge("fastdeploy:num_requests_waiting", "Requests waiting for blocks or the pool")
         self.cache_usage = self._add_gauge("fastdeploy:gpu_cache_usage_perc", "Share of KV blocks held, 0 to 1")
@@ -53,7 +53,7 @@ class EngineMetrics:
         self.pool_open = self._add_gauge("kvstore_pool_open", "1 when the pool has been joined")
 
     def _add_prompt_counts(self) -> None:
-        """Tokens, and where the KV of prompts came from."""
+        """Add tokens, and where the KV of prompts came from."""
         self.prompt_tokens = self._add_counter("fastdeploy:prompt_tokens", "Prompt tokens of finished requests")
         self.generated_tokens = self._add_counter("fastdeploy:generation_tokens", "Tokens generated")
         self.prompt_origins = self._add_counters(
@@ -79,7 +79,7 @@ class EngineMetrics:
         )
 
     def _add_pool_counts(self) -> None:
-        """Blocks on their way from and to the pool, and why some were not."""
+        """Add blocks transferred from and to the pool, and why some were not."""
         self.pool_unused = self._add_counters(
             "kvstore_pool_unused_requests",
             "Requests of whose prompt nothing came from the pool, by the reason, which their line in the log tells",
@@ -99,7 +99,7 @@ class EngineMetrics:
         self.unsaved_blocks = self._add_counter("kvstore_unsaved_blocks", "Blocks whose save failed or was dropped")
 
     def _add_request_figures(self) -> None:
-        """Ends of requests, and their times."""
+        """Add ends of requests, and their times."""
         self.finished = Counter(
             "kvstore_requests_finished",
             "Requests ended, by finish reason",
@@ -122,7 +122,7 @@ class EngineMetrics:
         )
 
     def _add_blocks_and_places(self) -> None:
-        """Blocks, and places in the batch, under FastDeploy's names."""
+        """Add blocks, and slots in the batch, under FastDeploy's names."""
         self.batch_size = self._add_gauge("fastdeploy:batch_size", "Requests in the running batch")
         self.max_batch_size = self._add_gauge("fastdeploy:max_batch_size", "Requests that may run at once")
         self.available_batch_size = self._add_gauge(
@@ -143,7 +143,7 @@ class EngineMetrics:
         )
 
     def _add_cache_figures(self) -> None:
-        """Tokens found in caches, under FastDeploy's names."""
+        """Add tokens found in caches, under FastDeploy's names."""
         self.cached_tokens = self._add_counter(
             "fastdeploy:prefix_cache_token_num", "Prompt tokens found in this instance's own cache, or in the pool"
         )
@@ -164,7 +164,7 @@ class EngineMetrics:
         self._requests = self._hit_requests = self._tokens = self._own_hits = self._pool_hits = 0
 
     def _add_request_sizes(self) -> None:
-        """Numbers, sizes and times of requests, under FastDeploy's names."""
+        """Add numbers, sizes and times of requests, under FastDeploy's names."""
         self.requests = self._add_counter("fastdeploy:requests_number", "Requests that the engine got")
         self.succeeded = self._add_counter("fastdeploy:request_success", "Requests that ended with stop or length")
         self.preempted = self._add_counter(
@@ -186,12 +186,12 @@ class EngineMetrics:
         )
 
     def describe_cache(self, settings: Mapping[str, object]) -> None:
-        """Tell the settings of the KV cache, as labels; once."""
+        """Publish the settings of the KV cache, as labels; call it once."""
         info = Gauge("fastdeploy:cache_config_info", "Settings of the KV cache", list(settings), registry=self.registry)
         info.labels(*map(str, settings.values())).set(1)
 
     def count_hits(self, num_tokens: int, own: int, pool: int) -> None:
-        """Count a prompt of ``num_tokens``, of which so many were in the own cache and came from the pool."""
+        """Count a prompt of ``num_tokens``: ``own`` were in the own cache, ``pool`` came from the pool."""
         self.cached_tokens.inc(own + pool)
         self.storage_cached_tokens.inc(pool)
         self._requests += 1
@@ -212,7 +212,7 @@ class EngineMetrics:
     def _add_counters(self, name: str, text: str, label: str, values: Sequence[str]) -> Counter:
         counter = Counter(name, text, [label], registry=self.registry)
         for value in values:
-            counter.labels(value)  # so that one that has not been counted yet reads 0
+            counter.labels(value)  # so that a reason without a count reads 0
         return counter
 
     def _add_histogram(self, name: str, text: str, bounds: Sequence[float] = _REQUEST_SECONDS) -> Histogram:

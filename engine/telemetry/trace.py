@@ -1,6 +1,6 @@
-"""A request's way in the log, for a person debugging; nothing is worked out where the level is higher than debug.
+"""The steps of a request in the log, for debugging; nothing is computed if the log level is higher than debug.
 
-Each line begins with the request's id, and names blocks by their places in its prompt.
+Each line begins with the request's id, and names blocks by their positions in its prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 def log_look_up(
     request_id: str, first: int, hashes: SequenceOf[bytes], statuses: SequenceOf[Status], present: int, seconds: float
 ) -> None:
-    """Say which blocks, from the ``first``-th on, the pool was asked for, and how many leading ones are ``present``."""
+    """Log which blocks, from the ``first``-th on, the pool was asked for, and how many leading ones it has."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     log.debug(
@@ -40,7 +40,7 @@ def log_look_up(
 
 
 def log_load(request_id: str, wanted: int, arrived: int, block_bytes: int, seconds: float) -> None:
-    """Say how many blocks were read from the pool; those that do not verify have not arrived."""
+    """Log how many blocks were read from the pool; blocks that do not verify do not count as arrived."""
     log.debug(
         "request %s: load of %d blocks: %d arrived and were verified, %d bytes in %.1f ms",
         *(request_id, wanted, arrived, arrived * block_bytes, 1e3 * seconds),
@@ -50,7 +50,7 @@ def log_load(request_id: str, wanted: int, arrived: int, block_bytes: int, secon
 def log_save(
     request_id: str, first: int, hashes: SequenceOf[bytes], saved: int, block_bytes: int, seconds: float
 ) -> None:
-    """Say how many of a save's blocks, from the ``first``-th on, the pool has now."""
+    """Log how many of a save's blocks, from the ``first``-th on, the pool has now."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     log.debug(
@@ -61,7 +61,7 @@ def log_save(
 
 
 def log_lent_blocks(request_id: str, num_tokens: int, lent: int, cached: int) -> None:
-    """Say, on the decode instance, that a hand-over begins."""
+    """Log, on the decode instance, that a hand-over begins."""
     log.debug(
         "request %s: the prefill instance begins to hand over %d tokens; lent %d blocks, the %d before are here",
         *(request_id, num_tokens, lent, cached),
@@ -69,7 +69,7 @@ def log_lent_blocks(request_id: str, num_tokens: int, lent: int, cached: int) ->
 
 
 def log_handover_write(request_id: str, blocks: range, written: int, block_bytes: int, seconds: float) -> None:
-    """Say, on the prefill instance, how many of computed ``blocks`` were written to the decode instance."""
+    """Log, on the prefill instance, how many of computed ``blocks`` were written to the decode instance."""
     log.debug(
         "request %s: hand-over of blocks %d to %d: %d written, %d bytes in %.1f ms; decode had %d already",
         *(request_id, blocks.start, blocks.stop - 1, written, written * block_bytes),
@@ -78,7 +78,7 @@ def log_handover_write(request_id: str, blocks: range, written: int, block_bytes
 
 
 def log_handover_end(request_id: str, written: int, block_bytes: int, seconds: float, *, is_accepted: bool) -> None:
-    """Say, on the prefill instance, whether the decode instance goes on from all blocks ``written``."""
+    """Log, on the prefill instance, whether the decode instance continues from all blocks ``written``."""
     log.debug(
         "request %s: direct hand-over %s: %d blocks written, %d bytes, %.1f ms since it began",
         *(request_id, "accepted" if is_accepted else "not accepted", written, written * block_bytes, 1e3 * seconds),
@@ -86,7 +86,7 @@ def log_handover_end(request_id: str, written: int, block_bytes: int, seconds: f
 
 
 def log_verified_blocks(request_id: str, count: int, block_bytes: int, seconds: float) -> None:
-    """Say, on the decode instance, that blocks are those that were sent."""
+    """Log, on the decode instance, that the blocks have the digests that were sent."""
     log.debug(
         "request %s: hand-over verified: %d blocks, %d bytes in %.1f ms",
         *(request_id, count, count * block_bytes, 1e3 * seconds),
@@ -94,7 +94,7 @@ def log_verified_blocks(request_id: str, count: int, block_bytes: int, seconds: 
 
 
 def log_prompt_sources(sequence: Sequence, handover: str) -> None:
-    """Say where each token of the prompt came from, and why; ``handover`` tells how it was handed over, if it was."""
+    """Log where each token of the prompt came from, and why; ``handover`` explains its hand-over, if there was one."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     reasons = [part for part in (f"pool: {sequence.pool_use.text}", handover, _explain_rest(sequence)) if part]
@@ -120,7 +120,7 @@ def _describe_ranges(sequence: Sequence) -> Iterator[str]:
 
 
 def _explain_rest(sequence: Sequence) -> str:
-    """Why tokens were computed that the pool could not have, nor any cache."""
+    """Explain why tokens were computed that neither the pool nor any cache could have."""
     tail = (sequence.num_prompt_tokens - 1) % sequence.block_size + 1
     rest = sequence.num_prompt_tokens - sum(count for _, count in sequence.prompt_sources)
     return f"the last {tail} fill no block before the last token, which is always computed" if rest == tail else ""

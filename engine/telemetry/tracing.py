@@ -1,7 +1,6 @@
-"""Spans for OpenTelemetry: a request and its phases, under the span of who asked, made when the request has ended.
+"""Spans for OpenTelemetry: a request and its phases, under the client's span, created when the request has ended.
 
-Sequences and generations keep the times whether or not anybody asks. A receiver that is gone or hangs costs spans, and
-nothing else.
+Sequences and generations record the times even if tracing is off. If a receiver is down or hangs, only spans are lost.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["Phase", "RequestTrace", "Tracer", "list_phases", "open_tracer"]
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "kvengine"
-# A wait that is shorter is not worth a span.
+# A shorter wait is not worth a span.
 _MIN_WAIT_SECONDS = 0.001
 _GOOD_ENDS = ("stop", "length")
 _NOTHING: Mapping[str, Any] = {}
@@ -44,10 +43,12 @@ class Phase(NamedTuple):
 
 
 def list_phases(sequence: Sequence, now: float, trouble: str = "") -> Iterator[Phase]:
-    """The phases that a sequence went through, as far as it came when it was first admitted; without its saves.
+    """Yield the phases of a sequence up to its end, as of its first admission; without its saves.
 
     Args:
-        trouble: why it ended early: the last phase was cut off by that.
+        sequence: the sequence.
+        now: the current time, on ``time.monotonic``.
+        trouble: why it ended early, which interrupted the last phase.
     """
     phases = list(_list_phases(sequence, now))
     if phases and trouble:
@@ -81,7 +82,7 @@ def _list_phases(sequence: Sequence, now: float) -> Iterator[Phase]:
 
 
 def open_tracer(receiver: str) -> Tracer | None:
-    """Begin to trace; None where OpenTelemetry's packages are missing, which the log says.
+    """Start tracing; None if OpenTelemetry's packages are missing, which is logged.
 
     Args:
         receiver: as the operator wrote it, for the log.
@@ -97,18 +98,18 @@ def open_tracer(receiver: str) -> Tracer | None:
 
 
 class _Arrival(NamedTuple):
-    """A request that has come: the trace that it belongs to, and when."""
+    """The arrival of a request: the trace that it belongs to, and the time."""
 
     trace_id: int
     parent: SpanContext | None
     at: float
     """On ``time.monotonic``."""
     epoch: float
-    """The moment when that was 0, in seconds since 1970: one for all of its spans, so that they fit."""
+    """The moment when that clock was 0, in seconds since 1970: one for all of the request's spans, so that they fit."""
 
 
 class RequestTrace:
-    """One sequence's place in a trace."""
+    """The part of one sequence in a trace."""
 
     def __init__(self, tracer: Tracer, arrival: _Arrival) -> None:
         self._tracer = tracer
@@ -124,11 +125,14 @@ class RequestTrace:
         phases: Iterable[Phase],
         trouble: str,
     ) -> None:
-        """The request has ended: make its spans, but the saves', which may go on.
+        """Create the spans of an ended request, except those of saves, which may still run.
 
         Args:
+            sequence: the request's sequence.
+            role: the instance's role.
+            num_output_tokens: tokens of the answer.
             reason: why the answer ended.
-            phases: those that the sequence knows nothing of.
+            phases: phases that the sequence itself does not record.
             trouble: why it failed; "" if it did not.
         """
         now = time.monotonic()
@@ -148,7 +152,7 @@ class RequestTrace:
             self._add_phase(phase)
 
     def end_saves(self, sequence: Sequence) -> None:
-        """Nothing of the sequence is on its way to the pool any more."""
+        """Create the span of the saves, when no transfer of the sequence to the pool is left."""
         saves = sequence.saves
         if saves.ended_at:
             lacking = saves.num_begun - saves.num_done
@@ -162,14 +166,15 @@ class RequestTrace:
 
 
 class Tracer:
-    """Makes spans, and hands them to the SDK, which sends them on a thread of its own."""
+    """Creates spans and passes them to the SDK, which sends them on a thread of its own."""
 
     def __init__(self, receiver: str) -> None:
-        """
+        """Set up the SDK to send spans to ``receiver``.
+
         Raises:
             ModuleNotFoundError: OpenTelemetry's packages are missing.
         """
-        # Nothing of this is loaded where nobody asked for spans.
+        # None of this is imported unless tracing is requested.
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME as NAME
@@ -184,16 +189,16 @@ class Tracer:
             resource = resource.merge(Resource({NAME: SERVICE_NAME}))
         self._api, self._span_type = trace, ReadableSpan
         self._resource, self._scope = resource, InstrumentationScope("engine")
-        # The one way to the sampler that the standard variables name.
+        # The only way to get the sampler that the standard variables name.
         self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
         self._propagator = TraceContextTextMapPropagator()
         self._exporter = LoggingExporter(OTLPSpanExporter(), receiver, log)
         self._processor = BatchSpanProcessor(cast("SpanExporter", self._exporter))
-        # Of the request that a task of the event loop answers.
+        # The arrival of the request that a task of the event loop answers.
         self._arrival: ContextVar[_Arrival | None] = ContextVar("arrival", default=None)
 
     def enter_request(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """The task that runs answers a request with these headers: sequences it begins belong to that one's trace."""
+        """Record that the current task answers a request with these headers: its sequences belong to that trace."""
         sent: dict[str, list[str]] = {}
         for name, value in headers:
             if name in (b"traceparent", b"tracestate"):
@@ -208,12 +213,12 @@ class Tracer:
         self._arrival.set(arrival if is_sampled else None)
 
     def begin_request(self) -> RequestTrace | None:
-        """The place of a new sequence in the trace of the request that is answered; None where it is not traced."""
+        """Return the part of a new sequence in the current request's trace; None if the request is not traced."""
         arrival = self._arrival.get()
         return None if arrival is None else RequestTrace(self, arrival)
 
     def make_context(self, arrival: _Arrival) -> SpanContext:
-        """A new span's context in the trace of a request."""
+        """Create a new span's context in the trace of a request."""
         state = arrival.parent.trace_state if arrival.parent is not None else None
         flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
         return self._api.SpanContext(arrival.trace_id, random.getrandbits(64) or 1, False, flags, state)
@@ -221,7 +226,7 @@ class Tracer:
     def add_span(
         self, phase: Phase, epoch: float, context: SpanContext, parent: SpanContext | None, *, is_server: bool
     ) -> None:
-        """Hand a span that has ended to the SDK: made whole, which costs a third of starting and ending one."""
+        """Pass an ended span to the SDK, created complete: this costs a third of starting and ending one."""
         api = self._api
         span = self._span_type(
             phase.name,
@@ -238,5 +243,5 @@ class Tracer:
         self._processor.on_end(span)
 
     def close(self) -> None:
-        """Give the receiver a moment to take the last spans."""
+        """Wait a moment for the receiver to accept the last spans."""
         close_spans(self._processor, self._exporter)

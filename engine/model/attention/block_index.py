@@ -1,7 +1,7 @@
-"""Which blocks of a long sequence matter to a query: one vector for each block and KV head, searched exactly.
+"""Finds the blocks of a long sequence that matter to a query, by one vector for each block and KV head.
 
-The score of a block is the inner product of its representative with the query. How a representative is made, of
-a block's keys ``k`` (after RoPE), and which form the query ``q`` takes to meet it:
+The score of a block is the inner product of its representative with the query. A representative is made from a block's
+keys ``k`` (after RoPE), and compared with a form of the query ``q``:
 
 ============  ====================  ========================  =================================================
 ``mean``      mean(k)               q                         the method's own
@@ -10,11 +10,11 @@ a block's keys ``k`` (after RoPE), and which form the query ``q`` takes to meet 
                                                               could have (Quest, Tang et al. 2024)
 ============  ====================  ========================  =================================================
 
-The query heads that share a KV head share the recalled blocks: each turns its scores into shares (softmax), so that no
-head outvotes the others by the length of its query, and a block counts by the greatest share it has of any.
+The query heads that share a KV head share the recalled blocks. Each head turns its scores into shares (softmax), so
+that no head dominates the others through the length of its query. A block's rank is its greatest share in any head.
 
-An exact search is the fastest here: 1024 blocks take 0.2 ms a head, an approximate index takes longer and misses
-some.
+An exact search is the fastest here: 1024 blocks take 0.2 ms per head; an approximate index takes longer and misses some
+blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["BlockIndex", "Index", "Search", "best_blocks", "query_of", "represen
 
 
 def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
-    """Representatives of blocks.
+    """Compute the representatives of blocks.
 
     Args:
         kind: one of ``REPRESENTATIVES``.
@@ -48,12 +48,12 @@ def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
 
 
 def width_of(kind: str, head_dim: int) -> int:
-    """How many numbers a representative is of."""
+    """Return how many numbers a representative has."""
     return head_dim if kind == "mean" else 2 * head_dim
 
 
 def query_of(kind: str, queries: torch.Tensor) -> torch.Tensor:
-    """Queries ``[..., head_dim]`` in the form that is compared with representatives: ``[..., width]``."""
+    """Convert queries ``[..., head_dim]`` to the form that is compared with representatives: ``[..., width]``."""
     if kind == "mean":
         return queries
     if kind == "mean_std":
@@ -62,11 +62,11 @@ def query_of(kind: str, queries: torch.Tensor) -> torch.Tensor:
 
 
 def best_blocks(scores: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """The blocks to recall for each KV head.
+    """Return the blocks to recall for each KV head.
 
     Args:
-        scores: ``[..., kv_heads, group, blocks]``, as inner products scaled like attention's; minus infinity where a
-            block is not to be found.
+        scores: ``[..., kv_heads, group, blocks]``, as inner products scaled like attention's; minus infinity for a
+            block that must not be found.
         num_blocks: how many, at most as many as there are.
 
     Returns:
@@ -76,13 +76,13 @@ def best_blocks(scores: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 class Search:
-    """A search for several sequences, each in a row of the index: the same in all layers, so made once for them.
+    """A search for several sequences, each in a row of the index. It is the same in all layers, so it is made once.
 
     Args:
-        rows: of these sequences.
-        outside: for each sequence, from which block on, up to which blocks are looked up.
-        num_blocks: how many are wanted of that sequence of which most are.
-        device: of the index.
+        rows: the rows of these sequences.
+        outside: for each sequence the range of blocks that are looked up: the first, and the end.
+        num_blocks: the largest number of blocks that any sequence needs.
+        device: the device of the index.
     """
 
     def __init__(
@@ -91,47 +91,47 @@ class Search:
         self.num_blocks = num_blocks
         self.rows = rows
         self.all_rows = slice(min(rows), max(rows) + 1)
-        """Those between too."""
+        """The span of these rows, including rows between them."""
         [self.places] = send_numbers([[row - min(rows) for row in rows]], device)
-        """Of the rows asked for, among all."""
+        """The positions of the requested rows in the span."""
         self.all_blocks = slice(min(first for first, _ in outside), max(stop for _, stop in outside))
         firsts, stops = torch.tensor(outside).t()[:, :, None, None, None]
         numbers = torch.arange(self.all_blocks.start, self.all_blocks.stop)
         self.hidden = send_tensor((numbers < firsts) | (numbers >= stops), device)
-        """Which of all blocks a sequence does not look up, ``[sequences, 1, 1, blocks]``."""
+        """Blocks that a sequence does not look up, as a mask over all blocks, ``[sequences, 1, 1, blocks]``."""
 
 
 class Index(Protocol):
-    """Finds blocks: ``BlockIndex``, or another in its place."""
+    """Interface of an index that finds blocks, such as ``BlockIndex``."""
 
     def add_blocks(self, row: int, first: int, keys: torch.Tensor) -> None:
-        """Take in blocks of a row, from number ``first`` on: keys ``[blocks, layers, kv_heads, tokens, head_dim]``."""
+        """Add blocks to a row, from number ``first`` on: keys ``[blocks, layers, kv_heads, tokens, head_dim]``."""
 
     def search_blocks(self, layer: int, search: Search, queries: torch.Tensor, scale: float) -> torch.Tensor:
-        """The best blocks for one query of each of several sequences, without a wait for the device.
+        """Find the best blocks for one query of each of several sequences, without a wait for the device.
 
         Args:
-            layer: whose blocks.
-            search: for which sequences, and which of their blocks.
+            layer: the layer of the blocks.
+            search: the sequences, and which of their blocks are searched.
             queries: ``[sequences, kv_heads, group, head_dim]``.
-            scale: of attention's scores.
+            scale: the scale of attention's scores.
 
         Returns:
-            Numbers of blocks ``[sequences, kv_heads, search.num_blocks]``, the best first. Of a sequence that has
-            fewer outside the last ones mean nothing.
+            Numbers of blocks ``[sequences, kv_heads, search.num_blocks]``, the best first. If a sequence looks up fewer
+            blocks, its last numbers are undefined.
         """
 
 
 class BlockIndex(Index):
     """The representatives of several sequences, each in a row of its own.
 
-    Ownership: the user of a row adds a block before searching for it; nothing needs to be cleared for the next user.
+    Ownership: the user of a row adds a block before it searches for it; the next user need not clear anything.
 
     Args:
         kind: one of ``REPRESENTATIVES``.
-        rows: sequences at once.
-        num_layers, num_kv_heads, head_dim: as of KV memory.
-        max_blocks: of one sequence.
+        rows: the maximum number of concurrent sequences.
+        num_layers, num_kv_heads, head_dim: the dimensions of KV memory.
+        max_blocks: the maximum number of blocks of one sequence.
     """
 
     def __init__(
@@ -149,13 +149,13 @@ class BlockIndex(Index):
         if kind not in REPRESENTATIVES:
             raise ValueError(f"{kind!r} is no representative; there are {', '.join(REPRESENTATIVES)}")
         self.kind = kind
-        # A row's blocks of one head lie together: a search reads them as one matrix, without a copy.
+        # The blocks of a row that belong to one head are contiguous: a search reads them as one matrix, without a copy.
         shape = (num_layers, rows, num_kv_heads, max_blocks, width_of(kind, head_dim))
         self._vectors = torch.empty(shape, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Size of all rows in bytes."""
         return self._vectors.numel() * self._vectors.element_size()
 
     def add_blocks(self, row: int, first: int, keys: torch.Tensor) -> None:
@@ -164,7 +164,7 @@ class BlockIndex(Index):
 
     def search_blocks(self, layer: int, search: Search, queries: torch.Tensor, scale: float) -> torch.Tensor:
         vectors = self._vectors[layer, search.all_rows, :, search.all_blocks]
-        # Rows between are searched in vain: picking rows out would copy them.
+        # The results of the rows between are not used: selecting rows would copy them.
         by_row = queries.new_zeros(len(vectors), *queries.shape[1:])
         by_row[search.places] = queries * scale
         scores = (query_of(self.kind, by_row) @ vectors.transpose(-1, -2))[search.places]

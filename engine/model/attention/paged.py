@@ -1,12 +1,12 @@
-"""Exact attention over paged KV memory, for any model that asks transformers' AttentionInterface.
+"""Exact attention over paged KV memory, for any model that uses transformers' AttentionInterface.
 
-KV memory is one tensor ``[block, layer, k/v, kv_head, token, head_dim]``: a block is one contiguous span, which
-a pool stores as one value. A forward pass runs all chunks of a step as one row of tokens; ``PagedBatch`` says which
-tokens belong to which sequence, and reaches ``paged_attention`` as a keyword argument that transformers passes
-through every model's layers untouched.
+KV memory is one tensor ``[block, layer, k/v, kv_head, token, head_dim]``: a block is one contiguous span, which a pool
+stores as one value. A forward pass runs all chunks of a step as one row of tokens; ``PagedBatch`` says which tokens
+belong to which sequence, and reaches ``paged_attention`` as a keyword argument that transformers passes through every
+model's layers untouched.
 
-The host never waits for the device here: all numbers of a step are worked out on the host and sent in one copy, and
-no tensor's shape or address follows from another's values.
+The host never waits for the device here: all numbers of a step are computed on the host and sent in one copy, and no
+tensor's shape or address depends on another's values.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ ATTENTION_NAME = "kvstore_paged"
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """The form of attention that is quickest on a kind of device; its result is the same in each.
+    """The form of attention that is fastest on a kind of device; all forms compute the same result.
 
-    ``max_gathered_bytes`` of K and V are gathered before they are attended to. Decodes of unlike length are padded to
-    the longest as long as all of a group are no more than ``joined_bytes``. With ``has_causal_kernels`` two lengths
-    tell the kernel which tokens a chunk of a prompt may see, and a bias of KV's dtype hides the padding of a decode;
+    ``max_gathered_bytes`` of K and V are gathered before attention reads them. Decodes of different lengths are padded
+    to the longest as long as a group's total is at most ``joined_bytes``. With ``has_causal_kernels`` the kernel
+    computes from two lengths which tokens a chunk of a prompt may see, and a bias of KV's dtype hides the padding of a
+    decode;
     without, masks do both.
     """
 
@@ -43,14 +44,14 @@ class AttentionForm:
     has_causal_kernels: bool
 
 
-# On a CPU as much is gathered as stays in a cache: decodes over 2,000 tokens each took 35 ms for 16 sequences and 8
-# layers, and 71 ms where the whole was gathered first. Elsewhere a further group costs as much as to read some MiB.
+# On a CPU, gather as much as stays in a cache: decodes over 2,000 tokens each took 35 ms for 16 sequences and 8 layers,
+# and 71 ms when everything was gathered first. On other devices a further group costs as much as reading some MiB.
 _ON_CPU = AttentionForm(4 << 20, 0, False)
 _ELSEWHERE = AttentionForm(256 << 20, 32 << 20, True)
 
 
 def form_for(device: torch.device) -> AttentionForm:
-    """The form of attention for a device."""
+    """Return the form of attention for a device."""
     return _ON_CPU if device.type == "cpu" else _ELSEWHERE
 
 
@@ -58,8 +59,8 @@ def form_for(device: torch.device) -> AttentionForm:
 class ChunkShape:
     """One chunk: ``num_tokens`` new tokens after ``num_computed`` with KV, in the blocks of ``block_table``.
 
-    With ``samples`` the logits after its last token are wanted. With ``sparse_state`` it is one token of a sequence
-    that decodes sparsely; of its blocks only the newest need be there.
+    With ``samples`` the caller needs the logits after its last token. With ``sparse_state`` it is one token of a
+    sequence that decodes sparsely; then only the newest of its blocks must be in KV memory.
     """
 
     num_computed: int
@@ -70,21 +71,21 @@ class ChunkShape:
 
     @property
     def context_length(self) -> int:
-        """Tokens that the chunk's last token attends to, itself included."""
+        """Number of tokens that the chunk's last token attends to, itself included."""
         return self.num_computed + self.num_tokens
 
     def list_positions(self) -> range:
-        """Positions of the chunk's tokens in their sequence."""
+        """Return the positions of the chunk's tokens in their sequence."""
         return range(self.num_computed, self.context_length)
 
     def list_write_blocks(self, block_size: int) -> Iterator[int]:
-        """The block of each of the chunk's tokens."""
+        """Yield the block of each of the chunk's tokens."""
         for number in range(self.num_computed // block_size, self.count_blocks(block_size)):
             start, stop = max(self.num_computed, number * block_size), (number + 1) * block_size
             yield from repeat(self.block_table[number], min(stop, self.context_length) - start)
 
     def count_blocks(self, block_size: int) -> int:
-        """Blocks that the chunk attends to."""
+        """Return the number of blocks that the chunk attends to."""
         return -(-self.context_length // block_size)
 
 
@@ -96,22 +97,22 @@ class _Prefill:
     stop: int
     context: int
     pages: torch.Tensor  # [2 * kv_heads * n], see PagedBatch._find_pages
-    mask: torch.Tensor | None  # [tokens, context]; None: nothing came before, plain causal
+    mask: torch.Tensor | None  # [tokens, context]; None: no context before it, plain causal attention
 
 
 @dataclass(frozen=True)
 class _Decodes:
     """Chunks of one token each, padded to the longest."""
 
-    rows: torch.Tensor | None  # [N] rows of the step's row of tokens; None: all of them, in their order
+    rows: torch.Tensor | None  # [N] rows of the step's row of tokens; None: all of them, in order
     pages: torch.Tensor  # [2 * N * kv_heads * n], see PagedBatch._find_pages
-    width: int  # tokens that are attended to
-    mask: torch.Tensor | None  # [N, 1, 1, width]; None: all are as long
+    width: int  # number of tokens attended to
+    mask: torch.Tensor | None  # [N, 1, 1, width]; None: all have the same length
 
 
 @dataclass(frozen=True)
 class _Sparse:
-    """Chunks of one token each that look blocks up."""
+    """Chunks of one token each with sparse attention."""
 
     rows: torch.Tensor  # [N] rows of the step's row of tokens
     states: list[SparseState]
@@ -119,7 +120,7 @@ class _Sparse:
 
 @dataclass(frozen=True)
 class _Places:
-    """Chunks by the way they are attended, each with the row of its first token."""
+    """Chunks grouped by their kind of attention, each with the row of its first token."""
 
     prefills: list[tuple[int, ChunkShape]] = field(default_factory=list)
     singles: list[tuple[int, ChunkShape]] = field(default_factory=list)
@@ -127,7 +128,7 @@ class _Places:
 
     @classmethod
     def of_chunks(cls, chunks: Sequence[ChunkShape]) -> _Places:
-        """Where chunks lie that follow each other in the step's row of tokens."""
+        """Group chunks that follow each other in the step's row of tokens."""
         places, start = cls(), 0
         for chunk in chunks:
             if chunk.sparse_state is not None:
@@ -139,20 +140,20 @@ class _Places:
 
 
 class PagedBatch:
-    """Where the tokens of one step lie, worked out once for all layers.
+    """Positions of one step's tokens in KV memory, computed once for all layers.
 
     Args:
         kv: the KV memory, ``[block, layer, 2, kv_head, token, head_dim]``.
         chunks: the step's chunks, in the order of their tokens in the row.
-        token_ids: of all chunks, one after the other.
+        token_ids: the tokens of all chunks, one after the other.
         retrieval: owns the sparse states of the chunks, if they have any.
 
     Attributes:
         input_ids: ``[1, tokens]``.
         position_ids: ``[1, tokens]``.
-        write_blocks: ``[tokens]``, the block of each token, and ``write_offsets`` its place there.
+        write_blocks: ``[tokens]``, the block of each token, and ``write_offsets`` its position there.
         logit_rows: rows of the last tokens of all chunks that sample; the first one's if none does.
-        layers: those that attended so far.
+        layers: the layers that have attended so far.
     """
 
     def __init__(
@@ -194,9 +195,9 @@ class PagedBatch:
         ]
 
     def gather_pages(self, pages: torch.Tensor, layer: int) -> torch.Tensor:
-        """K and V of ``pages`` in one layer, ``[2, sequences * kv_heads, n * block_size, head_dim]`` flattened.
+        """Gather K and V of ``pages`` in one layer, ``[2, sequences * kv_heads, n * block_size, head_dim]`` flattened.
 
-        They lie in memory that the next call uses again: fresh memory for each layer costs more than the copy.
+        The result is in memory that the next call reuses: new memory for each layer costs more than the copy.
         """
         page_size = self._block_size * self._head_dim
         count = pages.numel()
@@ -207,10 +208,10 @@ class PagedBatch:
         return torch.index_select(from_layer, 0, pages, out=gathered)
 
     def _find_pages(self, tables: torch.Tensor) -> torch.Tensor:
-        """Block tables ``[N, n]`` or ``[n]`` -> the pages they mean in layer 0, in the order ``[2, N, kv_head, n]``.
+        """Convert block tables ``[N, n]`` or ``[n]`` to their pages in layer 0, in the order ``[2, N, kv_head, n]``.
 
-        A page is one block's part of one layer's K or V for one head; page 0 of KV memory is that of block 0,
-        layer 0, K, head 0.
+        A page is one block's part of one layer's K or V for one head; page 0 of KV memory is that of block 0, layer 0,
+        K, head 0.
         """
         heads = torch.arange(self._kv_heads, device=tables.device)[:, None]
         kinds = torch.arange(2, device=tables.device)[:, None, None, None]
@@ -218,9 +219,9 @@ class PagedBatch:
         return (first + kinds * self._kv_heads + heads).flatten()
 
     def _group_by_length(self, rows: list[tuple[int, ChunkShape]]) -> list[list[tuple[int, ChunkShape]]]:
-        """Rows of like length together (up to twice, which bounds padding), few enough to gather at once.
+        """Group rows of similar length (up to twice, which bounds padding), few enough to gather together.
 
-        Those of a group are in their order.
+        The rows of a group stay in their order.
         """
         block_bytes = 2 * self._kv_heads * self._block_size * self._head_dim * self.kv.element_size()
         groups: list[list[tuple[int, ChunkShape]]] = []
@@ -237,10 +238,10 @@ class PagedBatch:
         return [sorted(group, key=lambda row: row[0]) for group in groups]
 
     def _pad_tables(self, group: list[tuple[int, ChunkShape]]) -> tuple[list[int], list[int], list[int]]:
-        """Of a group's chunks the rows, the lengths, and the block tables as one list, each as long as the longest."""
+        """Return a group's rows, lengths, and block tables as one list, each table padded to the longest."""
         width = max(chunk.count_blocks(self._block_size) for _, chunk in group)
-        # The mask hides what pads a table, but a masked NaN is still NaN: so pad with the sequence's own first
-        # block, not with a block that a load may be writing just now.
+        # The mask hides the padding of a table, but a masked NaN is still NaN: so pad with the sequence's own first
+        # block, not with a block that a load may be writing.
         tables: list[int] = []
         for _, chunk in group:
             own = chunk.block_table[: chunk.count_blocks(self._block_size)]
@@ -263,7 +264,7 @@ class PagedBatch:
         return _Decodes(every_row, pages, width, mask)
 
     def _hide(self, chunk: ChunkShape) -> torch.Tensor | None:
-        """Causal mask of a chunk that continues a context; None where there is no context before it."""
+        """Return the causal mask of a chunk that continues a context; None if there is no context before it."""
         if chunk.num_computed == 0:
             return None
         if self._form.has_causal_kernels:
@@ -302,13 +303,13 @@ def paged_attention(
         module: the model's attention layer; its ``layer_idx`` picks the layer in KV memory.
         query: ``[1, heads, tokens, head_dim]``; key, value: ``[1, kv_heads, tokens, head_dim]``, after RoPE.
         attention_mask: unused, each sequence's own mask is in ``paged``.
-        sliding_window, softcap, s_aux: some models ask for them beyond plain attention; must not be given.
+        sliding_window, softcap, s_aux: some models need them in addition to plain attention; they must not be given.
 
     Returns:
         ``[1, tokens, heads, head_dim]`` and None for the weights.
 
     Raises:
-        NotImplementedError: the model asks for more than plain attention.
+        NotImplementedError: the model needs more than plain attention.
     """
     if sliding_window is not None or softcap is not None or s_aux is not None:
         asked = {"a sliding window": sliding_window, "soft-capping": softcap, "sinks": s_aux}
@@ -321,7 +322,7 @@ def paged_attention(
 
     heads, tokens, head_dim = query.shape[1:]
     kv_heads = key.shape[1]
-    # Query heads that share a KV head stand together, so that K and V are read once for the whole group.
+    # Query heads that share a KV head are adjacent, so that K and V are read once for the whole group.
     grouped = query[0].view(kv_heads, heads // kv_heads, tokens, head_dim)
     if paged.decodes and paged.decodes[0].rows is None:
         return _attend_decodes(paged, paged.decodes[0], layer, grouped, scaling).reshape(
@@ -351,7 +352,7 @@ def paged_attention(
 def _attend_decodes(
     paged: PagedBatch, decodes: _Decodes, layer: int, queries: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of queries ``[kv_heads, group, N, head_dim]``; ``[N, kv_heads, group, head_dim]``."""
+    """Compute attention of queries ``[kv_heads, group, N, head_dim]``; return ``[N, kv_heads, group, head_dim]``."""
     kv_heads, _, count, head_dim = queries.shape
     gathered = paged.gather_pages(decodes.pages, layer).view(2, count, kv_heads, -1, head_dim)
     keys, values = gathered[..., : decodes.width, :].unbind()
@@ -363,7 +364,7 @@ def _attend_decodes(
 def register_attention() -> None:
     """Make ``attn_implementation=ATTENTION_NAME`` known to transformers. May be called again.
 
-    It is not among transformers' masks, so that none is made: sequences share one row of tokens here, and to find that
-    out, transformers would wait for the device.
+    It is not registered for transformers' masks, so transformers makes none: here sequences share one row of tokens,
+    and to detect that, transformers would wait for the device.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)

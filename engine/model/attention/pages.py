@@ -1,14 +1,14 @@
-"""Attention of one query a sequence to chosen blocks, each KV head to blocks of its own.
+"""Attention of one query per sequence to chosen blocks; each KV head has its own blocks.
 
-A page is one block's part of one layer's K or V for one head: one contiguous span of memory
-``[block, layer, 2, kv_head, token, head_dim]``. Page 0 is that of block 0, layer 0, K, head 0.
+A page is one block's part of one layer's K or V for one head: one contiguous span of memory ``[block, layer, 2,
+kv_head, token, head_dim]``. Page 0 is that of block 0, layer 0, K, head 0.
 
-A CPU reads pages where they lie, a few at a time: as many as stay in a core's cache between the read and the attention
-to them, which for the memory is one read and no write. Pieces' outputs are put together by the sums of their weights.
-Each core works off pieces by itself: where torch spreads every small operation over all cores, each waits for the
-last one, which on a machine with other work takes many times as long.
+A CPU reads pages in place, a few at a time: as many as stay in a core's cache between the read and the attention. So
+memory is read once and not written. The outputs of the pieces are combined by the sums of their weights. Each core
+computes pieces by itself. If torch split every small operation over all cores, each would wait for the last one, which
+takes many times as long on a machine with other work.
 
-A GPU reads all pages of a layer and of all sequences at once.
+A GPU reads all pages of a layer and of all sequences together.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from torch.nn.functional import scaled_dot_product_attention
 __all__ = ["PIECE_BYTES", "PageReader"]
 
 PIECE_BYTES = 2 << 20
-"""K and V that stay in a core's cache. 2 and 4 MiB measured alike; 1 and 8 MiB took half as long again."""
+"""Bytes of K and V that stay in a core's cache. 2 and 4 MiB measured the same; 1 and 8 MiB took 1.5 times as long."""
 
 
 class PageReader:
     """Reads memory of one shape, for one thread at a time.
 
     Args:
-        like: memory ``[block, layer, 2, kv_head, token, head_dim]``; all memory that is read has its dtype and device.
+        like: memory ``[block, layer, 2, kv_head, token, head_dim]``; all memory that it reads has this dtype and
+            device.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
@@ -54,17 +55,18 @@ class PageReader:
         newest: torch.Tensor,
         scale: float | None,
     ) -> torch.Tensor:
-        """Attention of one sequence's queries, on a CPU.
+        """Compute attention of one sequence's queries, on a CPU.
 
         Args:
             queries: ``[kv_head, group, head_dim]``.
-            memory: where the blocks lie.
-            blocks: ``[kv_head, n]``, all of whose tokens are attended to.
-            newest: K and V beside them, ``[2, kv_head, token, head_dim]``.
-            scale: of scores; None: one over the root of ``head_dim``.
+            memory: the memory that holds the blocks.
+            blocks: ``[kv_head, n]``; the queries attend to all of their tokens.
+            layer: the layer to read.
+            newest: additional K and V, ``[2, kv_head, token, head_dim]``.
+            scale: the scale of scores; None: one over the root of ``head_dim``.
 
         Returns:
-            Of the shape of ``queries``.
+            A tensor with the shape of ``queries``.
         """
         every_page = memory.view(-1, self._page_size)
         pages = self._find_pages(blocks, layer).split(self._at_once, -1) if blocks.numel() else ()
@@ -88,17 +90,18 @@ class PageReader:
         mask: torch.Tensor,
         scale: float | None,
     ) -> torch.Tensor:
-        """Attention of several sequences' queries, without a wait for the device.
+        """Compute attention of several sequences' queries, without a wait for the device.
 
         Args:
             queries: ``[sequences, kv_head, group, head_dim]``.
-            memory: where the blocks lie.
+            memory: the memory that holds the blocks.
             blocks: ``[sequences, kv_head, n]``.
-            mask: which of their tokens are attended to, ``[sequences, 1, 1, n * token]``.
-            scale: of scores; None: one over the root of ``head_dim``.
+            layer: the layer to read.
+            mask: which of their tokens the queries attend to, ``[sequences, 1, 1, n * token]``.
+            scale: the scale of scores; None: one over the root of ``head_dim``.
 
         Returns:
-            Of the shape of ``queries``.
+            A tensor with the shape of ``queries``.
         """
         pages = self._find_pages(blocks[:, None], layer).transpose(0, 1)
         read = memory.view(-1, self._page_size).index_select(0, pages.flatten())
@@ -114,7 +117,7 @@ class PageReader:
         pages: Sequence[torch.Tensor],
         worker: int,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Attention to pages ``[2, kv_head, n]``, one piece after the other, through the memory of this worker."""
+        """Compute attention to pages ``[2, kv_head, n]``, one piece after the other, through this worker's memory."""
         parts = []
         for some in pages:
             piece = self._pieces[worker, : some.numel()]
@@ -123,19 +126,22 @@ class PageReader:
         return parts
 
     def _find_pages(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        """Blocks ``[..., kv_head, n]`` -> their pages ``[..., 2, kv_head, n]``, given an axis for K and V or none."""
+        """Convert blocks ``[..., kv_head, n]`` to their pages ``[..., 2, kv_head, n]``.
+
+        More dimensions before ``kv_head`` need one of size 1 for K and V.
+        """
         return (blocks * self._num_layers + layer) * (2 * self._kv_heads) + self._first_pages
 
 
 def _attend(queries: torch.Tensor, kv: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to K and V, and the logarithm of the weights' sum, which the public function keeps to itself."""
+    """Compute attention to K and V, and the log of the weights' sum, which the public function does not return."""
     output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, *kv, scale=scale)
     return output, weight
 
 
 @functools.cache
 def _start_workers(count: int) -> ThreadPoolExecutor:
-    """Threads whose operations are not spread over others."""
+    """Start threads that run each operation on a single thread."""
     workers, all_there = ThreadPoolExecutor(count, "pages"), threading.Barrier(count)
 
     def start() -> None:
@@ -144,5 +150,5 @@ def _start_workers(count: int) -> ThreadPoolExecutor:
 
     for started in [workers.submit(start) for _ in range(count)]:
         started.result()
-    torch.set_num_threads(count)  # a thread keeps its own number, but new ones get what was set last
+    torch.set_num_threads(count)  # a running thread retains its number, but new threads get the last one set
     return workers

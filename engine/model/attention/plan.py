@@ -1,4 +1,4 @@
-"""Which blocks one step reads of each sequence, so far as it is known before any layer chose: one row of numbers each.
+"""The blocks that one step reads of each sequence, as far as known before a layer chooses: one row of numbers each.
 
 column    0      │ 1 .................................. │ .................. │ ......
 number    newest │ initial, window, others that all    │ recalled, the best │ padding
@@ -18,14 +18,14 @@ __all__ = ["StepPlan"]
 
 
 class StepPlan:
-    """A step of several sequences, made once for all layers that read equally many blocks.
+    """The plan for a step of several sequences, made once for all layers that read the same number of blocks.
 
     Args:
-        partitions: of the sequences' blocks.
-        rows: of the sequences, in tables of all sequences.
-        newest: of each sequence the block of KV memory that holds its newest tokens, and how many it holds.
+        partitions: the partitions of the sequences' blocks.
+        rows: the sequences' rows in tables of all sequences.
+        newest: for each sequence the block of KV memory that holds its newest tokens, and how many it holds.
         block_size: tokens in a block.
-        device: of the tables.
+        device: the device of the tables.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StepPlan:
         device: torch.device,
     ) -> None:
         self.lengths = [partition.num_read for partition in partitions]
-        """Blocks that are read of each sequence, for each head."""
+        """Number of blocks read of each sequence, for each head."""
         self.newest = newest
         shared = [_list_shared(partition) for partition in partitions]
         columns, tokens = torch.arange(max(self.lengths)), torch.arange(block_size)
@@ -45,7 +45,7 @@ class StepPlan:
         blocks, filled = torch.tensor(newest).t()[:, :, None, None]
         is_full = (columns > 0) & (columns < lengths)
         numbers = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in shared], batch_first=True)
-        # Each ``[sequences, 1, columns]``, but for the tokens.
+        # Each is ``[sequences, 1, columns]``, except the tokens.
         tensors = (
             torch.tensor(rows),
             blocks,
@@ -60,26 +60,26 @@ class StepPlan:
         """``mask``: which tokens are read, ``[sequences, 1, 1, columns * block_size]``."""
 
     def number_blocks(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Numbers ``[sequences, kv_head, columns]``, given those chosen for every row, ``[row, kv_head, ...]``."""
+        """Return numbers ``[sequences, kv_head, columns]``, from the chosen ones of all rows ``[row, kv_head, n]``."""
         chosen = chosen[self._rows]
         return self._numbers.where(~self._is_recalled, chosen.gather(2, self._ranks.expand(-1, chosen.shape[1], -1)))
 
     def find_blocks(self, numbers: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Blocks of memory of these numbers, of the same shape.
+        """Return the blocks of memory for these numbers, in the same shape.
 
-        A row is padded with its newest block: a masked NaN is still NaN, so nothing may stand there that a load may be
-        writing just now.
+        A row is padded with its newest block: a masked NaN is still NaN, so padding must not be a block that a load may
+        be writing.
 
         Args:
-            numbers: as ``number_blocks`` gives them.
-            places: for every row where its full blocks lie, ``[row, block]``.
+            numbers: the result of ``number_blocks``.
+            places: for every row, the locations of its full blocks, ``[row, block]``.
         """
         found = places[self._rows][:, None].expand(-1, numbers.shape[1], -1).gather(2, numbers)
         return found.where(self._is_full, self._newest)
 
 
 def _list_shared(partition: BlockPartition) -> list[int]:
-    """Numbers of the blocks that all heads read, the newest first."""
+    """Return the numbers of the blocks that all heads read, the newest first."""
     last, stop = partition.num_blocks - 1, partition.num_initial
     if partition.num_recalled == partition.num_outside:
         stop = partition.window_start

@@ -1,13 +1,13 @@
-"""Sparse attention: a step reads the initial blocks, the window, and of all others those that an index finds best.
+"""Sparse attention: a step reads the initial blocks, the window, and the best of all others, found by an index.
 
-Each KV head chooses for itself, and keys carry their positions (RoPE), so the order of blocks means nothing. For each
+Each KV head chooses for itself, and keys carry their positions (RoPE), so the order of blocks has no effect. For each
 head a step has a row of the numbers of the blocks that it reads (``plan``).
 
-Blocks are read where they lie: in KV memory or, of sequences that are offloaded, in host memory; the newest block is
-always in KV memory. Only a GPU cannot attend to host memory: there a sequence that is offloaded has a working set.
+Blocks are read in place: in KV memory or, if the sequence is offloaded, in host memory; the newest block is always in
+KV memory. Only a GPU cannot attend to host memory: there an offloaded sequence has a working set.
 
-A step is planned once for all layers; the work of a layer then neither waits for the device nor asks it for a value,
-but for the working sets, whose blocks the host must find. The engine's thread owns everything here.
+A step is planned once for all layers. The work of a layer then neither waits for the device nor reads a value from it,
+except for the working sets: the host must find their missing blocks. The engine's thread owns everything here.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ __all__ = ["Retrieval", "SparseState", "allocate_host_memory", "reads_host_memor
 
 log = logging.getLogger(__name__)
 
-# A prompt that was handed over comes as a whole: in pieces, it takes no second memory as large as itself.
+# A transferred prompt arrives as a whole. Indexing it in pieces avoids a second buffer as large as itself.
 MAX_MOVED_BYTES = 2 << 20
 
 
 class SparseState:
-    """One sequence that decodes sparsely: its row of the index, and its blocks in host memory."""
+    """A sequence that decodes sparsely: its row of the index, and its blocks in host memory."""
 
     def __init__(self, sequence: EngineSequence, row: int, kv: torch.Tensor, config: RetrievalConfig) -> None:
         self.sequence = sequence
         self.row = row
         self.num_indexed = 0
-        """Leading blocks that are in the index, and in host memory if the sequence is offloaded."""
+        """Number of leading blocks in the index, and in host memory if the sequence is offloaded."""
         self._kv = kv
         self._config = config
         self._max_context = sequence.num_prompt_tokens + sequence.request.params.max_tokens
         self._sets: list[WorkingSet] = []
         self.window_starts: dict[bool, int] = {}
-        """Where the window began in the step before, for layers that read every block and for the others."""
+        """The window's start in the step before, for layers that read every block and for the others."""
         self.host: torch.Tensor | None = None
         """Its full blocks ``[block of the sequence, layer, 2, kv_head, token, head_dim]``, if it is offloaded."""
         if sequence.regime is Regime.OFFLOADED:
@@ -58,7 +58,7 @@ class SparseState:
 
     @property
     def context_length(self) -> int:
-        """Tokens up to the one that is being computed, itself included."""
+        """Number of tokens up to the one that is being computed, itself included."""
         return self.sequence.num_computed + 1
 
     @property
@@ -68,16 +68,16 @@ class SparseState:
 
     @property
     def num_filled(self) -> int:
-        """How many tokens it holds."""
+        """Number of tokens that the newest block holds."""
         return (self.context_length - 1) % self._config.block_size + 1
 
     def must_choose(self, is_dense: bool, partition: BlockPartition) -> bool:
-        """Whether layers, those that read every block or the others, choose blocks anew in this step."""
+        """Whether layers, those that read every block or the others, choose blocks again in this step."""
         steps = self.context_length - self.sequence.num_prompt_tokens
         return self.window_starts.get(is_dense) != partition.window_start or steps % self._config.stride == 0
 
     def working_set(self, layer: int) -> WorkingSet:
-        """The layer's; made for all layers when first asked for, large enough to the sequence's end."""
+        """Return the layer's working set; the first call makes those of all layers, large enough for the sequence."""
         if not self._sets:
             for i in range(self._kv.shape[1]):
                 self._sets.append(WorkingSet(self._config.max_blocks_read(self._max_context, i), self._kv))
@@ -86,10 +86,10 @@ class SparseState:
     def attend_working_set(
         self, layer: int, numbers: torch.Tensor, queries: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Attention to full blocks ``[kv_head, n]`` and the newest; queries are ``[kv_head, group, head_dim]``."""
+        """Attend to full blocks ``[kv_head, n]`` and the newest; queries are ``[kv_head, group, head_dim]``."""
         assert self.host is not None
         wanted = torch.zeros(len(numbers), len(self.host), dtype=torch.bool, device=numbers.device)
-        # Waiting for the device here, host memory also has all that was on its way there.
+        # This waits for the device, so all copies to host memory have ended as well.
         wanted = wanted.scatter_(1, numbers, True).cpu()
         working_set = self.working_set(layer)
         working_set.fill(wanted, self.host, layer)
@@ -98,7 +98,7 @@ class SparseState:
 
 
 class _Step:
-    """The plan and the search of one step, shared by the layers that read equally many blocks."""
+    """The plan and the search of one step, shared by the layers that read the same number of blocks."""
 
     def __init__(
         self, states: Sequence[SparseState], partitions: Sequence[BlockPartition], is_dense: bool, kv: torch.Tensor
@@ -113,7 +113,7 @@ class _Step:
         for state, partition in zip(states, partitions, strict=True):
             state.window_starts[is_dense] = partition.window_start
         self.search: Search | None = None
-        """Blocks that are chosen anew: for these of the sequences, in these rows."""
+        """The search for sequences that choose blocks again, and the rows of these sequences."""
         self.searching, self.searched_rows = (
             send_tensor(torch.tensor(which, dtype=torch.long), kv.device) for which in (some, [rows[i] for i in some])
         )
@@ -127,7 +127,7 @@ class _Step:
         self.here = send_tensor(torch.tensor(here, dtype=torch.long), kv.device)
 
     def is_of(self, states: Sequence[SparseState]) -> bool:
-        """Whether it is the step of just these sequences, as far as they are now."""
+        """Whether this is the step of exactly these sequences, in their current state."""
         return self.states == list(states) and self._contexts == [state.context_length for state in states]
 
 
@@ -137,8 +137,8 @@ class Retrieval:
     Args:
         config: sizes; its block size is KV memory's.
         kv: KV memory ``[block, layer, 2, kv_head, token, head_dim]``.
-        max_num_seqs: sequences at once.
-        max_model_len: tokens of one sequence.
+        max_num_seqs: the maximum number of concurrent sequences.
+        max_model_len: the maximum number of tokens of one sequence.
     """
 
     def __init__(self, config: RetrievalConfig, kv: torch.Tensor, max_num_seqs: int, max_model_len: int) -> None:
@@ -159,9 +159,9 @@ class Retrieval:
         self._chosen = torch.zeros(
             num_layers, max_num_seqs, num_kv_heads, max_blocks, dtype=torch.long, device=kv.device
         )
-        """Numbers of the blocks that were chosen last, the best first."""
+        """Numbers of the blocks chosen last, the best first."""
         self._places = torch.zeros(max_num_seqs, max_blocks, dtype=torch.long, device=kv.device)
-        """Where a row's full blocks lie: in KV memory, or in host memory."""
+        """The locations of a row's full blocks: in KV memory, or in host memory."""
         self._reader = PageReader(kv)
         self._free_rows = set(range(max_num_seqs))
         self._states: dict[EngineSequence, SparseState] = {}
@@ -169,11 +169,11 @@ class Retrieval:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the tables that are kept on the device beside the index and working sets."""
+        """Size in bytes of the tables on the device, in addition to the index and working sets."""
         return self._chosen.nbytes + self._places.nbytes
 
     def state_of(self, sequence: EngineSequence) -> SparseState:
-        """The state of a sequence that decodes sparsely."""
+        """Return the state of a sequence that decodes sparsely."""
         if sequence not in self._states:
             row = min(self._free_rows)
             self._free_rows.remove(row)
@@ -181,10 +181,10 @@ class Retrieval:
         return self._states[sequence]
 
     def index_blocks(self, sequence: EngineSequence) -> None:
-        """Take every newly full and computed block into the index, and copy it to host memory if it is offloaded.
+        """Index every newly full and computed block, and copy it to host memory if the sequence is offloaded.
 
-        It does not matter who computed the blocks: the index is a function of their keys alone, so those from
-        the pool, a prefix cache or another instance need nothing that would have to come with them.
+        It does not matter which instance computed the blocks: the index is a function of their keys alone, so blocks
+        from the pool, a prefix cache or another instance need no further data.
         """
         state = self.state_of(sequence)
         first, last = state.num_indexed, sequence.num_computed // self.config.block_size
@@ -201,7 +201,7 @@ class Retrieval:
         state.num_indexed = max(first, last)
 
     def forget_all_but(self, sequences: Iterable[EngineSequence]) -> None:
-        """Forget all sequences but these."""
+        """Forget all sequences except these."""
         for sequence in self._states.keys() - set(sequences):
             self._free_rows.add(self._states.pop(sequence).row)
             self._steps.clear()
@@ -209,7 +209,7 @@ class Retrieval:
     def attend_sparsely(
         self, layer: int, states: Sequence[SparseState], queries: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """One step's attention of queries ``[sequences, kv_heads, group, head_dim]``; of the same shape."""
+        """Compute one step's attention; queries and result are ``[sequences, kv_heads, group, head_dim]``."""
         step = self._plan_step(layer, states)
         if step.search is not None:
             search_scale = queries.shape[-1] ** -0.5 if scale is None else scale
@@ -259,7 +259,7 @@ class Retrieval:
 
 
 def allocate_host_memory(num_blocks: int, kv: torch.Tensor) -> torch.Tensor:
-    """Room for so many blocks of KV memory, which a GPU can copy from and to by itself.
+    """Allocate host memory for ``num_blocks`` blocks of KV memory, which a GPU can copy to and from by itself.
 
     Raises:
         RuntimeError: the host has none.
@@ -268,5 +268,5 @@ def allocate_host_memory(num_blocks: int, kv: torch.Tensor) -> torch.Tensor:
 
 
 def reads_host_memory(device: torch.device) -> bool:
-    """Whether attention there can read blocks in host memory where they lie."""
+    """Whether attention on this device can read blocks in host memory in place."""
     return device.type == "cpu"

@@ -1,5 +1,5 @@
-"""Why was a request a miss? An instance's answer, when the request is over.
+"""Explains why a request was a miss, after it has ended.
 
-recent_requests.py  the last requests, taken down when they have ended
-explainer.py        one of them, or a prompt, beside the pool and the requests before it
+recent_requests.py  the last requests, recorded when they have ended
+explainer.py        compares one of them, or a prompt, with the pool and the requests before it
 """

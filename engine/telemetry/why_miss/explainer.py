@@ -1,7 +1,7 @@
-"""One request, or a prompt, beside the pool and the requests that this instance had before it.
+"""Compares one request, or a prompt, with the pool and the requests that this instance had before it.
 
-The pool knows hashes only; the instance knows the tokens of the requests that it served. So it can tell at which token
-a prompt parts from the likest one before, and that a block that is missing now was saved then.
+The pool knows hashes only; the instance knows the tokens of the requests that it served. So it can find the token at
+which a prompt differs from the most similar one before, and that a missing block was saved at that time.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _PLAIN = {
     Reason.OWN_CACHE: "own_cache",
     Reason.SLOW: "slow",
 }
-"""Reasons that need no more than their own words."""
+"""Reasons that need no further explanation."""
 
 
 @dataclass(frozen=True)
 class Inquiry:
-    """A prompt that another instance may know the like of.
+    """A question about a prompt to another instance, which may have had a similar prompt.
 
     Attributes:
-        token_ids: of the prompt.
+        token_ids: the prompt's tokens.
         salt: ``digest_salt`` of its ``cache_salt``.
-        leading: its leading blocks that were found.
-        asked_at: when it was asked for, on ``time.monotonic``.
-        messages: role and text of each that it was rendered from.
-        request_id: of the request, which is not like itself.
-        manifest: of the instance that had it; None: this one.
+        leading: the number of its leading blocks that were found.
+        asked_at: when it was looked up, on ``time.monotonic``.
+        messages: role and text of each message that it was rendered from.
+        request_id: id of the request, which is excluded from the comparison.
+        manifest: the manifest of the instance that had it; None: this one.
     """
 
     token_ids: SequenceOf[int]
@@ -68,9 +68,9 @@ class MissExplainer:
     """Explains the misses of one instance.
 
     Args:
-        recent: its last requests.
+        recent: the instance's last requests.
         tokenizer: a transformers tokenizer.
-        manifest: of its namespace, whether it has a pool or not.
+        manifest: the manifest of its namespace, even if it has no pool.
         pool: None: it has none.
     """
 
@@ -82,7 +82,7 @@ class MissExplainer:
         self.pool = pool
 
     def explain_request(self, request_id: str) -> tuple[Verdict, Inquiry] | None:
-        """Why a request that has ended was a miss, and the inquiry to other instances; None: it is not known."""
+        """Explain why an ended request was a miss; add the inquiry to other instances. None: the request is unknown."""
         past = self._recent.find_request(request_id)
         if past is None:
             return None
@@ -91,10 +91,11 @@ class MissExplainer:
         return self._judge_request(past, inquiry), inquiry
 
     def explain_prompt(self, prompt: Prompt, stored: Prompt | None) -> Verdict:
-        """Why a prompt would be a miss now; asks the pool, so it may take as long as that does.
+        """Explain why a prompt would be a miss now; this queries the pool and takes as long as the query.
 
         Args:
-            stored: a prompt that is thought to be in the pool.
+            prompt: the prompt.
+            stored: a prompt that should be in the pool.
         """
         pool = self.pool
         if pool is None:
@@ -114,7 +115,7 @@ class MissExplainer:
         return verdict if kin.reason == "new" else kin
 
     def find_kin(self, inquiry: Inquiry) -> Verdict:
-        """Why a prompt was a miss, as far as the requests tell that this instance had before it."""
+        """Explain another instance's miss from the requests that this instance had before it."""
         before = [
             past for past in self._recent if past.asked_at < inquiry.asked_at and past.request_id != inquiry.request_id
         ]
@@ -127,13 +128,13 @@ class MissExplainer:
             return self._explain_salt(salted)
         if alike.past is not None and blocks > inquiry.leading:
             return self._explain_loss(inquiry, alike.past)
-        # Where more was found than they have in common, another instance had something that is more alike.
+        # If more was found than both have in common, another instance had a more similar prompt.
         if alike.past is not None and alike.num_common > inquiry.leading * self._block_size:
             return self._explain_parting(inquiry, alike.past)
         return self._explain_newness(inquiry)
 
     def decode(self, tokens: SequenceOf[int]) -> str:
-        """The text of tokens, special ones too."""
+        """Decode tokens to text, special tokens included."""
         text: str = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
         return text
 
@@ -160,11 +161,11 @@ class MissExplainer:
         return self.find_kin(inquiry)
 
     def _count_blocks(self, inquiry: Inquiry, likest: _Likest) -> int:
-        """How many blocks that are of use the two have in common."""
+        """Return how many usable blocks the two prompts have in common."""
         return min(likest.num_common, len(inquiry.token_ids) - 1) // self._block_size
 
     def _explain_setup(self, inquiry: Inquiry, manifest: Manifest, alike: _Likest) -> Verdict:
-        """Of an instance whose set-up is another: it matters where a block more would have been shared without that."""
+        """Explain a different set-up: it matters only if one more block would have been shared without it."""
         shared = min(alike.num_common, len(inquiry.token_ids) - 1) // max(1, manifest.block_size)
         if alike.past is None or shared <= inquiry.leading:
             return self._explain_newness(inquiry)
@@ -182,7 +183,7 @@ class MissExplainer:
         )
 
     def _explain_loss(self, inquiry: Inquiry, alike: PastRequest) -> Verdict:
-        """Of a block that ``alike`` had, and that was not there any more, or not yet."""
+        """Explain a block that ``alike`` had, and that the pool had no longer, or not yet."""
         saves, block = alike.saves, inquiry.leading
         noticed = format_moment(inquiry.asked_at)
         whose = f"block {block}, which request {alike.request_id} had, too"
@@ -208,7 +209,7 @@ class MissExplainer:
         if not parting.is_edit and parting.token < self._block_size:
             return self._explain_newness(inquiry)
         prompt = Prompt(inquiry.token_ids, messages=inquiry.messages, decode=self.decode)
-        # Another's prompt is not for everybody who can reach this instance.
+        # Not every client that can reach this instance may see another client's prompt.
         shown = replace(parting, stored=hide_words(parting.stored), asked=hide_words(parting.asked))
         whose = f"that of request {alike.request_id} ({alike.came_at})"
         return tell_parting(shown, locate_message(prompt, parting.token), self._block_size, whose=whose)
@@ -226,7 +227,7 @@ class MissExplainer:
 
 @dataclass(frozen=True)
 class _Likest:
-    """Of several requests the one with the longest beginning in common."""
+    """The request with the longest common beginning, among several."""
 
     past: PastRequest | None
     num_common: int
@@ -241,7 +242,7 @@ def _find_likest(tokens: SequenceOf[int], requests: Iterable[PastRequest]) -> _L
 
 
 def list_texts(messages: SequenceOf[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Role and text of each message, as clients send them."""
+    """Return role and text of each message, as clients send them."""
     return [(str(message.get("role")), _text_of(message.get("content"))) for message in messages]
 
 

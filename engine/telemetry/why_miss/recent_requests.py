@@ -1,7 +1,7 @@
-"""The last requests of an instance, so that it can be told later why one was a miss.
+"""The last requests of an instance, to explain later why one was a miss.
 
-A request is taken down when it has ended, in the event loop: the engine's steps know nothing of it. The number kept is
-bounded by the tokens of all their prompts together, 4 bytes each (and their messages, which are about as long).
+A request is recorded when it has ended, in the event loop: the engine's steps are not involved. Their number is bounded
+by the tokens of all their prompts together, 4 bytes each (and their messages, which are about as long).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["PastRequest", "RecentRequests", "digest_salt"]
 
 MAX_REQUESTS = 2000
 MAX_TOKENS = 4_000_000
-# Before the id of a request in the ids of its answers.
+# Prefixes of a request's id in the ids of its answers.
 _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
@@ -31,13 +31,13 @@ class PastRequest:
     """One request that has ended.
 
     Attributes:
-        tokens: of its prompt.
+        tokens: the tokens of its prompt.
         salt: ``digest_salt`` of its ``cache_salt``.
-        cached_tokens: leading ones that were in the instance's own cache or came from the pool.
-        asked_at: when it asked the pool, or came, on ``time.monotonic``.
-        was_read: whether the pool was asked for blocks' bytes.
+        cached_tokens: leading tokens that were in the instance's own cache or came from the pool.
+        asked_at: when it queried the pool, or arrived, on ``time.monotonic``.
+        was_read: whether blocks' bytes were read from the pool.
         saves: its saves to the pool, which may still run.
-        messages: that its prompt was rendered from, as the client sent them.
+        messages: the messages that its prompt was rendered from, as the client sent them.
     """
 
     request_id: str
@@ -52,12 +52,12 @@ class PastRequest:
 
     @property
     def came_at(self) -> str:
-        """When it asked, as people write it, in UTC."""
+        """The time of its look-up or arrival in readable form, in UTC."""
         return format_moment(self.asked_at)
 
 
 class RecentRequests:
-    """The last requests, the newest of an id first."""
+    """The last requests; if several have one id, the newest is found."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
@@ -65,11 +65,11 @@ class RecentRequests:
         self._requests: deque[PastRequest] = deque()
 
     def __iter__(self) -> Iterator[PastRequest]:
-        """The newest first."""
+        """Iterate over the requests, the newest first."""
         return iter(list(reversed(self._requests)))
 
     def add_sequence(self, sequence: Sequence) -> None:
-        """Keep the request of a sequence that has ended; further choices of one are passed over."""
+        """Record the request of an ended sequence; further choices of a request are skipped."""
         request = sequence.request
         if request.choice_of:
             return
@@ -92,16 +92,16 @@ class RecentRequests:
             self._num_tokens -= len(self._requests.popleft().tokens)
 
     def find_request(self, request_id: str) -> PastRequest | None:
-        """The last one of this id, as clients and routers write it; None: it is not known, or not any more."""
+        """Return the newest request with this id, as clients and routers write it; None: it is not known (any more)."""
         names = {request_id, *(request_id.removeprefix(prefix) for prefix in _ID_PREFIXES)}
         return next((each for each in self if each.request_id in names), None)
 
 
 def digest_salt(salt: str) -> str:
-    """By which two salts are told apart, and not known; empty for none."""
+    """Return a digest that distinguishes salts without revealing them; empty for none."""
     return hashlib.sha256(b"salt" + salt.encode(errors="surrogatepass")).hexdigest()[:16] if salt else ""
 
 
 def format_moment(moment: float) -> str:
-    """A moment on ``time.monotonic`` as people write it, in UTC."""
+    """Format a moment on ``time.monotonic`` as readable time in UTC."""
     return time.strftime("%H:%M:%SZ", time.gmtime(time.time() - (time.monotonic() - moment)))
