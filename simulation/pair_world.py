@@ -120,6 +120,9 @@ class _Runner:
         """Where a block's bytes lie."""
         return Span(self.kv.data_ptr() + block * self.shape.nbytes, self.shape.nbytes)
 
+    def wait_for_device(self) -> None:
+        """Nothing is under way behind a step."""
+
     def find_broken_blocks(self, blocks: Sequence[int]) -> list[bool]:
         """Whether each block has a token whose KV is no number."""
         return [bool((self._rows[block] == 0xFF).all(axis=1).any()) for block in blocks]
