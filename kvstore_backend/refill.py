@@ -6,6 +6,9 @@ blocks that it had there. If the pool has clearly fewer than the time before, bl
 instance saves the blocks that it still has, the most useful first, in small batches with pauses, as long as the pool
 accepts them.
 
+A look-up in Mooncake keeps a block from eviction for 10 s. So an instance asks for a quarter of the blocks that it
+holds, and always for the same ones: if it asked for all, a full pool could only evict newer blocks.
+
 A full pool also loses blocks, but gradually: that is eviction, and saving those again would only evict others. So only
 a sudden loss counts, and the pauses between successive rounds become longer.
 
@@ -17,7 +20,6 @@ the round that would repair it. An instance that finds a new mark treats all its
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +38,7 @@ _PERIOD_SECONDS = 5.0
 # With 256 blocks a share is known to 3 %, enough to detect a loss of a tenth. The master answers them in 1 ms.
 _SAMPLE = 256
 _SAMPLED_FROM = 2048
+_SAMPLED_SHARE = 0.25
 _MIN_SAMPLE = 8
 _LOST_SHARE = 0.1
 _BATCH = 32
@@ -78,7 +81,7 @@ class LossDetector:
         if asked < _MIN_SAMPLE:
             return False
         share, before = found / asked, self._share
-        if before is not None and before - share > _LOST_SHARE:
+        if before is not None and before - share > max(_LOST_SHARE, asked**-0.5):  # of few blocks, more by chance
             return True
         self._share = share
         return False
@@ -159,7 +162,7 @@ class Refill:
 
     def _has_lost_blocks(self) -> bool:
         held = self._holder.list_saved_blocks(_SAMPLED_FROM)
-        sample = random.sample(held, min(_SAMPLE, len(held)))
+        sample = sorted(held)[: min(_SAMPLE, max(_MIN_SAMPLE, int(_SAMPLED_SHARE * len(held))))]
         statuses = self._pool.exists_for_all(sample)
         if Status.FAILED in statuses:
             return False

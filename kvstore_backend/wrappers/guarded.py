@@ -471,6 +471,9 @@ class GuardedBackend(StorageBackend):
             with self._changed:
                 store, untold = self._store, self._list_untold()
             if store is not None:
+                # First what is no longer wanted: new memory may lie where that was.
+                for address in untold:
+                    self._tell_store(store, address, only_forgets=True)
                 for address in untold:
                     self._tell_store(store, address)
         except PoolUnavailable as exc:
@@ -496,19 +499,19 @@ class GuardedBackend(StorageBackend):
             if not self._is_closed and self._wanted.get(address) is not self._known.get(address):
                 self._open_breaker(f"{what} did not succeed")
 
-    def _tell_store(self, store: StorageBackend, address: int) -> None:
-        """Make the store's registration at ``address`` match what callers want."""
+    def _tell_store(self, store: StorageBackend, address: int, *, only_forgets: bool = False) -> None:
+        """Make the store's registration at ``address`` match what callers want; ``only_forgets``: remove it only."""
         with self._changed:
             self._changed.wait_for(lambda: address not in self._being_told)
             wanted, known = self._wanted.get(address), self._known.get(address)
-            if wanted is known:
+            if wanted is known or (only_forgets and known is None):
                 return
             self._being_told.add(address)
         try:
             if known is not None:
                 store.unregister(address, known.nbytes)
                 known = None
-            if wanted is not None:
+            if wanted is not None and not only_forgets:
                 store.register(address, wanted.nbytes, headroom=wanted.headroom)
                 known = wanted
         finally:
@@ -522,7 +525,7 @@ class GuardedBackend(StorageBackend):
 
     def _list_untold(self) -> list[int]:
         """Return the addresses with another registration than callers want; the caller holds the lock."""
-        addresses = self._wanted.keys() | self._known.keys()
+        addresses = {**self._wanted, **self._known}  # in one order, wherever memory lies
         return [each for each in addresses if self._wanted.get(each) is not self._known.get(each)]
 
     def _probe_store(self) -> str | None:

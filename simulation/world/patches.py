@@ -20,6 +20,7 @@ import threading
 import time
 import types
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,8 +102,11 @@ def _replacements(scheduler: Scheduler, network: Network, spare: random.Random) 
     yield queue, "Queue", threads.Queue
     # A real one, made when the module was imported, would be held while another thread runs.
     yield concurrent.futures.thread, "_global_shutdown_lock", threads.Lock()
+    # Pools of threads in here, which the end of the interpreter would wake.
+    yield concurrent.futures.thread, "_threads_queues", weakref.WeakKeyDictionary()
     yield from _random_numbers(spare)
     yield os, "getpid", _getpid
+    yield os, "setpriority", lambda *_: None  # of threads that are none
     yield fcntl, "ioctl", lambda *args: _ioctl(network, *args)
 
 

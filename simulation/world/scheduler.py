@@ -158,7 +158,7 @@ class Scheduler:
                 if thread.public is not None:
                     thread.public.on_end()
 
-        thread.greenlet = greenlet.greenlet(run)
+        thread.greenlet = greenlet.greenlet(run, _hub_of(greenlet.getcurrent()))
         _ABANDONED.append(thread.greenlet)
         self._make_ready(thread)
         return thread
@@ -304,3 +304,10 @@ class Scheduler:
 
 def _nothing() -> None:
     return None
+
+
+def _hub_of(now: Any) -> Any:
+    """The greenlet that a new one goes back to at its end: never the thread that started it."""
+    while now.parent is not None:
+        now = now.parent
+    return now

@@ -24,7 +24,7 @@ def test_seeds_that_found_defects_find_none() -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-@pytest.mark.parametrize("world", ["router", "fleet"])
+@pytest.mark.parametrize("world", ["router", "fleet", "pool", "pair"])
 def test_new_seeds_find_nothing(world: str) -> None:
     found = simulate("--world", world, "--minutes", str(SECONDS / 60), "--jobs", "1")
     assert found.returncode == 0, found.stdout + found.stderr

@@ -419,7 +419,8 @@ class Knowing(MemoryStore):
         if self.raises:
             self.raises -= 1
             raise RuntimeError("cannot pin this memory")
-        assert address not in self.known
+        for start, (size, _) in self.known.items():
+            assert address + nbytes <= start or start + size <= address, "it overlaps other memory, which RDMA refuses"
         self.known[address] = (nbytes, headroom)
 
     def unregister(self, address: int, nbytes: int) -> None:
@@ -504,6 +505,21 @@ class TestMemory:
         assert guard.wait_ready(30)
         assert told == ["unregister 4096"]
         assert store.known.keys() == {4096, 8192}
+        guard.close()
+
+    @pytest.mark.parametrize("address", [8156, 8257, 8258, 8259])
+    def test_memory_that_lies_where_other_memory_was_is_registered_once_that_is_forgotten(self, address: int) -> None:
+        store = Knowing()
+        guard = GuardedBackend(lambda: store, Deadlines(lookup_seconds=0.2, register_seconds=0.2))
+        assert guard.wait_ready(30)
+        guard.register(8192, 100)
+        store.go.clear()
+        guard.register(65536, 10)  # hangs, so that the store cannot be told for now
+        guard.unregister(8192, 100)
+        guard.register(address, 80)
+        store.go.set()
+        assert guard.wait_ready(5)
+        assert store.known.keys() == {address, 65536}
         guard.close()
 
     def test_time_to_register_grows_with_the_memory(self) -> None:

@@ -1,0 +1,588 @@
+"""World ``pair``: engines that prefill, decode and do both, with a model whose KV is a digest of the prefix.
+
+The engine's own loop, scheduler, block manager, hand-over, generations and pool connector run over the real pool stack
+and a model of Mooncake. The model runner reads all of a sequence's KV from its blocks for each token, so a single wrong
+byte in one of them changes the answer, which is otherwise a function of the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any, ClassVar
+
+import torch
+
+from engine.block_manager import BlockManager
+from engine.cache_hints import CacheHint
+from engine.core import EngineCore
+from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer
+from engine.generation import Generations
+from engine.generation.choices import Choices
+from engine.generation.pair_info import FetchPrompt, KeepPrompt, PairInfo
+from engine.metrics import EngineMetrics
+from engine.model_runner import KVShape
+from engine.protocol import ApiError, DisaggregateInfo
+from engine.request import Request, SamplingParams
+from engine.request import Sequence as EngineSequence
+from engine.sampler import Choice
+from engine.scheduler import Chunk, Scheduler
+from engine.serving.control import Control, ControlFailed
+from engine.staging import open_direct, stage_handovers
+from kvstore_backend.backend import Span
+from kvstore_backend.config import MooncakeSettings, PoolConfig
+from kvstore_backend.cuts import Family
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import open_pool
+from simulation.actors.mooncake import TROUBLES, Mooncake, Trouble, in_place
+from simulation.world import Event, Outcome, Plan, World
+
+__all__ = ["PairWorld"]
+
+_AT_ONE = ("crash", "pause", "cut", "update", "rest", "forget", "raise-step", "break-step")
+_MASTER = "10.0.0.9:50051"
+_BLOCK_SIZE = 4
+_ROW_BYTES = 16
+_VOCAB_SIZE = 199
+_BROKEN = b"\xff" * _ROW_BYTES
+"""A token's KV that is no number; all that is computed from it is none either."""
+_CONNECTOR_PORT = 8500
+_KEEP_SECONDS = 30.0
+_SETTLE_SECONDS = 130.0
+# Prefill that keeps a prompt waits 30 s, for one choice after another; then the pool may hang.
+_PATIENCE_SECONDS = 120.0
+
+
+def _extend(digest: bytes, token: int) -> bytes:
+    return hashlib.blake2b(digest + token.to_bytes(4, "little"), digest_size=_ROW_BYTES).digest()
+
+
+def _root(salt: str) -> bytes:
+    return hashlib.blake2b(salt.encode(), digest_size=_ROW_BYTES).digest()
+
+
+def _choose(rows: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(rows, digest_size=4).digest(), "little") % _VOCAB_SIZE
+
+
+@lru_cache(maxsize=4096)
+def answer_of(prompt: tuple[int, ...], salt: str, version: str, count: int) -> tuple[int, ...]:
+    """The tokens that follow a prompt, by weights of this version."""
+    digest, rows = _root(salt + version), b""
+    for token in prompt:
+        rows += (digest := _extend(digest, token))
+    answer: list[int] = []
+    while len(answer) < count:
+        answer.append(_choose(rows))
+        rows += (digest := _extend(digest, answer[-1]))
+    return tuple(answer)
+
+
+def _write_prompt(chain: int, length: int) -> tuple[int, ...]:
+    """Prompts whose chains have equal tens begin alike."""
+    common = random.Random(chain // 10)
+    own = random.Random(chain)
+    return tuple((common if i < 13 else own).randrange(_VOCAB_SIZE) for i in range(length))
+
+
+class _Runner:
+    """A model runner: a token's KV is a digest of all tokens up to it, and of the request's salt."""
+
+    def __init__(self, world: PairWorld, num_blocks: int) -> None:
+        self._world = world
+        self.shape = KVShape(1, 1, _BLOCK_SIZE, _ROW_BYTES // 2, torch.uint8)
+        axes = (num_blocks, 1, 2, 1, _BLOCK_SIZE, _ROW_BYTES // 2)
+        self.kv = torch.full(axes, 0xEE, dtype=torch.uint8)
+        self._rows = self.kv.view(num_blocks, _BLOCK_SIZE, _ROW_BYTES).numpy()
+        self.namespace = Namespace("digests", "uint8", _BLOCK_SIZE, 1, 1, _ROW_BYTES // 2, "layer,kv,head,token,dim")
+        self.family = Family(self.namespace, 1, tuple(self.shape.list_axes()), ())
+        self.device = torch.device("cpu")
+        self.vocab_size = _VOCAB_SIZE
+        self.eos_token_ids: frozenset[int] = frozenset()
+        self.retrieval = None
+        self.version = ""
+        self.raises = self.breaks = 0.0
+        """Shares of the steps that raise, and of the chunks whose KV is no number."""
+
+    def update_weights(self, version: str) -> None:
+        """Use other weights."""
+        time.sleep(0.5)
+        self.version, self.namespace = version, replace(self.namespace, weights_version=version)
+        self.family = replace(self.family, own=self.namespace)
+
+    def span(self, block: int) -> Span:
+        """Where a block's bytes lie."""
+        return Span(self.kv.data_ptr() + block * self.shape.nbytes, self.shape.nbytes)
+
+    def wait_for_device(self) -> None:
+        """Nothing is under way behind a step."""
+
+    def find_broken_blocks(self, blocks: Sequence[int]) -> list[bool]:
+        """Whether each block has a token whose KV is no number."""
+        return [bool((self._rows[block] == 0xFF).all(axis=1).any()) for block in blocks]
+
+    def run(self, chunks: Sequence[Chunk]) -> list[Choice]:
+        """Compute the chunks, which takes a while; the next token of those that sample."""
+        seconds = self._world.step_seconds(sum(chunk.num_tokens for chunk in chunks))
+        time.sleep(seconds / 2)
+        if self._world.steps.random() < self.raises:
+            raise RuntimeError("the step failed")
+        choices: list[Choice] = [self._compute(chunk) for chunk in chunks]
+        time.sleep(seconds / 2)
+        return [choice for choice, chunk in zip(choices, chunks, strict=True) if chunk.samples]
+
+    def _compute(self, chunk: Chunk) -> Choice:
+        sequence, first = chunk.sequence, chunk.sequence.num_computed
+        digest = self._row(sequence, first - 1).tobytes() if first else b""
+        digest = digest or _root(sequence.request.cache_salt + self.version)
+        is_broken = digest == _BROKEN or self._world.steps.random() < self.breaks
+        for position in range(first, first + chunk.num_tokens):
+            digest = _BROKEN if is_broken else _extend(digest, sequence.token_ids[position])
+            self._row(sequence, position)[:] = list(digest)
+        if not chunk.samples:
+            return None
+        rows = [self._row(sequence, position).tobytes() for position in range(first + chunk.num_tokens)]
+        return None if _BROKEN in rows else (_choose(b"".join(rows)), None)
+
+    def _row(self, sequence: EngineSequence, position: int) -> Any:
+        return self._rows[sequence.block_table[position // _BLOCK_SIZE], position % _BLOCK_SIZE]
+
+
+class _Tokenizer:
+    """Each token is a letter."""
+
+    def decode(self, tokens: Sequence[int], **_: object) -> str:
+        """The text."""
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+
+@dataclass(eq=False)
+class _Leg:
+    """One exchange of a client with an instance."""
+
+    name: str
+    instance: _Instance
+    request: Request
+    count: int
+    may_fail: bool
+    began: float
+    num_choices: int = 1
+    version: str = ""
+    ended: float | None = None
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    refusal: str = ""
+    is_cancelled: bool = False
+    is_aborted: bool = False
+    task: asyncio.Task[None] | None = None
+
+    def expect(self) -> tuple[list[int], str]:
+        """The right answer, and how it ends."""
+        request = self.request
+        tokens = list(answer_of(request.prompt_token_ids, request.cache_salt, self.version, self.count))
+        stops = [i for i, token in enumerate(tokens) if token in request.params.stop_token_ids]
+        return (tokens[: stops[0] + 1], "stop") if stops else (tokens, "length")
+
+
+class _Instance:
+    """One engine; its parts as ``engine/serving/instance.py`` puts them together, without HTTP."""
+
+    def __init__(self, world: PairWorld, name: str, spec: dict[str, Any]) -> None:
+        self.world = world
+        self.spec = spec
+        self.process = world.make_process(name, host=f"10.0.1.{spec['number']}", offset=spec["offset"])
+        self.generations: Generations | None = None
+        self.is_stopped = False
+        self.is_leaving = False
+        self.pauses: list[tuple[float, float]] = []
+        self.process.start_loop(self._serve)
+
+    async def _serve(self) -> None:
+        world, spec, host = self.world, self.spec, self.process.host
+        self.runner = _Runner(world, spec["blocks"])
+        runner: Any = self.runner
+        settings = MooncakeSettings(
+            _MASTER, "P2PHANDSHAKE", protocol="tcp", global_segment_size=spec["segment"], local_buffer_size=0
+        )
+        pool = None
+        metrics = EngineMetrics()
+        if spec["pool"]:
+            config = PoolConfig(settings, async_write=spec["pool"] == "async")
+            pool = open_pool(config, runner.namespace, metrics.registry, facts={})
+        self.scheduler = Scheduler(
+            BlockManager(spec["blocks"]),
+            _BLOCK_SIZE,
+            spec["seqs"],
+            spec["budget"],
+            max_model_len=world.max_model_len,
+            prefix_caching=True,
+            pool=pool is not None,
+        )
+        self.core = EngineCore(runner, self.scheduler, metrics, pool=pool, save_outputs=spec["save_outputs"])
+        transfer = Transfer(host, "tcp")
+        staged = stage_handovers(runner, transfer, 5 * runner.shape.nbytes) if spec["staged"] else None
+        self.memory = BlockMemory(self.core, runner, transfer, staged or open_direct(runner, transfer))
+        self.receiver = HandoverReceiver(self.memory)
+        listener: Any = world.network.open_listener(self.process, _CONNECTOR_PORT)
+        await self.receiver.start_listening(listener)
+        self.core.start()
+        self._end = asyncio.Event()
+        self.loop = asyncio.get_running_loop()
+        self.generations = Generations(
+            self.core, _Tokenizer(), spec["role"], _BLOCK_SIZE, self.receiver, self.memory, host
+        )
+        self.control = Control(
+            self.core, runner, self.generations, self.receiver.kept, lambda: None, has_dynamic_weights=True
+        )
+        await self._end.wait()
+        await self.receiver.stop_listening()
+        await self.loop.run_in_executor(None, self.core.stop)
+        self.is_stopped = True
+
+    def stop(self) -> None:
+        """End it well."""
+        self.is_leaving = True
+        if self.generations is not None:
+            self.post(self._end.set)
+
+    def post(self, callback: Any) -> None:
+        """Run ``callback`` in the instance's event loop."""
+        for loop in self.process.loops:
+            loop.post(callback)
+
+    def begin_leg(self, leg: _Leg, info: PairInfo | None) -> None:
+        """Answer a request, in the instance's loop."""
+        assert self.generations is not None
+        leg.version = self.runner.version
+        try:
+            choices = self.generations.begin_choices([(leg.request, info)], leg.num_choices)
+        except ApiError as exc:
+            leg.refusal, leg.ended = str(exc), self.world.now
+            return
+        leg.task = asyncio.get_running_loop().create_task(self._follow(leg, choices))
+
+    async def _follow(self, leg: _Leg, choices: Choices) -> None:
+        pieces = choices.pieces()
+        try:
+            async for index, piece in pieces:
+                if index in leg.reasons:
+                    self.world.fail("once", f"{leg.name} goes on after its end")
+                if piece.token_id is not None:
+                    leg.tokens.setdefault(index, []).append(piece.token_id)
+                if piece.finish_reason:
+                    leg.reasons[index] = piece.finish_reason
+        except asyncio.CancelledError:
+            leg.is_cancelled = True
+        finally:
+            await pieces.aclose()
+            leg.ended = self.world.now
+            self.world.trace.add(self.process.name, f"{leg.name} ended: {leg.reasons} {leg.tokens}")
+
+    async def order(self, kind: str, seconds: float, version: str) -> None:
+        """What an operator or a trainer orders."""
+        self.pauses.append((self.world.now, math.inf))
+        try:
+            await self.control.pause()
+            if kind == "update":
+                await self.control.update_weights(version)
+            else:
+                await asyncio.sleep(seconds)
+        except ControlFailed as exc:
+            self.world.trace.add(self.process.name, f"order failed: {exc}")
+        await self.control.resume()
+        self.pauses[-1] = self.pauses[-1][0], self.world.now
+
+
+class PairWorld(World):
+    """See the module."""
+
+    name: ClassVar[str] = "pair"
+    max_seconds: ClassVar[float] = 900.0
+    max_model_len: ClassVar[int] = 64
+    allowed_tracebacks: ClassVar[tuple[str, ...]] = ("A step failed", "Mooncake raised on", "A store raised")
+
+    def draw_plan(self, draw: random.Random) -> Plan:
+        """Two prefill and two decode instances at most, requests in all dialects, and faults."""
+        roles = draw.choice([["prefill", "decode"], ["prefill", "decode", "decode"], ["prefill", "prefill", "decode"]])
+        instances = [
+            {
+                "number": i + 1,
+                "role": role,
+                "blocks": draw.choice([34, 60, 100]),
+                "seqs": draw.choice([2, 4]),
+                "budget": draw.choice([6, 16, 64]),
+                "segment": draw.choice([32, 128]) * 256,
+                "pool": draw.choice(["", "plain", "plain", "async"]),
+                "save_outputs": draw.random() < 0.3,
+                "staged": draw.random() < 0.4,
+                "offset": draw.choice([0.0, 20.0]),
+            }
+            for i, role in enumerate(roles)
+        ]
+        settings = {"instances": instances, "step": draw.choice([0.001, 0.01, 0.1]), "rpc": draw.choice([2.0, 30.0])}
+        length = draw.choice([20.0, 60.0, 120.0])
+        events: list[Event] = []
+        self._draw_requests(draw, events, roles, length)
+        self._draw_faults(draw, events, roles, length)
+        return Plan(settings, sorted(events, key=lambda event: event.at))
+
+    def _draw_requests(self, draw: random.Random, events: list[Event], roles: list[str], length: float) -> None:
+        prefills = [f"e{i}" for i, role in enumerate(roles) if role == "prefill"]
+        decodes = [f"e{i}" for i, role in enumerate(roles) if role == "decode"]
+        at, pause = 1.0, draw.choice([0.2, 1.0, 2.0])
+        while at < length and len(events) < 90:
+            at += draw.expovariate(1.0 / pause)
+            details: dict[str, Any] = {
+                "number": len(events),
+                "dialect": draw.choice(["fastdeploy", "fastdeploy", "vllm", "sglang", "mixed"]),
+                "prefill": draw.choice(prefills),
+                "chain": draw.choice([10, 11, 20, 21, draw.randrange(100, 900)]),
+                "prompt": draw.choice([1, 3, 4, 8, 14, 21, 40]),
+                "count": draw.choice([1, 2, 5, 14, 20]),
+                "salt": draw.choice(["", "", "", "tenant"]),
+                "n": draw.choice([1, 1, 1, 1, 2, 3]),
+                "stop": draw.choice([None, None, None, 0, 3]),
+                "keep": draw.choice([0.0, 0.0, 0.0, 30.0]),
+                "lag": draw.choice([0.0, 0.0, round(draw.expovariate(1.0), 3), -round(draw.expovariate(1.0), 3)]),
+            }
+            for leg in ("p", "d"):
+                how = draw.choice(["", "", "", "", "leave", "abort"])
+                if how:
+                    details[f"{leg}_{how}"] = round(draw.expovariate(2.0 if draw.random() < 0.7 else 0.2), 3)
+            if draw.random() < 0.05:
+                details["lost"] = draw.choice(["p", "d"])
+            events.append(Event(round(at, 3), "request", draw.choice(decodes), details))
+
+    def _draw_faults(self, draw: random.Random, events: list[Event], roles: list[str], length: float) -> None:
+        kinds = ["kill-master", "hang-master", "crash", "pause", "stall", "flip", "slow", "evict", "cut", "slow-step"]
+        kinds += ["update", "rest", "forget", "raise-step", "break-step", "raise", "raise"]
+        for _ in range(draw.choice([0, 1, 3, 6])):
+            kind = draw.choice(kinds)
+            details: dict[str, Any] = {"seconds": round(draw.choice([0.5, 3.0, 8.0, 20.0, 40.0]) * draw.random(), 3)}
+            if kind in ("stall", "flip", "evict", "raise"):
+                details["share"] = draw.choice([0.05, 0.3, 1.0])
+            elif kind == "slow":
+                details["factor"] = draw.choice([10.0, 1000.0])
+            target = f"e{draw.randrange(len(roles))}" if kind in _AT_ONE else ""
+            if kind in ("raise-step", "break-step"):
+                details["share"] = draw.choice([0.02, 0.3])
+            events.append(Event(round(draw.uniform(2.0, length), 3), kind, target, details))
+
+    def build(self) -> None:
+        self.cluster = Mooncake(self, rpc_seconds=self.plan.settings["rpc"])
+        self.instances: dict[str, _Instance] = {}
+        self.legs: list[_Leg] = []
+        self._broken: list[tuple[float, float]] = []
+        self._troubled_until = 0.0
+        self._step_factor = 1.0
+        self._stopping_at: float | None = None
+        self.steps = self.stream("steps")
+        self._has_faults = any(event.kind != "request" for event in self.plan.events)
+        for i, spec in enumerate(self.plan.settings["instances"]):
+            self._start(f"e{i}", spec)
+
+    def _start(self, name: str, spec: dict[str, Any]) -> None:
+        self.instances[name] = _Instance(self, name, spec)
+
+    def run(self, plan: Plan | None = None) -> Outcome:
+        with in_place(lambda: self.cluster):
+            return super().run(plan)
+
+    def step_seconds(self, num_tokens: int) -> float:
+        """How long a step takes."""
+        step: float = self.plan.settings["step"]
+        return step * (1 + 0.05 * num_tokens) * self.steps.uniform(0.5, 1.5) * self._step_factor
+
+    def perform(self, event: Event) -> None:
+        if event.kind == "request":
+            self._ask(event.target, dict(event.details))
+        else:
+            self._disturb(event.kind, self.instances.get(event.target), dict(event.details))
+
+    def _ask(self, target: str, details: dict[str, Any]) -> None:
+        number, dialect = details["number"], details["dialect"]
+        request = Request(
+            f"r{number}",
+            _write_prompt(details["chain"], details["prompt"]),
+            SamplingParams(details["count"], temperature=0.0),
+            details["salt"],
+            hints=(CacheHint(8, details["keep"]),) if details["keep"] else (),
+        )
+        if details["stop"] is not None:
+            answer = answer_of(request.prompt_token_ids, request.cache_salt, "", details["stop"] + 1)
+            request = replace(request, params=replace(request.params, stop_token_ids=frozenset(answer[-1:])))
+        prefill, decode = self.instances[details["prefill"]], self.instances[target]
+        key = f"k{number}"
+        address = prefill.process.host, _CONNECTOR_PORT
+        p_info: PairInfo | None = None
+        d_info: PairInfo | None = None
+        if dialect == "fastdeploy":
+            p_info = d_info = DisaggregateInfo(decode_ip=decode.process.host, decode_connector_port=_CONNECTOR_PORT)
+        elif dialect == "vllm":
+            p_info, d_info = KeepPrompt(key, _KEEP_SECONDS), FetchPrompt(key, *address, takes_token=False)
+        elif dialect == "sglang":
+            p_info = KeepPrompt(key, _KEEP_SECONDS, waits_for_decode=True)
+            d_info = FetchPrompt(key, *address, takes_token=True, wait_seconds=20.0)
+        lag = details["lag"]
+        if dialect != "mixed" and details.get("lost") != "p":
+            self._begin_leg(prefill, "p", request, p_info, details, max(0.0, -lag))
+        if details.get("lost") != "d":
+            self._begin_leg(decode, "d", request, d_info, details, max(0.0, lag) + (1.0 if dialect == "vllm" else 0.0))
+
+    def _begin_leg(
+        self,
+        instance: _Instance,
+        side: str,
+        request: Request,
+        info: PairInfo | None,
+        details: dict[str, Any],
+        lag: float,
+    ) -> None:
+        later = self.scheduler.call_later
+        count = 1 if side == "p" else request.params.max_tokens
+        may_fail = details["dialect"] in ("vllm", "sglang")
+        leg = _Leg(f"{request.request_id}/{side}", instance, request, count, may_fail, self.now + lag, details["n"])
+
+        def begin() -> None:
+            if instance.generations is not None and not instance.is_leaving and instance.process.is_alive:
+                self.legs.append(leg)
+                instance.post(partial(instance.begin_leg, leg, info))
+
+        def leave() -> None:
+            if leg.task is not None:
+                instance.post(leg.task.cancel)
+
+        def abort() -> None:
+            if leg.task is not None and leg.ended is None and instance.generations is not None:
+                leg.is_aborted = True
+                instance.post(partial(instance.generations.abort_requests, [request.request_id]))
+
+        later(lag, begin)
+        if (after := details.get(f"{side}_leave")) is not None:
+            later(lag + after, leave)
+        if (after := details.get(f"{side}_abort")) is not None:
+            later(lag + after, abort)
+
+    def _disturb(self, kind: str, instance: _Instance | None, details: dict[str, Any]) -> None:
+        cluster, later, seconds = self.cluster, self.scheduler.call_later, details["seconds"]
+        self._troubled_until = max(self._troubled_until, self.now + seconds)
+        if kind == "kill-master":
+            cluster.kill_master()
+            later(seconds, cluster.restart_master)
+        elif kind == "hang-master":
+            cluster.hang_master()
+            later(seconds, cluster.wake_master)
+        elif kind == "evict":
+            cluster.evict_share(details["share"])
+        elif kind in TROUBLES:
+            trouble = TROUBLES[kind]
+            setattr(cluster.trouble, trouble, details.get("share", details.get("factor")))
+            later(seconds, lambda: setattr(cluster.trouble, trouble, getattr(Trouble(), trouble)))
+        elif kind == "slow-step":
+            self._step_factor = 100.0
+            later(seconds, lambda: setattr(self, "_step_factor", 1.0))
+        elif instance is not None and instance.process.is_alive and instance.generations is not None:
+            process = instance.process
+            if kind == "pause":
+                process.pause()
+                later(seconds, process.resume)
+            elif kind == "cut":
+                links = self.network.links_of(process.host)
+                self.network.set_down(links, True)
+                later(seconds, lambda: self.network.set_down(links, False))
+            elif kind in ("update", "rest"):
+                order = partial(instance.order, kind, seconds, f"v{int(self.now)}")
+                instance.post(lambda: asyncio.get_running_loop().create_task(order()))
+            elif kind == "forget":
+                instance.post(instance.core.clear_prefix_cache)
+            elif kind in ("raise-step", "break-step"):
+                fault = "raises" if kind == "raise-step" else "breaks"
+                setattr(instance.runner, fault, details["share"])
+                later(seconds, lambda: setattr(instance.runner, fault, 0.0))
+                self._broken.append((self.now, self.now + seconds))
+            else:
+                process.crash()
+                later(seconds, partial(self._start, process.name, instance.spec))
+
+    # Oracles.
+
+    def is_at_rest(self) -> bool:
+        last = max([self._troubled_until, *(event.at for event in self.plan.events)])
+        if self._stopping_at is None and self.now > last + _SETTLE_SECONDS:
+            self._check_rest()
+            self._stopping_at = self.now
+            for instance in self._living():
+                self.scheduler.call_later(0.0, instance.stop)
+        return self._stopping_at is not None and self.now > self._stopping_at + 60.0
+
+    def _living(self) -> list[_Instance]:
+        return [each for each in self.instances.values() if each.process.is_alive]
+
+    def _check_rest(self) -> None:
+        """Nothing is under way any more, so nothing is held."""
+        for leg in self.legs:
+            if leg.instance.process.is_alive:
+                self._check_leg(leg)
+        for instance in self._living():
+            name, core = instance.process.name, getattr(instance, "core", None)
+            if core is None or instance.generations is None:
+                self.fail("rest", f"{name} has not started")
+                continue
+            blocks = instance.scheduler.blocks
+            left = {
+                "sequences": instance.scheduler.has_sequences,
+                "listeners": len(core._listeners),
+                "reservations": len(instance.scheduler.reservations),
+                "landings": len(instance.memory._landings),
+                "live requests": instance.generations.num_live,
+                "pending hand-overs": instance.receiver.num_pending,
+                "kept prompts": len(instance.receiver.kept),
+                "blocks on their way": core._connector.pending_save_blocks if core._connector else 0,
+                "tasks": len(asyncio.all_tasks(instance.loop)) - 1,
+            }
+            if left := {what: count for what, count in left.items() if count}:
+                self.fail("rest", f"{name} has left {left}")
+            if blocks.num_available != blocks.num_blocks:
+                held = [block for block in range(blocks.num_blocks) if blocks.num_references(block)]
+                self.fail("references", f"{name}: blocks {held} are held by nobody")
+
+    def _check_leg(self, leg: _Leg) -> None:
+        """It ended once, and with the right tokens."""
+        if leg.ended is None:
+            self.fail("once", f"{leg.name} never ended")
+            return
+        if leg.refusal:
+            return
+        expected, usual = leg.expect()
+        for index in range(leg.num_choices):
+            name, tokens, reason = f"{leg.name}[{index}]", leg.tokens.get(index, []), leg.reasons.get(index)
+            if tokens != expected[: len(tokens)]:
+                self.fail("tokens", f"{name} was answered {tokens}, not {expected}")
+            if reason == usual:
+                if len(tokens) != len(expected):
+                    self.fail("tokens", f"{name} ended after {len(tokens)} of {len(expected)} tokens")
+            elif not (leg.is_cancelled or self._may_end(leg, reason)):
+                self.fail("once", f"{name} ended with {reason}, not {usual}")
+        if not self._has_faults and leg.ended - leg.began > _PATIENCE_SECONDS:
+            self.fail("deadline", f"{leg.name} took {leg.ended - leg.began:.1f} s, and nothing was wrong")
+
+    def _may_end(self, leg: _Leg, reason: str | None) -> bool:
+        """Whether there is a reason for an end other than the answer's."""
+        assert leg.ended is not None
+        spans = leg.instance.pauses if reason == "abort" else [(start, end + 30.0) for start, end in self._broken]
+        is_disturbed = any(start <= leg.ended and end >= leg.began for start, end in spans)
+        return is_disturbed or (leg.is_aborted if reason == "abort" else leg.may_fail and reason == "error")
+
+    def check_at_rest(self) -> None:
+        for instance in self._living():
+            if not instance.is_stopped:
+                self.fail("rest", f"{instance.process.name} does not stop")
+            left = [thread.name for thread in instance.process.threads if not thread.is_ended]
+            if left := [each for each in left if not each.startswith(("staging", "kv-"))]:
+                self.fail("rest", f"{instance.process.name} has left threads: {left}")
