@@ -19,22 +19,22 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.block_manager import BlockManager
-from engine.cache_hints import CacheHint
 from engine.core import EngineCore
 from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer
 from engine.generation import Generations
 from engine.generation.choices import Choices
 from engine.generation.pair_info import FetchPrompt, KeepPrompt, PairInfo
-from engine.metrics import EngineMetrics
-from engine.model_runner import KVShape
+from engine.model.model_runner import KVShape
+from engine.model.sampler import Choice
+from engine.pool.staging import open_direct, stage_handovers
 from engine.protocol import ApiError, DisaggregateInfo
-from engine.request import Request, SamplingParams
-from engine.request import Sequence as EngineSequence
-from engine.sampler import Choice
-from engine.scheduler import Chunk, Scheduler
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.cache_hints import CacheHint
+from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import Sequence as EngineSequence
+from engine.scheduling.scheduler import Chunk, Scheduler
 from engine.serving.control import Control, ControlFailed
-from engine.staging import open_direct, stage_handovers
+from engine.telemetry.metrics import EngineMetrics
 from kvstore_backend.backend import Span
 from kvstore_backend.config import MooncakeSettings, PoolConfig
 from kvstore_backend.cuts import Family

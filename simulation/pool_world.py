@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
-from engine.block_manager import BlockManager, NoFreeBlocks
-from engine.saved_blocks import SavedBlocks
+from engine.pool.saved_blocks import SavedBlocks
+from engine.scheduling.block_manager import BlockManager, NoFreeBlocks
 from kvstore_backend import transfers
 from kvstore_backend.backend import Span, Status, Value
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
