@@ -195,11 +195,10 @@ class _Transfer:
         blocks: Sequence[int],
         on_end: Callable[[Outcome], None],
         on_release: Callable[[], None],
-        after: Event | None,
     ) -> None:
         self.hashes = hashes
         self.blocks = blocks
-        self.after = after
+        self.after: Event | None = None
         self.on_end = on_end
         self.on_release = on_release
         self.set_aside: Window | None = None
@@ -251,7 +250,7 @@ class Transfers:
             decide: called on the loading thread, with a function that reads a given number of leading blocks; returns
                 that function's answer, or 0 to read nothing. Default: all blocks are read.
         """
-        transfer = _Transfer(hashes, blocks, on_end, on_release, self._memory.record_event())
+        transfer = _Transfer(hashes, blocks, on_end, on_release)
         self._submit_transfer(self._loads, transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED)
 
     def save(
@@ -267,7 +266,7 @@ class Transfers:
 
         With ``keep_seconds`` this also writes blocks that the pool has, to protect them from eviction for that time.
         """
-        transfer = _Transfer(hashes, blocks, on_end, on_release, self._memory.record_event())
+        transfer = _Transfer(hashes, blocks, on_end, on_release)
 
         def write(hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
             if keep_seconds:
@@ -319,8 +318,9 @@ class Transfers:
     def _submit_transfer(
         self, thread: DaemonThreads, transfer: _Transfer, move: Callable[[], int], message: str
     ) -> None:
-        """Run the transfer on a thread; if there is none, it ends here, and nothing was moved."""
+        """Run the transfer on a thread; if there is none, or the device fails, it ends here, and nothing was moved."""
         try:
+            transfer.after = self._memory.record_event()
             thread.submit(lambda: self._run_transfer(transfer, move, message))
         except RuntimeError as exc:
             if self._is_closed:

@@ -73,6 +73,22 @@ def test_of_a_pack_only_what_is_missing_is_installed(tmp_path: Path, monkeypatch
     assert [path.name for path in site.iterdir() if not path.name.endswith("-info")] == ["kvstore_probe"]
 
 
+def test_a_part_that_had_to_be_killed_took_too_long(tmp_path: Path) -> None:
+    log = SCRIPT["Log"](tmp_path, ["rates"], "here")
+    log.path_of("rates").write_text("")
+    log.add("rates", -9, 100)  # timeout kills its group, and so itself
+    assert "| **took too long** |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_log_that_cannot_be_a_folder_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for option in ("--log", "--pack", "--packages"):
+        ended = run_script(option, str(tmp_path / "file"), "rates")
+        assert ended.returncode == 2
+        assert f"{option} {tmp_path / 'file'}: " in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.skipif("TRY_GPU_SCRIPT" not in os.environ, reason="takes 10 s of a processor: TRY_GPU_SCRIPT=1 runs it")
 def test_the_stand_in_runs_a_part_and_appends_to_the_log(tmp_path: Path) -> None:
     (tmp_path / "gpu.md").write_text("## Before\n")

@@ -66,6 +66,8 @@ class BlockMemory:
         self._memory = memory
         self._max_lent = max_lent
         self._landings: dict[Reservation, Landing] = {}
+        self._num_asked = 0
+        """Blocks of hand-overs that wait for their reservation, and are not in ``_landings`` yet."""
         self._landers = ThreadPoolExecutor(_MAX_LANDERS, "kv-land")
         self._writers = ThreadPoolExecutor(_MAX_WRITERS, "kv-write")
         self.vocab_size = runner.vocab_size
@@ -97,8 +99,9 @@ class BlockMemory:
 
         Adopt the result or call ``cancel_reservation``.
         """
-        lent = sum(len(landing.blocks) for landing in self._landings.values())
-        if lent + -(-prompt.num_tokens // self._runner.shape.block_size) > self._max_lent:
+        lent = self._num_asked + sum(len(landing.blocks) for landing in self._landings.values())
+        wanted = -(-prompt.num_tokens // self._runner.shape.block_size)
+        if lent + wanted > self._max_lent:
             return None
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Reservation | None] = loop.create_future()
@@ -112,6 +115,7 @@ class BlockMemory:
         def on_reserved(reservation: Reservation | None) -> None:
             loop.call_soon_threadsafe(set_answer, reservation)
 
+        self._num_asked += wanted
         self._core.reserve_blocks(prompt.hashes, prompt.num_tokens, on_reserved)
         try:
             return await answered
@@ -120,6 +124,8 @@ class BlockMemory:
             if answered.done() and not answered.cancelled() and (reservation := answered.result()):
                 self.cancel_reservation(reservation, clear=False)
             raise
+        finally:
+            self._num_asked -= wanted  # the caller lends at once, with no other task between
 
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
         """Release the blocks; other instances write to them no more. ``clear``: another instance may have written."""

@@ -205,7 +205,7 @@ class ModelRunner:
         )
         self._configuration = fingerprint_config(folder)
         self.family = self._find_family(self.namespace)
-        self.eos_token_ids = _eos_token_ids(config, self.model)
+        self.eos_token_ids = _eos_token_ids(config, self.model, self.vocab_size)
         self.defaults = _read_defaults(folder, self.model.generation_config)
         _warn_of_ignored_settings(folder, self.model.generation_config)
         self.kv = torch.empty(0)
@@ -505,12 +505,13 @@ def _map_on_demand(nbytes: int) -> mmap.mmap:
     return memory
 
 
-def _eos_token_ids(config: Any, model: Any) -> frozenset[int]:
+def _eos_token_ids(config: Any, model: Any, vocab_size: int) -> frozenset[int]:
+    """The tokens that end a text, without those that the model has no logit of: some checkpoints say -1 for none."""
     ids: set[int] = set()
     for source in (config, model.generation_config):
         eos = getattr(source, "eos_token_id", None)
         ids.update([eos] if isinstance(eos, int) else eos or [])
-    return frozenset(ids)
+    return frozenset(token for token in ids if 0 <= token < vocab_size)
 
 
 def _read_defaults(folder: str, generation_config: Any) -> SamplingDefaults:

@@ -188,7 +188,8 @@ def _draw_tokens(
         [
             [param.temperature for param in params],
             [param.top_p for param in params],
-            [param.top_k if param.top_k > 0 else logits.shape[1] for param in params],
+            # Clients may give integers that no float64 holds.
+            [min(param.top_k, logits.shape[1]) if param.top_k > 0 else logits.shape[1] for param in params],
             [param.top_k <= 0 and num_candidates < logits.shape[1] for param in params],
             [_draw_share(sequences[i]) for i in places],
         ],

@@ -569,6 +569,18 @@ class TestWithoutAThread:
         assert not heard.events
         assert not caplog.messages
 
+    @pytest.mark.parametrize("kind", ["load", "save"])
+    def test_a_transfer_whose_device_fails_as_it_is_asked_for_ends_at_once_and_gives_its_blocks_back(
+        self, pool: BlockPool, memory: KVMemory, heard: Heard, kind: str
+    ) -> None:
+        def fail() -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        failing = DirectMemory(memory.values, lambda blocks: None, fail)
+        begin = getattr(Transfers(pool, failing, lambda event: event()), kind)
+        begin(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
+        assert heard.events == ["released", Outcome(0, 0.0, True)]
+
     def test_its_threads_end_with_it(self, pool: BlockPool, transfers: Transfers, heard: Heard) -> None:
         before = set(threading.enumerate())
         transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)

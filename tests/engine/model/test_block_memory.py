@@ -32,3 +32,24 @@ async def test_blocks_that_were_reserved_for_who_has_just_been_cancelled_are_giv
         await asking
 
     assert given_back == [lent]
+
+
+@in_event_loop
+async def test_hand_overs_that_ask_at_once_are_lent_no_more_than_the_limit() -> None:
+    answers: list[Any] = []
+    core: Any = SimpleNamespace(reserve_blocks=lambda hashes, num_tokens, answer: answers.append(answer))
+    runner: Any = SimpleNamespace(vocab_size=1, shape=SimpleNamespace(block_size=1))
+    prompt: Any = SimpleNamespace(hashes=[], num_tokens=2)
+    memory = BlockMemory(core, runner, transfer=None, memory=None, max_lent=3)  # type: ignore[arg-type]
+    first, second = (asyncio.create_task(memory.reserve_blocks(prompt)) for _ in range(2))
+    await asyncio.sleep(0)
+    asked = len(answers)
+    for answer in answers:
+        answer(None)
+
+    assert (asked, await first, await second) == (1, None, None)
+    third = asyncio.create_task(memory.reserve_blocks(prompt))  # what was refused counts no more
+    await asyncio.sleep(0)
+    answers[-1](None)
+    await third
+    assert len(answers) == asked + 1

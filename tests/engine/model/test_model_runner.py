@@ -89,6 +89,13 @@ def test_every_end_token_that_the_checkpoint_names_ends_a_text(word_model: Path)
     assert runner_of(word_model).eos_token_ids == {256, 258}
 
 
+def test_an_end_token_that_the_model_does_not_have_is_none(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = with_generation_config(tiny_checkpoint, tmp_path, {"eos_token_id": [-1, 3, 1 << 20]})
+    found = runner_of(folder).eos_token_ids
+    assert 3 in found
+    assert found.isdisjoint({-1, 1 << 20})
+
+
 @pytest.mark.parametrize(
     ("generation_config", "names"),
     [

@@ -78,6 +78,10 @@ def test_top_k_of_one_is_greedy_at_any_temperature(logits: list[float], seed: in
     assert choose(torch.tensor(logits), sequence_of(seed=seed, temperature=temperature, top_k=1)) == greedy
 
 
+def test_a_top_k_beyond_every_float_leaves_all_tokens() -> None:
+    assert draws(50, top_k=10**400) == draws(50)
+
+
 def test_top_k_leaves_the_k_likeliest() -> None:
     assert set(draws(200, top_k=3, temperature=5.0)) == {1, 2, 3}
 
