@@ -156,6 +156,16 @@ def test_the_router_has_few_rooms() -> None:
     assert len(entries) <= MAX_ENTRIES, sorted(entries)
 
 
+def test_the_engines_packages_have_no_cycle_even_for_types() -> None:
+    graph = imports(for_types=True)
+    inside = [module for module in graph.modules if module.startswith("engine.")]
+    packages: dict[str, set[str]] = {}
+    for module in inside:
+        imported = {room(name) for name in graph.find_modules_directly_imported_by(module) if name in inside}
+        packages.setdefault(room(module), set()).update(imported - {room(module)})
+    graphlib.TopologicalSorter(packages).prepare()  # raises CycleError
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_module_imports_itself_through_others_even_for_types(package: str) -> None:
     graph = imports(for_types=True)
