@@ -20,6 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvstore_backend.load_or_compute import LoadOrCompute
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import CHECKPOINTS, VOCAB_SIZE, write_checkpoint
 from tests.engine.event_loop import in_event_loop
@@ -46,6 +47,12 @@ PROMPTS += [SYSTEM + random_tokens(length, f"shared {length}") for length in (1,
 assert len(PROMPTS) >= 50
 QUESTION = random_tokens(9, "a second question")
 SETTINGS: dict[str, Any] = {"block_size": BLOCK, "budget": CHUNK, "save_outputs": True}
+
+
+@pytest.fixture(autouse=True)
+def loads_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the pool has is loaded, also where a busy machine makes computing quicker."""
+    monkeypatch.setattr(LoadOrCompute, "decide", lambda *_: "load")
 
 
 class Reference:

@@ -161,16 +161,20 @@ def test_pins_stay_until_unpin_takes_them_back_and_a_clear_ends_them(
     before = kept_keys(mooncake_master)
 
     def expect(count: int) -> None:
+        wait_until(lambda: kept_keys(mooncake_master) - before == count, f"{count} pins")
         traffic.wait_for_periods(PERIODS)
         assert kept_keys(mooncake_master) - before == count
 
-    assert kvstore("pin", *there, *NAMED, "--for", "1h").status == 0
+    def pin() -> None:  # the pool does not take blocks that are being read: then the command asks to try again
+        wait_until(lambda: kvstore("pin", *there, *NAMED, "--for", "1h").status == 0, "the pins")
+
+    pin()
     expect(len(HASHES) + len(OTHERS))
     assert kvstore("unpin", *there, *NAMED).status == 0
     expect(0)
     assert traffic.count(HASHES) == len(HASHES)
 
-    assert kvstore("pin", *there, *NAMED, "--for", "1h").status == 0
+    pin()
     assert kvstore("clear", *there, *NAMED).status == 0
     traffic.wait_for_periods(PERIODS)
     assert traffic.count(HASHES) == 0
