@@ -86,7 +86,8 @@ def test_a_client_that_leaves_ends_the_answers_to_all_prompts(served: tuple[Rout
         client = asking.enter_context(httpx.Client(trust_env=False, timeout=120, headers=headers))
         url = f"{served[0].url}/v1/completions"
         stream = asking.enter_context(client.stream("POST", url, json=endless))
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # httpx closes the connection when this generator is freed
+        next(lines)
         wait_until(lambda: any(each.metric("fastdeploy:num_requests_running") > 1 for each in served[1]), "answers")
     for each in served[1]:
         wait_until(partial(is_idle, each), "no answer to run or to wait")
