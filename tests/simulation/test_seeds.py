@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Of new seeds, for each world.
-SECONDS = 10
+SECONDS = 5
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
