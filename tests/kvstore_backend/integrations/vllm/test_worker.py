@@ -22,7 +22,7 @@ BLOCK_BYTES = 100
 class Begun:
     """``Transfers`` that begin and end as they are told to."""
 
-    def __init__(self, pool: Any, memory: Any, post: Any) -> None:
+    def __init__(self, pool: Any, memory: Any, post: Any, start_thread: Any) -> None:
         self.memory = memory
         self.post = post
         self.loads: list[tuple[Any, ...]] = []
