@@ -51,9 +51,10 @@ class _Waiters:
             raise RuntimeError(f"code outside of simulated threads would wait for {what}")
         self._threads.append(thread)
         is_woken = scheduler.block(seconds, what)
-        if not is_woken:
-            self._threads.remove(thread)
-        return is_woken
+        if is_woken or thread not in self._threads:  # chosen between the end of its time and its turn
+            return True
+        self._threads.remove(thread)
+        return False
 
     def wake_one(self) -> None:
         if self._threads:
