@@ -528,7 +528,7 @@ def test_a_mistake_of_the_router_ends_the_request_with_500_once(
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "router_error")
     assert calls == ["choose"], "the mistake is not repeated"
     assert sum(record.exc_info is not None for record in caplog.records) == 1
-    (record,) = router.app.audit.records
+    (record,) = wait_until(lambda: router.app.audit.records, "the record")
     assert (record.status, record.error) == (500, "router_error")
     assert instance.received == []
 

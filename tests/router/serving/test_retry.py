@@ -19,6 +19,7 @@ import pytest
 from router.serving.retry import MAX_ATTEMPTS, MAX_DEATHS, Reached, Sent, Trouble, classify, find_limit
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers
+from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
 MakeStandIn = Callable[..., StandIn]
@@ -210,7 +211,7 @@ def test_an_engine_that_says_that_it_died_counts_as_a_broken_connection(
     assert text.endswith("data: [DONE]\n\n")
     (known,) = router.app.registry
     assert known.breaker.failures == 1
-    (record,) = router.app.audit.records
+    (record,) = wait_until(lambda: router.app.audit.records, "the record")
     assert record.error == "mixed_failed"
 
 

@@ -188,7 +188,7 @@ def test_a_pair_whose_decode_instance_dies_is_replaced_by_another(
     assert [len(each.received) for each in decodes] == [1, 1]
     key = next(each.key for each in decodes if each.received[0].json == breaking.legs[0])
     assert f'router_resumptions_total{{instance="{key}"}} 1.0' in router.client.get("/metrics").text
-    (record,) = router.app.audit.records
+    (record,) = wait_until(lambda: router.app.audit.records, "the record")
     broken, answered = record.attempts
     assert broken.ended.startswith(f"broke off: {key} closed the connection")
     assert answered.ended == "answered"
@@ -208,7 +208,7 @@ def test_usage_of_a_resumed_stream_says_what_its_first_instance_had_cached(
     details = usage_of(stream)["prompt_tokens_details"]
     assert details.pop("own_cached_tokens", 2) == 2
     assert details == {"cached_tokens": 2}
-    (record,) = router.app.audit.records
+    (record,) = wait_until(lambda: router.app.audit.records, "the record")
     assert record.cached_tokens == 2
 
 
@@ -237,7 +237,7 @@ def test_usage_of_a_resumed_stream_of_a_pair_says_what_its_first_prefill_had_cac
     stream = ask(router, path)
     assert read(stream) == undisturbed(path)
     assert usage_of(stream)["prompt_tokens_details"] == {"cached_tokens": 2}
-    (record,) = router.app.audit.records
+    (record,) = wait_until(lambda: router.app.audit.records, "the record")
     assert record.cached_tokens == 2
 
 
