@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvstore_backend import ConfigError, Namespace
+from kvstore_backend.backend import Status
 from kvstore_backend.config import MooncakeSettings
 from kvstore_backend.integrations.vllm.clock import HostClock
 from kvstore_backend.integrations.vllm.connector import (
@@ -41,6 +43,7 @@ from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Report
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.namespace import fingerprint_model
+from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from tests.kvstore_backend.integrations.vllm.test_halves import Blocks, Request
 from tests.kvstore_backend.test_namespace import checkpoint
@@ -464,10 +467,19 @@ class TestTwoInstances:
         assert not first.scheduler.has_pending_push_work()
         clock = TickingClock()
         monkeypatch.setattr(first.worker._mover, "_clock", clock)
+        is_told, save = threading.Event(), BlockPool.save_by_deadline
+
+        def save_late(pool: BlockPool, *arguments: Any) -> list[Status]:
+            is_told.wait()
+            return save(pool, *arguments)
+
+        monkeypatch.setattr(BlockPool, "save_by_deadline", save_late)
         first.step({"a": 22}, {"a": [0, 1, 2, 3, 4, 5]})
         assert awaited == [[1]]
         assert clock.calls == ["begin", 22]
-        assert first.scheduler.has_pending_push_work()
+        is_pending = first.scheduler.has_pending_push_work()
+        is_told.set()
+        assert is_pending
 
     def test_a_reset_ends_sharing(self, two: tuple[VllmInstance, VllmInstance]) -> None:
         first, second = two
