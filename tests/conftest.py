@@ -30,8 +30,7 @@ os.environ.update(MC_MIN_RPC_PORT="17200", MC_MAX_RPC_PORT="19999")
 
 
 # Their tests start whole clusters of processes, kill some of them, and look at what the others do in time.
-# A simulated run is exact in a process of its own; in one with threads of earlier tests its first trace may differ.
-_CLUSTERS = ("examples", "end_to_end", "faults", "router/sharing", "router/console", "simulation")
+_CLUSTERS = ("examples", "end_to_end", "faults", "router/sharing", "router/console")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

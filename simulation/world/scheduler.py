@@ -9,6 +9,7 @@ Timers' callbacks (deliveries of the network, faults) run between threads, on no
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import hashlib
 import heapq
@@ -116,6 +117,8 @@ class Scheduler:
     """
 
     def __init__(self, seed: int, *, preempt: float = 0.05) -> None:
+        self.os_thread = _thread.get_ident()
+        """The real thread in which all simulated ones run."""
         self.seed = seed
         self.preempt = preempt
         self.now = 0

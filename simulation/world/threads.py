@@ -6,6 +6,7 @@ releases one wakes a waiter, and another may be quicker.
 
 from __future__ import annotations
 
+import _thread
 import queue as real_queue
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -503,6 +504,9 @@ def current_thread() -> Any:
 
 
 def get_ident() -> int:
-    """``threading.get_ident``."""
-    thread = current().running
+    """``threading.get_ident``; a real thread that ends while a world runs gets its own."""
+    scheduler, real = current(), _thread.get_ident()
+    if real != scheduler.os_thread:
+        return real
+    thread = scheduler.running
     return FIRST_IDENT - 1 if thread is None else thread.ident

@@ -78,6 +78,29 @@ def test_seeds_find_a_race_and_miss_it() -> None:
     assert {max(_run(_count_without_lock, seed=seed)[0]) == 15 for seed in range(20)} == {True, False}
 
 
+def test_a_real_thread_that_ends_meanwhile_is_itself() -> None:
+    ends, is_over = threading.Lock(), threading.Lock()
+    ends.acquire()
+    is_over.acquire()
+    found: list[int] = []
+
+    def end() -> None:
+        with ends:
+            found.append(threading.get_ident())
+        is_over.release()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+
+    def program(world: _Small) -> None:
+        ends.release()
+        is_over.acquire()
+
+    _run(program)
+    thread.join()
+    assert found == [thread.ident]
+
+
 def test_a_day_passes_at_once() -> None:
     def program(world: _Small) -> None:
         def sleep() -> None:
