@@ -22,7 +22,7 @@ from tests.engine.event_loop import eventually
 from tests.engine.running import Engine
 from tests.support.device import TEST_DEVICE
 
-__all__ = ["HOST", "PROMPT", "Pair", "Side", "TroubledTransfer", "all_of", "pair_of", "tokens_of"]
+__all__ = ["HOST", "PROMPT", "Pair", "Side", "TroubledTransfer", "all_of", "forget_prefixes", "pair_of", "tokens_of"]
 
 HOST = "127.0.0.1"
 PROMPT = tuple(range(1, 101))
@@ -173,6 +173,7 @@ async def pair_of(
     *,
     expiry_seconds: float = 10.0,
     num_blocks: int = 64,
+    prefill_blocks: int = 64,
     staged: bool = TEST_DEVICE != "cpu",
     **options: Any,
 ) -> AsyncIterator[Pair]:
@@ -180,16 +181,17 @@ async def pair_of(
 
     Args:
         expiry_seconds: how long decode keeps blocks for a request that does not come.
-        num_blocks: decode's; prefill has the usual number.
+        num_blocks: decode's.
+        prefill_blocks: prefill's.
         staged: blocks pass through buffers on both sides, as beside a GPU.
         options: of both engines.
     """
-    own = options or num_blocks != 64
+    own = options or (num_blocks, prefill_blocks) != (64, 64)
     with contextlib.ExitStack() as started:
         engines = shared_engines(str(folder))
         if own:
             engines = (
-                started.enter_context(Engine(folder, **options)),
+                started.enter_context(Engine(folder, num_blocks=prefill_blocks, **options)),
                 started.enter_context(Engine(folder, num_blocks=num_blocks, **options)),
             )
         p, d = engines
