@@ -1,11 +1,11 @@
-"""What reading another cut's blocks costs: those who have none to read, and those who have.
+"""What reading another sharding's blocks costs: those who have none to read, and those who have.
 
     python benchmarks/cuts.py [--json FILE] [--rounds 15]
 
 Starts a Mooncake master of its own on loopback, and another process that holds the memory. *Plain* is an instance that
-finds its own cut: the calls of a hit and of a miss, with and without the question for siblings, in turn. *Gathered* is
-a read of the same tokens from other cuts beside one of the own cut, in turn; ``scattered`` is the other way to do it,
-the pieces read straight to where they belong, many spans each. Figures are medians.
+finds its own sharding: the calls of a hit and of a miss, with and without the question for peers, in turn. *Gathered*
+is a read of the same tokens from other shardings next to one of the own sharding, in turn; ``scattered`` is the other
+way to do it, the pieces read straight to where they belong, many spans each. Figures are medians.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pool_overhead import memory_elsewhere, pool_config, running_master
 
 from kvstore_backend import BlockPool, Namespace, Span, Value
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
-from kvstore_backend.cuts import Family, Run, Siblings, find_family
 from kvstore_backend.pool import open_store
+from kvstore_backend.resharding import PeerShardings, Run, ShardingFamily, find_family
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 
@@ -39,7 +39,7 @@ CUTS = ((2, 64), (4, 64), (8, 64), (1, 256), (1, 16), (2, 256), (2, 16))
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description="What reading another cut's blocks costs.")
+    parser = argparse.ArgumentParser(description="What reading another sharding's blocks costs.")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
     parser.add_argument("--rounds", type=int, default=15, help="of each two ways in turn (default 15)")
     args = parser.parse_args()
@@ -65,38 +65,38 @@ class Bench:
     def __init__(self, stack: GuardedBackend, rounds: int) -> None:
         self._stack = stack
         self._rounds = rounds
-        self._kept: list[Siblings] = []
+        self._kept: list[PeerShardings] = []
         self._tokens = list(range(LENGTH))
         self.family = find_family(OWN, HEADS, AXES, block_sizes=(16, 32, 64, 128, 256))
         self._save_as(OWN)
 
     def measure_plain(self) -> list[dict[str, object]]:
-        """A hit of 16 blocks of 2 MiB, and misses of as many, with and without siblings."""
+        """A hit of 16 blocks of 2 MiB, and misses of as many, with and without peers."""
         pool = BlockPool(self._stack, OWN)
-        siblings = Siblings(pool, self.family)
+        peers = PeerShardings(pool, self.family)
         hashes = self._names(TOKENS)
         absent = extend_block_hashes([], [1, *self._tokens[1:]], TOKENS, root_hash())
         memory, targets = self._room(OWN, len(hashes))
 
         def hit(*, ask: bool) -> None:
             statuses = pool.exists(hashes)
-            assert not (ask and siblings.extend_run(statuses, 0, self._names))
-            assert pool.load_by_deadline(hashes, targets) == len(hashes)
+            assert not (ask and peers.extend_run(statuses, 0, self._names))
+            assert all(pool.get_blocks(hashes, targets, wait=False))
 
         def miss(*, ask: bool) -> None:
             for _ in range(PLAIN_CALLS):
                 statuses = pool.exists(absent)
-                assert not (ask and siblings.extend_run(statuses, 0, self._names))
+                assert not (ask and peers.extend_run(statuses, 0, self._names))
 
         rows: list[dict[str, object]] = []
         for name, call, count in (("hit", hit, 1), ("miss", miss, PLAIN_CALLS)):
-            without, with_siblings = self._in_turn(partial(call, ask=False), partial(call, ask=True))
-            ratio = statistics.median(b / a for a, b in zip(without, with_siblings, strict=True))
+            without, with_peers = self._in_turn(partial(call, ask=False), partial(call, ask=True))
+            ratio = statistics.median(b / a for a, b in zip(without, with_peers, strict=True))
             rows.append(
                 {
                     "what": name,
                     "without_us": round(1e6 * statistics.median(without) / count, 1),
-                    "with_us": round(1e6 * statistics.median(with_siblings) / count, 1),
+                    "with_us": round(1e6 * statistics.median(with_peers) / count, 1),
                     "ratio": round(ratio, 4),
                 }
             )
@@ -104,28 +104,28 @@ class Bench:
         return rows
 
     def measure_gathered(self) -> list[dict[str, object]]:
-        """TP 1 with blocks of 64 tokens reads each of the other cuts; and a rank of TP 2 reads TP 1."""
+        """TP 1 with blocks of 64 tokens reads each of the other shardings; and a rank of TP 2 reads TP 1."""
         rows = []
         for tp_size, block_size in CUTS:
-            cut = self._cut(tp_size, block_size)
-            self._save_as(cut)
-            rows.append(self._compare(OWN, cut))
+            sharding = self._cut(tp_size, block_size)
+            self._save_as(sharding)
+            rows.append(self._compare(OWN, sharding))
         rank = self._cut(2, TOKENS)
         rows.append(self._compare(rank, OWN))
         return [*rows, self._measure_scattered(rank)]
 
-    def _compare(self, own: Namespace, cut: Namespace) -> dict[str, object]:
+    def _compare(self, own: Namespace, sharding: Namespace) -> dict[str, object]:
         pool = BlockPool(self._stack, own)
         family = replace(self.family, own=own, axes=tuple(zip(dict(AXES), self.family.shape_of(own), strict=True)))
-        hashes, names = self._names(own.block_size), self._names(cut.block_size)
+        hashes, names = self._names(own.block_size), self._names(sharding.block_size)
         memory, targets = self._room(own, len(hashes))
-        run = Run(len(hashes), cut, (range(len(hashes)),))
-        siblings = Siblings(pool, family)
-        self._kept.append(siblings)  # whose memory stays registered
-        read = siblings.reader_of(run, hashes, 0, names)
+        run = Run(len(hashes), sharding, (range(len(hashes)),))
+        peers = PeerShardings(pool, family)
+        self._kept.append(peers)  # whose memory stays registered
+        read = peers.reader_of(run, hashes, 0, names)
 
         def plain() -> None:
-            assert pool.load_by_deadline(hashes, targets) == len(hashes)
+            assert all(pool.get_blocks(hashes, targets, wait=False))
 
         def gather() -> None:
             assert read(0, targets) == len(hashes)
@@ -135,26 +135,26 @@ class Bench:
         nbytes = len(hashes) * family.block_bytes(own)
         row: dict[str, object] = {
             "reader": f"TP {own.tp_size}, {own.block_size}",
-            "stored": f"TP {cut.tp_size}, {cut.block_size}",
+            "stored": f"TP {sharding.tp_size}, {sharding.block_size}",
             "own_gb_s": round(nbytes / statistics.median(own_seconds) / 1e9, 2),
             "gathered_gb_s": round(nbytes / statistics.median(gathered) / 1e9, 2),
         }
         self._stack.unregister(memory.ctypes.data, len(memory))
         return row
 
-    def _measure_scattered(self, cut: Namespace) -> dict[str, object]:
-        """TP 1 reads ``cut`` straight to its places; without headroom, in which there would be another head's bytes."""
+    def _measure_scattered(self, sharding: Namespace) -> dict[str, object]:
+        """TP 1 reads ``sharding`` straight to its places; without headroom: another head's bytes would be there."""
         hashes = self._names(TOKENS)
         memory = np.zeros(len(hashes) * self.family.block_bytes(OWN), np.uint8)
         self._stack.register(memory.ctypes.data, len(memory))
-        keys, values = self._scatter(self.family, cut, hashes, memory)
+        keys, values = self._scatter(self.family, sharding, hashes, memory)
         seconds, _ = self._in_turn(lambda: _check(self._stack.get(keys, values)), lambda: None)
         self._stack.unregister(memory.ctypes.data, len(memory))
         scattered = round(len(memory) / statistics.median(seconds) / 1e9, 2)
-        return {"reader": f"TP 1, {TOKENS}", "stored": f"TP {cut.tp_size}, {TOKENS}", "scattered_gb_s": scattered}
+        return {"reader": f"TP 1, {TOKENS}", "stored": f"TP {sharding.tp_size}, {TOKENS}", "scattered_gb_s": scattered}
 
     def _scatter(
-        self, family: Family, cut: Namespace, hashes: Sequence[bytes], memory: np.ndarray
+        self, family: ShardingFamily, sharding: Namespace, hashes: Sequence[bytes], memory: np.ndarray
     ) -> tuple[list[str], list[Value]]:
         """Each rank's pieces in the spans of the reader's blocks that hold its heads."""
         keys: list[str] = []
@@ -162,7 +162,7 @@ class Bench:
         per_head = TOKENS * 128
         for i, block_hash in enumerate(hashes):
             base = memory.ctypes.data + i * family.block_bytes(OWN)
-            for rank in family.ranks_with(cut, range(HEADS)):
+            for rank in family.ranks_with(sharding, range(HEADS)):
                 heads = family.heads_of(rank)
                 keys.append(rank.key(block_hash))
                 starts = [base + (plane * HEADS + heads.start) * per_head for plane in range(2 * LAYERS)]
@@ -180,17 +180,17 @@ class Bench:
                     taken.append(time.perf_counter() - begun)
         return seconds
 
-    def _save_as(self, cut: Namespace) -> None:
-        hashes = self._names(cut.block_size)
-        memory, values = self._room(cut, len(hashes))
-        for rank in range(cut.tp_size):
-            pool = BlockPool(self._stack, replace(cut, tp_rank=rank))
+    def _save_as(self, sharding: Namespace) -> None:
+        hashes = self._names(sharding.block_size)
+        memory, values = self._room(sharding, len(hashes))
+        for rank in range(sharding.tp_size):
+            pool = BlockPool(self._stack, replace(sharding, tp_rank=rank))
             assert all(pool.save(hashes, values))
         self._stack.unregister(memory.ctypes.data, len(memory))
 
-    def _room(self, cut: Namespace, count: int) -> tuple[np.ndarray, list[Value]]:
+    def _room(self, sharding: Namespace, count: int) -> tuple[np.ndarray, list[Value]]:
         """Registered memory for so many blocks, with headroom."""
-        nbytes = self.family.block_bytes(cut)
+        nbytes = self.family.block_bytes(sharding)
         memory = np.random.default_rng(1).integers(0, 256, count * (128 + nbytes), dtype=np.uint8)
         self._stack.register(memory.ctypes.data, len(memory), headroom=True)
         return memory, [(Span(memory.ctypes.data + 128 + i * (128 + nbytes), nbytes),) for i in range(count)]

@@ -171,19 +171,19 @@ def gpu_form() -> Iterator[None]:
 class FakeStore(StorageBackend):
     """A fake: has every block that is asked for, and moves no byte."""
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         return [Status.OK] * len(keys)
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         return [Status.OK] * len(keys)
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
+    def exists(self, keys: Sequence[str]) -> list[Status]:
         return [Status.ABSENT] * len(keys)  # so that each is saved
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return [Status.OK] * len(keys)
 
-    def _clear(self, prefix: str) -> Status:
+    def clear(self, prefix: str) -> Status:
         return Status.OK
 
     def health(self) -> Health:

@@ -180,7 +180,7 @@ def show_time(pool: BlockPool, dtype: torch.dtype, form: str, rounds: int) -> No
         outgoing.take_back()
         incoming = memory.open_incoming(range(count, 2 * count), None)
         start = time.perf_counter()
-        assert pool.load(hashes, incoming.values) == count
+        assert all(pool.get_blocks(hashes, incoming.values))
         decoding = time.perf_counter()
         incoming.deliver(count)
         incoming.wait()

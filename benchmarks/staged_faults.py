@@ -53,20 +53,20 @@ class Broken(Wrapper):
         self.fault = fault
         self._random = random.Random(fault)
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         self._linger()
-        return super()._put(keys, values)
+        return super().put(keys, values)
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         if self.fault == "evicted":
-            self._remove([key for key in keys if self._random.random() < 0.2], force=True)
+            self.remove([key for key in keys if self._random.random() < 0.2], force=True)
         if self.fault in ("late", "torn"):
             _fill_with_garbage(targets)
         if self.fault == "torn" and self._random.random() < 0.3:
             half = len(keys) // 2
-            return super()._get(keys[:half], targets[:half]) + [Status.FAILED] * (len(keys) - half)
+            return super().get(keys[:half], targets[:half]) + [Status.FAILED] * (len(keys) - half)
         self._linger()
-        return super()._get(keys, targets)
+        return super().get(keys, targets)
 
     def _linger(self) -> None:
         if self.fault == "late" and self._random.random() < 0.2:

@@ -31,7 +31,7 @@ from engine.make_model import default_folder, make_model  # noqa: E402
 BLOCK = 128
 FIRST_WORD, LAST_WORD = 300, 1600  # token ids that are whole words in make_model's vocabulary
 SIZES = (2, 1)
-# Markers of other cuts are looked for every 10 s, and written when an instance starts.
+# Markers of other shardings are looked for every 10 s, and written when an instance starts.
 LOOK_AROUND_S = 11.0
 
 Prompt = list[int]
@@ -131,7 +131,7 @@ def given(port: int) -> float:
 
 
 def gathered(port: int) -> float:
-    """Blocks that all workers together read from another cut."""
+    """Blocks that all workers together read from another sharding."""
     return metric(port, "vllm:kvstore_blocks_total", 'operation="gather"', 'outcome="ok"')
 
 

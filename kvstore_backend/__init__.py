@@ -17,7 +17,7 @@ backend.py     StorageBackend, the interface of stores and wrappers; Status, its
 threads.py     threads that the end of the process does not wait for; the state of a process after a fork
 transfers.py   asynchronous loads and saves, for engines that do not wait for the pool
 staging/       KV in a device's memory, copied through host memory; needs torch, so only its users import it
-cuts/          blocks of the same model under another tensor-parallel size or block size: found, and gathered
+resharding/    blocks of the same model under another tensor-parallel size or block size: found, and gathered
 load_or_compute.py  whether loading blocks from the pool is quicker than computing them
 pool_timing.py  the same decision for a whole pool and an instance, measured: kvstore doctor --instance
 refill.py      puts blocks that the pool has lost again, from an instance that still has them

@@ -6,14 +6,13 @@ Exceptions that leave this package::
     ├── ConfigError        a configuration that cannot be used; also a ValueError
     └── PoolUnavailable    the store could not be opened (no master, no folder, library missing)
 
-A *caller's* mistake in a call (lengths that differ, a negative size, an empty key) raises a plain ``ValueError``
+A *caller's* mistake in a call of ``BlockPool`` (lengths that differ, a negative size) raises a plain ``ValueError``
 immediately. A *pool's* failure never raises: the call returns a ``Status``.
 """
 
 from __future__ import annotations
 
 import abc
-import contextlib
 import ctypes
 import enum
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,6 @@ __all__ = [
     "StorageBackend",
     "StoreStats",
     "Value",
-    "check_keys",
     "check_values",
     "memory_views",
     "split_by_size",
@@ -113,10 +111,8 @@ class StoreStats:
 class StorageBackend(abc.ABC):
     """Batched put / get / exists / remove of immutable values.
 
-    Callers use ``put``, ``keep``, ``get``, ``exists``, ``remove`` and ``clear``. These check their arguments and pass
-    them to ``_put``, ``_keep``, ``_get``, ``_exists``, ``_remove`` and ``_clear``, which a store implements and which
-    trust their arguments. A wrapper calls the methods with an underscore of the inner backend, so that a batch is
-    checked once, where it enters.
+    ``BlockPool`` checks the arguments of its callers; stores and wrappers trust theirs. Keys are non-empty, each has
+    one value, and a value has at least one byte.
 
     Rules that every implementation follows, and that ``tests/kvstore_backend/conformance`` checks:
 
@@ -131,17 +127,13 @@ class StorageBackend(abc.ABC):
     - After ``close`` every call returns ``FAILED`` for each key, and a second ``close`` does nothing.
     """
 
+    @abc.abstractmethod
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         """Store ``values[i]`` under ``keys[i]``; ``OK`` means that clients can read it now.
 
         The exception is Mooncake: it also returns ``OK`` for a key that another client is still writing. That key is
         readable a moment later, or never if that client dies.
-
-        Raises:
-            ValueError: lengths differ, an empty key, an empty value or a negative size.
         """
-        check_values(keys, values)
-        return self._put(keys, values)
 
     def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
         """Store ``values[i]`` under ``keys[i]``, also if the key is present, and protect it from eviction for a time.
@@ -153,55 +145,40 @@ class StorageBackend(abc.ABC):
             keys: keys of the values to protect.
             values: the values, whether or not they are already stored.
             seconds: duration from now; with 0 the value can be evicted like any other again.
-
-        Raises:
-            ValueError: as ``put``, or ``seconds`` is negative.
         """
-        check_values(keys, values)
-        if seconds < 0:
-            raise ValueError(f"seconds is {seconds}; it must not be negative")
-        return self._keep(keys, values, seconds)
+        return self.put(keys, values)
 
+    @abc.abstractmethod
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        """Read ``keys[i]`` into the memory of ``targets[i]``.
+        """Read ``keys[i]`` into the memory of ``targets[i]``."""
 
-        Raises:
-            ValueError: as ``put``.
-        """
-        check_values(keys, targets)
-        return self._get(keys, targets)
+    def get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        """Call ``get`` without using or creating copies that only this instance has."""
+        return self.get(keys, targets)
 
+    @abc.abstractmethod
     def exists(self, keys: Sequence[str]) -> list[Status]:
-        """Return which keys are present now; a present value may still be evicted before it is read.
+        """Return which keys are present now; a present value may still be evicted before it is read."""
 
-        Raises:
-            ValueError: an empty key.
-        """
-        check_keys(keys)
-        return self._exists(keys)
+    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+        """Return the ``exists`` that another instance would get: without the copies that only this instance has."""
+        return self.exists(keys)
 
+    @abc.abstractmethod
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         """Remove keys; ``ABSENT`` where there was nothing to remove.
 
         ``force`` also removes values that a client may be reading now: for values that no client should read.
-
-        Raises:
-            ValueError: an empty key.
         """
-        check_keys(keys)
-        return self._remove(keys, force=force)
 
     def clear(self, prefix: str) -> Status:
         """Remove every key that begins with ``prefix``, also values that a client may be reading now.
 
         Returns:
-            ``OK`` if only values that were put during the call are left; ``FAILED`` if that is not certain.
-
-        Raises:
-            ValueError: ``prefix`` is empty, which would match the keys of all users.
+            ``OK`` if only values that were put during the call are left; ``FAILED`` if that is not certain, as from a
+            store that cannot list its keys.
         """
-        check_keys([prefix])
-        return self._clear(prefix)
+        return Status.FAILED
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:  # noqa: B027 - many need nothing
         """Announce ``nbytes`` bytes at ``address`` that later spans will be in (RDMA needs this).
@@ -243,15 +220,6 @@ class StorageBackend(abc.ABC):
         """
         return True
 
-    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
-        """Return the ``exists`` that another instance would get: without the copies that only this instance has.
-
-        Raises:
-            ValueError: an empty key.
-        """
-        check_keys(keys)
-        return self._exists_for_all(keys)
-
     def drop_own_copies(self, prefix: str) -> bool:
         """Drop everything that only this process has for keys that begin with ``prefix``: copies, and queued writes.
 
@@ -274,53 +242,9 @@ class StorageBackend(abc.ABC):
     def close(self) -> None:
         """Release the connections, threads and memory of the backend."""
 
-    @abc.abstractmethod
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        """Implement ``put``; the arguments are checked."""
-
-    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        """Implement ``keep``; the arguments are checked."""
-        return self._put(keys, values)
-
-    @abc.abstractmethod
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        """Implement ``get``; the arguments are checked."""
-
-    @abc.abstractmethod
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
-        """Implement ``exists``; the keys are checked."""
-
-    def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
-        """Implement ``exists_for_all``; the keys are checked."""
-        return self._exists(keys)
-
-    def _get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        """Implement ``get`` without using or creating copies that only this instance has; the arguments are checked."""
-        return self._get(keys, targets)
-
-    @abc.abstractmethod
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
-        """Implement ``remove``; the keys are checked."""
-
-    def _clear(self, prefix: str) -> Status:
-        """Implement ``clear``; the prefix is checked. Return ``FAILED`` from a store that cannot list its keys."""
-        return Status.FAILED
-
-
-def check_keys(keys: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless every key is a non-empty string."""
-    with contextlib.suppress(TypeError):
-        "".join(keys)
-        if all(keys):
-            return  # many times quicker than a check of each key
-    for i, key in enumerate(keys):
-        if not isinstance(key, str) or not key:
-            raise ValueError(f"keys[{i}] is {key!r}; a key is a non-empty string")
-
 
 def check_values(keys: Sequence[str], values: Sequence[Value]) -> None:
-    """Raise ``ValueError`` unless there is one non-empty value with valid spans for each (valid) key."""
-    check_keys(keys)
+    """Raise ``ValueError`` unless there is one non-empty value with valid spans for each key."""
     if len(keys) != len(values):
         raise ValueError(f"{len(keys)} keys but {len(values)} values; they must correspond one to one")
     for i, value in enumerate(values):

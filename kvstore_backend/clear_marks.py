@@ -92,7 +92,7 @@ class ClearMarks:
         """Return whether the pool was cleared since the last ``accept``; None if the pool does not answer."""
         base: int = self._memory.ctypes.data
         targets = [[Span(base + i * _ID_BYTES, _ID_BYTES)] for i in range(len(self._keys))]
-        statuses = self._pool.stack._get_for_all(self._keys, targets)
+        statuses = self._pool.stack.get_for_all(self._keys, targets)
         if Status.FAILED in statuses:
             return None
         read = [self._memory[i * _ID_BYTES : (i + 1) * _ID_BYTES].tobytes() for i in range(len(self._keys))]

@@ -20,10 +20,10 @@ from kvstore_backend.config import DEFAULT_TENANT, FileSettings, MemorySettings,
 from kvstore_backend.manifest import Manifest
 from kvstore_backend.manifest_keeper import ManifestKeeper
 from kvstore_backend.namespace import Namespace
-from kvstore_backend.stores import mooncake
 from kvstore_backend.stores.file import FileStore
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.stores.mooncake import MooncakeStore
+from kvstore_backend.stores.mooncake_joining import is_installed, require_library
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import GuardedBackend
 from kvstore_backend.wrappers.metered import MeteredBackend, StateCollector
@@ -45,8 +45,8 @@ class BlockPool:
     as absent. Several threads may call it; after ``close`` every call is a miss.
 
     **When a call returns, the caller owns the memory again.** A native call cannot be interrupted: a call that is given
-    up at its deadline may still read or write there. So ``load``, ``save``, ``get_blocks`` and ``put_blocks`` then wait
-    until it has ended, and return the answer from the deadline.
+    up at its deadline may still read or write there. So ``get_blocks``, ``save`` and ``put_blocks`` then wait until
+    it has ended, and return the answer from the deadline.
 
     That wait has no limit, and can have none: a caller puts other blocks in memory that it owns again, and a late read
     would overwrite them. The process can end meanwhile (``threads.py``).
@@ -76,92 +76,92 @@ class BlockPool:
     def lookup(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks the pool has now.
 
-        A later ``load`` may find fewer, because blocks can be evicted.
+        A later ``get_blocks`` may find fewer, because blocks can be evicted.
         """
         if not self._stack.is_ready:
             return 0  # avoids making the keys
-        return count_leading(self._stack._exists(self._build_keys(hashes)))
+        return count_leading(self._stack.exists(self._build_keys(hashes)))
 
-    def exists(self, hashes: Sequence[bytes]) -> list[Status]:
-        """Return which blocks the pool has now, at any place in the sequence; ``lookup`` counts only leading blocks."""
-        return self._stack._exists(self._build_keys(hashes))
+    def exists(self, hashes: Sequence[bytes], *, for_all: bool = False) -> list[Status]:
+        """Return which blocks the pool has now, at any place in the sequence; ``lookup`` counts only leading blocks.
 
-    def exists_for_all(self, hashes: Sequence[bytes]) -> list[Status]:
-        """Return the ``exists`` that another instance would get: without the copies that only this instance has."""
-        return self._stack._exists_for_all(self._build_keys(hashes))
+        With ``for_all`` return what another instance would get: without the copies that only this instance has.
+        """
+        exists = self._stack.exists_for_all if for_all else self._stack.exists
+        return exists(self._build_keys(hashes))
 
-    def load(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
-        """Read block ``i`` into ``targets[i]``; return how many leading blocks arrived.
+    def get_blocks(self, hashes: Sequence[bytes], targets: Sequence[Value], *, wait: bool = True) -> list[Status]:
+        """Read block ``i`` into ``targets[i]``; ``count_leading`` of the answers is useful to a prefix.
 
-        The contents of every target from the returned number on are unspecified.
+        The contents of a target are unspecified unless its answer is ``OK``.
+
+        Args:
+            hashes: the blocks' names.
+            targets: memory for each block.
+            wait: return only when no late call can touch the targets. Without it the answer comes at the deadline, and
+                the caller does not use the targets until ``wait_for_late_calls``, as ``transfers.py``.
 
         Raises:
             ValueError: numbers of hashes and targets differ, or a target is empty or has a negative size.
         """
-        return count_leading(self.get_blocks(hashes, targets))
+        keys = self._build_keys(hashes)
+        check_values(keys, targets)
+        return self._wait_out_late_calls(self._stack.get(keys, targets), wait=wait)
 
-    def save(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
+    def save(self, hashes: Sequence[bytes], sources: Sequence[Value], *, wait: bool = True) -> list[Status]:
         """Store block ``i`` from ``sources[i]``; send only the blocks that the pool lacks.
 
         If the pool does not answer whether it has a block, nothing is sent and the answer is ``FAILED``: a put would
         wait for the same unavailable pool again.
 
         Raises:
-            ValueError: as ``load``.
+            ValueError: as ``get_blocks``.
         """
-        return self._wait_out_late_calls(self._save_missing(hashes, sources))
+        keys = self._build_keys(hashes)
+        check_values(keys, sources)
+        statuses = self._stack.exists_for_all(keys)
+        missing = [i for i, status in enumerate(statuses) if status is Status.ABSENT]
+        stored = self._stack.put([keys[i] for i in missing], [sources[i] for i in missing])
+        for i, status in zip(missing, stored, strict=True):
+            statuses[i] = status
+        if keys and logger.isEnabledFor(logging.DEBUG):
+            present = statuses.count(Status.OK) - stored.count(Status.OK)
+            counts = (len(keys), hashes[0].hex()[:12], present, len(missing), stored.count(Status.OK))
+            logger.debug("save of %d blocks from %s: %d were there, %d sent, %d stored", *counts)
+        return self._wait_out_late_calls(statuses, wait=wait)
 
-    def get_blocks(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> list[Status]:
-        """Read block ``i`` into ``targets[i]``, at any place in the sequence; ``load`` counts those useful to a prefix.
-
-        Raises:
-            ValueError: as ``load``.
-        """
-        return self._wait_out_late_calls(self._get_statuses(hashes, targets))
-
-    def put_blocks(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
+    def put_blocks(
+        self,
+        hashes: Sequence[bytes],
+        sources: Sequence[Value],
+        *,
+        keep_seconds: float | None = None,
+        wait: bool = True,
+    ) -> list[Status]:
         """Store block ``i`` from ``sources[i]`` without the look-up of ``save`` for blocks that the pool lacks.
 
-        Raises:
-            ValueError: as ``load``.
-        """
-        keys = self._build_keys(hashes)
-        check_values(keys, sources)
-        return self._wait_out_late_calls(self._stack._put(keys, sources))
-
-    def keep_blocks(self, hashes: Sequence[bytes], sources: Sequence[Value], seconds: float) -> list[Status]:
-        """Store block ``i`` from ``sources[i]``, also if the pool has it, and protect it from eviction for ``seconds``.
-
-        A protected block is evicted only if there is nothing else to evict; for a block that is already protected the
-        time starts again.
+        With ``keep_seconds`` store blocks that the pool has, too, and protect all of them from eviction for that time
+        from now: a protected block is evicted only if there is nothing else to evict.
 
         Raises:
-            ValueError: as ``load``, or ``seconds`` is negative.
+            ValueError: as ``get_blocks``, or ``keep_seconds`` is negative.
         """
-        if seconds < 0:
-            raise ValueError(f"seconds is {seconds}; it must not be negative")
-        return self._wait_out_late_calls(self.keep_by_deadline(hashes, sources, seconds))
-
-    def load_by_deadline(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
-        """Call ``load`` for ``transfers.py``, which does not reuse the targets until ``wait_for_late_calls``."""
-        return count_leading(self._get_statuses(hashes, targets))
-
-    def save_by_deadline(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
-        """Call ``save`` for ``transfers.py``, which does not change the sources until ``wait_for_late_calls``."""
-        return self._save_missing(hashes, sources)
-
-    def keep_by_deadline(self, hashes: Sequence[bytes], sources: Sequence[Value], seconds: float) -> list[Status]:
-        """Call ``keep_blocks`` for ``transfers.py``; sources do not change until ``wait_for_late_calls``."""
+        if keep_seconds is not None and keep_seconds < 0:
+            raise ValueError(f"keep_seconds is {keep_seconds}; it must not be negative")
         keys = self._build_keys(hashes)
         check_values(keys, sources)
-        return self._stack._keep(keys, sources, seconds)
+        if keep_seconds is None:
+            statuses = self._stack.put(keys, sources)
+        else:
+            statuses = self._stack.keep(keys, sources, keep_seconds)
+        return self._wait_out_late_calls(statuses, wait=wait)
 
     def remove_blocks(self, hashes: Sequence[bytes], *, force: bool = False) -> list[Status]:
         """Remove blocks; ``ABSENT`` where there was nothing to remove.
 
         ``force`` also removes blocks that a client may be reading now.
         """
-        return self._stack._remove(self._build_keys(hashes), force=force)
+        return self._stack.remove(self._build_keys(hashes), force=force)
 
     @property
     def stack(self) -> StorageBackend:
@@ -243,28 +243,9 @@ class BlockPool:
     ) -> None:
         self.close()
 
-    def _get_statuses(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> list[Status]:
-        keys = self._build_keys(hashes)
-        check_values(keys, targets)
-        return self._stack._get(keys, targets)
-
-    def _save_missing(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
-        keys = self._build_keys(hashes)
-        check_values(keys, sources)
-        statuses = self._stack._exists_for_all(keys)
-        missing = [i for i, status in enumerate(statuses) if status is Status.ABSENT]
-        stored = self._stack._put([keys[i] for i in missing], [sources[i] for i in missing])
-        for i, status in zip(missing, stored, strict=True):
-            statuses[i] = status
-        if keys and logger.isEnabledFor(logging.DEBUG):
-            present = statuses.count(Status.OK) - stored.count(Status.OK)
-            counts = (len(keys), hashes[0].hex()[:12], present, len(missing), stored.count(Status.OK))
-            logger.debug("save of %d blocks from %s: %d were there, %d sent, %d stored", *counts)
-        return statuses
-
-    def _wait_out_late_calls(self, statuses: list[Status]) -> list[Status]:
-        """Return the statuses once no call is left that may touch their memory."""
-        while Status.FAILED in statuses and not self._stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
+    def _wait_out_late_calls(self, statuses: list[Status], *, wait: bool) -> list[Status]:
+        """Return the statuses; with ``wait`` once no call is left that may touch their memory."""
+        while wait and Status.FAILED in statuses and not self._stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
             logger.warning("A call that was given up has not come back; its memory cannot be given back yet")
         return statuses
 
@@ -341,7 +322,7 @@ def open_backend(
             that cannot be opened always raises immediately.
     """
     if isinstance(config.store, MooncakeSettings):
-        mooncake.require_library(config.store)
+        require_library(config.store)
     rejected: Counter[str] = Counter()
 
     def open_with_checks() -> StorageBackend:
@@ -393,7 +374,7 @@ def open_store(config: PoolConfig) -> StorageBackend:
 
 def default_backend() -> str:
     """Return ``mooncake`` if its library can be loaded, otherwise ``file``, which needs no library."""
-    return "mooncake" if mooncake.is_installed() else "file"
+    return "mooncake" if is_installed() else "file"
 
 
 def _guard_store(opened: StorageBackend) -> GuardedBackend:

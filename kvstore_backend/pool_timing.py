@@ -100,7 +100,7 @@ def _time_reads(pool: BlockPool, address: int, block_bytes: int, counts: tuple[i
 
 def _time_read(pool: BlockPool, hashes: list[bytes], values: list[tuple[Span]]) -> float:
     start = time.perf_counter()
-    if pool.lookup(hashes) != len(hashes) or pool.load(hashes, values) != len(hashes):
+    if pool.lookup(hashes) != len(hashes) or not all(pool.get_blocks(hashes, values)):
         raise PoolUnavailable("blocks that were put could not be read")
     return time.perf_counter() - start
 

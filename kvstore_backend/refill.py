@@ -163,7 +163,7 @@ class Refill:
     def _has_lost_blocks(self) -> bool:
         held = self._holder.list_saved_blocks(_SAMPLED_FROM)
         sample = sorted(held)[: min(_SAMPLE, max(_MIN_SAMPLE, int(_SAMPLED_SHARE * len(held))))]
-        statuses = self._pool.exists_for_all(sample)
+        statuses = self._pool.exists(sample, for_all=True)
         if Status.FAILED in statuses:
             return False
         found = statuses.count(Status.OK)

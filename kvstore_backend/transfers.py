@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore_backend.backend import Status, Value
-from kvstore_backend.pool import BlockPool
+from kvstore_backend.pool import BlockPool, count_leading
 from kvstore_backend.threads import DaemonThreads
 from kvstore_backend.wrappers.late_calls import call_after_late_calls
 
@@ -50,7 +50,7 @@ class ReadLeading(Protocol):
 
         Args:
             count: number of blocks.
-            read: how to read them, if some are not blocks of the pool's own cut.
+            read: how to read them, if some are not blocks of the pool's own sharding.
         """
 
 
@@ -270,8 +270,8 @@ class Transfers:
 
         def write(hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
             if keep_seconds:
-                return self._pool.keep_by_deadline(hashes, sources, keep_seconds)
-            return self._pool.save_by_deadline(hashes, sources)
+                return self._pool.put_blocks(hashes, sources, keep_seconds=keep_seconds, wait=False)
+            return self._pool.save(hashes, sources, wait=False)
 
         self._submit_transfer(self._saves, transfer, lambda: self._write_blocks(transfer, write), _SAVE_FAILED)
 
@@ -350,7 +350,8 @@ class Transfers:
 
     def _decide_and_read(self, transfer: _Transfer, decide: Callable[[ReadLeading], int] | None) -> int:
         def read_own(begin: int, targets: Sequence[Value]) -> int:
-            return self._pool.load_by_deadline(transfer.hashes[begin : begin + len(targets)], targets)
+            hashes = transfer.hashes[begin : begin + len(targets)]
+            return count_leading(self._pool.get_blocks(hashes, targets, wait=False))
 
         def read_leading(count: int, read: ReadBlocks | None = None) -> int:
             return self._read_blocks(transfer, count, read or read_own)

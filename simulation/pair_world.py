@@ -37,9 +37,9 @@ from engine.serving.control import Control, ControlFailed
 from engine.telemetry.metrics import EngineMetrics
 from kvstore_backend.backend import Span
 from kvstore_backend.config import MooncakeSettings, PoolConfig
-from kvstore_backend.cuts import Family
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_pool
+from kvstore_backend.resharding import ShardingFamily
 from simulation.actors.mooncake import TROUBLES, Mooncake, Trouble, in_place
 from simulation.world import Event, Outcome, Plan, World
 
@@ -101,7 +101,7 @@ class _Runner:
         self.kv = torch.full(axes, 0xEE, dtype=torch.uint8)
         self._rows = self.kv.view(num_blocks, _BLOCK_SIZE, _ROW_BYTES).numpy()
         self.namespace = Namespace("digests", "uint8", _BLOCK_SIZE, 1, 1, _ROW_BYTES // 2, "layer,kv,head,token,dim")
-        self.family = Family(self.namespace, 1, tuple(self.shape.list_axes()), ())
+        self.family = ShardingFamily(self.namespace, 1, tuple(self.shape.list_axes()), ())
         self.device = torch.device("cpu")
         self.vocab_size = _VOCAB_SIZE
         self.eos_token_ids: frozenset[int] = frozenset()

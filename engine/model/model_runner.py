@@ -31,9 +31,9 @@ from engine.scheduling.request import GREATEST_PENALTY, LEAST_PENALTY, SamplingD
 from engine.scheduling.retrieval_config import Regime, RetrievalConfig
 from engine.scheduling.scheduler import Chunk
 from kvstore_backend import ConfigError, Namespace, Span, fingerprint_model
-from kvstore_backend.cuts import Family, find_family
 from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import fingerprint_config
+from kvstore_backend.resharding import ShardingFamily, find_family
 
 __all__ = [
     "KVShape",
@@ -294,7 +294,7 @@ class ModelRunner:
             self.model = running
         self.namespace, self.version, self.facts, self.family = namespace, version, facts, family
 
-    def _find_family(self, namespace: Namespace) -> Family:
+    def _find_family(self, namespace: Namespace) -> ShardingFamily:
         heads = self.shape.num_kv_heads
         return find_family(namespace, heads, self.shape.list_axes(), block_sizes=_OTHER_BLOCK_SIZES)
 

@@ -27,10 +27,10 @@ from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.metrics import EngineMetrics
 from engine.telemetry.trace import log_load, log_look_up, log_save
 from kvstore_backend import BlockPool, Status
-from kvstore_backend.cuts import Run, Siblings
 from kvstore_backend.load_or_compute import LoadOrCompute
 from kvstore_backend.pool import count_leading
 from kvstore_backend.refill import Refill
+from kvstore_backend.resharding import PeerShardings, Run
 from kvstore_backend.transfers import Outcome, ReadBlocks, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["PoolConnector"]
@@ -91,7 +91,7 @@ class PoolConnector:
             staged = not is_plain or runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
         memory: TransferMemory = open_staged(runner, pool) if staged else open_direct(runner, pool)
         self._runner = runner
-        self._siblings = Siblings(pool, runner.family)
+        self._peers = PeerShardings(pool, runner.family)
         self._transfers = Transfers(pool, memory, post, start_thread=yield_to_compute)
         self._saved = SavedBlocks(scheduler.blocks, self._transfers, post, scheduler.longest_blocks)
         self._refill = self._start_refill()
@@ -105,7 +105,7 @@ class PoolConnector:
         if (new.model, new.weights_version) == (old.model, old.weights_version):
             return
         self._pool.move_to(replace(old, model=new.model, weights_version=new.weights_version))
-        self._siblings = Siblings(self._pool, self._runner.family)
+        self._peers = PeerShardings(self._pool, self._runner.family)
         self._kept = KeptBlocks()
         self._saved.forget_blocks()
         self._refill.close()
@@ -173,7 +173,7 @@ class PoolConnector:
 
     def _reader_of(self, load: _Load, run: Run) -> ReadBlocks:
         """Return the function that reads the blocks of ``load`` if another sharding has some of them."""
-        return self._siblings.reader_of(run, load.hashes, load.first, load.names_of(run.cut.block_size))
+        return self._peers.reader_of(run, load.hashes, load.first, load.names_of(run.sharding.block_size))
 
     def _look_up(self, load: _Load) -> int:
         """Return how many leading blocks of ``load`` the pool has; if it has none, set the reason in ``load``."""
@@ -182,7 +182,7 @@ class PoolConnector:
         present = count_leading(statuses)
         log_look_up(load.request_id, load.first, load.hashes, statuses, present, time.monotonic() - start)
         load.num_behind = statuses.count(Status.OK) - present
-        if run := self._siblings.extend_run(statuses, load.first, load.names_of):
+        if run := self._peers.extend_run(statuses, load.first, load.names_of):
             load.run, load.num_behind, present = run, 0, run.count
         load.look_up = start, time.monotonic()
         if not present:
@@ -327,6 +327,6 @@ class _Load:
             return PoolUse(Reason.FAILED, text)
         asked, lacking = len(self.hashes), self.first + present
         rest = "" if present == asked else f"; it lacks block {lacking}, which is new or was evicted"
-        cut = f", {self.run}" if self.run else ""
-        text = f"it had {present} of {asked} blocks{cut}, of which {count} arrived{rest}"
+        sharding = f", {self.run}" if self.run else ""
+        text = f"it had {present} of {asked} blocks{sharding}, of which {count} arrived{rest}"
         return PoolUse(Reason.HIT, text, self.num_behind)

@@ -13,7 +13,7 @@ from engine.scheduling.cache_hints import CacheHint
 from engine.scheduling.pool_use import NOT_ASKED, PoolUse
 from engine.scheduling.retrieval_config import Regime
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
-from kvstore_backend.cuts.siblings import join_runs
+from kvstore_backend.resharding.peers import join_runs
 
 __all__ = [
     "GREATEST_PENALTY",

@@ -191,7 +191,7 @@ def _measure_full_stack(meter: _Meter, config: PoolConfig, namespace: Namespace)
             meter.measure(
                 "full stack",
                 lambda hashes, values: pool.save(hashes, values).count(Status.OK),
-                pool.load,
+                lambda hashes, values: pool.get_blocks(hashes, values).count(Status.OK),
                 pool.lookup,
             )
     finally:

@@ -29,9 +29,8 @@ from kvstore_backend.config import (
 )
 from kvstore_backend.stores.file.folder import find_refusal, scan_blocks
 from kvstore_backend.stores.file.ledger import find_size
-from kvstore_backend.stores.mooncake import INSTALL, send_http_probe
 from kvstore_backend.stores.mooncake_admin import MasterAdmin, find_admin, list_clusters_in_etcd
-from kvstore_backend.stores.mooncake_build import find_missing_backend
+from kvstore_backend.stores.mooncake_joining import INSTALL, find_missing_backend, send_http_probe
 from kvstore_backend.stores.ssd_folder import DEFAULT_FOLDER
 
 __all__ = [

@@ -17,8 +17,7 @@ from pathlib import Path
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli.native_flags import list_native_flags, parse_native_flags
 from kvstore_backend.config import hide_password, parse_master_address, parse_switch, set_snapshot_folder
-from kvstore_backend.stores.mooncake import INSTALL
-from kvstore_backend.stores.mooncake_build import find_missing_coordinator
+from kvstore_backend.stores.mooncake_joining import INSTALL, find_missing_coordinator
 
 __all__ = ["add_arguments", "build_command", "run"]
 

@@ -28,6 +28,7 @@ from kvstore_backend.config.environment import (
     set_native_cluster,
     set_native_defaults,
     set_snapshot_folder,
+    talkative_environment,
     wants_native_log,
 )
 from kvstore_backend.config.rdma import has_active_port, list_rdma_devices
@@ -93,5 +94,6 @@ __all__ = [
     "set_native_cluster",
     "set_native_defaults",
     "set_snapshot_folder",
+    "talkative_environment",
     "wants_native_log",
 ]

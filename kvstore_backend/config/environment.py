@@ -24,6 +24,7 @@ __all__ = [
     "set_native_cluster",
     "set_native_defaults",
     "set_snapshot_folder",
+    "talkative_environment",
     "wants_native_log",
 ]
 
@@ -131,6 +132,11 @@ def set_native_defaults() -> None:
 def wants_native_log(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether ``MC_LOG_LEVEL`` requests the log of Mooncake's native library."""
     return "MC_LOG_LEVEL" in (os.environ if environ is None else environ)
+
+
+def talkative_environment() -> dict[str, str]:
+    """Return the environment of a process that asks Mooncake's library what it can do: it logs much, and tries once."""
+    return {**os.environ, "MC_LOG_LEVEL": "INFO", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
 
 
 def set_native_cluster(settings: MooncakeSettings) -> None:

@@ -48,7 +48,7 @@ from kvstore_backend.integrations.settings import digest_settings, list_facts, r
 from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import BlockPool
-from kvstore_backend.stores.mooncake import replace_client
+from kvstore_backend.stores.mooncake_joining import replace_client
 
 __all__ = ["FastDeployClient", "activate", "process_namespace"]
 

@@ -48,7 +48,7 @@ from kvstore_backend.integrations.sglang_settings import (
 )
 from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
-from kvstore_backend.pool import BlockPool, open_pool
+from kvstore_backend.pool import BlockPool, count_leading, open_pool
 
 __all__ = ["KvstoreHiCache"]
 
@@ -250,7 +250,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     def _load_pages(self, name: str, keys: Sequence[str], targets: Sequence[Value] | None) -> list[bool]:
         if targets is None:
             return [False] * len(keys)
-        number = self._pool_of(name).load(self._hash_keys(name, keys), targets)
+        number = count_leading(self._pool_of(name).get_blocks(self._hash_keys(name, keys), targets))
         return [i < number for i in range(len(keys))]
 
     def _save_pages(self, name: str, keys: Sequence[str], sources: Sequence[Value] | None) -> list[bool]:

@@ -35,22 +35,22 @@ class MemoryStore(StorageBackend):
         state = "closed" if self._closed else f"{len(self._values)} keys, {self._used} of {self._capacity} bytes"
         return f"MemoryStore({state})"
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         return [self._put_value(key, value) for key, value in zip(keys, values, strict=True)]
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         return [self._get_value(key, target) for key, target in zip(keys, targets, strict=True)]
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
+    def exists(self, keys: Sequence[str]) -> list[Status]:
         with self._lock:
             if self._closed:
                 return [Status.FAILED] * len(keys)
             return [Status.OK if key in self._values else Status.ABSENT for key in keys]
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return [self._remove_key(key) for key in keys]
 
-    def _clear(self, prefix: str) -> Status:
+    def clear(self, prefix: str) -> Status:
         with self._lock:
             if self._closed:
                 return Status.FAILED

@@ -1,8 +1,8 @@
 """Store in a Mooncake cluster: ``mooncake.store.MooncakeDistributedStore`` with reliable answers.
 
 The native client answers with codes, and answers invalid calls with fewer codes than keys. Here each becomes a
-``Status``; a code that is not known to mean success is never ``OK``. In this package only this file, when a store is
-opened, and ``kvstore doctor`` import mooncake.
+``Status``; a code that is not known to mean success is never ``OK``. In this package only this file and
+``mooncake_joining.py``, when a store is opened, and ``kvstore doctor`` import mooncake.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import contextlib
 import ctypes
 import logging
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import accumulate, chain, repeat
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,49 +29,21 @@ from kvstore_backend.backend import (
     Value,
     split_by_size,
 )
-from kvstore_backend.config import (
-    DEFAULT_TENANT,
-    MooncakeSettings,
-    binds_address,
-    is_named_port_bound,
-    set_native_cluster,
-    set_native_defaults,
-)
-from kvstore_backend.stores.mooncake_build import find_missing_backend
+from kvstore_backend.config import MooncakeSettings
+from kvstore_backend.stores.mooncake_joining import connect_to_master, join_cluster
 from kvstore_backend.stores.ssd_folder import SsdFolder
 
-__all__ = [
-    "INSTALL",
-    "MooncakeStore",
-    "is_installed",
-    "join_cluster",
-    "load_client_class",
-    "replace_client",
-    "require_library",
-    "restore_client",
-    "send_http_probe",
-]
+__all__ = ["MooncakeStore"]
 
 logger = logging.getLogger(__name__)
 
-INSTALL = (
-    "pip install mooncake-transfer-engine-non-cuda (with CUDA 12: mooncake-transfer-engine, "
-    "with CUDA 13: mooncake-transfer-engine-cuda13, on Ascend: mooncake-transfer-engine-npu)"
-)
-"""Remedy for a missing Mooncake."""
-
-_NOT_FOUND, _UNREACHABLE, _NO_OFFLOADING = -704, -800, -1300
+_NOT_FOUND, _UNREACHABLE = -704, -800
 # Code of a read for an invalid argument. Our arguments are checked, so the target is smaller than the value.
 _TOO_SMALL = -600
 # The codes with a known meaning; every other code is a failure.
 _STORED: dict[int | None, Status] = {0: Status.OK}
 _EXISTS: dict[int | None, Status] = {1: Status.OK, 0: Status.ABSENT}
 _REMOVED: dict[int | None, Status] = {0: Status.OK, _NOT_FOUND: Status.ABSENT}
-_PROBE_SECONDS = 1.5
-# The setup of the native client holds Python's lock, for 6 s if another server listens at the master's address. The
-# pause after a failed try is this many times as long as the try, so that tries cost the process at most a twentieth of
-# its time.
-_PAUSE_FACTOR = 20
 # The master assigns memory of a crashed client to puts until it has missed that client for 10 s (--client_ttl). Such
 # puts fail: after 1 s with a metadata server, immediately without one.
 _ORPHANED_SECONDS = 15.0
@@ -91,8 +60,6 @@ _MAX_CALL_SECONDS = 40.0
 _STAGING_BYTES = 16 << 20
 # Native clients that were not closed: dropping the last reference would close them.
 _LEFT_OPEN: list[Any] = []
-# The native client's class, if it is replaced by another for all other importers.
-_REPLACED: list[Any] = []
 
 
 class MooncakeStore(StorageBackend):
@@ -140,7 +107,7 @@ class MooncakeStore(StorageBackend):
         state = ", closed" if self._closed else ""
         return f"MooncakeStore({self._settings.master_server_addr}, {self._settings.protocol}{state})"
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         addresses, sizes = _addresses_and_sizes(values)
         begun = time.monotonic()
         codes = self._put_once(keys, addresses, sizes)
@@ -148,7 +115,7 @@ class MooncakeStore(StorageBackend):
             self._put_again(keys, addresses, sizes, codes)
         return [_STORED.get(code, Status.FAILED) for code in codes]
 
-    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+    def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
         """Write the values again, in place: only a write changes how long Mooncake pins them.
 
         During the write, other clients do not find them.
@@ -161,7 +128,7 @@ class MooncakeStore(StorageBackend):
             statuses += [_STORED.get(code, Status.FAILED) for code in codes]
         return statuses
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         addresses, sizes = _addresses_and_sizes(targets)
         codes = self._call_native(keys, self._native.batch_get_into_multi_buffers, addresses, sizes)
         wanted = [sum(nbytes) for nbytes in sizes]
@@ -170,16 +137,16 @@ class MooncakeStore(StorageBackend):
             self._find_larger_targets(keys, wanted, codes, statuses)
         return statuses
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
+    def exists(self, keys: Sequence[str]) -> list[Status]:
         codes = self._call_native(keys, self._native.batch_is_exist)
         if codes.count(codes[0] if codes else None) == len(codes):  # the usual case, and quick to detect
             return [_EXISTS.get(code, Status.FAILED) for code in codes[:1]] * len(codes)
         return list(map(_EXISTS.get, codes, repeat(Status.FAILED)))
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return [_REMOVED.get(code, Status.FAILED) for code in self._call_native(keys, self._native.batch_remove, force)]
 
-    def _clear(self, prefix: str) -> Status:
+    def clear(self, prefix: str) -> Status:
         return Status.OK if self.clear_and_count(prefix) is not None else Status.FAILED
 
     def clear_and_count(self, prefix: str) -> int | None:
@@ -221,7 +188,7 @@ class MooncakeStore(StorageBackend):
         if self._closed:
             return Health(False, "closed")
         try:
-            with _connect_to_master(self._settings):
+            with connect_to_master(self._settings):
                 pass
         except PoolUnavailable as exc:
             return Health(False, str(exc))
@@ -330,105 +297,6 @@ class MooncakeStore(StorageBackend):
         return codes
 
 
-def require_library(settings: MooncakeSettings | None = None) -> None:
-    """Raise ``PoolUnavailable`` if Mooncake's library cannot be loaded, or lacks what these settings need."""
-    try:
-        load_client_class()
-    except ImportError as exc:
-        raise PoolUnavailable(
-            f"Mooncake's library cannot be loaded ({exc}): {INSTALL}, or choose the storage backend file"
-        ) from exc
-    if settings is not None and (missing := find_missing_backend(settings)):
-        raise PoolUnavailable("; ".join(missing))
-
-
-def is_installed() -> bool:
-    """Return whether Mooncake's library can be loaded here."""
-    try:
-        load_client_class()
-    except ImportError:
-        return False
-    return True
-
-
-def replace_client(client: type) -> None:
-    """Replace ``mooncake.store.MooncakeDistributedStore`` by ``client`` for later imports.
-
-    This file continues to use the native class, so ``client`` may itself use a ``MooncakeStore``.
-
-    Raises:
-        PoolUnavailable: Mooncake's library cannot be loaded.
-    """
-    require_library()
-    if not _REPLACED:
-        _REPLACED.append(load_client_class())
-    import mooncake.store
-
-    mooncake.store.MooncakeDistributedStore = client
-
-
-def restore_client() -> None:
-    """Undo ``replace_client``."""
-    if _REPLACED:
-        import mooncake.store
-
-        mooncake.store.MooncakeDistributedStore = _REPLACED.pop()
-
-
-def load_client_class() -> Any:
-    """Return the native client's class; its import loads shared libraries that a machine may lack."""
-    if _REPLACED:
-        return _REPLACED[0]
-    set_native_defaults()
-    from mooncake.store import MooncakeDistributedStore
-
-    return MooncakeDistributedStore
-
-
-def join_cluster(settings: MooncakeSettings) -> Any:
-    """Return a native client that has joined the cluster.
-
-    Raises:
-        PoolUnavailable: as ``MooncakeStore``.
-    """
-    require_library(settings)
-    native = load_client_class()()
-    with _connect_to_master(settings) as connection:
-        local_hostname = _drop_port(settings) or _find_own_address(connection)
-    _check_servers(settings)
-    # With a metadata server Mooncake chooses its own address, and skips loopback unless configured otherwise. Without
-    # another network it fails, after 30 s a try if the masters are behind etcd.
-    if "://" in settings.metadata_server and not binds_address() and not _has_network():
-        raise PoolUnavailable("this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1")
-    if settings.ha_backend:
-        set_native_cluster(settings)
-    began = time.monotonic()
-    try:
-        code = native.setup(
-            local_hostname,
-            settings.metadata_server,
-            settings.global_segment_size,
-            settings.local_buffer_size,
-            settings.protocol,
-            settings.rdma_devices,
-            settings.master_server_addr,
-            None,
-            settings.enable_ssd_offload,
-            settings.ssd_offload_path,
-            # Versions before 0.3.13 have no tenants.
-            *([settings.tenant_id] if settings.tenant_id != DEFAULT_TENANT else []),
-        )
-    except ValueError as exc:
-        raise PoolUnavailable(
-            f"Mooncake refuses its SSD folder {settings.ssd_offload_path!r} ({exc}): ssd_offload_path must be the "
-            "absolute path of a folder that exists, may be written and is no link"
-        ) from exc
-    pause = _PAUSE_FACTOR * (time.monotonic() - began)
-    if code:
-        raise PoolUnavailable(_explain_failed_setup(settings, code), pause)
-    return native
-
-
 def _prefer_memory_of(native: Any) -> Any:
     """Return the configuration of puts to this client's own memory, or to another's if that is full."""
     from mooncake.store import ReplicateConfig
@@ -447,126 +315,6 @@ def _pin_for(seconds: float) -> Any:
     if seconds:
         config.soft_pin_ttl_ms = max(1, round(1000 * seconds))
     return config
-
-
-def _drop_port(settings: MooncakeSettings) -> str:
-    """Return the host of ``local_hostname``, to which Mooncake adds a free port.
-
-    A client with the same name as a crashed one would take the crashed client's memory for its own, and be killed when
-    it writes there. By default nothing listens at that port, which is only a name. Ascend's cards are an exception.
-    """
-    host, colon, port = settings.local_hostname.rpartition(":")
-    is_named = colon and port.isdigit() and (":" not in host or host.endswith("]"))
-    if not is_named or settings.protocol == "ascend" or is_named_port_bound():
-        return settings.local_hostname
-    return host
-
-
-def _check_servers(settings: MooncakeSettings) -> None:
-    """Raise ``PoolUnavailable`` for a server that hangs: the setup of the native client would hang with it."""
-    if not settings.ha_backend and send_http_probe(settings.master_server_addr) is None:
-        raise PoolUnavailable(
-            f"what listens at {settings.master_server_addr} does not answer: it is not a Mooncake master, or one that "
-            "hangs: restart it, or correct the address"
-        )
-    if settings.metadata_server.startswith("http"):
-        url = urlsplit(settings.metadata_server)
-        remedy = "start mooncake_master with --enable_http_metadata_server=true, or use P2PHANDSHAKE everywhere"
-        address = f"{url.hostname}:{url.port or 80}"
-        _open_connection(address, "Mooncake metadata server", remedy).close()
-        if send_http_probe(address) is None:
-            raise PoolUnavailable(f"what listens at {address} does not answer as a metadata server: {remedy}")
-    elif "://" in settings.metadata_server:
-        scheme, servers = settings.metadata_server.partition("://")[0], settings.list_servers(settings.metadata_server)
-        _connect_to_any(servers, scheme).close()
-
-
-def _find_own_address(connection: socket.socket | None) -> str:
-    if connection is None:
-        raise PoolUnavailable(
-            "local_hostname is not given, and masters behind k8s:// do not show it: set MOONCAKE_LOCAL_HOSTNAME to "
-            "this machine's address"
-        )
-    address: str = connection.getsockname()[0]
-    return address
-
-
-def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
-    if code == _NO_OFFLOADING:
-        return (
-            f"the master at {settings.master_server_addr} does not offload to SSD: start it with --enable_offload=true "
-            "(kvstore master --ssd), or set enable_ssd_offload to false"
-        )
-    if settings.ha_backend:
-        return (
-            f"joining the Mooncake cluster {settings.cluster_id!r} through {settings.master_server_addr} failed with "
-            f"code {code}: check that a mooncake_master with --enable_ha=true and --cluster_id={settings.cluster_id} "
-            "runs (MC_LOG_LEVEL=INFO shows Mooncake's own log)"
-        )
-    return (
-        f"joining the Mooncake cluster of {settings.master_server_addr} failed with code {code}: check that "
-        f"a mooncake_master answers there and that {settings.global_segment_size} bytes of memory are free "
-        "(MC_LOG_LEVEL=INFO shows Mooncake's own log)"
-    )
-
-
-def send_http_probe(address: str) -> bytes | None:
-    """Return the first bytes that a listener at ``host:port`` answers to an HTTP request; None: nothing in time.
-
-    A Mooncake master sends none, and closes the connection.
-
-    Raises:
-        OSError: no server listens there.
-    """
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as connection:
-        try:
-            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            return connection.recv(64)
-        except TimeoutError:
-            return None
-        except ConnectionError:
-            return b""
-
-
-def _has_network() -> bool:
-    """Return whether there is a route to another machine.
-
-    Connecting a datagram socket finds the route without sending data.
-    """
-    with socket.socket(type=socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address without a host
-        except OSError:
-            return False
-    return True
-
-
-def _connect_to_master(settings: MooncakeSettings) -> AbstractContextManager[socket.socket | None]:
-    """Connect to the master, or to a server that knows it; None for Kubernetes."""
-    if not settings.ha_backend:
-        return _open_connection(settings.master_server_addr, "Mooncake master", "start mooncake_master there")
-    if settings.ha_backend == "k8s":
-        return contextlib.nullcontext()
-    return _connect_to_any(settings.list_servers(settings.master_server_addr), settings.ha_backend)
-
-
-def _connect_to_any(addresses: Sequence[str], role: str) -> socket.socket:
-    """Connect to the first of these servers that answers."""
-    for address in addresses[:-1]:
-        with contextlib.suppress(PoolUnavailable):
-            return _open_connection(address, role, "")
-    return _open_connection(addresses[-1], role, f"start {role} there")
-
-
-def _open_connection(address: str, role: str, remedy: str) -> socket.socket:
-    """Connect to ``host:port``; the setup of the native client would try for 90 s if no server answers."""
-    host, _, port = address.rpartition(":")
-    try:
-        return socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS)
-    except OSError as exc:
-        reason = exc.strerror or str(exc)
-        raise PoolUnavailable(f"no {role} answers at {address} ({reason}): {remedy}, or correct the address") from exc
 
 
 def _status_of_read(code: int | None, nbytes: int) -> Status:

@@ -20,13 +20,14 @@ _REMEDIES = {
     "block_size": (
         "other_block_size",
         "the block size",
-        "for our engine this is the same model in another cut, which it reads if one size divides the other; else "
+        "for our engine this is the same model in another sharding, which it reads if one size divides the other; else "
         "start both with one block size",
     ),
     "tp_size": (
         "other_tp_size",
         "the tensor-parallel size",
-        "for our engine and vLLM this is the same model in another cut, which they read if its KV heads divide evenly; "
+        "for our engine and vLLM this is the same model in another sharding, which they read if its KV heads divide "
+        "evenly; "
         "else start both with one tensor-parallel size",
     ),
     "tenant": ("other_tenant", "the tenant", "blocks are shared within one tenant only"),

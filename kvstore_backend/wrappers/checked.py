@@ -88,19 +88,19 @@ class CheckedBackend(Wrapper):
         self._outgoing = Parts(hashes_first=True)
         self._incoming = Parts(hashes_first=False)
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        return self._store_values(keys, values, self._store._put)
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return self._store_values(keys, values, self._store.put)
 
-    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        return self._store_values(keys, values, lambda keys, whole: self._store._keep(keys, whole, seconds))
+    def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        return self._store_values(keys, values, lambda keys, whole: self._store.keep(keys, whole, seconds))
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         statuses = [Status.FAILED] * len(keys)
         rejected: set[int] = set()
         with self._lay_out(targets) as whole:
 
             def fetch(part: slice) -> None:
-                statuses[part] = self._store._get(keys[part], whole[part])
+                statuses[part] = self._store.get(keys[part], whole[part])
 
             def verify(part: slice) -> None:
                 for i in range(part.start, part.stop):
@@ -130,11 +130,11 @@ class CheckedBackend(Wrapper):
         the read and exists has another size, or was put just now.
         """
         absent = [i for i, status in enumerate(statuses) if status is Status.ABSENT and i not in rejected]
-        exist = self._store._exists([keys[i] for i in absent]) if absent else []
+        exist = self._store.exists([keys[i] for i in absent]) if absent else []
         suspects = [*rejected, *(i for i, status in zip(absent, exist, strict=True) if status is Status.OK)]
         if not suspects:
             return
-        again = self._store._get([keys[i] for i in suspects], [whole[i] for i in suspects])
+        again = self._store.get([keys[i] for i in suspects], [whole[i] for i in suspects])
         useless: dict[bool, list[str]] = {True: [], False: []}  # key: whether they may be removed during a read
         for i, status in zip(suspects, again, strict=True):
             fault = self._find_fault(keys[i], targets[i], whole[i]) if status is Status.OK else None
@@ -147,7 +147,7 @@ class CheckedBackend(Wrapper):
                 useless[self._is_summed].append(keys[i])
         for is_forced, bad in useless.items():
             if bad:
-                self._store._remove(bad, force=is_forced)
+                self._store.remove(bad, force=is_forced)
 
     def _confirm_presence(self, keys: Sequence[str], statuses: list[Status]) -> None:
         """Correct the answers for blocks without a checksum that are absent now, after the read.
@@ -157,7 +157,7 @@ class CheckedBackend(Wrapper):
         """
         read = [i for i, status in enumerate(statuses) if status is Status.OK]
         if read:
-            for i, status in zip(read, self._store._exists([keys[i] for i in read]), strict=True):
+            for i, status in zip(read, self._store.exists([keys[i] for i in read]), strict=True):
                 statuses[i] = status
 
     def _store_values(

@@ -231,32 +231,32 @@ class GuardedBackend(StorageBackend):
             self._changed.wait_for(lambda: self._trouble is None or self._is_closed, seconds)
             return self._trouble is None
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         # A healthy pool may refuse puts when it is full, so they do not count as failures; nor does remove, with
         # leases.
         return self._ask_statuses(
-            keys, self.deadlines.seconds_for(values), "put", lambda store: store._put(keys, values)
+            keys, self.deadlines.seconds_for(values), "put", lambda store: store.put(keys, values)
         )
 
-    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+    def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
         return self._ask_statuses(
-            keys, self.deadlines.seconds_for(values), "keep", lambda store: store._keep(keys, values, seconds)
+            keys, self.deadlines.seconds_for(values), "keep", lambda store: store.keep(keys, values, seconds)
         )
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         seconds = self.deadlines.seconds_for(targets)
-        return self._watch_failures(self._ask_statuses(keys, seconds, "get", lambda store: store._get(keys, targets)))
+        return self._watch_failures(self._ask_statuses(keys, seconds, "get", lambda store: store.get(keys, targets)))
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
+    def exists(self, keys: Sequence[str]) -> list[Status]:
         seconds = self.deadlines.seconds_to_look_up(len(keys))
-        return self._watch_failures(self._ask_statuses(keys, seconds, "exists", lambda store: store._exists(keys)))
+        return self._watch_failures(self._ask_statuses(keys, seconds, "exists", lambda store: store.exists(keys)))
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         seconds = self.deadlines.seconds_to_look_up(len(keys))
-        return self._ask_statuses(keys, seconds, "remove", lambda store: store._remove(keys, force=force))
+        return self._ask_statuses(keys, seconds, "remove", lambda store: store.remove(keys, force=force))
 
-    def _clear(self, prefix: str) -> Status:
-        answer = self._ask_store(self.deadlines.clear_seconds, "clear", lambda store: store._clear(prefix))
+    def clear(self, prefix: str) -> Status:
+        answer = self._ask_store(self.deadlines.clear_seconds, "clear", lambda store: store.clear(prefix))
         return Status.FAILED if answer is None else answer
 
     def wait_for_late_calls(self, seconds: float) -> bool:
@@ -532,7 +532,7 @@ class GuardedBackend(StorageBackend):
         """Probe the store with a look-up; return None or the trouble."""
         assert self._store is not None
         seconds = self.deadlines.lookup_seconds
-        call = self._start_call(self._store, lambda store: store._exists([_PROBE_KEY]), seconds)
+        call = self._start_call(self._store, lambda store: store.exists([_PROBE_KEY]), seconds)
         if not self._wait_for_call(call, "a probe"):
             return f"a probe took more than {seconds:g} s"
         return None if call.answer in ([Status.OK], [Status.ABSENT]) else "a probe failed"

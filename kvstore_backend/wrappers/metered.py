@@ -51,27 +51,27 @@ class MeteredBackend(Wrapper):
             for operation in _OPERATIONS
         }
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        return self._count_transfer("put", values, lambda: self._store._put(keys, values))
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return self._count_transfer("put", values, lambda: self._store.put(keys, values))
 
-    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        return self._count_transfer("keep", values, lambda: self._store._keep(keys, values, seconds))
+    def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        return self._count_transfer("keep", values, lambda: self._store.keep(keys, values, seconds))
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        return self._count_transfer("get", targets, lambda: self._store._get(keys, targets))
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._count_transfer("get", targets, lambda: self._store.get(keys, targets))
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
-        return self._count_call("exists", lambda: self._store._exists(keys))
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        return self._count_call("exists", lambda: self._store.exists(keys))
 
-    def _get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        return self._store._get_for_all(keys, targets)
+    def get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._store.get_for_all(keys, targets)
 
-    def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
         # Not counted with the look-ups of readers, whose success rate is the hit rate.
-        return self._count_call("exists_for_all", lambda: self._store._exists_for_all(keys))
+        return self._count_call("exists_for_all", lambda: self._store.exists_for_all(keys))
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
-        return self._count_call("remove", lambda: self._store._remove(keys, force=force))
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        return self._count_call("remove", lambda: self._store.remove(keys, force=force))
 
     def _count_transfer(
         self, operation: str, values: Sequence[Value], call: Callable[[], list[Status]]

@@ -47,58 +47,58 @@ class TieredBackend(StorageBackend):
     def __repr__(self) -> str:
         return f"TieredBackend({self._fast!r} before {self._large!r})"
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         if self.write_behind is None or not self._fast.is_ready:
-            return self._copy_to_fast(keys, values, self._large._put(keys, values))
-        fast = self._fast._put(keys, values)
-        large = self._large._put(keys, values)
+            return self._copy_to_fast(keys, values, self._large.put(keys, values))
+        fast = self._fast.put(keys, values)
+        large = self._large.put(keys, values)
         return self._fail_if_late([one or other for one, other in zip(fast, large, strict=True)], fast)
 
-    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        return self._copy_to_fast(keys, values, self._large._keep(keys, values, seconds))
+    def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        return self._copy_to_fast(keys, values, self._large.keep(keys, values, seconds))
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         is_asked = self._fast.is_ready
-        statuses = self._fast._get(keys, targets)
+        statuses = self._fast.get(keys, targets)
         missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
         # A read that the fast tier gave up may still write into the targets.
         if not missing or (is_asked and not self._fast.wait_for_late_calls(0)):
             return statuses
         wanted, places = [keys[i] for i in missing], [targets[i] for i in missing]
-        found = self._copy_to_fast(wanted, places, self._large._get(wanted, places))
+        found = self._copy_to_fast(wanted, places, self._large.get(wanted, places))
         for i, status in zip(missing, found, strict=True):
             statuses[i] = _combine_statuses(statuses[i], status)
         return statuses
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
-        statuses = self._fast._exists(keys)
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        statuses = self._fast.exists(keys)
         missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
-        found = self._large._exists([keys[i] for i in missing]) if missing else []
+        found = self._large.exists([keys[i] for i in missing]) if missing else []
         for i, status in zip(missing, found, strict=True):
             statuses[i] = _combine_statuses(statuses[i], status)
         return statuses
 
-    def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
-        return self._large._exists_for_all(keys)
+    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+        return self._large.exists_for_all(keys)
 
-    def _get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        return self._large._get_for_all(keys, targets)
+    def get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._large.get_for_all(keys, targets)
 
     def drop_own_copies(self, prefix: str) -> bool:
         """Clear the fast tier, and the queued writes to the large one."""
         is_dropped = self._large.drop_own_copies(prefix)
-        return self._fast._clear(prefix) is Status.OK and is_dropped
+        return self._fast.clear(prefix) is Status.OK and is_dropped
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
-        large = self._large._remove(keys, force=force)
-        fast = self._fast._remove(keys, force=force)
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        large = self._large.remove(keys, force=force)
+        fast = self._fast.remove(keys, force=force)
         return [
             Status.FAILED if Status.FAILED in both else Status.OK if Status.OK in both else Status.ABSENT
             for both in zip(large, fast, strict=True)
         ]
 
-    def _clear(self, prefix: str) -> Status:
-        large, fast = self._large._clear(prefix), self._fast._clear(prefix)
+    def clear(self, prefix: str) -> Status:
+        large, fast = self._large.clear(prefix), self._fast.clear(prefix)
         return large if fast else fast
 
     def flush_writes(self, seconds: float) -> bool:
@@ -141,7 +141,7 @@ class TieredBackend(StorageBackend):
         here = [i for i, status in enumerate(statuses) if status is Status.OK]
         if not here or not self._fast.is_ready:
             return statuses
-        return self._fail_if_late(statuses, self._fast._put([keys[i] for i in here], [values[i] for i in here]))
+        return self._fail_if_late(statuses, self._fast.put([keys[i] for i in here], [values[i] for i in here]))
 
     def _fail_if_late(self, statuses: list[Status], copied: list[Status]) -> list[Status]:
         """Return the answers; ``FAILED`` for all if the fast tier gave a copy up, and may still read the memory."""

@@ -1,7 +1,7 @@
 """Wrapper: a backend around a backend, which passes on every call that is not its concern.
 
-``_exists_for_all`` and ``_get_for_all`` are not passed on: a wrapper that changes values must also change the values of
-these calls, so they use its own ``_exists`` and ``_get``. Wrappers with their own copies override them.
+``exists_for_all`` and ``get_for_all`` are not passed on: a wrapper that changes values must also change the values of
+these calls, so they use its own ``exists`` and ``get``. Wrappers with their own copies override them.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class Wrapper(StorageBackend):
     def close(self) -> None:
         self._store.close()
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        return self._store._put(keys, values)
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return self._store.put(keys, values)
 
-    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        return self._store._keep(keys, values, seconds)
+    def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        return self._store.keep(keys, values, seconds)
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        return self._store._get(keys, targets)
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._store.get(keys, targets)
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
-        return self._store._exists(keys)
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        return self._store.exists(keys)
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
-        return self._store._remove(keys, force=force)
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        return self._store.remove(keys, force=force)
 
-    def _clear(self, prefix: str) -> Status:
-        return self._store._clear(prefix)
+    def clear(self, prefix: str) -> Status:
+        return self._store.clear(prefix)

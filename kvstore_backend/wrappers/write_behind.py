@@ -119,30 +119,30 @@ class WriteBehindBackend(Wrapper):
         with self._changed:
             return sum(block.nbytes for block in self._blocks.values())
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         return [self._accept_block(key, value) for key, value in zip(keys, values, strict=True)]
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         statuses = [self._copy_out(key, target) for key, target in zip(keys, targets, strict=True)]
         ask = [i for i, status in enumerate(statuses) if status is None]
-        answers = self._store._get([keys[i] for i in ask], [targets[i] for i in ask]) if ask else []
+        answers = self._store.get([keys[i] for i in ask], [targets[i] for i in ask]) if ask else []
         return _fill_in(statuses, answers)
 
-    def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
-        return self._store._exists_for_all(keys)
+    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+        return self._store.exists_for_all(keys)
 
-    def _get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        return self._store._get_for_all(keys, targets)
+    def get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._store.get_for_all(keys, targets)
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
+    def exists(self, keys: Sequence[str]) -> list[Status]:
         with self._changed:
             if self._is_closed:
                 return [Status.FAILED] * len(keys)
             statuses = [Status.OK if key in self._blocks else None for key in keys]
         ask = [key for key, status in zip(keys, statuses, strict=True) if status is None]
-        return _fill_in(statuses, self._store._exists(ask) if ask else [])
+        return _fill_in(statuses, self._store.exists(ask) if ask else [])
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         """Remove keys from the pool and the queue.
 
         Returns the pool's answers, and ``FAILED`` for blocks that are being sent.
@@ -155,20 +155,20 @@ class WriteBehindBackend(Wrapper):
             self._take_out(withdrawn)
         statuses = [Status.FAILED if busy else None for busy in is_sending]
         ask = [key for key, busy in zip(keys, is_sending, strict=True) if not busy]
-        answers = self._store._remove(ask, force=force) if ask else []
+        answers = self._store.remove(ask, force=force) if ask else []
         found = [
             Status.OK if key in withdrawn and answer is Status.ABSENT else answer
             for key, answer in zip(ask, answers, strict=True)
         ]
         return _fill_in(statuses, found)
 
-    def _clear(self, prefix: str) -> Status:
+    def clear(self, prefix: str) -> Status:
         """Clear a prefix in the queue and the pool.
 
         Returns the pool's answer, and ``FAILED`` while a block is being sent.
         """
         is_sending = self._withdraw(prefix)
-        answer = self._store._clear(prefix)
+        answer = self._store.clear(prefix)
         return Status.FAILED if is_sending else answer
 
     def drop_own_copies(self, prefix: str) -> bool:
@@ -305,7 +305,7 @@ class WriteBehindBackend(Wrapper):
     def _send_batch(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
         """Write the blocks of ``batch`` that the pool lacks; return False if some stay in it, to be tried again."""
         keys = list(batch)
-        known = self._store._exists(keys)
+        known = self._store.exists(keys)
         self._finish_blocks(batch, {key for key, status in zip(keys, known, strict=True) if status is Status.OK})
         if Status.FAILED in known:
             self._finish_blocks(batch, set(batch), "pool away")
@@ -313,7 +313,7 @@ class WriteBehindBackend(Wrapper):
             return True
         keys = list(batch)
         values = [[Span(self._base + block.start, block.nbytes)] for block in batch.values()]
-        stored = self._store._put(keys, values)
+        stored = self._store.put(keys, values)
         self._finish_blocks(batch, {key for key, status in zip(keys, stored, strict=True) if status is Status.OK})
         # A call that was given up may still read from the arena, so nothing may be written there meanwhile.
         while batch and not self._store.wait_for_late_calls(_LATE_CALL_WAIT_SECONDS):

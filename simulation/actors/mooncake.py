@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvstore_backend.stores import mooncake as real_store
+from kvstore_backend.stores import mooncake_joining as real_store
 from simulation.world import Process, World
 from simulation.world.patches import this_process
 

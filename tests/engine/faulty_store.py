@@ -65,14 +65,14 @@ class FaultyStore(StorageBackend):
         self._loads_go.set()
         self._saves_go.set()
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         self._wait(self._saves_go)
         self._raise_if(Fault.ALL_RAISE)
         if self.fault in (Fault.ALL_FAIL, Fault.REFUSES_SAVES):
             return [Status.FAILED] * len(keys)
-        return self._sound._put(keys, values)
+        return self._sound.put(keys, values)
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         if not self._loads_go.is_set():
             _fill_with_nan(targets)
         self._wait(self._loads_go)
@@ -84,18 +84,18 @@ class FaultyStore(StorageBackend):
             return [Status.ABSENT] * len(keys)
         if self.fault is Fault.FAILS_AFTER_FIRST_BLOCK:
             _fill_with_nan(targets[1:])
-            return self._sound._get(keys[:1], targets[:1]) + [Status.FAILED] * (len(keys) - 1)
+            return self._sound.get(keys[:1], targets[:1]) + [Status.FAILED] * (len(keys) - 1)
         if self.fault is Fault.RAISES_HALF_WAY:
             _fill_with_nan(targets)
             raise RuntimeError("the connection broke half-way")
-        return self._sound._get(keys, targets)
+        return self._sound.get(keys, targets)
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
+    def exists(self, keys: Sequence[str]) -> list[Status]:
         self._raise_if(Fault.ALL_RAISE)
-        return [Status.FAILED] * len(keys) if self.fault is Fault.ALL_FAIL else self._sound._exists(keys)
+        return [Status.FAILED] * len(keys) if self.fault is Fault.ALL_FAIL else self._sound.exists(keys)
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
-        return self._sound._remove(keys, force=force)
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        return self._sound.remove(keys, force=force)
 
     def health(self) -> Health:
         return Health(self.fault is Fault.NOTHING, self.fault.name)

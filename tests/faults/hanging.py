@@ -39,25 +39,25 @@ class HangingStore(MemoryStore):
             self.hanging.set()
             threading.Event().wait()
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         self._hang_in("put")
-        return super()._put(keys, values)
+        return super().put(keys, values)
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         self._hang_in("get")
-        return super()._get(keys, targets)
+        return super().get(keys, targets)
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
+    def exists(self, keys: Sequence[str]) -> list[Status]:
         self._hang_in("exists")
-        return super()._exists(keys)
+        return super().exists(keys)
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         self._hang_in("remove")
-        return super()._remove(keys, force=force)
+        return super().remove(keys, force=force)
 
-    def _clear(self, prefix: str) -> Status:
+    def clear(self, prefix: str) -> Status:
         self._hang_in("clear")
-        return super()._clear(prefix)
+        return super().clear(prefix)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         """Hang, or do nothing."""

@@ -30,13 +30,13 @@ class Held(Wrapper):
         """Pass on all calls, those that wait too."""
         self._go.set()
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         self._wait()
-        return super()._put(keys, values)
+        return super().put(keys, values)
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         self._wait()
-        return super()._get(keys, targets)
+        return super().get(keys, targets)
 
     def _wait(self) -> None:
         if not self._go.is_set():

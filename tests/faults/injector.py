@@ -59,7 +59,7 @@ class FaultInjector(StorageBackend):
         """Calls that hang go on, and none hangs from now on."""
         self._go.set()
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         fault = self._next("put")
         if fault in (Fault.FALSE_OK, Fault.HANGS):
             return [Status.OK] * len(keys)
@@ -69,18 +69,18 @@ class FaultInjector(StorageBackend):
                 value[-1] ^= 1
             return self._put_bytes(keys, changed)
         if fault is Fault.FAILED_HALF_WAY:
-            self._sound._put(keys, values)
-        return self._spoilt(fault, keys, lambda: self._sound._put(keys, values))
+            self._sound.put(keys, values)
+        return self._spoilt(fault, keys, lambda: self._sound.put(keys, values))
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         fault = self._next("get")
         if fault in (Fault.HANGS, Fault.FAILED_HALF_WAY):
             _fill(targets, 0xFF)
         if fault in (Fault.HANGS, Fault.FALSE_OK):
             return [Status.OK] * len(keys)
         if fault is Fault.STALE:
-            return self._sound._get([*keys[1:], *keys[:1]], targets)
-        statuses = self._spoilt(fault, keys, lambda: self._sound._get(keys, targets))
+            return self._sound.get([*keys[1:], *keys[:1]], targets)
+        statuses = self._spoilt(fault, keys, lambda: self._sound.get(keys, targets))
         if fault is Fault.FLIPPED_BIT:
             for target in targets:
                 memory_views(target)[-1][-1] ^= 0x10
@@ -90,17 +90,17 @@ class FaultInjector(StorageBackend):
                 last[len(last) // 2 :] = bytes(len(last) - len(last) // 2)
         return statuses
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
+    def exists(self, keys: Sequence[str]) -> list[Status]:
         fault = self._next("exists")
         if fault in (Fault.FALSE_OK, Fault.HANGS):
             return [Status.OK] * len(keys)
-        return self._spoilt(fault, keys, lambda: self._sound._exists(keys))
+        return self._spoilt(fault, keys, lambda: self._sound.exists(keys))
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         fault = self._next("remove")
         if fault in (Fault.FALSE_OK, Fault.HANGS):
             return [Status.OK] * len(keys)
-        return self._spoilt(fault, keys, lambda: self._sound._remove(keys, force=force))
+        return self._spoilt(fault, keys, lambda: self._sound.remove(keys, force=force))
 
     def health(self) -> Health:
         return self._sound.health()
@@ -133,7 +133,7 @@ class FaultInjector(StorageBackend):
 
     def _put_bytes(self, keys: Sequence[str], values: Sequence[bytearray]) -> list[Status]:
         spans = [[Span(ctypes.addressof(ctypes.c_char.from_buffer(value)), len(value))] for value in values]
-        return self._sound._put(keys, spans)
+        return self._sound.put(keys, spans)
 
 
 def _fill(targets: Sequence[Value], byte: int) -> None:

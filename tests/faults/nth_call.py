@@ -45,25 +45,25 @@ class NthCall(Wrapper):
         if is_wrong:
             self._go.wait()
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         self._go_wrong()
-        return super()._put(keys, values)
+        return super().put(keys, values)
 
-    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+    def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
         self._go_wrong()
-        return super()._keep(keys, values, seconds)
+        return super().keep(keys, values, seconds)
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         self._go_wrong()
-        return super()._get(keys, targets)
+        return super().get(keys, targets)
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
+    def exists(self, keys: Sequence[str]) -> list[Status]:
         self._go_wrong()
-        return super()._exists(keys)
+        return super().exists(keys)
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         self._go_wrong()
-        return super()._remove(keys, force=force)
+        return super().remove(keys, force=force)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         """Go wrong, or register."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from kvstore_backend.backend import Status, StorageBackend
-from kvstore_backend.pool import BlockPool
+from kvstore_backend.pool import BlockPool, count_leading
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
@@ -68,7 +68,7 @@ def save(pool: BlockPool, blocks: Sequence[bytes]) -> list[Status]:
 def check_load(pool: BlockPool, blocks: Sequence[bytes]) -> int:
     """How many blocks could be read; every one of them is right."""
     targets = [Memory(NBYTES) for _ in blocks]
-    count = pool.load(blocks, [target.value for target in targets])
+    count = count_leading(pool.get_blocks(blocks, [target.value for target in targets]))
     assert [target.content for target in targets[:count]] == [right_bytes(block, NBYTES) for block in blocks[:count]]
     return count
 
@@ -167,7 +167,7 @@ def test_callers_at_once_are_all_answered_while_the_store_hangs() -> None:
     with pool_over(injector, lambda store: build_stack(store, False)) as pool:
 
         def load(memory: list[Memory]) -> None:
-            pool.load_by_deadline(BLOCKS, [target.value for target in memory])
+            pool.get_blocks(BLOCKS, [target.value for target in memory], wait=False)
 
         callers = [threading.Thread(target=load, args=(memory,)) for memory in targets]
         for caller in callers:
@@ -212,21 +212,18 @@ class TestMemoryOfBlockingCalls:
         wait_until(lambda: pool.is_ready, "the pool")
         assert check_load(pool, BLOCKS) == len(BLOCKS), "it was stored as it was, after its deadline"
 
-    @pytest.mark.parametrize("call", ["load", "get_blocks"])
-    def test_a_late_get_writes_nothing_after_the_call(
-        self, pool: BlockPool, held: Held, call: Literal["load", "get_blocks"]
-    ) -> None:
+    def test_a_late_get_writes_nothing_after_the_call(self, pool: BlockPool, held: Held) -> None:
         assert all(save(pool, BLOCKS))
         held.hold()
         targets = [Memory(NBYTES) for _ in BLOCKS]
         with ThreadPoolExecutor(1) as thread:
-            loading = thread.submit(getattr(pool, call), BLOCKS, [target.value for target in targets])
+            loading = thread.submit(pool.get_blocks, BLOCKS, [target.value for target in targets])
             assert held.waiting.wait(30)
             wait_until(lambda: not pool.is_ready, "the deadline")
             assert not wait([loading], timeout=0.2).done, "the get may still write"
             held.let_go()
             answer = loading.result(30)
-        assert answer == (0 if call == "load" else [Status.FAILED] * len(BLOCKS))
+        assert answer == [Status.FAILED] * len(BLOCKS)
         for target in targets:
             target.fill(b"\xcc" * NBYTES)
         wait_until(lambda: pool.is_ready, "the pool")

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend
 from kvstore_backend.config import MemorySettings, PoolConfig
-from kvstore_backend.cuts.gather import _Buffers
 from kvstore_backend.pool import BlockPool, open_backend
+from kvstore_backend.resharding.gather import _Buffers
 from kvstore_backend.staging import KVTensors, StagedMemory, StandInDevice, Step, Stream
 from kvstore_backend.staging.ring import Ring
 from kvstore_backend.stores.memory import MemoryStore
@@ -199,7 +199,7 @@ def test_memory_for_gathering_is_given_back(how: How) -> None:
         buffers = _Buffers(guard)
         for nbytes in (100, 20 << 20):
             buffer = buffers.take(nbytes)
-            statuses = guard._get([NAMESPACE.key(HASHES[0])], [(Span(buffer.ctypes.data + 128, 64),)])
+            statuses = guard.get([NAMESPACE.key(HASHES[0])], [(Span(buffer.ctypes.data + 128, 64),)])
             buffers.give_back(buffer, maybe_late=Status.FAILED in statuses)
             bench.store.let_go()
             wait_until(lambda: len(buffers._free) == 1, "the buffer to be back")

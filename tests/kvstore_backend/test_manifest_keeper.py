@@ -28,7 +28,7 @@ KEY = manifest_key(NAMESPACE.digest)
 class Broken(MemoryStore):
     """Breaks its word: every put raises."""
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         raise RuntimeError("the pool is broken")
 
 

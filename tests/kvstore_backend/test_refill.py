@@ -65,8 +65,8 @@ class Full(Wrapper):
 
     is_full = False
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        return [Status.FAILED] * len(keys) if self.is_full else super()._put(keys, values)
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return [Status.FAILED] * len(keys) if self.is_full else super().put(keys, values)
 
 
 class Watched:
@@ -87,15 +87,15 @@ class Watched:
         """Until the pool has been asked so often more; two, and one was after all that happened before."""
         self.times_asked = 0
         asked = itertools.count()
-        exists = self.store._exists
+        exists = self.store.exists
 
         def counting(keys: Sequence[str]) -> list[Status]:
             self.times_asked = next(asked)
             return exists(keys)
 
-        self.store._exists = counting  # type: ignore[method-assign]
+        self.store.exists = counting  # type: ignore[method-assign]
         wait_until(lambda: self.times_asked >= count, "questions")
-        self.store._exists = exists  # type: ignore[method-assign]
+        self.store.exists = exists  # type: ignore[method-assign]
 
     def clear(self) -> None:
         """What ``kvstore clear`` does."""
@@ -129,7 +129,7 @@ def test_blocks_that_were_lost_at_once_are_there_again_with_the_right_bytes(watc
     wait_until(lambda: watched.num_there == len(HASHES), "all blocks")
     for each in HASHES:
         target = Memory(NBYTES)
-        assert watched.pool.load([each], [target.value]) == 1
+        assert watched.pool.get_blocks([each], [target.value]) == [Status.OK]
         assert target.content == right_bytes(each, NBYTES)
     wait_until(lambda: watched.instance.ended == [HASHES], "the end of the round")
     assert sum(watched.counted) == len(HASHES)
@@ -179,10 +179,10 @@ def test_only_blocks_that_are_still_held_are_put(watched: Watched) -> None:
 
 
 def test_a_pool_that_cannot_answer_is_not_taken_for_one_that_lost_blocks(watched: Watched) -> None:
-    exists = watched.store._exists
-    watched.store._exists = lambda keys: [Status.FAILED] * len(keys)  # type: ignore[method-assign]
+    exists = watched.store.exists
+    watched.store.exists = lambda keys: [Status.FAILED] * len(keys)  # type: ignore[method-assign]
     watched.wait_for_questions()
-    watched.store._exists = exists  # type: ignore[method-assign]
+    watched.store.exists = exists  # type: ignore[method-assign]
     watched.wait_for_questions()
     assert watched.instance.offered == []
 
@@ -219,12 +219,12 @@ def test_several_clears_are_as_many_marks_and_a_mark_that_is_lost_is_none(watche
 
 
 def test_a_mark_that_cannot_be_read_keeps_lost_blocks_waiting(watched: Watched) -> None:
-    get = watched.store._get
-    watched.store._get = lambda keys, targets: [Status.FAILED] * len(keys)  # type: ignore[method-assign]
+    get = watched.store.get
+    watched.store.get = lambda keys, targets: [Status.FAILED] * len(keys)  # type: ignore[method-assign]
     watched.clear()
     watched.wait_for_questions(12)
     assert watched.instance.offered == []
-    watched.store._get = get  # type: ignore[method-assign]
+    watched.store.get = get  # type: ignore[method-assign]
     wait_until(lambda: watched.instance.times_withheld == 1, "the mark to be found")
     assert watched.num_there == 0
 
@@ -271,13 +271,13 @@ def test_copies_that_only_the_instance_has_are_dropped_with_the_pools(watched: W
 def test_a_quarter_of_the_blocks_is_asked_for_and_always_the_same(watched: Watched) -> None:
     # Mooncake evicts nothing that was asked for lately: with all of them in use it could store nothing else.
     asked: set[str] = set()
-    exists = watched.store._exists
+    exists = watched.store.exists
 
     def noting(keys: Sequence[str]) -> list[Status]:
         asked.update(key for key in keys if not key.startswith(MARK_PREFIX))
         return exists(keys)
 
-    watched.store._exists = noting  # type: ignore[method-assign]
+    watched.store.exists = noting  # type: ignore[method-assign]
     watched.wait_for_questions(4)
     assert len(asked) == len(HASHES) // 4
 

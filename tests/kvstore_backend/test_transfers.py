@@ -392,15 +392,15 @@ class Erratic(Wrapper):
         self._chance = chance
         self.is_calm = False
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        return self._delay(lambda: super(Erratic, self)._put(keys, values))
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return self._delay(lambda: super(Erratic, self).put(keys, values))
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         def get() -> list[Status]:
             for target in targets:  # as a transport may that is cut off half-way
                 for address, nbytes in target:
                     ctypes.memset(address, 0xFF, nbytes)
-            return super(Erratic, self)._get(keys, targets)
+            return super(Erratic, self).get(keys, targets)
 
         return self._delay(get)
 
@@ -622,7 +622,7 @@ def test_transfers_of_one_direction_run_one_after_another(
     begin: str, pool: BlockPool, memory: KVMemory, store: Held
 ) -> None:
     running, most = [0], [0]
-    get, put = store._get, store._put
+    get, put = store.get, store.put
 
     def counted(move: Callable[..., list[Status]]) -> Callable[..., list[Status]]:
         def call(*arguments: object) -> list[Status]:
@@ -634,7 +634,7 @@ def test_transfers_of_one_direction_run_one_after_another(
 
         return call
 
-    store._get, store._put = counted(get), counted(put)  # type: ignore[method-assign]
+    store.get, store.put = counted(get), counted(put)  # type: ignore[method-assign]
     transfers = Transfers(pool, memory.direct, lambda event: event())
     heard = [Heard() for _ in range(6)]
     for number, each in enumerate(heard):

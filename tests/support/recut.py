@@ -1,4 +1,4 @@
-"""A model's KV as one array, and plain slices of it under any cut, to compare with what is gathered."""
+"""A model's KV as one array, and plain slices of it under any sharding, to compare with what is gathered."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class WholeKV:
     def num_heads(self) -> int:
         return len(self.array[0, 0])
 
-    def block(self, cut: Namespace, index: int) -> bytes:
-        """The bytes that the rank of ``cut`` holds of one block."""
-        if cut.tp_size <= self.num_heads:
-            heads = list(np.array_split(np.arange(self.num_heads), cut.tp_size)[cut.tp_rank])
+    def block(self, sharding: Namespace, index: int) -> bytes:
+        """The bytes that the rank of ``sharding`` holds of one block."""
+        if sharding.tp_size <= self.num_heads:
+            heads = list(np.array_split(np.arange(self.num_heads), sharding.tp_size)[sharding.tp_rank])
         else:
-            heads = [np.repeat(np.arange(self.num_heads), cut.tp_size // self.num_heads)[cut.tp_rank]]
-        tokens = slice(index * cut.block_size, (index + 1) * cut.block_size)
+            heads = [np.repeat(np.arange(self.num_heads), sharding.tp_size // self.num_heads)[sharding.tp_rank]]
+        tokens = slice(index * sharding.block_size, (index + 1) * sharding.block_size)
         return bytes(self.array[:, :, heads, tokens].transpose(self.order).tobytes())
 
 
 def store_blocks(pool: BlockPool, whole: WholeKV, token_ids: Sequence[int]) -> list[bytes]:
     """Put all whole blocks of the pool's own rank and leave its marker; the hashes of the blocks."""
-    cut = pool.namespace
-    hashes = extend_block_hashes([], token_ids, cut.block_size, root_hash())
-    memories = [Memory(whole.block(cut, index)) for index in range(len(hashes))]
+    sharding = pool.namespace
+    hashes = extend_block_hashes([], token_ids, sharding.block_size, root_hash())
+    memories = [Memory(whole.block(sharding, index)) for index in range(len(hashes))]
     assert all(pool.put_blocks(hashes, [memory.value for memory in memories]))
     leave_marker(pool)
     return hashes

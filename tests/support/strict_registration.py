@@ -91,15 +91,15 @@ class StrictStore(Wrapper):
         if self.registered.drop(address):
             super().unregister(address, nbytes)
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        return self._move("put", keys, values, super()._put)
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return self._move("put", keys, values, super().put)
 
-    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        keep = super()._keep
+    def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        keep = super().keep
         return self._move("keep", keys, values, lambda keys, values: keep(keys, values, seconds))
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        return self._move("get", keys, targets, super()._get)
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._move("get", keys, targets, super().get)
 
     def _move(
         self,
@@ -138,17 +138,17 @@ class Announcing(Wrapper):
             self._callers.pop(address, None)
         super().unregister(address, nbytes)
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         with self._announce(values):
-            return super()._put(keys, values)
+            return super().put(keys, values)
 
-    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+    def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
         with self._announce(values):
-            return super()._keep(keys, values, seconds)
+            return super().keep(keys, values, seconds)
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         with self._announce(targets):
-            return super()._get(keys, targets)
+            return super().get(keys, targets)
 
     @contextlib.contextmanager
     def _announce(self, values: Sequence[Value]) -> Iterator[None]:

@@ -30,12 +30,12 @@ class WatchedStore(MemoryStore):
         """Remember it."""
         self.memory.append(("unregister", address, nbytes, False))
 
-    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+    def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
         """Remember how many, and for how long."""
         self.kept.append((len(keys), seconds))
-        return super()._keep(keys, values, seconds)
+        return super().keep(keys, values, seconds)
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         """Remember ``force``."""
         self.forced.append(force)
-        return super()._remove(keys, force=force)
+        return super().remove(keys, force=force)

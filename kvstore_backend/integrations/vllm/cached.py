@@ -100,7 +100,7 @@ class CachedBlocks:
             return len(names), 0
         if not there:
             return 0, 0
-        return len(there), min(pool.exists_for_all(there).count(Status.OK) for pool in self._pools)
+        return len(there), min(pool.exists(there, for_all=True).count(Status.OK) for pool in self._pools)
 
     def close(self) -> None:
         """Stop a running ``save_again``, and every later one."""

@@ -43,8 +43,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from kvcommon.hints import suggest_name
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config import MemorySettings, MooncakeSettings, PoolConfig, read_config
-from kvstore_backend.cuts import Family, find_family
-from kvstore_backend.cuts.family import HEAD
 from kvstore_backend.integrations.vllm.clock import DeviceClock, HostClock
 from kvstore_backend.integrations.vllm.counts import OUTCOMES, add_counts
 from kvstore_backend.integrations.vllm.memory import KVMemory
@@ -57,6 +55,8 @@ from kvstore_backend.load_or_compute import DECISIONS
 from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import open_backend, open_pool
+from kvstore_backend.resharding import ShardingFamily, find_family
+from kvstore_backend.resharding.family import HEAD
 
 __all__ = ["KVStoreConnector", "KVStoreMetrics", "KVStoreStats"]
 
@@ -78,7 +78,7 @@ class _Plan(KVConnectorMetadata):  # type: ignore[misc]
 @dataclass
 class _Rank(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     namespace: Namespace
-    family: Family | None
+    family: ShardingFamily | None
 
 
 @dataclass
@@ -136,7 +136,7 @@ class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
         self._blocks = counter(
             "blocks",
-            "Blocks looked up, loaded, gathered from another cut, and saved, by outcome",
+            "Blocks looked up, loaded, gathered from another sharding, and saved, by outcome",
             "operation",
             "outcome",
         )
@@ -266,7 +266,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             namespace = replace(namespace, layout=f"{namespace.layout} unverified")
         logger.info("KV blocks of this worker: %s, namespace %s", namespace, namespace.digest)
         logger.info("They lie on %s, and their route to the pool is %s", memory.tensors[0].device, route)
-        # The host assembles blocks of another cut.
+        # The host assembles blocks of another sharding.
         family = _find_family(self._vllm_config, namespace, memory) if is_summed else None
         pool = open_pool(self._config, namespace, facts=_collect_facts(self._vllm_config), is_summed=is_summed)
         clock = DeviceClock(memory.make_mark) if memory.is_on_device else HostClock()
@@ -454,7 +454,7 @@ def _build_namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, k
     )
 
 
-def _find_family(vllm_config: Any, namespace: Namespace, memory: KVMemory) -> Family | None:
+def _find_family(vllm_config: Any, namespace: Namespace, memory: KVMemory) -> ShardingFamily | None:
     """Return the family for reads of other tensor-parallel sizes; none if the bytes of a head cannot be located."""
     model = vllm_config.model_config
     heads = dict(memory.axes).get(HEAD)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore_backend.backend import ConfigError, Span, Value
-from kvstore_backend.cuts.family import HEAD
 from kvstore_backend.integrations.vllm.clock import Mark
+from kvstore_backend.resharding.family import HEAD
 from kvstore_backend.transfers import Event
 
 __all__ = ["KVMemory"]
@@ -49,7 +49,7 @@ class KVMemory:
         num_blocks: as given.
         is_on_device: whether they are on a GPU.
         layout: order and size of a block's axes in memory, the same for every layer; part of a namespace.
-        axes: the same in the form of ``kvstore_backend.cuts``; empty if no axis is known to be the heads.
+        axes: the same in the form of ``kvstore_backend.resharding``; empty if no axis is known to be the heads.
         num_layers: number of layers with their own memory.
         block_bytes: bytes of a block in all layers.
 

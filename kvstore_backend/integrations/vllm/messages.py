@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstore_backend.cuts import Run
 from kvstore_backend.integrations.vllm.adapters import Adapter
+from kvstore_backend.resharding import Run
 
 __all__ = ["Plan", "Report", "Transfer"]
 
@@ -27,7 +27,7 @@ class Transfer:
         request_id: the request.
         names: the pool's names of the blocks, 32 bytes each.
         blocks: vLLM's ids of the same blocks.
-        run: for a load with some blocks from another cut of the model, those blocks.
+        run: for a load with some blocks from another sharding of the model, those blocks.
         adapter: the LoRA adapter that the blocks belong to; None: only the model's weights.
     """
 

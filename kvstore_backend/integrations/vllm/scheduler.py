@@ -35,7 +35,6 @@ from itertools import filterfalse
 from typing import Any, NamedTuple, Protocol
 
 from kvstore_backend.backend import Status, StorageBackend
-from kvstore_backend.cuts import Family, Run, Siblings
 from kvstore_backend.integrations.vllm.adapters import KnownAdapters, name_adapter
 from kvstore_backend.integrations.vllm.cached import CachedBlocks
 from kvstore_backend.integrations.vllm.counts import Counts
@@ -45,6 +44,7 @@ from kvstore_backend.load_or_compute import Decision, LoadOrCompute
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.refill import Refill
+from kvstore_backend.resharding import PeerShardings, Run, ShardingFamily
 from kvstore_backend.threads import DaemonThreads
 
 __all__ = ["Blocks", "Request", "SchedulerHalf"]
@@ -132,7 +132,7 @@ class _Question:
     Attributes:
         answer: answer of the last look-up, which began at ``asked_at``.
         found: number found by earlier look-ups; the last block was found at ``found_at``.
-        run: run of the last look-up, if some of its blocks come from another cut.
+        run: run of the last look-up, if some of its blocks come from another sharding.
         decision: whether found blocks are loaded or computed; ``None``: none were found yet.
     """
 
@@ -147,7 +147,7 @@ class _Question:
 
 
 class _Found(NamedTuple):
-    """Number of leading blocks found, and the run of them if some come from another cut."""
+    """Number of leading blocks found, and the run of them if some come from another sharding."""
 
     num_blocks: int
     run: Run | None
@@ -191,7 +191,7 @@ class SchedulerHalf:
         self._saves = saves
         self._prefill_wait_s = prefill_wait_s
         self._pools: list[BlockPool] = []
-        self._siblings: Siblings | None = None
+        self._peers: PeerShardings | None = None
         self._counts: Counts | None = None
         self._blocks: Blocks | None = None
         self._adapters = KnownAdapters()
@@ -216,16 +216,16 @@ class SchedulerHalf:
         self.num_lookups = 0
         """Number of look-ups begun, repeated ones included."""
 
-    def learn_namespaces(self, namespaces: Sequence[Namespace], family: Family | None = None) -> None:
+    def learn_namespaces(self, namespaces: Sequence[Namespace], family: ShardingFamily | None = None) -> None:
         """Take the namespaces of all ranks from the workers; before this call everything is a miss.
 
         Args:
             namespaces: namespaces of all ranks.
-            family: rank 0's family; None: blocks of other cuts are not looked up.
+            family: rank 0's family; None: blocks of other shardings are not looked up.
         """
         self._pools = [BlockPool(self._backend, namespace) for namespace in namespaces]
         if family is not None:
-            self._siblings = Siblings(self._pools[0], family, range(family.num_heads))
+            self._peers = PeerShardings(self._pools[0], family, range(family.num_heads))
         self._counts = Counts(namespaces[0].digest)
         self._watch_for_losses()
 
@@ -279,7 +279,7 @@ class SchedulerHalf:
         wanted = blocks()[question.first : tracked.num_saved]
         load = self._pin_blocks(request, found, wanted, is_load=True)
         self._planned_loads.append(replace(load, run=question.run))
-        if question.run is not None:  # the own cut lacks some of them, which is not a loss
+        if question.run is not None:  # the own sharding lacks some of them, which is not a loss
             tracked.num_noted = tracked.num_saved
 
     def plan_step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Plan:
@@ -494,12 +494,12 @@ class SchedulerHalf:
         return _Found(count, run)
 
     def _extend_run(self, wanted: Sequence[bytes], count: int) -> Run | None:
-        """Find more leading blocks than the ``count`` that every rank has, in another cut."""
-        if self._siblings is None or count == len(wanted) or not self._is_ready or self._siblings.is_alone():
+        """Find more leading blocks than the ``count`` that every rank has, in another sharding."""
+        if self._peers is None or count == len(wanted) or not self._is_ready or self._peers.is_alone():
             return None
         by_rank = [pool.exists(wanted[count:]) for pool in self._pools]
         rest = [next(filterfalse(bool, statuses), Status.OK) for statuses in zip(*by_rank, strict=True)]
-        return self._siblings.extend_run([Status.OK] * count + rest, 0, lambda _: wanted)
+        return self._peers.extend_run([Status.OK] * count + rest, 0, lambda _: wanted)
 
     def _name_blocks(self, request: Request, first: int, end: int) -> list[bytes]:
         """Return the pool's names of blocks ``first`` to ``end``; none if the request's blocks cannot be named."""

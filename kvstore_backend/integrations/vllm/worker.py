@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from kvstore_backend.cuts import Family, Run, Siblings
 from kvstore_backend.integrations.vllm.adapters import LoadedAdapters
 from kvstore_backend.integrations.vllm.clock import HostClock, StepClock
 from kvstore_backend.integrations.vllm.counts import Counts
@@ -20,6 +19,7 @@ from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Report, Transfer
 from kvstore_backend.integrations.vllm.route import open_route
 from kvstore_backend.pool import BlockPool
+from kvstore_backend.resharding import PeerShardings, Run, ShardingFamily
 from kvstore_backend.transfers import Outcome, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["Loaded", "WorkerHalf"]
@@ -52,7 +52,7 @@ class WorkerHalf:
     Args:
         pool: the pool; ``close`` closes it.
         memory: the worker's KV memory.
-        family: family of the pool's namespace; None: blocks of other cuts are not read.
+        family: family of the pool's namespace; None: blocks of other shardings are not read.
         route: ``memory`` as transfers reach it; default: directly.
         clock: clock of the steps; default: the host's.
 
@@ -64,7 +64,7 @@ class WorkerHalf:
         self,
         pool: BlockPool,
         memory: KVMemory,
-        family: Family | None = None,
+        family: ShardingFamily | None = None,
         *,
         route: TransferMemory | None = None,
         clock: StepClock | None = None,
@@ -72,7 +72,7 @@ class WorkerHalf:
         self.namespace = pool.namespace
         self.family = family
         self.adapters = LoadedAdapters()
-        self._siblings = Siblings(pool, family) if family else None
+        self._peers = PeerShardings(pool, family) if family else None
         self._memory = memory
         self._pool = pool
         self._counts = Counts(pool.namespace.digest)
@@ -168,9 +168,9 @@ class WorkerHalf:
             event()
 
     def _read_run(self, load: Transfer, run: Run, read_leading: ReadLeading) -> int:
-        """Read blocks, some of which come from another cut; block sizes are equal, so names are equal too."""
-        assert self._siblings is not None, "the scheduler found blocks of another cut without a family"
-        return read_leading(len(load.blocks), self._siblings.reader_of(run, load.names, 0, load.names))
+        """Read blocks, some of which come from another sharding; block sizes are equal, so names are equal too."""
+        assert self._peers is not None, "the scheduler found blocks of another sharding without a family"
+        return read_leading(len(load.blocks), self._peers.reader_of(run, load.names, 0, load.names))
 
     def _on_load_end(self, load: Transfer, outcome: Outcome) -> None:
         if load.adapter is not None and not self.adapters.is_unchanged(load.adapter):

@@ -73,19 +73,19 @@ class FileStore(StorageBackend):
     def __repr__(self) -> str:
         return f"FileStore({self._folder}, {'closed' if self._closed else f'up to {self._ledger.capacity} bytes'})"
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         return [self._try_call(self._put_value, *each) or Status.FAILED for each in zip(keys, values, strict=True)]
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         return [self._try_call(self._get_value, *each) for each in zip(keys, targets, strict=True)]
 
-    def _exists(self, keys: Sequence[str]) -> list[Status]:
+    def exists(self, keys: Sequence[str]) -> list[Status]:
         return [self._try_call(os.stat, key) for key in keys]
 
-    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return [self._try_call(self._ledger.remove_block, key) for key in keys]
 
-    def _clear(self, prefix: str) -> Status:
+    def clear(self, prefix: str) -> Status:
         """Remove keys by prefix; it finds only keys short enough for a file's name, as those of blocks are."""
         if self._closed:
             return Status.FAILED

@@ -16,9 +16,9 @@ import pytest
 from engine.scheduling.pool_use import Reason
 from kvstore_backend import Namespace
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
-from kvstore_backend.cuts import Siblings
 from kvstore_backend.manifest import manifest_key
 from kvstore_backend.pool import BlockPool
+from kvstore_backend.resharding import PeerShardings
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from tests.engine.checkpoints import VOCAB_SIZE, config_of, write_checkpoint
@@ -55,23 +55,23 @@ class Written:
         array = np.frombuffer(b"".join(blocks), np.uint8).reshape(len(blocks), *self.family.shape_of(self.own))
         self.whole = WholeKV(np.concatenate(array, axis=3))
 
-    def read(self, store: MemoryStore, cut: Namespace) -> list[bytes]:
-        """All blocks of the prompt that the rank of ``cut`` wrote."""
-        pool = BlockPool(CheckedBackend(store), cut)
-        hashes = extend_block_hashes([], PROMPT, cut.block_size, root_hash())
-        memories = [Memory(self.family.block_bytes(cut)) for _ in hashes]
-        assert pool.load(hashes, [memory.value for memory in memories]) == len(hashes)
+    def read(self, store: MemoryStore, sharding: Namespace) -> list[bytes]:
+        """All blocks of the prompt that the rank of ``sharding`` wrote."""
+        pool = BlockPool(CheckedBackend(store), sharding)
+        hashes = extend_block_hashes([], PROMPT, sharding.block_size, root_hash())
+        memories = [Memory(self.family.block_bytes(sharding)) for _ in hashes]
+        assert all(pool.get_blocks(hashes, [memory.value for memory in memories]))
         return [memory.content for memory in memories]
 
-    def cut(self, tp_size: int, block_size: int = 16) -> Namespace:
+    def sharding(self, tp_size: int, block_size: int = 16) -> Namespace:
         return replace(self.own, tp_size=tp_size, num_kv_heads=4 // tp_size, block_size=block_size)
 
     def store_as(self, tp_size: int, block_size: int = 16) -> MemoryStore:
-        """A pool in which an instance of this cut has saved the prompt."""
+        """A pool in which an instance of this sharding has saved the prompt."""
         store = MemoryStore(64 << 20)
         for rank in range(tp_size):
-            cut = replace(self.cut(tp_size, block_size), tp_rank=rank)
-            store_blocks(BlockPool(CheckedBackend(store), cut), self.whole, PROMPT)
+            sharding = replace(self.cut(tp_size, block_size), tp_rank=rank)
+            store_blocks(BlockPool(CheckedBackend(store), sharding), self.whole, PROMPT)
         return store
 
 
@@ -107,12 +107,12 @@ def test_ranks_read_what_fewer_ranks_wrote_and_an_engine_reads_theirs(checkpoint
     for rank in range(4):
         own = replace(written.cut(4), tp_rank=rank)
         pool = BlockPool(CheckedBackend(store), own)
-        siblings = Siblings(pool, replace(written.family, own=own, siblings=(written.cut(1), written.cut(2))))
-        run = siblings.extend_run(pool.exists(hashes), 0, lambda _: hashes)
+        peers = PeerShardings(pool, replace(written.family, own=own, peers=(written.cut(1), written.cut(2))))
+        run = peers.extend_run(pool.exists(hashes), 0, lambda _: hashes)
         assert run is not None
         memories = [Memory(written.family.block_bytes(own)) for _ in hashes]
         values = [memory.value for memory in memories]
-        assert siblings.reader_of(run, hashes, 0, hashes)(0, values) == len(hashes)
+        assert peers.reader_of(run, hashes, 0, hashes)(0, values) == len(hashes)
         taken = BlockPool(CheckedBackend(theirs), own)
         assert all(taken.put_blocks(hashes, values))
         leave_marker(taken)

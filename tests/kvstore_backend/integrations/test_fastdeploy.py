@@ -29,7 +29,7 @@ from kvstore_backend.integrations.fastdeploy_settings import (
     VARIABLES_ON_KV,
 )
 from kvstore_backend.manifest import Manifest
-from kvstore_backend.stores.mooncake import restore_client
+from kvstore_backend.stores.mooncake_joining import restore_client
 from kvstore_backend.why_miss import compare_setups
 from tests.kvstore_backend.integrations.fastdeploy_double import (
     OneClass,

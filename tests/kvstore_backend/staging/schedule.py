@@ -81,9 +81,8 @@ class SlowPool:
     def unregister(self, address: int, nbytes: int) -> None:
         self._spans.remove(Span(address, nbytes))
 
-    def load_by_deadline(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
+    def get_blocks(self, hashes: Sequence[bytes], targets: Sequence[Value], *, wait: bool) -> list[Status]:
         there = [self.contents.get(block_hash) for block_hash in hashes]
-        count = there.index(None) if None in there else len(there)
 
         def read() -> None:
             for target, content in zip(targets, there, strict=True):
@@ -94,9 +93,11 @@ class SlowPool:
                 if content is not None:
                     ctypes.memmove(span.address, content, span.nbytes)
 
-        return 0 if self._runs_late(read) else count
+        if self._runs_late(read):
+            return [Status.FAILED] * len(hashes)
+        return [Status.ABSENT if content is None else Status.OK for content in there]
 
-    def save_by_deadline(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
+    def save(self, hashes: Sequence[bytes], sources: Sequence[Value], *, wait: bool) -> list[Status]:
         def write() -> None:
             for block_hash, (span,) in zip(hashes, sources, strict=True):
                 self._check_registered(span)

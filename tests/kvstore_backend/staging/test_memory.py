@@ -208,13 +208,13 @@ class GatedStore(Registered):
         super().__init__()
         self.gate = Gate()
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         self.gate.pass_through()
-        return super()._put(keys, values)
+        return super().put(keys, values)
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         self.gate.pass_through()
-        return super()._get(keys, targets)
+        return super().get(keys, targets)
 
 
 class TestOverlap:

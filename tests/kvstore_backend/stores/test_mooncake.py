@@ -239,7 +239,7 @@ class TestOpening:
             return -1
 
         native = type("Native", (), {"setup": setup})
-        monkeypatch.setattr("kvstore_backend.stores.mooncake.load_client_class", lambda: native)
+        monkeypatch.setattr("kvstore_backend.stores.mooncake_joining.load_client_class", lambda: native)
         with pytest.raises(PoolUnavailable, match="failed with code -1") as caught:
             open_store(mooncake_master.config())
         assert caught.value.pause_seconds >= 10 * 0.01
@@ -259,7 +259,7 @@ class TestOpening:
             return -1
 
         native = type("Native", (), {"setup": setup})
-        monkeypatch.setattr("kvstore_backend.stores.mooncake.load_client_class", lambda: native)
+        monkeypatch.setattr("kvstore_backend.stores.mooncake_joining.load_client_class", lambda: native)
         if bound:
             monkeypatch.setenv("MC_LEGACY_RPC_PORT_BINDING", "1")
         opening(mooncake_master.config(local_hostname=name))

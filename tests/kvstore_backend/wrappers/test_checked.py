@@ -104,7 +104,7 @@ def test_another_namespaces_object_is_not_delivered(store: MemoryStore, checked:
 
 
 def test_a_store_that_delivers_nothing_is_found_out(checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryStore, "_get", lambda self, keys, targets: [OK] * len(keys))
+    monkeypatch.setattr(MemoryStore, "get", lambda self, keys, targets: [OK] * len(keys))
     target = Memory(100)
     assert checked.get([KEY], [target.value]) == [ABSENT]
 
@@ -169,9 +169,9 @@ class TestReadersWithoutAChecksum:
         class RemovedMeanwhile(MemoryStore):
             """Stands in for Mooncake, where a forced removal lets a read go on."""
 
-            def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-                answers = super()._get(keys, targets)
-                self._remove(keys[:1], force=True)
+            def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+                answers = super().get(keys, targets)
+                self.remove(keys[:1], force=True)
                 return answers
 
         blind, memory = CheckedBackend(RemovedMeanwhile(1 << 20), is_summed=False), Memory(b"unread")
@@ -204,13 +204,13 @@ def test_a_header_goes_into_headroom_in_one_piece_with_the_payload(
     checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces: list[int] = []
-    put = MemoryStore._put
+    put = MemoryStore.put
 
     def counting(store: MemoryStore, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         pieces.extend(map(len, values))
         return put(store, keys, values)
 
-    monkeypatch.setattr(MemoryStore, "_put", counting)
+    monkeypatch.setattr(MemoryStore, "put", counting)
     memory = Memory(2 * (HEADROOM_BYTES + 100))
     values = [[Span(memory.address + HEADROOM_BYTES + i * (HEADROOM_BYTES + 100), 100)] for i in range(2)]
     checked.register(memory.address, memory.nbytes, headroom=True)

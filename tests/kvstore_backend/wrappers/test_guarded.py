@@ -122,10 +122,10 @@ class TestLateCalls:
         class Writes(MemoryStore):
             """Stands in for a native read that arrives late."""
 
-            def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+            def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
                 hanging.set()
                 go.wait()
-                return super()._get(keys, targets)
+                return super().get(keys, targets)
 
         hanging, go = threading.Event(), threading.Event()
         slow = Writes(1 << 20)
@@ -145,11 +145,11 @@ class TestLateCalls:
         class Held(MemoryStore):
             """Reads and look-ups wait, each for an event of its own."""
 
-            def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+            def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
                 read_go.wait()
                 return [OK] * len(keys)
 
-            def _exists(self, keys: Sequence[str]) -> list[Status]:
+            def exists(self, keys: Sequence[str]) -> list[Status]:
                 if keys == ["a"]:
                     return [FAILED]
                 probing.set()
@@ -602,9 +602,9 @@ class TestClosing:
         closed, go = threading.Event(), threading.Event()
 
         class Hangs(MemoryStore):
-            def _exists(self, keys: Sequence[str]) -> list[Status]:
+            def exists(self, keys: Sequence[str]) -> list[Status]:
                 go.wait()
-                return super()._exists(keys)
+                return super().exists(keys)
 
             def close(self) -> None:
                 closed.set()

@@ -31,17 +31,17 @@ class Store(MemoryStore):
         self.go = threading.Event()
         self.go.set()
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         self.calls.append(len(keys))
         if self.raises_at in keys:
             wait_until(lambda: len(self.calls) > 1, "another part")
             raise RuntimeError("a store that breaks its word")
         self.go.wait(30)
-        return [Status.FAILED] * len(keys) if self.is_dead else super()._get(keys, targets)
+        return [Status.FAILED] * len(keys) if self.is_dead else super().get(keys, targets)
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         self.calls.append(len(keys))
-        return super()._put(keys, values)
+        return super().put(keys, values)
 
 
 @pytest.fixture(autouse=True)

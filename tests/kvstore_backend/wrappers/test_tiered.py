@@ -273,8 +273,8 @@ def test_a_read_as_all_would_be_answered_neither_asks_nor_fills_the_fast_tier() 
     put(fast, "a", nbytes=NBYTES)
     put(large, "b", nbytes=NBYTES)
     target = Memory(NBYTES)
-    assert tiers._get_for_all(["a"], [target.value]) == [ABSENT]
-    assert tiers._get_for_all(["b"], [target.value]) == [OK]
+    assert tiers.get_for_all(["a"], [target.value]) == [ABSENT]
+    assert tiers.get_for_all(["b"], [target.value]) == [OK]
     assert fast.exists(["b"]) == [ABSENT]
 
 

@@ -102,13 +102,13 @@ class TestWriting:
 
     def test_blocks_go_out_in_batches_by_bytes(self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch) -> None:
         sizes: list[int] = []
-        put_batch = MemoryStore._put
+        put_batch = MemoryStore.put
 
         def counted(self: MemoryStore, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
             sizes.append(len(keys))
             return put_batch(self, keys, values)
 
-        monkeypatch.setattr(MemoryStore, "_put", counted)
+        monkeypatch.setattr(MemoryStore, "put", counted)
         behind = WriteBehindBackend(store, arena_bytes=20 * ROOM, batch_bytes=300)
         hang(store, behind)
         put(behind, *"abcdefg", nbytes=100)
@@ -138,9 +138,9 @@ class Gate(MemoryStore):
         super().__init__(1 << 20)
         self.permits = threading.Semaphore(0)
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         self.permits.acquire()
-        return super()._put(keys, values)
+        return super().put(keys, values)
 
 
 def _has_left(behind: WriteBehindBackend, waiting: int) -> bool:

@@ -290,6 +290,6 @@ def test_the_only_namespace_is_meant_where_a_prefix_names_none(tmp_path: Path, k
 def test_blocks_of_a_folder_that_cannot_be_removed_fail_the_command(
     url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FileStore, "_remove", lambda _self, keys, *, force: [Status.FAILED] * len(keys))
+    monkeypatch.setattr(FileStore, "remove", lambda _self, keys, *, force: [Status.FAILED] * len(keys))
     ended = kvstore("clear", url, "--namespace", FIRST.digest)
     assert "0 blocks removed, but 3 could not be: they may be in the pool still" in ended.sentence

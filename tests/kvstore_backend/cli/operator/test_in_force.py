@@ -67,7 +67,7 @@ class Traffic:
     def _ask(self) -> None:
         while not self._is_over.wait(PERIOD / 4):
             self.pool.save(OTHERS, [self._memory.value] * len(OTHERS))
-            self.pool.load(OTHERS, [self._memory.value] * len(OTHERS))
+            self.pool.get_blocks(OTHERS, [self._memory.value] * len(OTHERS))
             self.pool.lookup(HASHES)
 
     def wait_for_periods(self, count: int, check: Callable[[], None] = lambda: None) -> None:

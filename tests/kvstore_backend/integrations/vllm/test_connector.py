@@ -467,13 +467,13 @@ class TestTwoInstances:
         assert not first.scheduler.has_pending_push_work()
         clock = TickingClock()
         monkeypatch.setattr(first.worker._mover, "_clock", clock)
-        is_told, save = threading.Event(), BlockPool.save_by_deadline
+        is_told, save = threading.Event(), BlockPool.save
 
-        def save_late(pool: BlockPool, *arguments: Any) -> list[Status]:
+        def save_late(pool: BlockPool, *arguments: Any, **options: Any) -> list[Status]:
             is_told.wait()
-            return save(pool, *arguments)
+            return save(pool, *arguments, **options)
 
-        monkeypatch.setattr(BlockPool, "save_by_deadline", save_late)
+        monkeypatch.setattr(BlockPool, "save", save_late)
         first.step({"a": 22}, {"a": [0, 1, 2, 3, 4, 5]})
         assert awaited == [[1]]
         assert clock.calls == ["begin", 22]

@@ -479,9 +479,9 @@ def test_blocks_of_a_write_that_was_given_up_stay_pinned_until_it_ends(hanging: 
 class SlowWrites(FaultInjector):
     """A store that takes its time to write."""
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         time.sleep(0.2)
-        return super()._put(keys, values)
+        return super().put(keys, values)
 
 
 BEFORE_DECODE = {"do_remote_decode": True}

@@ -11,8 +11,8 @@ import torch
 
 from kvstore_backend import ConfigError
 from kvstore_backend.backend import Span
-from kvstore_backend.cuts.family import HEAD
 from kvstore_backend.integrations.vllm.memory import KVMemory, _prefer_large_pages
+from kvstore_backend.resharding.family import HEAD
 
 
 def test_a_layer_is_one_span_where_its_part_of_a_block_lies_in_one_piece() -> None:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kvstore_backend import BlockPool, Namespace, StorageBackend
-from kvstore_backend.cuts import find_family
-from kvstore_backend.cuts.family import HEAD
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.route import Route, open_route
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.worker import WorkerHalf
+from kvstore_backend.resharding import find_family
+from kvstore_backend.resharding.family import HEAD
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from tests.kvstore_backend.integrations.vllm.test_halves import (

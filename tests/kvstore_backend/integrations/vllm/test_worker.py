@@ -119,8 +119,8 @@ class TestLoads:
     def test_blocks_of_another_cut_are_read_by_their_own_reader_and_counted(self, half: Half) -> None:
         run: Any = SimpleNamespace(count_foreign=lambda count: count - 1)
         reader = object()
-        siblings: Any = SimpleNamespace(reader_of=lambda *asked: (asked, reader))
-        half.worker._siblings = siblings
+        peers: Any = SimpleNamespace(reader_of=lambda *asked: (asked, reader))
+        half.worker._peers = peers
         half.worker.start_loads([transfer(run=run)])
         asked: list[Any] = []
 
@@ -278,8 +278,8 @@ def test_it_leaves_the_pool_by_its_transfers(half: Half) -> None:
 
 
 def test_only_with_a_family_blocks_of_other_cuts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Siblings", lambda pool, family: ("siblings", family))
-    assert Half(monkeypatch).worker._siblings is None
+    monkeypatch.setattr(module, "PeerShardings", lambda pool, family: ("siblings", family))
+    assert Half(monkeypatch).worker._peers is None
     family: Any = object()
     worker: Any = Half(monkeypatch, family=family).worker
-    assert worker._siblings == ("siblings", family)
+    assert worker._peers == ("siblings", family)

@@ -1,4 +1,4 @@
-"""Gatherer: pieces of another cut in, own blocks out.
+"""Gatherer: pieces of another sharding in, own blocks out.
 
 Pieces are read into the gatherer's own memory, and copied from there, for three reasons. A piece may contain heads or
 tokens that the reader does not need. Over TCP, each span of a value takes as long as 50 KiB of data. And bytes that do
@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend, Value, memory_views
-from kvstore_backend.cuts.family import Extent, Family
 from kvstore_backend.namespace import Namespace
+from kvstore_backend.resharding.family import Extent, ShardingFamily
 from kvstore_backend.wrappers.late_calls import call_after_late_calls
 
-__all__ = ["Gatherer", "Unit"]
+__all__ = ["AlignedSpan", "Gatherer"]
 
 Bytes = NDArray[np.uint8]
 
@@ -28,44 +28,44 @@ Bytes = NDArray[np.uint8]
 _BUFFER_BYTES = 16 << 20
 
 
-class Unit:
-    """Smallest number of successive tokens that are whole blocks both of the reader and of another cut.
+class AlignedSpan:
+    """Smallest number of successive tokens that are whole blocks both of the reader and of another sharding.
 
     Args:
         family: the reader's family.
-        cut: the other cut.
+        sharding: the other sharding.
         heads: the heads to read.
 
     Attributes:
-        num_blocks: number of the reader's blocks in a unit.
+        num_blocks: number of the reader's blocks in a span.
     """
 
-    def __init__(self, family: Family, cut: Namespace, heads: range) -> None:
-        self.ranks = family.ranks_with(cut, heads)
-        self.cut = cut
-        tokens = max(family.own.block_size, cut.block_size)
+    def __init__(self, family: ShardingFamily, sharding: Namespace, heads: range) -> None:
+        self.ranks = family.ranks_with(sharding, heads)
+        self.sharding = sharding
+        tokens = max(family.own.block_size, sharding.block_size)
         self.num_blocks = tokens // family.own.block_size
-        self.num_stored = tokens // cut.block_size
+        self.num_stored = tokens // sharding.block_size
 
     def cover(self, blocks: range) -> range:
-        """Return the units that contain ``blocks`` of the reader, counted from the beginning of the sequence."""
+        """Return the spans that contain ``blocks`` of the reader, counted from the beginning of the sequence."""
         return range(blocks.start // self.num_blocks, -(-blocks.stop // self.num_blocks))
 
-    def keys(self, unit: int, names: Sequence[bytes]) -> list[str]:
-        """Return the keys of a unit's pieces, rank by rank for each block; none if a block of the unit has no name.
+    def keys(self, number: int, names: Sequence[bytes]) -> list[str]:
+        """Return the keys of a span's pieces, rank by rank for each block; none if a block of the span has no name.
 
         Args:
-            unit: number of the unit.
-            names: names of the cut's blocks, from the beginning of the sequence.
+            number: number of the span.
+            names: names of the sharding's blocks, from the beginning of the sequence.
         """
-        stored = range(unit * self.num_stored, (unit + 1) * self.num_stored)
+        stored = range(number * self.num_stored, (number + 1) * self.num_stored)
         if stored.stop > len(names):
             return []
         return [rank.key(names[block]) for block in stored for rank in self.ranks]
 
-    def extents(self, unit: int, family: Family) -> list[Extent]:
+    def extents(self, number: int, family: ShardingFamily) -> list[Extent]:
         """Return the heads and tokens of each piece, in the order of the keys."""
-        size, first = self.cut.block_size, unit * self.num_stored
+        size, first = self.sharding.block_size, number * self.num_stored
         return [
             Extent(family.heads_of(rank), range(block * size, (block + 1) * size))
             for block in range(first, first + self.num_stored)
@@ -74,27 +74,27 @@ class Unit:
 
 
 class Gatherer:
-    """Reader of blocks of the other cuts of one family. Several threads may call it.
+    """Reader of blocks of the other shardings of one family. Several threads may call it.
 
     Args:
         stack: the backend to read from.
         family: the reader's family.
     """
 
-    def __init__(self, stack: StorageBackend, family: Family) -> None:
+    def __init__(self, stack: StorageBackend, family: ShardingFamily) -> None:
         self._stack = stack
         self._family = family
         self._buffers = _Buffers(stack)
         self._heads = family.heads_of(family.own)
 
-    def read_blocks(self, cut: Namespace, names: Sequence[bytes], first: int, targets: Sequence[Value]) -> int:
+    def read_blocks(self, sharding: Namespace, names: Sequence[bytes], first: int, targets: Sequence[Value]) -> int:
         """Read successive blocks; return how many leading blocks arrived. The targets of other blocks do not change.
 
         No call of the pool touches the targets, so the caller owns them as soon as this returns.
 
         Args:
-            cut: rank 0 of the cut to read.
-            names: names of that cut's blocks, from the beginning of the sequence.
+            sharding: rank 0 of the sharding to read.
+            names: names of that sharding's blocks, from the beginning of the sequence.
             first: the reader's own first block, counted from the beginning of the sequence.
             targets: memory for each of the reader's blocks.
 
@@ -104,51 +104,53 @@ class Gatherer:
         nbytes = self._family.block_bytes(self._family.own)
         if any(sum(span.nbytes for span in target) != nbytes for target in targets):
             raise ValueError(f"targets must have the {nbytes} bytes of a block")
-        unit = Unit(self._family, cut, self._heads)
-        pieces = unit.num_stored * len(unit.ranks)
-        slot = _slot_bytes(self._family.block_bytes(cut))
+        aligned = AlignedSpan(self._family, sharding, self._heads)
+        pieces = aligned.num_stored * len(aligned.ranks)
+        slot = _slot_bytes(self._family.block_bytes(sharding))
         blocks, done = range(first, first + len(targets)), 0
-        units = unit.cover(blocks)
+        spans = aligned.cover(blocks)
         step = max(1, _BUFFER_BYTES // (slot * pieces))
-        for begin in range(units.start, units.stop, step):
-            batch = range(begin, min(begin + step, units.stop))
-            arrived = self._read_units(unit, batch, names, blocks, targets)
-            done = min(len(targets), (begin + arrived) * unit.num_blocks - first)
+        for begin in range(spans.start, spans.stop, step):
+            batch = range(begin, min(begin + step, spans.stop))
+            arrived = self._read_spans(aligned, batch, names, blocks, targets)
+            done = min(len(targets), (begin + arrived) * aligned.num_blocks - first)
             if arrived < len(batch):
                 break
         return max(0, done)
 
-    def _read_units(
-        self, unit: Unit, units: range, names: Sequence[bytes], blocks: range, targets: Sequence[Value]
+    def _read_spans(
+        self, aligned: AlignedSpan, spans: range, names: Sequence[bytes], blocks: range, targets: Sequence[Value]
     ) -> int:
-        """Read ``units`` in one call; return how many leading units arrived and were copied to the targets."""
-        keys = [unit.keys(number, names) for number in units]
+        """Read ``spans`` in one call; return how many leading spans arrived and were copied to the targets."""
+        keys = [aligned.keys(number, names) for number in spans]
         if not all(keys):
             keys = keys[: keys.index([])]
         if not keys or not self._stack.is_ready:
             return 0
-        nbytes, count = self._family.block_bytes(unit.cut), len(keys[0])
+        nbytes, count = self._family.block_bytes(aligned.sharding), len(keys[0])
         buffer = self._buffers.take(len(keys) * count * _slot_bytes(nbytes))
         statuses = [Status.FAILED]
         try:
             slots = buffer[: len(keys) * count * _slot_bytes(nbytes)].reshape(len(keys), count, -1)
             pieces = slots[..., HEADROOM_BYTES : HEADROOM_BYTES + nbytes]
-            values = [(Span(piece.ctypes.data, nbytes),) for of_unit in pieces for piece in of_unit]
-            statuses = self._stack._get([key for of_unit in keys for key in of_unit], values)
-            for i, number in enumerate(units[: len(keys)]):
+            values = [(Span(piece.ctypes.data, nbytes),) for of_span in pieces for piece in of_span]
+            statuses = self._stack.get([key for of_span in keys for key in of_span], values)
+            for i, number in enumerate(spans[: len(keys)]):
                 if not all(statuses[i * count : (i + 1) * count]):
                     return i
-                self._copy_unit(unit, number, pieces[i], blocks, targets)
+                self._copy_span(aligned, number, pieces[i], blocks, targets)
             return len(keys)
         finally:
             self._buffers.give_back(buffer, maybe_late=Status.FAILED in statuses)
 
-    def _copy_unit(self, unit: Unit, number: int, pieces: Bytes, blocks: range, targets: Sequence[Value]) -> None:
-        """Copy the parts of a unit's pieces that belong to ``blocks`` to their targets."""
+    def _copy_span(
+        self, aligned: AlignedSpan, number: int, pieces: Bytes, blocks: range, targets: Sequence[Value]
+    ) -> None:
+        """Copy the parts of a span's pieces that belong to ``blocks`` to their targets."""
         family, size = self._family, self._family.own.block_size
-        extents, shape = unit.extents(number, family), family.shape_of(unit.cut)
-        first = number * unit.num_blocks
-        for block in range(max(first, blocks.start), min(first + unit.num_blocks, blocks.stop)):
+        extents, shape = aligned.extents(number, family), family.shape_of(aligned.sharding)
+        first = number * aligned.num_blocks
+        for block in range(max(first, blocks.start), min(first + aligned.num_blocks, blocks.stop)):
             whole = Extent(self._heads, range(block * size, (block + 1) * size))
             target = targets[block - blocks.start]
             memory = _array_at(target[0]) if len(target) == 1 else np.empty(family.block_bytes(family.own), np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from kvstore_backend.config import MooncakeSettings
-from kvstore_backend.stores import mooncake_build
-from kvstore_backend.stores.mooncake_build import find_missing_backend, find_missing_coordinator
+from kvstore_backend.stores import mooncake_joining
+from kvstore_backend.stores.mooncake_joining import find_missing_backend, find_missing_coordinator
 
 
 @pytest.fixture(autouse=True)
 def asked_again() -> Iterator[None]:
     """Nothing is known from another test."""
-    mooncake_build._has.cache_clear()
+    mooncake_joining._has.cache_clear()
     yield
-    mooncake_build._has.cache_clear()
+    mooncake_joining._has.cache_clear()
 
 
 @pytest.fixture
@@ -57,12 +58,27 @@ def test_a_build_that_has_them_lacks_nothing(tmp_path: Path, monkeypatch: pytest
     assert find_missing_backend(MooncakeSettings("redis://h:1", "redis://h:1", protocol="tcp")) is None
 
 
+def test_the_asked_process_logs_and_tries_once_and_our_environment_does_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("MC_LOG_LEVEL", "ERROR")
+    before = dict(os.environ)
+    find_missing_coordinator("k8s", "it is said so")
+    asked = (tmp_path / "environment").read_text().splitlines()
+    assert {"MC_LOG_LEVEL=INFO", "MC_STORE_CLIENT_SETUP_RETRIES=1"} <= set(asked)
+    assert dict(os.environ) == before
+
+
 def test_an_answer_that_takes_too_long_lacks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 60\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(mooncake_build, "_SECONDS", 0.2)
+    monkeypatch.setattr(mooncake_joining, "_SECONDS", 0.2)
     assert find_missing_coordinator("k8s", "it is said so") is None
 
 

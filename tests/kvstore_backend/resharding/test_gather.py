@@ -1,4 +1,4 @@
-"""What was written under one cut and is read under another is a plain slice of the whole, or is not there."""
+"""What was written under one sharding and is read under another is a plain slice of the whole, or is not there."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_backend import Namespace, Status, Value
-from kvstore_backend.cuts import gather
-from kvstore_backend.cuts.family import HEAD, TOKEN, Family, find_family
-from kvstore_backend.cuts.gather import Gatherer
 from kvstore_backend.pool import BlockPool
+from kvstore_backend.resharding import gather
+from kvstore_backend.resharding.family import HEAD, TOKEN, ShardingFamily, find_family
+from kvstore_backend.resharding.gather import Gatherer
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
@@ -41,15 +41,15 @@ def whole_kv(heads: int, layers: int = 2, order: Sequence[int] = ORDERS[0]) -> W
     return WholeKV(array, order)
 
 
-def family_of(whole: WholeKV, own: Namespace) -> Family:
+def family_of(whole: WholeKV, own: Namespace) -> ShardingFamily:
     axes = [(NAMES[axis], whole.array.shape[axis]) for axis in whole.order]
     return find_family(own, whole.num_heads, axes, block_sizes=(4, 8, 16, 32))
 
 
-def write(store: MemoryStore, whole: WholeKV, cut: Namespace) -> list[bytes]:
+def write(store: MemoryStore, whole: WholeKV, sharding: Namespace) -> list[bytes]:
     """All ranks' blocks of all tokens; their hashes."""
-    for rank in range(cut.tp_size):
-        hashes = store_blocks(BlockPool(CheckedBackend(store), replace(cut, tp_rank=rank)), whole, TOKEN_IDS)
+    for rank in range(sharding.tp_size):
+        hashes = store_blocks(BlockPool(CheckedBackend(store), replace(sharding, tp_rank=rank)), whole, TOKEN_IDS)
     return hashes
 
 
@@ -64,8 +64,8 @@ def test_what_is_gathered_is_a_plain_slice_of_the_whole(data: st.DataObject) -> 
     own = namespace(heads, reader, wanted, data.draw(st.integers(0, reader - 1)))
     first = data.draw(st.integers(0, TOKENS // wanted - 1))
     count = data.draw(st.integers(1, TOKENS // wanted - first))
-    store, cut = MemoryStore(1 << 20), namespace(heads, writer, stored)
-    names = write(store, whole, cut)
+    store, sharding = MemoryStore(1 << 20), namespace(heads, writer, stored)
+    names = write(store, whole, sharding)
     family = family_of(whole, own)
     gatherer = Gatherer(CheckedBackend(store), family)
     nbytes = family.block_bytes(own)
@@ -73,7 +73,7 @@ def test_what_is_gathered_is_a_plain_slice_of_the_whole(data: st.DataObject) -> 
     parts = data.draw(st.sampled_from([1, 2, 3]))
     split = [nbytes // parts] * (parts - 1) + [nbytes - (parts - 1) * (nbytes // parts)]
     targets = [memory.spans(*split) for memory in memories]
-    assert gatherer.read_blocks(cut, names, first, targets) == count
+    assert gatherer.read_blocks(sharding, names, first, targets) == count
     for index, memory in enumerate(memories, first):
         assert memory.content == whole.block(own, index)
 
@@ -84,8 +84,8 @@ class Reading:
     def __init__(self, store: MemoryStore, stored: int = 8, deadline: float = 10.0) -> None:
         self.store = store
         self.whole = whole_kv(4)
-        self.cut = namespace(4, 2, stored)
-        self.names = write(store, self.whole, self.cut)
+        self.sharding = namespace(4, 2, stored)
+        self.names = write(store, self.whole, self.sharding)
         self.own = namespace(4, 1, 8)
         self.family = family_of(self.whole, self.own)
         self.memories = [Memory(self.family.block_bytes(self.own)) for _ in range(TOKENS // 8)]
@@ -94,10 +94,10 @@ class Reading:
         self.gatherer = Gatherer(self.stack, self.family)
 
     def read(self) -> int:
-        return self.gatherer.read_blocks(self.cut, self.names, 0, [memory.value for memory in self.memories])
+        return self.gatherer.read_blocks(self.sharding, self.names, 0, [memory.value for memory in self.memories])
 
     def key(self, block: int, rank: int) -> str:
-        return replace(self.cut, tp_rank=rank).key(self.names[block])
+        return replace(self.sharding, tp_rank=rank).key(self.names[block])
 
     def right(self) -> list[bool]:
         """Which targets hold what they should; the others must be untouched."""
@@ -149,13 +149,13 @@ class HangingStore(MemoryStore):
         self.goes_on = threading.Event()
         self.targets: list[Sequence[Value]] = []
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         self.targets.append(targets)
         if len(self.targets) == 1:
             self.goes_on.wait(60)
             for address, nbytes in (span for target in targets for span in target):
                 ctypes.memset(address, 0xFF, nbytes)
-        return super()._get(keys, targets)
+        return super().get(keys, targets)
 
 
 def test_a_late_call_writes_into_memory_that_nobody_uses_meanwhile() -> None:
@@ -176,11 +176,11 @@ def test_targets_of_another_size_than_a_block_are_refused() -> None:
     reading = Reading(MemoryStore(1 << 20))
     wrong = Memory(reading.memories[0].nbytes - 1)
     with pytest.raises(ValueError, match="targets must have the 384 bytes"):
-        reading.gatherer.read_blocks(reading.cut, reading.names, 0, [reading.memories[0].value, wrong.value])
+        reading.gatherer.read_blocks(reading.sharding, reading.names, 0, [reading.memories[0].value, wrong.value])
 
 
 def test_reads_larger_than_the_buffer_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore_backend.cuts.gather._BUFFER_BYTES", 1500)
+    monkeypatch.setattr("kvstore_backend.resharding.gather._BUFFER_BYTES", 1500)
     reading = Reading(MemoryStore(1 << 20))
     assert reading.read() == 8
     assert all(reading.right())
@@ -257,15 +257,15 @@ def test_pieces_are_read_into_slots_one_after_another_and_as_many_at_once_as_fit
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[list[int]] = []
-    get = MemoryStore._get
+    get = MemoryStore.get
 
     def noting(store: MemoryStore, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         calls.append([target[0].address for target in targets])
         return get(store, keys, targets)
 
-    monkeypatch.setattr(MemoryStore, "_get", noting)
+    monkeypatch.setattr(MemoryStore, "get", noting)
     reading = Reading(MemoryStore(1 << 20))
-    slot = gather._slot_bytes(reading.family.block_bytes(reading.cut))
+    slot = gather._slot_bytes(reading.family.block_bytes(reading.sharding))
     monkeypatch.setattr(gather, "_BUFFER_BYTES", 6 * slot)  # three blocks of two pieces each
     assert reading.read() == 8
     assert [len(call) for call in calls] == [6, 6, 4]

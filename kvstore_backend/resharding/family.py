@@ -1,6 +1,6 @@
-"""A namespace and its siblings (the same model's blocks in other cuts), and where the bytes of their blocks overlap.
+"""A namespace and its peers (the same model's blocks in other shardings), and where the bytes of their blocks overlap.
 
-A model's KV is cut twice: by heads among the ranks of an instance, and by tokens into blocks. Two namespaces that
+A model's KV is divided twice: by heads among the ranks of an instance, and by tokens into blocks. Two namespaces that
 differ in nothing else contain the same numbers. If there are more ranks than KV heads, several successive ranks hold
 the same head, as in vLLM.
 """
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from kvstore_backend.namespace import Namespace
 
-__all__ = ["HEAD", "TOKEN", "TP_SIZES", "Extent", "Family", "find_family"]
+__all__ = ["HEAD", "TOKEN", "TP_SIZES", "Extent", "ShardingFamily", "find_family"]
 
 HEAD, TOKEN = "head", "token"
-"""Names of the two axes that cuts differ in."""
+"""Names of the two axes that shardings differ in."""
 
 TP_SIZES = (1, 2, 4, 8, 16)
-"""Tensor-parallel sizes under which siblings are looked for."""
+"""Tensor-parallel sizes under which peers are looked for."""
 
 
 class Extent(NamedTuple):
@@ -35,45 +35,45 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Family:
-    """Namespace, and the places of its blocks' bytes in the blocks of its siblings.
+class ShardingFamily:
+    """Namespace, and the places of its blocks' bytes in the blocks of its peers.
 
     Attributes:
         own: the namespace of the reader.
         num_heads: KV heads of the whole model.
         axes: name and size of each axis of one of ``own``'s blocks, the outermost in memory first; the last one's size
             is in bytes. One is called ``HEAD``. If block sizes may differ, one is called ``TOKEN``.
-        siblings: the other cuts that may exist, each as the namespace of its rank 0.
+        peers: the other shardings that may exist, each as the namespace of its rank 0.
     """
 
     own: Namespace
     num_heads: int
     axes: tuple[tuple[str, int], ...]
-    siblings: tuple[Namespace, ...]
+    peers: tuple[Namespace, ...]
 
-    def of_tenant(self, tenant: str) -> Family:
+    def of_tenant(self, tenant: str) -> ShardingFamily:
         """Return the same family for the blocks of ``tenant``."""
-        siblings = tuple(replace(cut, tenant=tenant) for cut in self.siblings)
-        return replace(self, own=replace(self.own, tenant=tenant), siblings=siblings)
+        peers = tuple(replace(sharding, tenant=tenant) for sharding in self.peers)
+        return replace(self, own=replace(self.own, tenant=tenant), peers=peers)
 
-    def shape_of(self, cut: Namespace) -> tuple[int, ...]:
-        """Return the sizes of the axes of one block of ``cut``."""
-        sizes = {HEAD: cut.num_kv_heads, TOKEN: cut.block_size}
+    def shape_of(self, sharding: Namespace) -> tuple[int, ...]:
+        """Return the sizes of the axes of one block of ``sharding``."""
+        sizes = {HEAD: sharding.num_kv_heads, TOKEN: sharding.block_size}
         return tuple(sizes.get(name, size) for name, size in self.axes)
 
-    def block_bytes(self, cut: Namespace) -> int:
-        """Return the size of one block of ``cut`` in bytes."""
-        return math.prod(self.shape_of(cut))
+    def block_bytes(self, sharding: Namespace) -> int:
+        """Return the size of one block of ``sharding`` in bytes."""
+        return math.prod(self.shape_of(sharding))
 
-    def heads_of(self, cut: Namespace) -> range:
-        """Return the heads that the rank of ``cut`` holds."""
-        first = cut.tp_rank * self.num_heads // cut.tp_size
-        return range(first, first + cut.num_kv_heads)
+    def heads_of(self, sharding: Namespace) -> range:
+        """Return the heads that the rank of ``sharding`` holds."""
+        first = sharding.tp_rank * self.num_heads // sharding.tp_size
+        return range(first, first + sharding.num_kv_heads)
 
-    def ranks_with(self, cut: Namespace, heads: range) -> list[Namespace]:
-        """Return the smallest set of ranks of ``cut`` that hold all of ``heads``."""
-        step = max(1, cut.tp_size // self.num_heads)  # this many ranks hold the same head
-        ranks = (replace(cut, tp_rank=rank) for rank in range(0, cut.tp_size, step))
+    def ranks_with(self, sharding: Namespace, heads: range) -> list[Namespace]:
+        """Return the smallest set of ranks of ``sharding`` that hold all of ``heads``."""
+        step = max(1, sharding.tp_size // self.num_heads)  # this many ranks hold the same head
+        ranks = (replace(sharding, tp_rank=rank) for rank in range(0, sharding.tp_size, step))
         return [rank for rank in ranks if _common(self.heads_of(rank), heads)]
 
     def index_of(self, part: Extent, whole: Extent) -> tuple[slice, ...]:
@@ -89,24 +89,24 @@ def find_family(
     *,
     block_sizes: Iterable[int] = (),
     layout_of: Callable[[int], str] | None = None,
-) -> Family:
-    """Return the family of ``own``, with every other cut that divides its cut, or is divided by it.
+) -> ShardingFamily:
+    """Return the family of ``own``, with every other sharding that divides its sharding, or is divided by it.
 
     Args:
         own: the namespace of the reader.
         num_heads: KV heads of the whole model.
-        axes: as in ``Family``.
-        block_sizes: other block sizes that siblings may have, if the axes have a ``TOKEN``.
+        axes: as in ``ShardingFamily``.
+        block_sizes: other block sizes that peers may have, if the axes have a ``TOKEN``.
         layout_of: returns the layout in the namespace of a rank with that many heads; default: the layout of ``own``.
 
     Returns:
-        A family without siblings if the heads are not divided evenly among the ranks of ``own``.
+        A family without peers if the heads are not divided evenly among the ranks of ``own``.
     """
-    family = Family(own, num_heads, tuple(axes), ())
+    family = ShardingFamily(own, num_heads, tuple(axes), ())
     if not _divides(num_heads, own.tp_size) or own.num_kv_heads != _heads_per_rank(num_heads, own.tp_size):
         return family
     sizes = {own.block_size, *(size for size in block_sizes if _divides(size, own.block_size))}
-    cuts = [
+    shardings = [
         replace(
             own,
             tp_size=tp_size,
@@ -119,7 +119,7 @@ def find_family(
         if _divides(num_heads, tp_size)
         for size in sorted(sizes)
     ]
-    return replace(family, siblings=tuple(cut for cut in cuts if not _is_same_cut(cut, own)))
+    return replace(family, peers=tuple(sharding for sharding in shardings if not _is_same_sharding(sharding, own)))
 
 
 def _heads_per_rank(num_heads: int, tp_size: int) -> int:
@@ -131,7 +131,7 @@ def _divides(one: int, other: int) -> bool:
     return one % other == 0 or other % one == 0
 
 
-def _is_same_cut(one: Namespace, other: Namespace) -> bool:
+def _is_same_sharding(one: Namespace, other: Namespace) -> bool:
     return (one.tp_size, one.block_size) == (other.tp_size, other.block_size)
 
 

@@ -1,11 +1,11 @@
-"""Other cuts of a model: which are in a pool, how much of a prompt they have, and how it is read.
+"""Other shardings of a model: which are in a pool, how much of a prompt they have, and how it is read.
 
-The own cut is always looked up first, in one call, as if there were no other. Other cuts are looked up only if the own
-cut lacks a block, and only those with a manifest in the pool; one call every 10 s looks for manifests. So if all
-instances have one cut, this call is the only cost of siblings.
+The own sharding is always looked up first, in one call, as if there were no other. Others are looked up only if the own
+sharding lacks a block, and only those with a manifest in the pool; one call every 10 s looks for manifests. So if all
+instances have one sharding, this call is the only cost of peers.
 
-Blocks of the own cut and of another cut may alternate in one prompt: an instance that continues from another cut's
-blocks saves the blocks that it computes in its own cut.
+Blocks of the own sharding and of another may alternate in one prompt: an instance that continues from another
+sharding's blocks saves the blocks that it computes in its own sharding.
 """
 
 from __future__ import annotations
@@ -18,55 +18,55 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvstore_backend.backend import Status, Value
-from kvstore_backend.cuts.family import Family
-from kvstore_backend.cuts.gather import Gatherer, Unit
 from kvstore_backend.manifest import manifest_key
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool, count_leading
+from kvstore_backend.resharding.family import ShardingFamily
+from kvstore_backend.resharding.gather import AlignedSpan, Gatherer
 from kvstore_backend.transfers import ReadBlocks
 
-__all__ = ["Run", "Siblings", "join_runs"]
+__all__ = ["PeerShardings", "Run", "join_runs"]
 
 _LOOK_AROUND_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """Leading blocks of a prompt that a pool has, in the own cut and in another.
+    """Leading blocks of a prompt that a pool has, in the own sharding and in another.
 
     Attributes:
         count: number of blocks.
-        cut: the other cut, as the namespace of its rank 0.
-        gathered: the blocks that come from the other cut, counted from the first requested block.
+        sharding: the other sharding, as the namespace of its rank 0.
+        gathered: the blocks that come from the other sharding, counted from the first requested block.
     """
 
     count: int
-    cut: Namespace
+    sharding: Namespace
     gathered: tuple[range, ...]
 
     def count_foreign(self, count: int) -> int:
-        """Return how many of the first ``count`` blocks come from the other cut."""
+        """Return how many of the first ``count`` blocks come from the other sharding."""
         return sum(len(part[: max(0, count - part.start)]) for part in self.gathered)
 
     def __str__(self) -> str:
         foreign = self.count_foreign(self.count)
-        return f"{foreign} of them from TP {self.cut.tp_size}, blocks of {self.cut.block_size} tokens"
+        return f"{foreign} of them from TP {self.sharding.tp_size}, blocks of {self.sharding.block_size} tokens"
 
 
-class Siblings:
-    """Other cuts of one family in one pool. Several threads may call it.
+class PeerShardings:
+    """Other shardings of one family in one pool. Several threads may call it.
 
     Args:
-        pool: pool of the family's own namespace; with another namespace there are no siblings, because its blocks have
+        pool: pool of the family's own namespace; with another namespace there are no peers, because its blocks have
             other bytes.
         family: the reader's family.
         heads: the heads to read; default: those of the own rank.
     """
 
-    def __init__(self, pool: BlockPool, family: Family, heads: range | None = None) -> None:
+    def __init__(self, pool: BlockPool, family: ShardingFamily, heads: range | None = None) -> None:
         self._pool = pool
         family = family.of_tenant(pool.namespace.tenant)
-        self._family = family if family.own == pool.namespace else replace(family, siblings=())
+        self._family = family if family.own == pool.namespace else replace(family, peers=())
         self._heads = family.heads_of(family.own) if heads is None else heads
         self._gatherer = Gatherer(pool.stack, family)
         self._lock = threading.Lock()  # guards the next two attributes
@@ -74,13 +74,13 @@ class Siblings:
         self._alive: Sequence[Namespace] = ()
 
     def is_alone(self) -> bool:
-        """Return whether the pool has no other cut, as far as is known."""
+        """Return whether the pool has no other sharding, as far as is known."""
         return not self._list_alive()
 
     def extend_run(
         self, statuses: Sequence[Status], first: int, names_of: Callable[[int], Sequence[bytes]]
     ) -> Run | None:
-        """Find more leading blocks than the own cut has, in the one other cut that adds most; None if none adds any.
+        """Find more leading blocks than the own sharding has, in the one other that adds most; None if none adds any.
 
         Args:
             statuses: the pool's answers for the own blocks of a prompt from ``first`` on.
@@ -92,22 +92,22 @@ class Siblings:
         own = count_leading(statuses)
         if own == len(statuses) or statuses[own] is not Status.ABSENT:
             return None
-        asked = [_Asked(self._family, cut, self._heads, names_of) for cut in self._list_alive()]
+        asked = [_Asked(self._family, sharding, self._heads, names_of) for sharding in self._list_alive()]
         if not asked:
             return None
         blocks = range(first + own, first + len(statuses))
-        answers = iter(self._pool.stack._exists([key for each in asked for key in each.list_keys(blocks)]))
+        answers = iter(self._pool.stack.exists([key for each in asked for key in each.list_keys(blocks)]))
         best = max((each.find_run(statuses, first, blocks, answers) for each in asked), key=lambda run: run.count)
         return best if best.count > own else None
 
     def reader_of(self, run: Run, hashes: Sequence[bytes], first: int, names: Sequence[bytes]) -> ReadBlocks:
-        """Return a function that reads blocks of ``run`` with the pool's deadline (``BlockPool.load_by_deadline``).
+        """Return a function that reads blocks of ``run`` with the pool's deadline, as ``get_blocks`` without ``wait``.
 
         Args:
             run: from ``extend_run``, in this or another process.
             hashes: the names of own blocks, from ``first`` on.
             first: first block, counted from the beginning of the sequence.
-            names: names of the other cut's blocks, from the beginning of the sequence.
+            names: names of the other sharding's blocks, from the beginning of the sequence.
         """
 
         def read(begin: int, targets: Sequence[Value]) -> int:
@@ -115,9 +115,9 @@ class Siblings:
             for is_gathered, part in _split(run, range(begin, begin + len(targets))):
                 into = targets[part.start - begin : part.stop - begin]
                 if is_gathered:
-                    count = self._gatherer.read_blocks(run.cut, names, first + part.start, into)
+                    count = self._gatherer.read_blocks(run.sharding, names, first + part.start, into)
                 else:
-                    count = self._pool.load_by_deadline(hashes[part.start : part.stop], into)
+                    count = count_leading(self._pool.get_blocks(hashes[part.start : part.stop], into, wait=False))
                 done += count
                 if count < len(part):
                     break
@@ -126,42 +126,42 @@ class Siblings:
         return read
 
     def _list_alive(self) -> Sequence[Namespace]:
-        """Return the siblings with a manifest in the pool some seconds ago."""
+        """Return the peers with a manifest in the pool some seconds ago."""
         now = time.monotonic()
         with self._lock:
-            if now < self._look_again_at or not self._family.siblings:
+            if now < self._look_again_at or not self._family.peers:
                 return self._alive
             self._look_again_at = now + _LOOK_AROUND_SECONDS
         # Not counted among the look-ups of blocks, whose success rate is the hit rate.
-        statuses = self._pool.stack._exists_for_all([manifest_key(cut.digest) for cut in self._family.siblings])
+        statuses = self._pool.stack.exists_for_all([manifest_key(sharding.digest) for sharding in self._family.peers])
         if Status.FAILED not in statuses:
-            self._alive = [cut for cut, status in zip(self._family.siblings, statuses, strict=True) if status]
+            self._alive = [sharding for sharding, status in zip(self._family.peers, statuses, strict=True) if status]
         return self._alive
 
 
 class _Asked:
-    """One other cut, and the look-up of its blocks of a prompt."""
+    """One other sharding, and the look-up of its blocks of a prompt."""
 
     def __init__(
-        self, family: Family, cut: Namespace, heads: range, names_of: Callable[[int], Sequence[bytes]]
+        self, family: ShardingFamily, sharding: Namespace, heads: range, names_of: Callable[[int], Sequence[bytes]]
     ) -> None:
-        self._unit = Unit(family, cut, heads)
-        self._cut = cut
-        self._names = names_of(cut.block_size)
+        self._aligned = AlignedSpan(family, sharding, heads)
+        self._sharding = sharding
+        self._names = names_of(sharding.block_size)
         self._keys: list[list[str]] = []
 
     def list_keys(self, blocks: range) -> Iterator[str]:
         """Return the keys of all pieces with a part of ``blocks``."""
-        self._units = self._unit.cover(blocks)
-        self._keys = [self._unit.keys(number, self._names) for number in self._units]
+        self._spans = self._aligned.cover(blocks)
+        self._keys = [self._aligned.keys(number, self._names) for number in self._spans]
         return (key for keys in self._keys for key in keys)
 
     def find_run(self, statuses: Sequence[Status], first: int, blocks: range, answers: Iterator[Status]) -> Run:
-        """Return the run with this cut's blocks, from the pool's answers for the keys."""
-        has_unit = [bool(keys) and all(list(islice(answers, len(keys)))) for keys in self._keys]
+        """Return the run with this sharding's blocks, from the pool's answers for the keys."""
+        has_span = [bool(keys) and all(list(islice(answers, len(keys)))) for keys in self._keys]
 
         def is_there(block: int) -> bool:
-            return has_unit[block // self._unit.num_blocks - self._units.start]
+            return has_span[block // self._aligned.num_blocks - self._spans.start]
 
         count, gathered = blocks.start - first, []
         for block in blocks:
@@ -170,7 +170,7 @@ class _Asked:
                     break
                 gathered.append(block - first)
             count += 1
-        return Run(count, self._cut, tuple(join_runs(gathered)))
+        return Run(count, self._sharding, tuple(join_runs(gathered)))
 
 
 def _split(run: Run, wanted: range) -> Iterator[tuple[bool, range]]:
