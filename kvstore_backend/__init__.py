@@ -26,7 +26,7 @@ wrappers/      backends around a backend, one concern each: headers, deadlines, 
 stores/        where bytes are stored: a Mooncake cluster, a folder, this process's memory
 config/        every dialect of configuration -> one PoolConfig
 integrations/  adapters that let other engines use this pool
-why_miss/      why blocks were not found: compares two set-ups, or a prompt with the pool
+why_miss.py    why blocks were not shared: compares two configurations, or two prompts
 cli/           kvstore doctor, bench, stats, master, and for operators: ls, pin, clear, warm, export, import, why-miss
 """
 

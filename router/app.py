@@ -68,7 +68,7 @@ from router.serving import (
 )
 from router.settings import RouterSettings, find_trace_receiver, read_authorities
 from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
-from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, InstancesNeeded, RouterMetrics, explain_miss, open_tracer
+from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, InstancesNeeded, RouterMetrics, open_tracer
 
 __all__ = ["RouterApp"]
 
@@ -485,14 +485,6 @@ def _add_explanations(app: FastAPI, router: RouterApp) -> None:
             return json_reply(200, await _find_explanation(router, request_id))
         except Refused as refused:
             return refusal_reply(refused)
-
-    @app.get("/admin/why_miss/{request_id:path}")
-    async def explain_request_miss(request_id: str) -> Response:
-        try:
-            explanation = await _find_explanation(router, request_id)
-        except Refused as refused:
-            return refusal_reply(refused)
-        return json_reply(200, await explain_miss(explanation, router.registry, router.upstream))
 
 
 async def _find_explanation(router: RouterApp, request_id: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ FOLLOWED = re.compile(r"提交 `([0-9a-f]{7,40})`")
 MAX_CHANGED = 0.03
 
 # Each of our commands on a page is read by its program's own parser, and each path is one that is served. The
-# commands of why_miss.md run in tests/engine/telemetry/why_miss/test_page.py, those of migrate.md in tests/users_words.
+# commands of why_miss.md run in tests/engine/serving/test_kvcache.py, those of migrate.md in tests/users_words.
 PAGES_WITH_COMMANDS = sorted(
     path.relative_to(DOCS)
     for path in DOCS.rglob("*.md")

@@ -54,7 +54,6 @@ TESTED_IN = {
             "fleet",
             "frame",
             "look",
-            "miss",
             "parts",
             "pool",
             "prompts",
@@ -140,7 +139,6 @@ TESTED_IN = {
     "engine/disaggregation/prefill.py": "tests/engine/test_direct_handover.py",
     "engine/disaggregation/wire.py": "tests/engine/test_direct_handover.py",
     # An instance as its own process, spoken to as clients, operators and routers do.
-    "engine/serving/why_miss_paths.py": "tests/engine/telemetry/why_miss/test_paths.py",
     "engine/serving/endpoints.py": "tests/engine/test_api_server.py",
     "engine/serving/ports.py": "tests/engine/test_api_server.py",
     "engine/serving/surroundings.py": "tests/engine/test_api_server.py",

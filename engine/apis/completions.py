@@ -248,7 +248,6 @@ class Completions:
             params=sampling_params(body, max_tokens=room, defaults=self._defaults),
             cache_salt=body.cache_salt or "",
             num_begun=len(body.completion_token_ids or []),
-            messages=body.messages if isinstance(body, ChatBody) else (),
             hints=(*hints, *([CacheHint(len(prompt), body.cache_control.seconds)] if body.cache_control else [])),
         )
 

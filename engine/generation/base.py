@@ -20,7 +20,6 @@ from engine.scheduling.request import Request, Sequence, TokenLogprobs, TokenOut
 from engine.scheduling.retrieval_config import Regime
 from engine.telemetry.trace import log_prompt_sources
 from engine.telemetry.tracing import Phase, RequestTrace, Tracer
-from engine.telemetry.why_miss.recent_requests import RecentRequests
 
 __all__ = ["Generation", "Piece", "SharedParts", "call_in_loop"]
 
@@ -48,7 +47,6 @@ class SharedParts:
         host: this instance's address, as prefill instances reach it.
         tracer: traces requests.
         live: the requests that are being answered; not by id, because clients may use one id twice.
-        recent: the requests that have ended.
     """
 
     core: EngineCore
@@ -60,7 +58,6 @@ class SharedParts:
     host: str = "127.0.0.1"
     tracer: Tracer | None = None
     live: set[Generation] = field(default_factory=set)
-    recent: RecentRequests = field(default_factory=RecentRequests)
 
 
 class Generation(ABC):
@@ -96,7 +93,6 @@ class Generation(ABC):
                 yield piece
         finally:
             self._parts.live.remove(self)
-            self._parts.recent.add_sequence(self.sequence)
             if self._trace is not None:
                 self._end_trace(self._trace, piece.finish_reason if piece else None)
 

@@ -19,7 +19,6 @@ from engine.generation.prefill import PrefillGeneration
 from engine.protocol import ApiError, DisaggregateInfo
 from engine.scheduling.request import Request
 from engine.telemetry.tracing import Tracer
-from engine.telemetry.why_miss.recent_requests import RecentRequests
 
 __all__ = ["BROKEN", "Generations", "list_unknown_ids"]
 
@@ -103,11 +102,6 @@ class Generations:
             for number, index in enumerate(range(first, first + count))
         ]
         return Choices(generations, count)
-
-    @property
-    def recent(self) -> RecentRequests:
-        """The last requests that have ended."""
-        return self._parts.recent
 
     @property
     def num_live(self) -> int:

@@ -191,8 +191,9 @@ class PoolConnector:
 
     def _explain_miss(self, statuses: SequenceOf[Status], load: _Load) -> PoolUse:
         if statuses and statuses[0] is Status.ABSENT:
-            text = f"not in the pool (it lacks the first of {len(load.hashes)} blocks)"
-            return PoolUse(Reason.ABSENT, text, load.num_behind)
+            evicted = ", which was evicted, as it has later ones" if load.num_behind else ""
+            text = f"not in the pool (it lacks the first of {len(load.hashes)} blocks{evicted})"
+            return PoolUse(Reason.ABSENT, text)
         health = self._pool.health()
         return PoolUse(Reason.FAILED, "the look-up failed" if health.ok else f"pool away: {health.detail}")
 
@@ -326,7 +327,8 @@ class _Load:
             text = f"none of {present} blocks arrived (evicted meanwhile, damaged, or pool away)"
             return PoolUse(Reason.FAILED, text)
         asked, lacking = len(self.hashes), self.first + present
-        rest = "" if present == asked else f"; it lacks block {lacking}, which is new or was evicted"
+        why = "was evicted, as it has later ones" if self.num_behind else "is new or was evicted"
+        rest = "" if present == asked else f"; it lacks block {lacking}, which {why}"
         sharding = f", {self.run}" if self.run else ""
         text = f"it had {present} of {asked} blocks{sharding}, of which {count} arrived{rest}"
-        return PoolUse(Reason.HIT, text, self.num_behind)
+        return PoolUse(Reason.HIT, text)

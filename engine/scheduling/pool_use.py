@@ -26,16 +26,10 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True)
 class PoolUse:
-    """The reason, and a part of a sentence that explains it with its numbers.
-
-    Attributes:
-        reason: the reason.
-        num_behind: blocks that the pool has after the first one that it lacks; they cannot be used.
-    """
+    """The reason, and a part of a sentence that explains it with its numbers."""
 
     reason: Reason
     text: str
-    num_behind: int = 0
 
 
 NOT_ASKED = PoolUse(Reason.ENDED, "ended before the pool had answered")

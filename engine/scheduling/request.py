@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
 
 from engine.scheduling.cache_hints import CacheHint
 from engine.scheduling.pool_use import NOT_ASKED, PoolUse
@@ -78,8 +76,7 @@ class Request:
 
     Blocks are shared only among requests of the same ``cache_salt``. ``choice_of`` is the id of the request that this
     is a further choice of; "" if it is not. The last ``num_begun`` tokens of the prompt are the answer's beginning, and
-    the client has its text. ``messages`` are those that the prompt was rendered from, if any; ``hints`` say how long to
-    cache its blocks.
+    the client has its text. ``hints`` say how long to cache its blocks.
     """
 
     request_id: str
@@ -88,7 +85,6 @@ class Request:
     cache_salt: str = ""
     choice_of: str = ""
     num_begun: int = 0
-    messages: SequenceOf[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     hints: tuple[CacheHint, ...] = ()
 
 

@@ -9,5 +9,4 @@ endpoints.py    the HTTP paths, and how a completion request is answered
 http_server.py  HTTP for all endpoints: HEAD, request ids, limits, and errors in their API's format
 server.py       the HTTP server: start and stop
 registration.py  the heartbeat to the router
-why_miss_paths.py  HTTP paths that explain why a request was a miss
 """

@@ -37,7 +37,6 @@ from engine.serving.http_server import (
     read_body,
 )
 from engine.serving.instance import Instance
-from engine.serving.why_miss_paths import add_kvcache_paths
 from engine.telemetry.tracing import Tracer
 
 __all__ = ["create_app"]
@@ -77,8 +76,6 @@ def create_app(instance: Instance) -> FastAPI:
     _add_orders(app, instance)
     _add_state(app, instance)
     add_control_paths(app, instance)
-    count_cached = instance.core.count_cached_blocks
-    add_kvcache_paths(app, instance.explainer, instance.completions, instance.pool_url, count_cached)
     return app
 
 
@@ -172,6 +169,10 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
     @app.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> Response:
         return JSONResponse(instance.completions.describe_model(model_id))
+
+    @app.get("/kvcache")
+    async def describe_blocks() -> Response:
+        return JSONResponse(instance.describe_blocks())
 
     server = instance.dialect.describe_server()
     for path in server:

@@ -52,7 +52,6 @@ from engine.serving.registration import send_heartbeats
 from engine.serving.surroundings import Surroundings
 from engine.telemetry.metrics import EngineMetrics
 from engine.telemetry.tracing import open_tracer
-from engine.telemetry.why_miss.explainer import MissExplainer
 from kvcommon.addresses import find_own_address
 from kvstore_backend import BlockPool, PoolConfig, open_pool
 from kvstore_backend.config import MooncakeSettings, describe_url, named_protocol, named_rdma_devices
@@ -107,7 +106,7 @@ class Instance:
             runner,
             self.generations,
             self.receiver.kept,
-            self._note_change,
+            self._changed.set,
             has_dynamic_weights=args.dynamic_load_weight,
             frees_kv=runner.device.type != "cpu" or "rdma" not in (pool_protocol, *self._transfer_protocols),
         )
@@ -121,9 +120,8 @@ class Instance:
             runner.eos_token_ids,
             self.dialect,
         )
-        self.pool_url = describe_url(around.pool) if around.pool else ""
+        self._pool_url = describe_url(around.pool) if around.pool else ""
         self._runner, self._pool = runner, pool
-        self.explainer = MissExplainer(self.generations.recent, tokenizer, self._write_manifest(), pool)
         store = None if args.splitwise_role == "prefill" else ResponseStore()
         self.responses = Responses(self.completions, store)
         self.messages = Messages(self.completions)
@@ -151,14 +149,14 @@ class Instance:
             log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
             return None
 
-    def _write_manifest(self) -> Manifest:
-        """Describe the namespace of this instance's blocks in words."""
-        return Manifest((self._pool or self._runner).namespace.fields, self._runner.facts)
-
-    def _note_change(self) -> None:
-        """Pass a change by a command to the router, and to the explainer of misses."""
-        self.explainer.manifest = self._write_manifest()
-        self._changed.set()
+    def describe_blocks(self) -> dict[str, Any]:
+        """Describe the namespace of this instance's blocks, its pool, and how many blocks its own cache has."""
+        manifest = Manifest((self._pool or self._runner).namespace.fields, self._runner.facts)
+        state = None
+        if (pool := self._pool) is not None:
+            state = {"ready": pool.is_ready, "detail": pool.health().detail, "url": self._pool_url}
+        told = {"digest": manifest.digest, "manifest": manifest.to_json(), "pool": state}
+        return {**told, "cached_blocks": self.core.count_cached_blocks()}
 
     def _choose_dialect(self) -> PairDialect:
         port: int = self._connector.getsockname()[1]

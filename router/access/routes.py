@@ -104,7 +104,6 @@ ROUTES: tuple[Route, ...] = (
     _serve(Access.ADMIN, "/admin/clear_prefix_cache", "POST"),
     _serve(Access.ADMIN, "/admin/requests"),
     _serve(Access.ADMIN, "/admin/explain/{request_id:path}"),
-    _serve(Access.ADMIN, "/admin/why_miss/{request_id:path}"),
     _serve(Access.ADMIN, "/openapi.json"),
     _serve(Access.ADMIN, "/docs"),
     _serve(Access.ADMIN, "/redoc"),

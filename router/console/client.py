@@ -36,8 +36,6 @@ __all__ = [
 ROLES = ("mixed", "prefill", "decode")
 """An instance's key in the form that ``/registered`` uses."""
 TIMEOUT_SECONDS = 5.0
-# The router queries one instance, then all others, with a timeout of 10 s each.
-MISS_SECONDS = 25.0
 # Timeout for the next event of a stream. A long prompt is computed before the first event.
 STREAM_SECONDS = 300.0
 
@@ -131,12 +129,6 @@ class RouterClient:
         found: dict[str, Any] = (await self._fetch("GET", f"/admin/explain/{quote(request_id, safe='')}")).json()
         return found
 
-    async def explain_miss(self, request_id: str) -> dict[str, Any]:
-        """Return why the prompt of an ended request did not get more from a cache; the router queries instances."""
-        path = f"/admin/why_miss/{quote(request_id, safe='')}"
-        told: dict[str, Any] = (await self._fetch("GET", path, timeout=MISS_SECONDS)).json()
-        return told
-
     async def give_order(self, order: str, instance: str, **members: Any) -> dict[str, Any]:
         """Have the router execute ``drain``, ``pause``, ``resume`` or ``weight``; return the instance's new state."""
         answer = await self._fetch("POST", f"/admin/{order}", {"instance": instance, **members})
@@ -181,11 +173,9 @@ class RouterClient:
             return UntrustedCertificate(f"the router at {self.url} {CERTIFICATE_REMEDY}: {exc}")
         return RouterAway(f"the router at {self.url} does not answer: {exc or type(exc).__name__}")
 
-    async def _fetch(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_SECONDS
-    ) -> httpx.Response:
+    async def _fetch(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
-            answer = await self._http.request(method, path, json=body, timeout=timeout)
+            answer = await self._http.request(method, path, json=body)
         except httpx.HTTPError as exc:
             raise self._explain_silence(exc) from None
         if answer.status_code in (401, 403):

@@ -5,7 +5,6 @@ audit.py     Audit: one record per request, its line in the access log, and its 
 metrics.py   RouterMetrics: metrics for Prometheus
 tracing.py   Tracer: spans for OpenTelemetry
 merge.py     merges the metrics of several processes
-why_miss.py  why a request was a cache miss, queried from the instances on demand
 need.py      InstancesNeeded: how many instances the traffic needs, for autoscalers
 """
 
@@ -15,7 +14,6 @@ from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
 from router.telemetry.need import InstancesNeeded
 from router.telemetry.records import AttemptRecord, LegRecord, RequestRecord, RequestTrace
 from router.telemetry.tracing import Tracer, open_tracer
-from router.telemetry.why_miss import explain_miss
 
 __all__ = [
     "CONTENT_TYPE",
@@ -29,6 +27,5 @@ __all__ = [
     "RouterMetrics",
     "Tracer",
     "add_counts",
-    "explain_miss",
     "open_tracer",
 ]

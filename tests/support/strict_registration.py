@@ -21,7 +21,7 @@ import pytest
 
 from kvstore_backend import pool
 from kvstore_backend.backend import Span, Status, StorageBackend, Value
-from kvstore_backend.stores import holdings, mooncake
+from kvstore_backend.stores import holdings, mooncake, mooncake_joining
 from kvstore_backend.stores.file import FileStore
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.wrapper import Wrapper
@@ -247,7 +247,7 @@ def use_strict_stores(monkeypatch: pytest.MonkeyPatch) -> list[Registered]:
 
         return open_strict
 
-    join = mooncake.join_cluster
+    join = mooncake_joining.join_cluster
 
     def join_strictly(settings: Any) -> StrictClient:
         opened.append(Registered())

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.manifest import Manifest, ManifestError, parse_manifest
-from kvstore_backend.why_miss import REASONS, Verdict
 
 __all__ = [
     "CacheState",
-    "ask_instance_for_prompt",
-    "ask_instance_for_request",
-    "ask_router",
     "clear_cache",
     "clear_caches_of_router",
+    "detokenize",
     "find_pool_url",
     "is_address",
     "list_instances",
     "read_cache",
     "read_instance",
+    "tokenize",
 ]
 
-# Long enough for a router, which asks an instance and perhaps other instances after it.
+# Long enough for a router, which asks its instances.
 _TIMEOUT_SECONDS = 30.0
 _ROLES = ("mixed", "prefill", "decode")
 _CLEAR_PATHS = ("/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache")
@@ -111,7 +108,12 @@ def clear_cache(address: str) -> None:
 
 
 def list_instances(router: str, token_file: Path | None) -> list[str]:
-    """Return the addresses of a router's instances; errors are those of ``ask_router``."""
+    """Return the addresses of a router's instances.
+
+    Raises:
+        ConfigError: ``router`` is not an address, or the token's file cannot be read.
+        PoolUnavailable: no server answers there, or it is not a router.
+    """
     content = _ask(router, "router", "GET", "/registered", headers=_authorise(token_file))
     entries = [each for role in _ROLES for each in content.get(role, [])]
     return [f"{each['host_ip']}:{each['port']}" for each in entries]
@@ -120,7 +122,7 @@ def list_instances(router: str, token_file: Path | None) -> list[str]:
 def clear_caches_of_router(router: str, token_file: Path | None) -> list[str]:
     """Make all instances of a router clear their caches.
 
-    Returns a sentence for each failure. Errors are those of ``ask_router``.
+    Returns a sentence for each failure. Errors are those of ``list_instances``.
     """
     headers = _authorise(token_file)
     answer, content = _request(router, "router", "POST", "/admin/clear_prefix_cache", headers=headers)
@@ -139,30 +141,22 @@ def find_pool_url(address: str) -> str:
     return url
 
 
-def ask_instance_for_request(address: str, request_id: str) -> Verdict:
-    """Ask why a request that the instance has answered was a miss; errors are those of ``read_instance``."""
-    return _read_verdict(address, _ask(address, "instance", "GET", f"/kvcache/why_miss/{quote(request_id, safe='')}"))
-
-
-def ask_instance_for_prompt(address: str, body: Mapping[str, Any]) -> Verdict:
-    """Ask why a prompt would be a miss at the instance now; errors are those of ``read_instance``.
+def tokenize(address: str, body: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of a prompt, as the instance makes them; errors are those of ``read_instance``.
 
     Args:
-        body: request body of ``POST /kvcache/why_miss``.
+        body: ``prompt``, a text, or ``messages``.
     """
-    return _read_verdict(address, _ask(address, "instance", "POST", "/kvcache/why_miss", body=body))
+    tokens = _ask(address, "instance", "POST", "/tokenize", body=body).get("tokens")
+    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+        raise PoolUnavailable(f"the instance at {address} does not say which tokens a prompt has")
+    return tokens
 
 
-def ask_router(address: str, request_id: str, token_file: Path | None) -> Verdict:
-    """Ask a router why a request was a miss; the router asks its instances.
-
-    Raises:
-        ConfigError: ``address`` is not an address, or the token's file cannot be read.
-        PoolUnavailable: no server answers there, or it is not a router with this feature.
-    """
-    path = f"/admin/why_miss/{quote(request_id, safe='')}"
-    content = _ask(address, "router", "GET", path, headers=_authorise(token_file))
-    return _read_verdict(address, {**content, "sentence": content.get("why_miss")})
+def detokenize(address: str, tokens: Sequence[int]) -> str:
+    """Return the text of tokens; errors are those of ``read_instance``."""
+    text = _ask(address, "instance", "POST", "/detokenize", body={"tokens": list(tokens)}).get("prompt")
+    return text if isinstance(text, str) else ""
 
 
 def _authorise(token_file: Path | None) -> dict[str, str]:
@@ -202,15 +196,7 @@ def _explain_refusal(answer: httpx.Response, content: object) -> str:
     message = error.get("message") if isinstance(error, dict) else None
     if isinstance(message, str) and message.isprintable() and "no path" not in message:
         return f"answered {answer.status_code}: {message[:300]}"
-    return f"answered {answer.status_code}, and knows nothing of misses: it is other software, or an older version"
-
-
-def _read_verdict(address: str, content: Mapping[str, Any]) -> Verdict:
-    reason, sentence, details = content.get("reason"), content.get("sentence"), content.get("details")
-    if reason not in REASONS or not isinstance(sentence, str) or not isinstance(details, dict):
-        raise PoolUnavailable(f"what answers at {address} says nothing that is known here: another version?")
-    plain = "".join(each if each.isprintable() else "?" for each in sentence)
-    return Verdict(str(reason), plain, details)
+    return f"answered {answer.status_code}: it is other software, or an older version"
 
 
 def _read_token(path: Path) -> str:

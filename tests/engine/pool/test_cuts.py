@@ -70,7 +70,7 @@ class Written:
         """A pool in which an instance of this sharding has saved the prompt."""
         store = MemoryStore(64 << 20)
         for rank in range(tp_size):
-            sharding = replace(self.cut(tp_size, block_size), tp_rank=rank)
+            sharding = replace(self.sharding(tp_size, block_size), tp_rank=rank)
             store_blocks(BlockPool(CheckedBackend(store), sharding), self.whole, PROMPT)
         return store
 
@@ -105,9 +105,9 @@ def test_ranks_read_what_fewer_ranks_wrote_and_an_engine_reads_theirs(checkpoint
     store, theirs = written.store_as(2), MemoryStore(64 << 20)
     hashes = extend_block_hashes([], PROMPT, 16, root_hash())
     for rank in range(4):
-        own = replace(written.cut(4), tp_rank=rank)
+        own = replace(written.sharding(4), tp_rank=rank)
         pool = BlockPool(CheckedBackend(store), own)
-        peers = PeerShardings(pool, replace(written.family, own=own, peers=(written.cut(1), written.cut(2))))
+        peers = PeerShardings(pool, replace(written.family, own=own, peers=(written.sharding(1), written.sharding(2))))
         run = peers.extend_run(pool.exists(hashes), 0, lambda _: hashes)
         assert run is not None
         memories = [Memory(written.family.block_bytes(own)) for _ in hashes]
@@ -141,7 +141,7 @@ def test_what_another_cut_has_is_not_stored_twice(checkpoint: Path, written: Wri
 def test_a_piece_that_is_gone_when_it_is_read_is_computed(checkpoint: Path, written: Written) -> None:
     store = written.store_as(2)
     hashes = extend_block_hashes([], PROMPT, 16, root_hash())
-    key = replace(written.cut(2), tp_rank=1).key(hashes[3])
+    key = replace(written.sharding(2), tp_rank=1).key(hashes[3])
     stored = store._values[key]
     store._values[key] = stored[:-1] + bytes([stored[-1] ^ 1])
     with Engine(checkpoint, store=sound(store)) as engine:
@@ -151,8 +151,8 @@ def test_a_piece_that_is_gone_when_it_is_read_is_computed(checkpoint: Path, writ
 
 
 def test_another_model_of_the_same_shape_is_not_read(checkpoint: Path, written: Written) -> None:
-    store, other = MemoryStore(64 << 20), replace(written.cut(2), model="another")
+    store, other = MemoryStore(64 << 20), replace(written.sharding(2), model="another")
     store_blocks(BlockPool(CheckedBackend(store), other), written.whole, PROMPT)
     with Engine(checkpoint, store=sound(store)) as engine:
-        assert not store.exists([manifest_key(written.cut(2).digest)])[0]
+        assert not store.exists([manifest_key(written.sharding(2).digest)])[0]
         assert engine.answer(PROMPT).sequence.pool_cached_tokens == 0

@@ -130,7 +130,7 @@ def test_router_and_explanations_follow_the_weights(
     instance = instance_of(folder, "--dynamic-load-weight")
     monkeypatch.setattr(type(instance.receiver), "port", 7000)  # it does not listen here
     assert instance.registration_payload()["version"] == "RL-STEP1"
-    assert str(instance.explainer.manifest.fields["weights_version"]).startswith("RL-STEP1+")
+    assert str(instance.describe_blocks()["manifest"]["fields"]["weights_version"]).startswith("RL-STEP1+")
 
     async def update() -> None:
         instance.core.start()
@@ -141,7 +141,7 @@ def test_router_and_explanations_follow_the_weights(
     instance.core.stop()
     told = instance.registration_payload()
     assert (told["version"], told["is_paused"]) == ("RL-STEP2", True)
-    assert str(instance.explainer.manifest.fields["weights_version"]).startswith("RL-STEP2+")
+    assert str(instance.describe_blocks()["manifest"]["fields"]["weights_version"]).startswith("RL-STEP2+")
     assert instance.find_obstacle() != ""
 
 

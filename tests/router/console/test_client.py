@@ -80,14 +80,6 @@ def test_a_request_is_explained_by_its_id_whatever_characters_it_has(
     assert ask(router.url, lambda client: client.explain_request("a/b?c"))["request_id"] == "a/b?c"
 
 
-def test_why_a_request_was_a_miss_is_asked_by_its_id(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    router = make_router(stand_in())
-    router.client.post("/v1/chat/completions", json={"messages": []}, headers={"x-request-id": "a/b?c"})
-    told = ask(router.url, lambda client: client.explain_miss("a/b?c"))
-    assert (told["request_id"], told["reason"]) == ("a/b?c", "unknown")
-    assert "tells nothing of misses" in told["why_miss"]
-
-
 def test_a_router_that_is_not_there_is_one_sentence() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(RouterError, match=f"^the router at {url} does not answer: "):

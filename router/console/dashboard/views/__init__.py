@@ -9,7 +9,6 @@ traffic.py   requests, times, the queue, errors
 fleet.py     the instances, and operator commands for them
 pool.py      the pool and its masters
 request.py   one request: its attempts, reasons and times
-miss.py      why the prompt of that request did not get more from a cache
 chat.py      a conversation through the router, and where each of its prompts came from
 """
 

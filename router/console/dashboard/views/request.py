@@ -12,7 +12,6 @@ from nicegui import ui
 from router.console.client import RouterError
 from router.console.dashboard.figures import COMPUTED, OWN_CACHE, POOL
 from router.console.dashboard.views.frame import Context, View, link_request
-from router.console.dashboard.views.miss import MissPanel
 from router.console.dashboard.views.parts import (
     Banner,
     draw_blocks,
@@ -42,7 +41,6 @@ class _RequestView:
             put_button("Look up", None, "strong").props('type="submit"')
         self._banner = Banner()
         self._found = put_html("").classes("stack")
-        self._miss = MissPanel(self._router)
         with ui.element("section").classes("card"):
             with ui.element("div").classes("card-head"):
                 put_text("h2", "The last requests")
@@ -57,7 +55,6 @@ class _RequestView:
     async def _look_up(self) -> None:
         wanted = (self._field.value or "").strip()
         self._found.show("")
-        self._miss.offer("")
         self._banner.hide()
         if not wanted:
             return
@@ -67,7 +64,6 @@ class _RequestView:
             self._banner.show("bad", make_sentence(exc))
             return
         self._found.show(draw_request(explanation))
-        self._miss.offer(wanted)
         ui.run_javascript(f"history.replaceState(null, '', '{link_request(wanted)}')")
 
     async def _list_last(self) -> None:

@@ -1,4 +1,4 @@
-"""kvstore why-miss, on folders and stand-ins; what it finds in each situation is in tests/engine/telemetry/why_miss."""
+"""kvstore why-miss, on folders and stand-ins."""
 
 from __future__ import annotations
 
@@ -68,63 +68,50 @@ def test_two_instances_are_compared_without_a_pool(kvstore: Commands) -> None:
     assert f"'float32' of {first}, 'bfloat16' of http://{second}" in told["sentence"]
 
 
-def test_a_prompt_of_token_ids_is_looked_for(url: str, tmp_path: Path, kvstore: Commands) -> None:
+def test_prompts_of_token_ids_are_compared(tmp_path: Path, kvstore: Commands) -> None:
     stored, asked = write(tmp_path / "a", TOKENS), write(tmp_path / "b", [*TOKENS[:6], 99, *TOKENS[7:], 1])
-    told = kvstore(
-        "why-miss", url, "--namespace", FIRST.digest, "--prompt-file", asked, "--compare-with", stored, "--json"
-    ).told
-    assert (told["reason"], told["details"]["token"], told["details"]["block"]) == ("parts", 6, 1)
+    told = kvstore("why-miss", "--prompt-file", asked, "--compare-with", stored, "--json").told
+    assert (told["reason"], told["details"]["token"], told["details"]["second"]) == ("diverges", 6, "99")
 
 
-def test_a_request_is_asked_of_the_router_with_its_token(tmp_path: Path, kvstore: Commands) -> None:
-    token = write(tmp_path / "token", "# the admin's\nsecret\n")
-    told = {"reason": "slow", "why_miss": "computing it was quicker", "details": {}}
-    with server(200, told) as (router, asked):
-        ended = kvstore("why-miss", "--router", router, "--request-id", "a/b", "--token-file", token)
-    assert ended.output == "slow: computing it was quicker\n"
-    assert asked == [("/admin/why_miss/a%2Fb", "Bearer secret", None)]
-
-
-def test_a_prompt_is_asked_of_an_instance(tmp_path: Path, kvstore: Commands) -> None:
-    talk, text = (
-        write(tmp_path / "talk", {"messages": [{"role": "user", "content": "Hi"}]}),
-        write(tmp_path / "t", "Hi"),
-    )
-    with server(200, {"reason": "new", "sentence": "it is new", "details": {}}) as (instance, asked):
-        assert kvstore("why-miss", "--instance", instance, "--prompt-file", talk, "--salt", "s").status == 0
-        assert kvstore("why-miss", "--instance", instance, "--prompt-file", text, "--compare-with", talk).status == 0
+def test_prompts_are_converted_to_tokens_by_an_instance(tmp_path: Path, kvstore: Commands) -> None:
     messages = {"messages": [{"role": "user", "content": "Hi"}]}
-    assert [body for *_, body in asked] == [{**messages, "cache_salt": "s"}, {"prompt": "Hi", "compare_with": messages}]
+    talk, text = write(tmp_path / "talk", {**messages, "model": "m"}), write(tmp_path / "t", "Hi")
+    with server(200, {"tokens": TOKENS}) as (instance, asked):
+        ended = kvstore("why-miss", "--instance", instance, "--prompt-file", talk, "--compare-with", text)
+    assert ended.output == "same_prompt: both prompts have the same 12 tokens\n"
+    assert [(path, body) for path, _, body in asked] == [("/tokenize", {"prompt": "Hi"}), ("/tokenize", messages)]
 
 
 @pytest.mark.parametrize(
     ("status", "told", "said"),
     [
-        (404, {"detail": "Not Found"}, "answered 404, and knows nothing of misses"),
-        (404, {"error": {"message": "this instance remembers no request 'x'"}}, "remembers no request 'x'"),
-        (200, {"reason": "because", "sentence": "so", "details": {}}, "says nothing that is known here"),
-        (200, ["so"], "knows nothing of misses"),
+        (404, {"detail": "Not Found"}, "answered 404: it is other software"),
+        (400, {"error": {"message": "messages: one is empty"}}, "answered 400: messages: one is empty"),
+        (200, {"tokens": "many"}, "does not say which tokens a prompt has"),
+        (200, ["so"], "answered 200: it is other software"),
     ],
 )
-def test_an_instance_that_does_not_tell_is_one_sentence(
-    status: int, told: object, said: str, kvstore: Commands
+def test_an_instance_that_does_not_answer_as_one_is_one_sentence(
+    tmp_path: Path, status: int, told: object, said: str, kvstore: Commands
 ) -> None:
+    text = write(tmp_path / "t", "Hi")
     with server(status, told) as (instance, _):
-        sentence = kvstore("why-miss", "--instance", instance, "--request-id", "x").sentence
-    assert said in sentence
+        ended = kvstore("why-miss", "--instance", instance, "--prompt-file", text, "--compare-with", text)
+    assert said in ended.sentence
 
 
 def test_nobody_there_is_one_sentence(kvstore: Commands) -> None:
     gone = f"127.0.0.1:{free_port()}"
-    assert f"no router answers at {gone}" in kvstore("why-miss", "--router", gone, "--request-id", "x").sentence
+    assert f"no instance answers at {gone}" in kvstore("why-miss", "--between", gone, gone).sentence
     dead = kvstore("why-miss", f"mooncake://{gone}", "--between", "aaaa", "bbbb").sentence
     assert "aaaa" not in dead
     assert gone.partition(":")[2] in dead
 
 
 def test_an_empty_pool_a_pool_of_anothers_and_no_pool_are_one_sentence_each(tmp_path: Path, kvstore: Commands) -> None:
-    prompt, folder = write(tmp_path / "prompt", TOKENS), tmp_path / "pool"
-    arguments = ("why-miss", folder_url(folder), "--prompt-file", prompt)
+    folder = tmp_path / "pool"
+    arguments = ("why-miss", folder_url(folder), "--between", FIRST.digest, SECOND.digest)
     assert "no process has opened this pool yet" in kvstore(*arguments).sentence
     store = Announcing(open_store(load_config(folder_url(folder))))
     assert "the pool holds no namespace" in kvstore(*arguments).sentence
@@ -143,13 +130,11 @@ def test_an_empty_pool_a_pool_of_anothers_and_no_pool_are_one_sentence_each(tmp_
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "nothing is asked: give --between A B, --prompt-file FILE or --request-id ID"),
-        (["--request-id", "x"], "--request-id needs --router HOST:PORT, or --instance HOST:PORT, and not both"),
-        (["--instance", "nowhere", "--request-id", "x"], "--instance is 'nowhere'; it must be HOST:PORT"),
-        (["--compare-with", "x"], "--compare-with needs a prompt to compare"),
-        (["--prompt-file", "/nowhere/at/all"], "prompt file /nowhere/at/all cannot be read: No such file"),
+        (["--prompt-file", "x"], "a prompt is compared with another one: give --compare-with FILE, too"),
+        (["--between", "nowhere:1/x", "eeee"], "the pool has no namespace 'nowhere:1/x'"),
+        (["--prompt-file", "x", "--compare-with", "/nowhere/at/all"], "/nowhere/at/all cannot be read: No such file"),
         (["--between", "ffff", "eeee"], "the pool has no namespace 'ffff'"),
-        (["--router", "127.0.0.1:1", "--request-id", "x", "--token-file", "/nowhere"], "--token-file /nowhere cannot"),
+        (["--between", "", FIRST.digest], "the pool has several namespaces that begin with ''"),
     ],
 )
 def test_what_cannot_be_asked_is_one_sentence(url: str, kvstore: Commands, arguments: list[str], said: str) -> None:
@@ -159,21 +144,14 @@ def test_what_cannot_be_asked_is_one_sentence(url: str, kvstore: Commands, argum
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ("a text", "give --model FOLDER for its tokenizer, or --instance HOST:PORT"),
-        ({"messages": [{"role": "user", "content": "Hi"}]}, "which only an instance renders"),
-        ([1, -2], "neither a text nor token ids"),
-        ([1, 1 << 32], "neither a text nor token ids"),
-        ([1, True], "neither a text nor token ids"),
-        ([], "neither a text, nor a list of token ids, nor messages"),
+        ("a text", "give --model FOLDER, or --instance HOST:PORT"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "messages are rendered only by an instance"),
+        *(([1, wrong], "neither a text, nor messages, nor a list of token ids") for wrong in (-2, 1 << 32, True)),
+        ([], "neither a text, nor messages, nor a list of token ids"),
     ],
 )
 def test_a_prompt_that_cannot_be_read_is_one_sentence(
-    url: str, tmp_path: Path, kvstore: Commands, prompt: object, said: str
+    tmp_path: Path, kvstore: Commands, prompt: object, said: str
 ) -> None:
     asked = write(tmp_path / "prompt", prompt)
-    assert said in kvstore("why-miss", url, "--namespace", FIRST.digest, "--prompt-file", asked).sentence
-
-
-def test_several_namespaces_are_told_apart_by_hand(url: str, tmp_path: Path, kvstore: Commands) -> None:
-    asked = write(tmp_path / "prompt", TOKENS)
-    assert "the pool has several namespaces" in kvstore("why-miss", url, "--prompt-file", asked).sentence
+    assert said in kvstore("why-miss", "--prompt-file", asked, "--compare-with", asked).sentence

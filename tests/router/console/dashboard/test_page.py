@@ -56,7 +56,6 @@ class Engine:
         self.pieces = ["It ", "was ", "night."]
         self.may_go_on = asyncio.Event()
         self.fails = False
-        self.miss: dict[str, Any] = {}
 
     async def __call__(self, request: Received, respond: Responder) -> None:
         if request.target == "/metrics":
@@ -68,8 +67,6 @@ class Engine:
             ]
             lines.append('kvstore_blocks_total{operation="exists",status="ok"} ' + str(self.origins["pool"] // 64))
             await respond.answer(200, ("\n".join(lines) + "\n").encode(), ("content-type", "text/plain"))
-        elif request.target.startswith("/kvcache"):
-            await respond.answer(200 if self.miss else 404, json.dumps(self.miss).encode())
         elif self.fails:
             await respond.answer(500, b'{"error": {"message": "out of order"}}')
         else:
@@ -336,28 +333,6 @@ def test_a_request_is_found_in_the_list_and_shown_with_its_attempts(
     page.get_by_label("Id of the request").fill("nobody's")
     page.get_by_role("button", name="Look up").click()
     page.get_by_text('request "nobody\'s" is none of the last 10000 that have ended').wait_for()
-
-
-def test_why_a_request_was_a_miss_is_told_when_somebody_asks(
-    router: RouterUnderTest, engine: Engine, instance: StandIn, page: Page
-) -> None:
-    engine.may_go_on.set()
-    for request_id in ("first", "second"):
-        router.chat(request_id=request_id)
-    open_view(page, "/request?id=first", "1. answered")
-    page.get_by_role("button", name="Ask the instances").click()
-    page.get_by_text(f"{instance.key} tells nothing of misses").wait_for()
-    page.get_by_label("Id of the request").fill("nobody's")
-    page.get_by_role("button", name="Look up").click()
-    page.get_by_role("button", name="Ask the instances").wait_for(state="hidden")
-    page.get_by_role("link", name="second").click()
-    page.get_by_text("1. answered").wait_for()
-    page.get_by_role("button", name="Ask the instances").wait_for()
-    expect(page.get_by_text("tells nothing of misses")).to_have_count(0)
-    engine.miss = {"reason": "below_block", "sentence": "a block has 64 tokens, <b>it</b> has 9", "details": {}}
-    page.get_by_role("button", name="Ask the instances").click()
-    page.get_by_text("a block has 64 tokens, <b>it</b> has 9.").wait_for()
-    expect(page.get_by_text("below block")).to_be_visible()
 
 
 def test_a_router_that_goes_and_comes_back(

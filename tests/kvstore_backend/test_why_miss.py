@@ -1,14 +1,17 @@
-"""Two set-ups that do not share blocks: the field that keeps them apart is named, and nothing else."""
+"""Two configurations that do not share blocks, and two prompts: what differs is named, and nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvstore_backend.manifest import Manifest
 from kvstore_backend.namespace import Namespace
-from kvstore_backend.why_miss import REASONS, compare_setups
+from kvstore_backend.why_miss import OTHER_TEXT, REASONS, compare_prompts, compare_setups, compare_texts, count_common
 
 NAMESPACE = Namespace("a" * 32, "bfloat16", 64, 24, 2, 64, "layer,kv,head,token,dim")
 FACTS = {"name": "qwen", "architecture": "1", "software": "engine", "block_hashes": "kvstore"}
@@ -64,3 +67,64 @@ def test_equal_setups_share_blocks_whatever_their_facts(facts: dict[str, str]) -
 def test_a_lie_in_the_facts_makes_no_difference_where_there_is_none() -> None:
     lie = replace(manifest(), facts={"architecture": "other", "block_hashes": "vLLM"})
     assert compare_setups(manifest(), lie).reason == "same_setup"
+
+
+TOKENS = st.lists(st.integers(0, 3), max_size=30)
+
+
+def encode(text: str) -> list[int]:
+    """A token for each character."""
+    return [ord(character) for character in text]
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(map(chr, tokens))
+
+
+@settings(max_examples=60)
+@given(TOKENS, TOKENS)
+def test_common_tokens_are_counted(first: list[int], second: list[int]) -> None:
+    common = count_common(first, second)
+    assert first[:common] == second[:common]
+    assert first[common : common + 1] != second[common : common + 1] or common == min(len(first), len(second))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        ("It is 2026-11-22 15:04:05 now.", "It is 2026-11-22 15:04:09 now.", "a timestamp"),
+        ("at 2026-11-22T15:04:05.123Z", "at 2026-11-23T09:00:00.001Z", "a timestamp"),
+        ("epoch 1763823845 ms", "epoch 1763823999 ms", "a timestamp"),
+        ("Today is 2026-11-22.", "Today is 2026-12-01.", "a date"),
+        ("Today is November 22, 2026.", "Today is November 23, 2026.", "a date"),
+        ("The time is 15:04.", "The time is 15:05.", "a time of day"),
+        ("id 123e4567-e89b-12d3-a456-426614174000", "id 9b2c4567-e89b-12d3-a456-426614174999", "a UUID"),
+        ("session a8f3k2l9x0q7 of Ann", "session b7e2j1m8w9p6 of Ann", "a random id"),
+        ("It costs 1000000 euros", "It costs 9000000 euros", "a number"),
+        ("You are  helpful.", "You are helpful.", "white space"),
+        ("Be brief.\n\nNow:", "Be brief.\nNow:", "white space"),
+        ("You are Helpful and kind.", "You are helpful and kind.", "upper and lower case"),
+        ("Write about the sea.", "Write about mountains.", OTHER_TEXT),
+    ],
+)
+def test_the_kind_of_a_difference_is_named(first: str, second: str, kind: str) -> None:
+    assert compare_texts(first, second)[0] == kind
+    verdict = compare_prompts(encode(first), encode(second), decode)
+    assert (verdict.reason, verdict.details["kind"]) == ("diverges", kind)
+    token = verdict.details["token"]
+    assert first[:token] == second[:token]
+
+
+def test_the_place_and_the_words_that_differ_are_named() -> None:
+    verdict = compare_prompts(encode("Now: 15:04:05 UTC"), encode("Now: 15:04:09 UTC"), decode)
+    assert verdict.details == {"token": 12, "kind": "a time of day", "first": "15:04:05", "second": "15:04:09"}
+
+
+def test_a_prompt_that_continues_another_and_an_equal_one_are_named() -> None:
+    assert compare_prompts([1, 2], [1, 2, 3]).reason == "continues"
+    assert "the first prompt continues after all 2 tokens" in compare_prompts([1, 2, 3], [1, 2]).sentence
+    assert compare_prompts([1, 2], [1, 2]).reason == "same_prompt"
+
+
+def test_without_a_tokenizer_the_tokens_are_named() -> None:
+    assert "at token 2 (other token: '3' became '4')" in compare_prompts([1, 2, 3], [1, 2, 4]).sentence

@@ -1,0 +1,258 @@
+"""Why blocks were not shared: a comparison of two configurations, or of two prompts.
+
+Two instances share blocks if their namespaces have one digest. If not, the manifests of the namespaces say why: the
+verdict names each field that differs, the most informative first, because another model explains other shapes, not the
+other way round.
+
+A block's hash covers all tokens before it, so everything after the first token that differs is a miss. That token alone
+seldom explains the difference: a clock in the system prompt changes one digit. So the verdict shows the words around
+it, and names their kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvstore_backend.manifest import Manifest
+
+__all__ = ["OTHER_TEXT", "REASONS", "Verdict", "compare_prompts", "compare_setups", "compare_texts", "count_common"]
+
+REASONS = {
+    "same_setup": "both have one namespace, so they share blocks",
+    "other_rank": "two ranks of one configuration, each of which has its own blocks",
+    "other_engine": "another engine, which names blocks in its own way",
+    "other_model": "another model",
+    "other_weights": "the same architecture with other weights",
+    "other_settings": "a setting of the engine that changes what is computed",
+    "other_dtype": "another dtype of the KV",
+    "other_block_size": "another block size",
+    "other_shape": "other numbers of layers, heads or elements",
+    "other_tp_size": "another tensor-parallel size",
+    "other_tenant": "another tenant",
+    "other_layout": "the bytes of a block are arranged in another way",
+    "other_format": "another version of the format of blocks",
+    "other_field": "something else that belongs to the namespace",
+    "same_prompt": "both prompts have the same tokens",
+    "continues": "one prompt begins with all of the other",
+    "diverges": "the prompts differ from one token on",
+}
+"""Each reason that a verdict may have, in a few words."""
+
+OTHER_TEXT = "other text"
+"""Kind of a difference that is none of the usual ones."""
+
+_MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
+_PATTERNS = {
+    "a UUID": re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"),
+    "a timestamp": re.compile(
+        r"\d{4}-\d\d-\d\d[T ]+\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z| ?[+-]\d\d:?\d\d)?"
+        r"|(?<![\w.])1\d{9}(?:\.\d+|\d{3})?(?![\w])"
+    ),
+    "a date": re.compile(
+        rf"\d{{4}}[-/.]\d\d?[-/.]\d\d?|\d\d?[-/.]\d\d?[-/.]\d{{2,4}}"
+        rf"|(?:{_MONTHS})[a-z]*\.? \d\d?(?:(?:st|nd|rd|th)?,? \d{{4}})?|\d\d? (?:{_MONTHS})[a-z]*(?: \d{{4}})?"
+    ),
+    "a time of day": re.compile(r"(?<!\d)\d\d?:\d\d(?::\d\d(?:\.\d+)?)?(?: ?[AaPp][Mm])?"),
+    "a random id": re.compile(r"(?<![\w-])(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{10,}(?![\w-])"),
+    "a number": re.compile(r"\d+"),
+}
+_WORD_OR_SPACE = re.compile(r"\S+|\s+")
+_SHOWN_CHARACTERS = 48
+# Enough tokens to the left for the longest pattern, even if every character is one token.
+_TOKENS_BEFORE, _TOKENS_BEHIND = 96, 64
+_SAME_AGAIN = 12
+
+# Fields with a verdict each, ordered by how much they explain.
+_REMEDIES = {
+    "weights_version": ("other_weights", "the version of the weights", "one of them has updated its weights in place"),
+    "kv_dtype": ("other_dtype", "the dtype of the KV", "start both with one dtype"),
+    "block_size": (
+        "other_block_size",
+        "the block size",
+        "for our engine this is the same model in another sharding, which it reads if one size divides the other; else "
+        "start both with one block size",
+    ),
+    "tp_size": (
+        "other_tp_size",
+        "the tensor-parallel size",
+        "for our engine and vLLM this is the same model in another sharding, which they read if its KV heads divide "
+        "evenly; "
+        "else start both with one tensor-parallel size",
+    ),
+    "tenant": ("other_tenant", "the tenant", "blocks are shared within one tenant only"),
+    "layout": ("other_layout", "the layout of a block", "run one version of the engine with one attention backend"),
+}
+_SHAPE = ("num_layers", "num_kv_heads", "head_size")
+_RANK = "tp_rank"
+# First word in the names of facts that are settings of the engine.
+_SETTING = "setting "
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Reason why blocks were not shared, or the result that nothing prevents it.
+
+    Attributes:
+        reason: one of ``REASONS``.
+        sentence: text for operators, with numbers.
+        details: numbers and names in the sentence, for programs.
+    """
+
+    reason: str
+    sentence: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict for reports."""
+        return asdict(self)
+
+
+def compare_setups(first: Manifest, second: Manifest, names: tuple[str, str] = ("the first", "the second")) -> Verdict:
+    """Explain why the namespaces of two manifests differ, or report that they are equal.
+
+    Args:
+        names: names of the two set-ups for the sentence.
+    """
+    if first.digest == second.digest:
+        return Verdict("same_setup", f"{names[0]} and {names[1]} have one namespace, {first.digest}: they share blocks")
+    found = list(_list_differences(first, second, names))
+    (reason, sentence), more = found[0], [sentence for _, sentence in found[1:]]
+    also = f" (also: {'; '.join(more)})" if more else ""
+    changed = {
+        name: [first.fields.get(name), second.fields.get(name)]
+        for name in sorted({*first.fields, *second.fields})
+        if first.fields.get(name) != second.fields.get(name)
+    }
+    return Verdict(reason, sentence + also, {"fields": changed, "reasons": [each for each, _ in found]})
+
+
+def _list_differences(first: Manifest, second: Manifest, names: tuple[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the reason and a sentence for each difference."""
+    one, other = first.fields, second.fields
+
+    def differs(name: str) -> bool:
+        return one.get(name) != other.get(name)
+
+    def tell(name: str, title: str) -> str:
+        return f"{title} differs: {_tell_values(one.get(name), other.get(name), names)}"
+
+    engines = first.facts.get("block_hashes"), second.facts.get("block_hashes")
+    if all(engines) and engines[0] != engines[1]:
+        yield (
+            "other_engine",
+            f"the engines differ, each of which names blocks in its own way: {' and '.join(map(str, engines))}",
+        )
+    if differs("model"):
+        yield _explain_model(first, second, names)
+    for name, (reason, title, remedy) in _REMEDIES.items():
+        if differs(name):
+            yield reason, f"{tell(name, title)}; {remedy}"
+    if shapes := [name for name in _SHAPE if differs(name)]:
+        yield "other_shape", "; ".join(tell(name, name) for name in shapes)
+    for name in sorted({*one, *other} - {"model", _RANK, *_REMEDIES, *_SHAPE}):
+        if differs(name):
+            yield "other_field", tell(name, name)
+    if first.block_format != second.block_format:
+        formats = f"{first.block_format} of {names[0]}, {second.block_format} of {names[1]}"
+        yield "other_format", f"the format of blocks differs: {formats}; run one version of fastdeploy-kvstore"
+    if differs(_RANK):
+        yield "other_rank", f"{tell(_RANK, 'the rank')}; each rank of a set-up has its own blocks"
+
+
+def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) -> tuple[str, str]:
+    """Explain different fingerprints of models, as far as the facts allow: other architecture, weights, or settings."""
+    one, other = first.facts, second.facts
+    called = _tell_values(one.get("name"), other.get("name"), names)
+    if one.get("architecture") != other.get("architecture") or not one.get("architecture"):
+        return "other_model", f"the model differs: {called}"
+    settings = [
+        name for name in sorted({*one, *other}) if name.startswith(_SETTING) and one.get(name) != other.get(name)
+    ]
+    if settings and one.get("checkpoint") == other.get("checkpoint"):
+        differences = [
+            f"{name.removeprefix(_SETTING)} ({_tell_values(one.get(name), other.get(name), names)})"
+            for name in settings
+        ]
+        reason = "other_dtype" if settings == [f"{_SETTING}dtype"] else "other_settings"
+        return reason, f"settings that change what is computed differ: {', '.join(differences)}"
+    return "other_weights", (
+        f"the weights differ ({called}), though both have one architecture: one may be a fine-tune or another "
+        "revision; give both the same checkpoint"
+    )
+
+
+def _tell_values(one: object, other: object, names: tuple[str, str]) -> str:
+    """Describe which set-up has which value."""
+    return f"{_quote(one)} of {names[0]}, {_quote(other)} of {names[1]}"
+
+
+def _quote(value: object) -> str:
+    return "nothing" if value in (None, "") else f"{value!r}" if isinstance(value, str) else str(value)
+
+
+def compare_prompts(
+    first: Sequence[int], second: Sequence[int], decode: Callable[[Sequence[int]], str] | None = None
+) -> Verdict:
+    """Find where two prompts diverge.
+
+    Args:
+        first: the tokens of one prompt.
+        second: the tokens of the other, which should have shared the first one's blocks.
+        decode: tokens -> text, special ones too; None: there is no tokenizer.
+    """
+    token = count_common(first, second)
+    if token == len(first) == len(second):
+        return Verdict("same_prompt", f"both prompts have the same {token} tokens", {"token": token})
+    if token == min(len(first), len(second)):
+        shorter, longer = ("first", "second") if token == len(first) else ("second", "first")
+        text = (
+            f"the {longer} prompt continues after all {token} tokens of the {shorter}: full blocks of those are shared"
+        )
+        return Verdict("continues", text, {"token": token})
+    if decode is None:
+        kind, was, now = "other token", str(first[token]), str(second[token])
+    else:
+        begin, end = max(0, token - _TOKENS_BEFORE), token + _TOKENS_BEHIND
+        kind, was, now = compare_texts(decode(first[begin:end]), decode(second[begin:end]))
+        was, now = _shorten(was), _shorten(now)
+    text = f"the prompts diverge at token {token} ({kind}: {was!r} became {now!r}); blocks with it or after it differ"
+    return Verdict("diverges", text, {"token": token, "kind": kind, "first": was, "second": now})
+
+
+def count_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many leading tokens two prompts have in common."""
+    length = min(len(first), len(second))
+    differs = np.asarray(first[:length]) != np.asarray(second[:length])
+    return int(differs.argmax()) if differs.any() else length
+
+
+def compare_texts(first: str, second: str) -> tuple[str, str, str]:
+    """Return the kind of the first difference of two texts, and the words there in each."""
+    place = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:  # tokens may differ where texts are equal
+        return "other tokens of the same text", "", ""
+    for kind, pattern in _PATTERNS.items():
+        was, now = _match_at(pattern, first, place), _match_at(pattern, second, place)
+        if was and now:
+            return kind, was, now
+    was, now = _match_at(_WORD_OR_SPACE, first, place), _match_at(_WORD_OR_SPACE, second, place)
+    if "".join(first[place:].split())[:_SAME_AGAIN] == "".join(second[place:].split())[:_SAME_AGAIN]:
+        return "white space", was, now
+    if first[place:].casefold()[:_SAME_AGAIN] == second[place:].casefold()[:_SAME_AGAIN]:
+        return "upper and lower case", was, now
+    return OTHER_TEXT, was, now
+
+
+def _match_at(pattern: re.Pattern[str], text: str, place: int) -> str:
+    """Return the longest match of the pattern around ``place``; empty: none."""
+    found = (match[0] for match in pattern.finditer(text) if match.start() <= place < match.end() + 1)
+    return max(found, key=len, default="")
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
