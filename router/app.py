@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from router.access import Admission, Auth, Limits, SharedAdmission, find_route
+from router.access import Admission, AdmissionClient, Auth, Limits, find_route
 from router.fleet import (
     ORDERS,
     Discovery,
@@ -67,7 +67,7 @@ from router.serving import (
     read_asked_ids,
 )
 from router.settings import RouterSettings, find_trace_receiver, read_authorities
-from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
+from router.sharing import FleetSync, Link, LoadSync, PrefixSync
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, InstancesNeeded, RouterMetrics, open_tracer
 
 __all__ = ["RouterApp"]
@@ -103,7 +103,7 @@ _UNSALTED = {
 class RouterApp:
     """The complete router as one ASGI application, built from its settings."""
 
-    def __init__(self, settings: RouterSettings, link: Link = NO_LINK) -> None:
+    def __init__(self, settings: RouterSettings, link: Link | None = None) -> None:
         """
         Args:
             link: connection to the router's other processes, if there are several.
@@ -112,7 +112,7 @@ class RouterApp:
             SettingsError: a file named in the settings cannot be used.
         """
         self.settings = settings
-        self.link = link
+        self.link = link = link or Link()
         self.registry = Registry(settings.splitwise)
         if settings.cache_salt_per_key and link.is_first:
             self.registry.events.arrivals.subscribe(_warn_of_shared_cache)
@@ -126,7 +126,7 @@ class RouterApp:
         admission = Admission(settings, self.auth.token_rates)
         self.admission: Limits = admission
         if admission.is_limited and not link.is_alone:
-            self.admission = SharedAdmission(link.wait_for_entry, link.report_end)
+            self.admission = AdmissionClient(link.wait_for_entry, link.report_end)
         self.audit = Audit(settings)
         ca_file = settings.instance_ca_file
         self.upstream = ConnectionPool(read_authorities(ca_file, "manager.instance-ca-file") if ca_file else None)
@@ -280,7 +280,7 @@ def _warn_of_shared_cache(instance: Instance) -> None:
 def _control_plane(router: RouterApp) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        if router.auth.danger and router.link.is_first and not router.link.is_late:
+        if router.auth.danger and router.link.is_first and not router.link.is_replacement:
             _log.warning("%s", router.auth.danger)
         work = [
             *(router.health.awake.keep_ticking(), router.health.keep_probing()),
@@ -288,7 +288,7 @@ def _control_plane(router: RouterApp) -> FastAPI:
             *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling(), router.need.keep_sampling()),
             router.auth.keep_current(is_logged=router.link.is_first),
         ]
-        if router.link.is_late:
+        if router.link.is_replacement:
             await router.prefix_sync.take_over()
         elif router.snapshot:
             router.snapshot.restore(time.monotonic())

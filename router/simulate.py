@@ -39,7 +39,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from router.fleet import Registration, Registry, Role
 from router.policies import POLICIES, Decision, Outcome, Policy, PolicyOptions, RequestFeatures
 from router.settings import FlagParser, SettingsError
-from router.sharing import NO_LINK, Link, LoadSync, PrefixSync, WorkerLink
+from router.sharing import Link, LoadSync, PrefixSync
 
 __all__ = ["Arrival", "BadInput", "Cluster", "Division", "Report", "main", "read_trace", "replay", "spread_arrivals"]
 
@@ -189,20 +189,21 @@ class _Jumps(selectors.DefaultSelector):
         return []
 
 
-class _SlowLink(WorkerLink):
+class _SlowLink(Link):
     """A link with a message delay."""
 
     def __init__(self, name: str, division: Division) -> None:
-        super().__init__(name, is_first=False, is_late=False)
+        super().__init__(name)
+        self.is_alone = False
         self.others: list[_SlowLink] = []
         self._seconds = {"load": division.propagation, "chains": division.prefix_propagation}
 
-    def tell_supervisor(self, *message: Any) -> None:
+    def send_message(self, *message: Any) -> None:
         """Deliver events directly to the others; there are only two topics here."""
-        kind, topic, content = message
+        topic = message[2]
         loop = asyncio.get_running_loop()
         for other in self.others:
-            loop.call_later(self._seconds[topic], other.on_message, [kind, self.name, topic, content])
+            loop.call_later(self._seconds[topic], other.on_message, [*message])
 
 
 class _Router:
@@ -269,7 +270,7 @@ class _Replay:
             link.others = [other for other in links if other is not link]
         self._routers = [
             _Router(make_policy(PolicyOptions(), self._timeline.time), link, self._instances)
-            for link in (links if division.routers > 1 else [NO_LINK])
+            for link in (links if division.routers > 1 else [Link()])
         ]
 
     def play_all(self, arrivals: Sequence[Arrival]) -> None:

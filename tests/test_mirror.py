@@ -35,12 +35,10 @@ TESTED_IN = {
     # Several processes, from outside: how they start, are told, die and are replaced.
     "router/launch/__main__.py": "tests/router/test_launch.py",
     "router/launch/logs.py": "tests/router/test_launch.py",
-    "router/launch/nursery.py": "tests/router/sharing/test_supervisor.py",
+    "router/launch/forkserver_preload.py": "tests/router/sharing/test_supervisor.py",
     "router/launch/program.py": "tests/router/test_launch.py",
     "router/launch/server.py": "tests/router/test_launch.py",
     "router/launch/worker.py": "tests/router/sharing/test_supervisor.py",
-    "router/sharing/hub.py": "tests/router/sharing/test_link.py",
-    "router/sharing/wire.py": "tests/router/sharing/test_link.py",
     "router/sharing/prefix_sync.py": "tests/router/sharing/test_fleet_sync.py",
     "router/telemetry/merge.py": "tests/router/telemetry/test_metrics.py",
     # The dashboard's page, in a browser; a look at everything that it shows.

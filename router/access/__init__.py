@@ -8,7 +8,7 @@ token_rate.py   TokenRates: tokens per second of each client
 cache_salt.py   CacheSalts: a cache_salt for each client
 """
 
-from router.access.admission import Admission, Limits, SharedAdmission
+from router.access.admission import Admission, AdmissionClient, Limits
 from router.access.auth import Auth
 from router.access.cache_salt import CacheSalts
 from router.access.routes import FORWARDED, ROUTES, Access, Route, find_route
@@ -18,10 +18,10 @@ __all__ = [
     "ROUTES",
     "Access",
     "Admission",
+    "AdmissionClient",
     "Auth",
     "CacheSalts",
     "Limits",
     "Route",
-    "SharedAdmission",
     "find_route",
 ]

@@ -7,7 +7,7 @@ replaces the last request of the client with the most requests in the queue, pro
 total size of the bodies that wait in one process is bounded, too.
 
 Call ``leave`` for each request that was admitted (``try_enter`` returned True, or ``enter`` returned). All arguments
-are plain data, so that ``SharedAdmission`` can forward the calls to another process.
+are plain data, so that ``AdmissionClient`` can forward the calls to another process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from router.http import ApiError, Refused
 if TYPE_CHECKING:
     from router.settings import RouterSettings
 
-__all__ = ["Admission", "Limits", "SharedAdmission"]
+__all__ = ["Admission", "AdmissionClient", "Limits"]
 
 # The result of a waiting request's future: None when it is admitted, else the refusal.
 _Turn = asyncio.Future["Refused | None"]
@@ -248,7 +248,7 @@ class Admission:
         return Refused(ApiError(429, message, code), max(1, math.ceil(seconds)))
 
 
-class SharedAdmission:
+class AdmissionClient:
     """Forwards to the process that has the ``Admission`` of all workers, and counts the requests of this process."""
 
     is_limited = True
@@ -277,7 +277,7 @@ class SharedAdmission:
         self._report_end = report_end
 
     def __repr__(self) -> str:
-        return f"<SharedAdmission {self.running} running, {self.waiting} waiting>"
+        return f"<AdmissionClient {self.running} running, {self.waiting} waiting>"
 
     @property
     def waiting(self) -> int:
@@ -317,7 +317,7 @@ class SharedAdmission:
         self._report_end(client, tokens)
 
 
-Limits = Admission | SharedAdmission
+Limits = Admission | AdmissionClient
 
 
 def _explain_bytes(waiting: int, waiting_bytes: int, coming: int) -> str:

@@ -3,7 +3,7 @@
 program.py    main, fd_router: reads the settings, opens log and port, runs one process or several
 server.py     RouterServer: uvicorn with a shutdown that also ends the router's requests in progress
 worker.py     run_worker: one process of several
-nursery.py    preloaded into the process from which workers are forked
+forkserver_preload.py  loaded into the process from which workers are forked
 logs.py       open_log: the destination of the router's own log
 __main__.py   python -m router.launch
 """

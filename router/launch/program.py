@@ -20,7 +20,7 @@ from router.launch.logs import open_log
 from router.launch.server import RouterServer, list_graces, prepare_process
 from router.launch.worker import run_worker
 from router.settings import RouterSettings, SettingsError, load_settings
-from router.sharing import Supervisor, start_nursery
+from router.sharing import Supervisor, start_forkserver
 
 __all__ = ["fd_router", "main"]
 
@@ -85,7 +85,7 @@ def _run_workers(settings: RouterSettings, listener: socket.socket) -> None:
     """
     auth = Auth(settings)
     admission = Admission(settings, auth.token_rates)
-    start_nursery("router.launch.nursery")
+    start_forkserver("router.launch.forkserver_preload")
 
     async def run_supervisor() -> str:
         supervisor = Supervisor(settings, listener, run_worker, list_graces(settings), admission)

@@ -14,7 +14,7 @@ from router.app import RouterApp
 from router.launch.logs import open_log, send_log
 from router.launch.server import RouterServer, prepare_process
 from router.settings import SettingsError
-from router.sharing import WorkerLink, WorkerTask, receive_connections
+from router.sharing import Link, WorkerTask, receive_connections
 
 __all__ = ["run_worker"]
 
@@ -34,10 +34,10 @@ def run_worker(task: WorkerTask) -> None:
 
 
 async def _serve(task: WorkerTask) -> None:
-    link = WorkerLink(task.name, is_first=task.is_first, is_late=task.is_late, num_replaced=task.num_replaced)
+    link = Link(task.name, is_first=task.is_first, is_replacement=task.is_replacement, num_replaced=task.num_replaced)
     await link.connect(task.channel)
     if task.settings.log_output == "file":
-        send_log(link.send_log_line)
+        send_log(functools.partial(link.send_message, "log"))
     (handler,) = logging.getLogger().handlers
     if not task.is_first:  # a warning about the settings is the same in all workers: only the first logs it
         handler.setLevel(logging.ERROR)
@@ -45,7 +45,7 @@ async def _serve(task: WorkerTask) -> None:
         router = RouterApp(task.settings, link)
         server = RouterServer(router)
     except SettingsError as exc:
-        link.report_refusal(str(exc))
+        link.send_message("refuse", str(exc))
         return
     finally:
         handler.setLevel(logging.NOTSET)
@@ -58,7 +58,7 @@ async def _serve(task: WorkerTask) -> None:
     link.disconnect()
 
 
-async def _take_connections(channel: socket.socket, server: RouterServer, link: WorkerLink) -> None:
+async def _take_connections(channel: socket.socket, server: RouterServer, link: Link) -> None:
     """Serve the connections that arrive over ``channel``, and report their number, until cancelled."""
     loop = asyncio.get_running_loop()
     while not server.started:
@@ -79,10 +79,10 @@ async def _take_connections(channel: socket.socket, server: RouterServer, link: 
     make_protocol = server.make_protocol
     channel.setblocking(False)
     loop.add_reader(channel, take_waiting)
-    link.declare_ready()
+    link.send_message("ready")
     try:
         while not server.should_exit:
-            link.report_connections({"connections": len(server.server_state.connections), "taken": num_taken})
+            link.send_message("count", len(server.server_state.connections), num_taken)
             await asyncio.sleep(COUNT_SECONDS)
     finally:
         loop.remove_reader(channel)

@@ -1,4 +1,26 @@
-"""Hub: the supervisor's part of the communication. It forwards messages, and stores records for new workers."""
+"""Hub: the supervisor's part of the communication. It forwards messages, and stores records for new workers.
+
+The same messages pass over both transports: over the channels between supervisor and workers (``channels.py``), and
+over Redis between routers (``shared_state.py``). Peers are all processes that exchange them::
+
+    publish        sender, topic, content          an event
+    keep           key, record                     a record of an instance; see ``records.py``
+    gone           name                            a process has ended
+    ask            asker, number, topic, content   a question; a worker's has a fifth part: whether routers get it, too
+    answers        asker, number, name, answers    the answers of one peer to it
+
+Some concern workers and their supervisor only: ``ready``, ``refuse``, ``log``, ``count`` (``supervisor.py``),
+``state``, ``leave``, ``stop`` (``link.py``), and those about admission::
+
+    enter          number, client, priority, tokens     entered        number, refusal, client, tokens
+    leave_line     number                               leave          client, tokens
+
+And some concern routers only::
+
+    hello                                          a router has connected, and lacks the others' data
+    limits         router, running, charged        the usage of the limits at a router
+    want_prefixes  router, asker                   a router that starts requests the prefixes of another
+"""
 
 from __future__ import annotations
 
@@ -8,177 +30,126 @@ import reprlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from router.sharing.gate import Gate
-from router.sharing.kept_figures import KeptFigures
+from router.sharing.admission_server import AdmissionServer
+from router.sharing.channels import MessageChannel
 from router.sharing.link import ANSWER_SECONDS
 from router.sharing.records import STALE_SECONDS, merge_records, read_versions
-from router.sharing.wire import Wire
+from router.sharing.shared_state import SharedState
 
-__all__ = ["Hub", "Uplink"]
+__all__ = ["Hub", "RetiredCounters"]
 
 _log = logging.getLogger("router.sharing.hub")
 
-# The number of a query from a router; workers never use it.
-_FOR_ROUTER = 0
+# Number of a question that the hub itself asks its workers; workers never use it.
+_OWN_QUESTION = 0
 
-
-class Uplink(Protocol):
-    """The connection to the other routers."""
-
-    name: str
-
-    def list_routers(self) -> list[str]:
-        """Return the names of the other routers."""
-
-    def send_to_routers(self, *message: Any) -> None:
-        """Send a message to all of them."""
-
-    def send_prefixes(self, router: str, answers: list[dict[str, Any]]) -> None:
-        """Send a router the prefixes that it has requested."""
-
-    async def fetch_prefixes(self) -> dict[str, Any]:
-        """Return the prefixes that the other routers know."""
+_Figures = Sequence[Any]
 
 
 class Hub:
-    """Workers by name, and the messages between them."""
+    """Workers by name, the other routers, and the messages between them."""
 
-    def __init__(
-        self, on_count: Callable[[str, dict[str, int]], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, name: str = "router", clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            on_count: called with a worker's name and its load.
+            name: name of this router for the others.
             clock: monotonic clock in seconds; records without renewal are dropped by it.
         """
-        self.uplink: Uplink | None = None
+        self.name = name
+        self.routers: SharedState | None = None
         """The connection to the other routers, if there are any."""
-        self.gate: Gate | None = None
+        self.admission: AdmissionServer | None = None
         """Admits requests, if there are limits."""
-        self._on_count = on_count
-        self._workers: dict[str, Wire] = {}
+        self._workers: dict[str, MessageChannel] = {}
         self._clock = clock
         self._records: dict[str, dict[str, Any]] = {}  # for each key the latest registration and the latest commands
         self._renewed_at: dict[str, float] = {}
         self._trouble = ""
-        self._figures = KeptFigures()
+        self._counters = RetiredCounters()
         self._questions: dict[tuple[str, int], _Question] = {}
 
     def __repr__(self) -> str:
         return f"<Hub {list(self._workers)} {len(self._records)} records>"
 
-    def add_worker(self, name: str, wire: Wire) -> None:
+    def add_worker(self, name: str, channel: MessageChannel) -> None:
         """Add a worker that has started, and send it the records."""
-        self._workers[name] = wire
+        self._workers[name] = channel
         for key, record in self.list_records().items():
-            wire.send_message("keep", key, record)
-        wire.send_message("state", self._trouble)
+            channel.send_message("keep", key, record)
+        channel.send_message("state", self._trouble)
 
     def forget_worker(self, name: str) -> None:
         """Remove a worker that is gone."""
         if self._workers.pop(name, None) is None:
             return
-        self.announce_departure(name)
-        self._figures.remove_worker(name)
-        if self.gate is not None:
-            self.gate.remove_worker(name)
-        if self.uplink is not None:
-            self.uplink.send_to_routers("gone", name)
+        self._forward(name, "gone", name)
+        self._counters.remove_worker(name)
+        if self.admission is not None:
+            self.admission.remove_worker(name)
         for key, question in list(self._questions.items()):
             if name in question.waiting_for:
-                self._note_answer(key, name, [])
-
-    def announce_leave(self) -> None:
-        """Notify all workers that the router ends soon, and that load balancers should stop using it."""
-        self._send_to_workers("leave")
-
-    def stop_workers(self, grace: float) -> None:
-        """Make all workers end within ``grace`` seconds."""
-        self._send_to_workers("stop", grace)
+                self._note_answers(key, name, [])
 
     def list_workers(self) -> list[str]:
         """Return the names of this router's workers."""
         return list(self._workers)
 
-    def announce_state(self, trouble: str) -> None:
-        """Send all workers the state of the connection to the other routers: ``""`` if it works."""
-        self._trouble = trouble
-        self._send_to_workers("state", trouble)
+    def send_to_workers(self, *message: Any) -> None:
+        """Send a message to all workers."""
+        self._forward("", *message)
 
-    def announce_departure(self, name: str) -> None:
-        """Notify all workers that a process is gone, one of this router or of another."""
-        self._send_to_workers("gone", name)
+    def on_message(self, source: str, message: list[Any]) -> None:
+        """Handle a message.
 
-    def on_message(self, sender: str, message: list[Any]) -> None:
-        """Handle a message from a worker."""
-        kind, *rest = message
-        match kind, rest:
-            case "publish", [topic, content]:
-                self._send_to_workers("publish", sender, topic, content, but=sender)
-                self._send_up("publish", sender, topic, content)
-            case "keep", [str(key), record]:
-                self._on_record(sender, key, record)
-            case "count", [figures]:
-                self._on_count(sender, figures)
-            case "enter", [number, client, priority, tokens] if self.gate is not None:
-                answer = partial(self._answer_entry, sender, number, client, tokens)
-                self.gate.admit_request(sender, number, client, priority, tokens, answer)
-            case "leave_line", [number] if self.gate is not None:
-                self.gate.leave_line(sender, number)
-            case "leave", [client, tokens] if self.gate is not None:
-                self.gate.release_request(sender, client, tokens)
-            case "ask", [number, "figures", figures, _]:
-                self._figures.note_figures(sender, figures)
-                workers = [name for name in self._workers if name != sender]
-                self._put_question(
-                    (sender, number), "figures", None, workers, [], partial(self._send_figures, sender, number)
-                )
-            case "ask", [number, topic, content, everywhere]:
-                workers = [name for name in self._workers if name != sender]
-                routers = self.uplink.list_routers() if everywhere and self.uplink is not None else []
-                deliver = partial(self._send_to_worker, sender, "answers", number)
-                self._put_question((sender, number), topic, content, workers, routers, deliver)
-            case "answer", [asker, number, content]:
-                self._note_answer((asker, number), sender, [] if content is None else [content])
+        Args:
+            source: the worker that sent it; ``""`` if it came from another router or is about one.
+        """
+        match message:
+            case ["publish", _, _, _] | ["gone", _]:
+                self._forward(source, *message)
+            case ["keep", str(key), record]:
+                self._on_record(source, key, record)
+            case ["ask", asker, number, "figures", figures, *_]:
+                self._counters.note_figures(asker, figures)
+                self._ask((asker, number), "figures", None, self.list_workers(), (), self._send_figures)
+            case ["ask", asker, number, topic, content, *everywhere]:
+                routers = self.routers.list_routers() if any(everywhere) and self.routers is not None else ()
+                deliver = partial(self._send_answers, source)
+                self._ask((asker, number), topic, content, self.list_workers(), routers, deliver)
+            case ["answers", asker, number, name, answers]:
+                self._note_answers((asker, number), name, answers)
+            case ["state", trouble]:
+                self._trouble = trouble
+                self.send_to_workers("state", trouble)
+            case ["want_prefixes", router, asker]:
+                if router == self.name:  # one worker is enough, because all have the same prefixes
+                    self._ask(
+                        (asker, _OWN_QUESTION), "prefixes", None, self.list_workers()[:1], (), self._send_prefixes
+                    )
+            case ["enter", number, client, priority, tokens] if self.admission is not None:
+                answer = partial(self._send_to_worker, source, "entered", number)
+                self.admission.admit_request(source, number, client, priority, tokens, answer)
+            case ["leave_line", number] if self.admission is not None:
+                self.admission.leave_line(source, number)
+            case ["leave", client, tokens] if self.admission is not None:
+                self.admission.release_request(source, client, tokens)
+            case ["limits", router, running, charged]:
+                if self.admission is not None:
+                    self.admission.note_elsewhere(router, running, charged)
+            case ["hello"]:
+                if self.admission is not None:
+                    self.admission.tell_all()
             case _:
-                _log.error("worker %s sent a message that is none: %s", sender, reprlib.repr(message))
-
-    def on_distant_message(self, message: list[Any]) -> None:
-        """Handle a message from another router."""
-        kind, *rest = message
-        match kind, rest:
-            case "publish", [sender, topic, content]:
-                self._send_to_workers("publish", sender, topic, content)
-            case "keep", [str(key), record]:
-                if (kept := self._keep_record(key, record)) is not None:
-                    self._send_to_workers("keep", key, kept)
-            case "hello", []:
-                self.tell_all_limits()
-            case "gone", [name]:
-                self.announce_departure(name)
-            case "limits", [router, running, charged]:
-                if self.gate is not None:
-                    self.gate.note_elsewhere(router, running, charged)
-            case "ask", [sender, number, topic, content] if self.uplink is not None:
-                deliver = partial(self.uplink.send_to_routers, "answers", sender, number, self.uplink.name)
-                self._put_question((sender, number), topic, content, list(self._workers), [], deliver)
-            case "want_prefixes", [router, asker] if self.uplink is not None:
-                if router == self.uplink.name:  # one worker is enough, because all have the same prefixes
-                    deliver = partial(self.uplink.send_prefixes, asker)
-                    self._put_question((asker, _FOR_ROUTER), "prefixes", None, list(self._workers)[:1], [], deliver)
-            case "answers", [asker, number, router, answers]:
-                self._note_answer((asker, number), router, answers)
-            case _:
-                _log.error("another router sent a message that is none: %s", reprlib.repr(message))
+                sender = f"worker {source}" if source else "another router"
+                _log.error("%s sent a message that is none: %s", sender, reprlib.repr(message))
 
     async def share_prefixes(self, prefixes: dict[str, Any]) -> None:
         """Send all workers the prefixes from another router, and wait until they have them."""
         done = asyncio.Event()
-        self._send_to_workers("publish", "", "prefixes", prefixes)
-        key = (self.uplink.name if self.uplink is not None else "", _FOR_ROUTER)
-        self._put_question(key, "heard", None, list(self._workers), [], lambda _: done.set())
+        self.send_to_workers("publish", "", "prefixes", prefixes)
+        self._ask((self.name, _OWN_QUESTION), "heard", None, self.list_workers(), (), lambda *_: done.set())
         await done.wait()
 
     def list_records(self) -> dict[str, dict[str, Any]]:
@@ -188,28 +159,19 @@ class Hub:
             del self._records[key], self._renewed_at[key]
         return self._records
 
-    def tell_all_limits(self) -> None:
-        """Send the other routers the usage of the limits here, because one of them does not know it yet."""
-        if self.gate is not None:
-            self.gate.tell_all()
-
-    def tell_limits(self, running: dict[str, int], charged: dict[str, int]) -> None:
+    def send_limits(self, running: dict[str, int], charged: dict[str, int]) -> None:
         """Send the other routers the usage of the limits here."""
-        if self.uplink is not None:
-            self.uplink.send_to_routers("limits", self.uplink.name, running, charged)
+        if self.routers is not None:
+            self.routers.send_message("limits", self.name, running, charged)
 
-    def _answer_entry(self, worker: str, number: int, client: str, tokens: int, refusal: list[Any] | None) -> None:
-        self._send_to_worker(worker, "entered", number, refusal, client, tokens)
-
-    def _on_record(self, sender: str, key: str, record: Any) -> None:
-        """Forward a worker's record, merged with the stored one; also to the worker itself if that had older parts."""
+    def _on_record(self, source: str, key: str, record: Any) -> None:
+        """Forward a record, merged with the stored one; also to the worker that sent it, if that had older parts."""
         kept = self._keep_record(key, record)
         if kept is not None:
-            self._send_to_workers("keep", key, kept, but=sender)
-            self._send_up("keep", key, kept)
+            self._forward(source, "keep", key, kept)
         known = self._records.get(key)
         if known is not None and (kept is None or read_versions(kept) != read_versions(record)):
-            self._send_to_worker(sender, "keep", key, known)
+            self._send_to_worker(source, "keep", key, known)
 
     def _keep_record(self, key: str, record: Any) -> dict[str, Any] | None:
         """Store the later parts of a record and of the stored one.
@@ -231,70 +193,117 @@ class Hub:
         self._renewed_at[key] = self._clock()
         return kept
 
-    def _put_question(
+    def _ask(
         self,
         key: tuple[str, int],
         topic: str,
         content: Any,
         workers: Sequence[str],
         routers: Sequence[str],
-        deliver: Callable[[list[Any]], None],
+        deliver: Callable[[str, int, list[Any]], None],
     ) -> None:
-        """Send a query to these workers and other routers.
+        """Send a question to these workers, except the asker, and to these routers.
 
         Args:
-            key: the querying process, and its own number for the query.
-            deliver: called with the answers, once all have arrived or the time is over.
+            key: the asker, and its own number for the question.
+            deliver: called with the key and the answers, once all have arrived or the time is over.
         """
         timer = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._close_question, key)
-        self._questions[key] = _Question({*workers, *routers}, timer, deliver)
-        for name in workers:
+        asked = [name for name in workers if name != key[0]]
+        self._questions[key] = _Question({*asked, *routers}, timer, deliver)
+        for name in asked:
             self._workers[name].send_message("ask", *key, topic, content)
-        if routers:
-            self._send_up("ask", *key, topic, content)
-        if not workers and not routers:
+        if routers and self.routers is not None:
+            self.routers.send_message("ask", *key, topic, content)
+        if not asked and not routers:
             self._close_question(key)
 
-    def _note_answer(self, key: tuple[str, int], sender: str, answers: list[Any]) -> None:
+    def _note_answers(self, key: tuple[str, int], name: str, answers: list[Any]) -> None:
         question = self._questions.get(key)
-        if question is None or sender not in question.waiting_for:
+        if question is None or name not in question.waiting_for:
             return
-        question.waiting_for.remove(sender)
+        question.waiting_for.remove(name)
         question.answers += answers
         if not question.waiting_for:
             self._close_question(key)
 
     def _close_question(self, key: tuple[str, int]) -> None:
         question = self._questions.pop(key, None)
-        if question is None:
-            return
-        question.timer.cancel()
-        question.deliver(question.answers)
+        if question is not None:
+            question.timer.cancel()
+            question.deliver(*key, question.answers)
+
+    def _send_answers(self, source: str, asker: str, number: int, answers: list[Any]) -> None:
+        """Send answers to the worker that asked, or to the router where one did."""
+        message = ("answers", asker, number, self.name, answers)
+        if source:
+            self._send_to_worker(source, *message)
+        elif self.routers is not None:
+            self.routers.send_message(*message)
 
     def _send_figures(self, asker: str, number: int, answers: list[Any]) -> None:
         """Send a worker the metrics of all others; for those that have not answered in time, the last ones."""
         for name, figures in answers:
-            self._figures.note_figures(name, figures)
-        self._send_to_worker(asker, "answers", number, self._figures.list_others(asker))
+            self._counters.note_figures(name, figures)
+        self._send_answers(asker, asker, number, self._counters.list_others(asker))
+
+    def _send_prefixes(self, asker: str, _: int, answers: list[Any]) -> None:
+        if self.routers is not None:
+            self.routers.send_prefixes(asker, answers)
 
     def _send_to_worker(self, name: str, *message: Any) -> None:
         if name in self._workers:
             self._workers[name].send_message(*message)
 
-    def _send_to_workers(self, *message: Any, but: str = "") -> None:
-        for name, wire in self._workers.items():
-            if name != but:
-                wire.send_message(*message)
+    def _forward(self, source: str, *message: Any) -> None:
+        """Send a message to all workers except ``source``; if a worker sent it, to the other routers, too."""
+        for name, channel in self._workers.items():
+            if name != source:
+                channel.send_message(*message)
+        if source and self.routers is not None:
+            self.routers.send_message(*message)
 
-    def _send_up(self, *message: Any) -> None:
-        if self.uplink is not None:
-            self.uplink.send_to_routers(*message)
+
+class RetiredCounters:
+    """Last metrics of live workers, plus counters of dead ones: the router's sums never decrease.
+
+    Prometheus regards a decreasing counter as restarted, and would add its whole value again.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, _Figures] = {}
+        self._gone: _Figures = []
+
+    def __repr__(self) -> str:
+        return f"<RetiredCounters of {list(self._last)} and those gone>"
+
+    def note_figures(self, worker: str, figures: _Figures) -> None:
+        """Store a worker's metrics."""
+        self._last[worker] = figures
+
+    def remove_worker(self, worker: str) -> None:
+        """Remove a worker that is gone; its last known counters stay."""
+        figures = self._last.pop(worker, None)
+        if figures is not None:
+            from router.telemetry import add_counts  # not needed while no worker dies
+
+            self._gone = add_counts(self._gone, figures)
+
+    def list_others(self, asker: str) -> list[_Figures]:
+        """Return the metrics of all workers except ``asker``, including those that are gone."""
+        others = [figures for worker, figures in self._last.items() if worker != asker]
+        return [*others, self._gone] if self._gone else others
 
 
 class _Question:
-    """A query that some workers have not answered yet."""
+    """A question that some peers have not answered yet."""
 
-    def __init__(self, waiting_for: set[str], timer: asyncio.TimerHandle, deliver: Callable[[list[Any]], None]) -> None:
+    def __init__(
+        self,
+        waiting_for: set[str],
+        timer: asyncio.TimerHandle,
+        deliver: Callable[[str, int, list[Any]], None],
+    ) -> None:
         self.waiting_for = waiting_for
         self.timer = timer
         self.deliver = deliver

@@ -20,13 +20,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from router.settings import ROUTER_GONE_SECONDS, SettingsError
+from router.sharing.channels import pack, unpack
 from router.sharing.records import STALE_SECONDS
-from router.sharing.wire import pack, unpack
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
-
-    from router.sharing.hub import Hub
 
 __all__ = ["SharedState"]
 
@@ -62,19 +60,28 @@ _PATH = re.compile(r"rediss?://[^/?#]*/([^?#]+)")
 class SharedState:
     """One router's connection to the others."""
 
-    def __init__(self, url: str, name: str, hub: Hub, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        on_message: Callable[[list[Any]], None],
+        list_records: Callable[[], dict[str, dict[str, Any]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """
         Args:
             url: for example ``redis://host:6379/0``.
             name: name of this router for the others.
-            hub: receives the others' messages.
+            on_message: called with the other routers' messages, and with those about the connection to them.
+            list_records: returns this router's records by key.
             clock: monotonic clock in seconds, to detect silent routers.
 
         Raises:
             SettingsError: ``url`` is invalid, or redis-py is not installed.
         """
         self.name = name
-        self._hub = hub
+        self._on_message = on_message
+        self._list_records = list_records
         self._clock = clock
         self._redis = _make_client(url)
         fleet = f"kvrouter:{FORM}:{self._redis.connection_pool.connection_kwargs.get('db') or 0}"
@@ -96,7 +103,7 @@ class SharedState:
     def __repr__(self) -> str:
         return f"<SharedState with {list(self._heard_at)}>"
 
-    def send_to_routers(self, *message: Any) -> None:
+    def send_message(self, *message: Any) -> None:
         """Send a message to all other routers soon."""
         self._waiting.append(message)
         self._has_waiting.set()
@@ -123,7 +130,7 @@ class SharedState:
             while not self._heard_at and self._clock() < give_up_at:
                 await asyncio.sleep(SILENCE_SECONDS)
             for router in self.list_routers()[:MAX_ASKED]:
-                self.send_to_routers("want_prefixes", router, self.name)
+                self.send_message("want_prefixes", router, self.name)
                 found: Any = await self._redis.blpop([self._prefixes + self.name], timeout=PREFIXES_SECONDS)
                 prefixes: dict[str, Any] = unpack(found[1]) if found else {}
                 if any(num_chunks for num_chunks, _ in prefixes.values()):
@@ -161,8 +168,6 @@ class SharedState:
         connecting.cancel()
         await asyncio.wait([connecting], timeout=CLOSE_SECONDS)
         if self._is_up:
-            for name in self._hub.list_workers():
-                self.send_to_routers("gone", name)
             try:
                 await self._send_batch()
             except (RedisError, OSError) as exc:
@@ -192,8 +197,8 @@ class SharedState:
             await self._exchange_records()
             self._heard_self_at = self._clock()
             self._set_trouble("")
-            self.send_to_routers("hello")  # a new router and the others do not have each other's data yet
-            self._hub.tell_all_limits()
+            self.send_message("hello")  # a new router and the others do not have each other's data yet
+            self._on_message(["hello"])
             sending = asyncio.ensure_future(self._keep_sending())
             try:
                 while not sending.done() and not self._is_closing:
@@ -223,11 +228,11 @@ class SharedState:
             except ValueError as exc:
                 _log.error("the record of %r in the shared state is left aside: %s", member[:100], exc)
             else:
-                self._hub.on_distant_message(["keep", key, known[key]])
+                self._on_message(["keep", key, known[key]])
         self._void_charges()
-        for key, record in self._hub.list_records().items():
+        for key, record in self._list_records().items():
             if record != known.get(key):
-                self.send_to_routers("keep", key, record)
+                self.send_message("keep", key, record)
 
     def _void_charges(self) -> None:
         """Remove the tokens from waiting messages: charged late, or twice, they would delay clients without reason."""
@@ -288,7 +293,7 @@ class SharedState:
             self._processes.setdefault(sender, set()).add(message[1])
         elif message[0] == "gone":
             self._processes.get(sender, set()).discard(message[1])
-        self._hub.on_distant_message(message)
+        self._on_message(message)
 
     def _check_silence(self) -> None:
         """Detect routers that are gone.
@@ -307,8 +312,8 @@ class SharedState:
         del self._heard_at[router]
         # Its own name, too, because it may have died before any of its processes was known.
         for name in (*self._processes.pop(router, ()), router):
-            self._hub.announce_departure(name)
-        self._hub.on_distant_message(["limits", router, {}, {}])
+            self._on_message(["gone", name])
+        self._on_message(["limits", router, {}, {}])
 
     def _set_trouble(self, trouble: str) -> None:
         self._was_tried.set()
@@ -321,7 +326,7 @@ class SharedState:
                 self._forget_router(router)
         else:
             _log.info("the shared state is there")
-        self._hub.announce_state(trouble)
+        self._on_message(["state", trouble])
 
 
 def _can_be_sent(message: tuple[Any, ...]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import multiprocessing
 import secrets
@@ -20,18 +21,17 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.fleet import AwakeClock
-from router.sharing.gate import Gate
-from router.sharing.hand_over import send_connection
-from router.sharing.hub import Hub, Uplink
+from router.sharing.admission_server import AdmissionServer
+from router.sharing.channels import MessageChannel, open_channel, send_connection
+from router.sharing.hub import Hub
 from router.sharing.shared_state import SharedState
 from router.sharing.silence import Silence
-from router.sharing.wire import Wire, open_wire
 
 if TYPE_CHECKING:
     from router.access import Admission
     from router.settings import RouterSettings
 
-__all__ = ["LEAVING", "Supervisor", "WorkerTask", "start_nursery"]
+__all__ = ["LEAVING", "Supervisor", "WorkerTask", "start_forkserver"]
 
 _log = logging.getLogger("router.sharing.supervisor")
 
@@ -60,16 +60,16 @@ class WorkerTask(NamedTuple):
     settings: RouterSettings
     name: str
     is_first: bool
-    is_late: bool
+    is_replacement: bool
     num_replaced: int
     """How many workers have replaced one that died, including this one."""
     channel: socket.socket
-    """Its end of the wire to the supervisor."""
+    """Its end of the channel to the supervisor."""
     connections: socket.socket
     """Receives clients' connections."""
 
 
-def start_nursery(module: str) -> None:
+def start_forkserver(module: str) -> None:
     """Start the process from which workers are forked, in parallel with this one, with ``module`` preloaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
@@ -103,9 +103,9 @@ class Supervisor:
         self._workers: dict[str, _Worker] = {}
         self._waiting: socket.socket | None = None
         self._clock = AwakeClock()
-        self._hub = Hub(self._on_count)
+        self._hub = Hub(self._prefix)
         if admission.is_limited:
-            self._hub.gate = Gate(admission, self._hub.tell_limits)
+            self._hub.admission = AdmissionServer(admission, self._hub.send_limits)
         self._pause = FIRST_PAUSE_SECONDS
         self._num_started = 0
         self._was_ready = asyncio.Event()
@@ -135,15 +135,16 @@ class Supervisor:
         ticking = asyncio.ensure_future(self._clock.keep_ticking())
         shared_state, sharing = None, None
         if self._settings.shared_state:
-            self._hub.uplink = shared_state = SharedState(
-                self._settings.shared_state, self._prefix, self._hub, self._clock.now
+            on_message = functools.partial(self._hub.on_message, "")
+            self._hub.routers = shared_state = SharedState(
+                self._settings.shared_state, self._prefix, on_message, self._hub.list_records, self._clock.now
             )
             sharing = asyncio.ensure_future(shared_state.keep_connection())
         for each in self._graces:
             loop.add_signal_handler(each, self._on_signal, each)
         self._listener.setblocking(False)
         for place in range(self._settings.num_workers):
-            await self._start_worker(place, is_late=False)
+            await self._start_worker(place, is_replacement=False)
         ready = asyncio.ensure_future(self._announce_ready(on_ready, shared_state))
         while self._workers or self._starts:
             await asyncio.sleep(CHECK_SECONDS if not self._is_stopping else 0.02)
@@ -162,12 +163,12 @@ class Supervisor:
         on_ready()
         asyncio.get_running_loop().add_reader(self._listener, self._accept_connections)
 
-    async def _share_prefixes(self, uplink: Uplink) -> None:
+    async def _share_prefixes(self, routers: SharedState) -> None:
         """Send the workers the prefixes that the other routers know."""
-        if prefixes := await uplink.fetch_prefixes():
+        if prefixes := await routers.fetch_prefixes():
             await self._hub.share_prefixes(prefixes)
 
-    async def _start_worker(self, place: int, *, is_late: bool) -> None:
+    async def _start_worker(self, place: int, *, is_replacement: bool) -> None:
         self._num_started += 1
         num_replaced = max(0, self._num_started - self._settings.num_workers)
         # A name is never reused: messages about a dead worker must not apply to its successor.
@@ -179,41 +180,41 @@ class Supervisor:
                 ours.callback(mine.close)
                 theirs.callback(other.close)
                 mine.setblocking(False)
-            task = WorkerTask(self._settings, name, place == 0, is_late, num_replaced, their_channel, their_connections)
+            task = WorkerTask(
+                self._settings, name, place == 0, is_replacement, num_replaced, their_channel, their_connections
+            )
             process = self._context.Process(target=self._run_worker, args=(task,), daemon=True)
             process.start()
             ours.pop_all()  # they are closed with the worker
         worker = self._workers[name] = _Worker(name, place, process, connections, self._clock)
-        worker.wire = await open_wire(
+        worker.channel = await open_channel(
             channel, lambda message: self._on_message(worker, message), lambda: self._on_lost(worker)
         )
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, worker)
-        self._hub.add_worker(name, worker.wire)
+        self._hub.add_worker(name, worker.channel)
         if self._is_stopping:  # the others were notified while this one started
-            worker.wire.send_message("stop", max(0.0, self._kills_at - STOP_SECONDS - self._clock.now()))
+            worker.channel.send_message("stop", max(0.0, self._kills_at - STOP_SECONDS - self._clock.now()))
         elif self._stop is not None:
-            self._hub.announce_leave()
+            self._hub.send_to_workers("leave")
 
     def _on_message(self, worker: _Worker, message: list[Any]) -> None:
         match message:
             case ["ready"]:
                 worker.is_ready = True
                 worker.silence.note_word()
-                if self._was_ready.is_set() and len(self._workers) == 1 and self._hub.uplink is not None:
-                    self._sharing = asyncio.ensure_future(self._share_prefixes(self._hub.uplink))  # no other has them
+                if self._was_ready.is_set() and len(self._workers) == 1 and self._hub.routers is not None:
+                    self._sharing = asyncio.ensure_future(self._share_prefixes(self._hub.routers))  # no other has them
                 elif all(each.is_ready for each in self._workers.values()):
                     self._was_ready.set()
+            case ["count", int(connections), int(taken)]:
+                worker.silence.note_word()
+                worker.num_connections, worker.num_taken = connections, taken
             case ["log", level, logger, text]:
                 logging.getLogger(logger).log(level, "%s", text)
             case ["refuse", sentence]:
                 self._on_refusal(worker, sentence)
             case _:
                 self._hub.on_message(worker.name, message)
-
-    def _on_count(self, name: str, figures: dict[str, int]) -> None:
-        worker = self._workers[name]
-        worker.silence.note_word()
-        worker.num_connections, worker.num_taken = figures["connections"], figures["taken"]
 
     def _on_refusal(self, worker: _Worker, sentence: str) -> None:
         """Handle that a worker cannot start."""
@@ -224,7 +225,7 @@ class Supervisor:
             self._stop_workers(0.0)
 
     def _on_lost(self, worker: _Worker) -> None:
-        """Handle that a worker has closed its wire, as it does at its end; ``_on_death`` handles its death."""
+        """Handle that a worker has closed its channel, as it does at its end; ``_on_death`` handles its death."""
         worker.is_ready = False
 
     def _on_death(self, worker: _Worker) -> None:
@@ -252,7 +253,7 @@ class Supervisor:
             if self._is_stopping:
                 return
             try:
-                await self._start_worker(place, is_late=True)
+                await self._start_worker(place, is_replacement=True)
             except (OSError, EOFError) as exc:  # no memory, no file descriptors, or no fork server
                 _log.error("no worker can be started, which is tried again in %g s: %s", LAST_PAUSE_SECONDS, exc)
                 self._pause = LAST_PAUSE_SECONDS
@@ -286,7 +287,7 @@ class Supervisor:
             self._stop_workers(0.0)
         elif delay and sent is signal.SIGTERM:
             _log.info(LEAVING, delay)
-            self._hub.announce_leave()
+            self._hub.send_to_workers("leave")
             self._stop = asyncio.get_running_loop().call_later(delay, self._stop_workers, grace)
         else:
             self._stop_workers(grace)
@@ -302,7 +303,7 @@ class Supervisor:
             if self._waiting is not None:
                 self._waiting.close()
         self._kills_at = self._clock.now() + grace + STOP_SECONDS
-        self._hub.stop_workers(grace)
+        self._hub.send_to_workers("stop", grace)
 
     def _accept_connections(self) -> None:
         """Pass waiting connections to workers; while there is no worker, they wait in the listener's queue."""
@@ -348,7 +349,7 @@ class Supervisor:
 class _Worker:
     """One worker, as its supervisor sees it."""
 
-    wire: Wire
+    channel: MessageChannel
 
     def __init__(
         self, name: str, place: int, process: ForkServerProcess, connections: socket.socket, clock: AwakeClock
@@ -373,5 +374,5 @@ class _Worker:
 
     def close(self) -> None:
         """Close this end of all connections to it."""
-        self.wire.close()
+        self.channel.close()
         self.connections.close()

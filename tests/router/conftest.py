@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,8 @@ from router.app import RouterApp
 from router.http import ListenerContext
 from router.http.server import RouterProtocol
 from router.settings import RouterSettings, load_certificate
-from router.sharing import NO_LINK, Link
-from router.sharing.gate import Gate
+from router.sharing import Link
+from router.sharing.admission_server import AdmissionServer
 from tests.router.serving.fault_report import REPORTS, table
 from tests.router.sharing.links import LinkedHub, join_all
 from tests.router.stand_in import Behaviour, LoopThread, StandIn
@@ -32,7 +32,7 @@ __all__ = ["RouterUnderTest"]
 class RouterUnderTest:
     """The router's application served by uvicorn on a loopback port."""
 
-    def __init__(self, thread: LoopThread, settings: RouterSettings, link: Link = NO_LINK) -> None:
+    def __init__(self, thread: LoopThread, settings: RouterSettings, link: Link | None = None) -> None:
         self.app = RouterApp(settings, link)
         self.workers = [self]
         """This router's processes, if it stands for one of several."""
@@ -122,11 +122,11 @@ def make_router(thread: LoopThread) -> Iterator[Callable[..., RouterUnderTest]]:
         def start(*instances: StandIn, **settings: Any) -> RouterUnderTest:
             # Rounds of probes come only in the tests that are about them.
             made = RouterSettings(**{"health_check_interval_secs": 1000.0, **settings})
-            links: Sequence[Link] = [NO_LINK]
+            links = [Link()]
             if made.workers > 1:
                 linked = LinkedHub()
                 if (admission := Admission(made, Auth(made).token_rates)).is_limited:
-                    linked.hub.gate = Gate(admission, linked.hub.tell_limits)
+                    linked.hub.admission = AdmissionServer(admission, linked.hub.send_limits)
                 links = thread.run(join_all(linked, made.workers))
                 started.callback(lambda: thread.run(linked.close()))
             routers = [RouterUnderTest(thread, made, link) for link in links]

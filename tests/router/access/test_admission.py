@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.access.admission import Admission, SharedAdmission
+from router.access.admission import Admission, AdmissionClient
 from router.http.api_error import Refused
 from router.settings import RouterSettings
 
@@ -346,7 +346,7 @@ def test_a_request_that_is_let_in_runs_until_it_leaves_with_its_tokens() -> None
     async def let_in(*request: Any) -> None:
         asked.append(request)
 
-    admission = SharedAdmission(let_in, lambda *ended: asked.append(ended))
+    admission = AdmissionClient(let_in, lambda *ended: asked.append(ended))
     assert not admission.try_enter("c", 7)
     asyncio.run(admission.enter("c", 3, 7))
     assert (admission.running, admission.waiting) == (1, 0)
@@ -359,7 +359,7 @@ def test_a_refusal_of_the_other_process_is_raised_and_counted_here() -> None:
     async def refuse(*_: Any) -> list[Any]:
         return [429, "no more may wait", "queue_full", 4]
 
-    admission = SharedAdmission(refuse, lambda *_: None)
+    admission = AdmissionClient(refuse, lambda *_: None)
     with pytest.raises(Refused, match="no more may wait") as refused:
         asyncio.run(admission.enter("c"))
     assert (refused.value.error.status, refused.value.retry_after) == (429, 4)
@@ -369,7 +369,7 @@ def test_a_refusal_of_the_other_process_is_raised_and_counted_here() -> None:
 def test_requests_in_line_are_counted_by_priority_for_as_long_as_they_wait() -> None:
     async def work() -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        admission = SharedAdmission(lambda *_: asyncio.shield(turn), lambda *_: None)
+        admission = AdmissionClient(lambda *_: asyncio.shield(turn), lambda *_: None)
         entering = [asyncio.ensure_future(admission.enter("c", priority)) for priority in (0, 0, 5)]
         await asyncio.sleep(0)
         assert admission.waiting_by_priority == {0: 2, 5: 1}
@@ -383,13 +383,13 @@ def test_requests_in_line_are_counted_by_priority_for_as_long_as_they_wait() -> 
     asyncio.run(work())
 
 
-def make_shared(gate: Admission) -> SharedAdmission:
+def make_shared(gate: Admission) -> AdmissionClient:
     """A process that asks ``gate``, which is in another one."""
 
     async def ask(client: str, priority: int, tokens: int) -> None:
         await gate.enter(client, priority, tokens)
 
-    return SharedAdmission(ask, lambda client, tokens: gate.leave(client, tokens))
+    return AdmissionClient(ask, lambda client, tokens: gate.leave(client, tokens))
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

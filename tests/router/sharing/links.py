@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from router.sharing import WorkerLink
+from router.sharing import Link
+from router.sharing.channels import open_channel
 from router.sharing.hub import Hub
-from router.sharing.wire import open_wire
 
 __all__ = ["LinkedHub", "join_all", "make_record", "run_linked", "until"]
 
@@ -18,22 +18,22 @@ __all__ = ["LinkedHub", "join_all", "make_record", "run_linked", "until"]
 class LinkedHub:
     """A hub, and links to it."""
 
-    def __init__(self) -> None:
-        self.hub = Hub(lambda name, figures: None)
+    def __init__(self, name: str = "router") -> None:
+        self.hub = Hub(name)
         self._closings: list[Callable[[], None]] = []
 
-    async def join(self, name: str) -> WorkerLink:
+    async def join(self, name: str) -> Link:
         """A new worker's link."""
         ours, theirs = socket.socketpair()
-        link = WorkerLink(name, is_first=name == "0", is_late=False)
+        link = Link(name, is_first=name == "0")
 
         def on_message(message: list[Any]) -> None:
             self.hub.on_message(name, message)
 
-        wire = await open_wire(ours, on_message, lambda: self.hub.forget_worker(name))
-        self.hub.add_worker(name, wire)
+        channel = await open_channel(ours, on_message, lambda: self.hub.forget_worker(name))
+        self.hub.add_worker(name, channel)
         await link.connect(theirs)
-        self._closings += [wire.close, link.disconnect]
+        self._closings += [channel.close, link.disconnect]
         return link
 
     async def close(self) -> None:
@@ -56,7 +56,7 @@ def run_linked(work: Callable[[LinkedHub], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-async def join_all(linked: LinkedHub, count: int) -> list[WorkerLink]:
+async def join_all(linked: LinkedHub, count: int) -> list[Link]:
     """The links of ``count`` workers."""
     return [await linked.join(str(number)) for number in range(count)]
 

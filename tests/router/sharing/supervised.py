@@ -14,9 +14,8 @@ import msgpack
 
 from router.access import Admission
 from router.settings import RouterSettings
-from router.sharing.hand_over import receive_connections
+from router.sharing.channels import pack, receive_connections
 from router.sharing.supervisor import Supervisor, WorkerTask
-from router.sharing.wire import pack
 from tests.router.sharing.links import until
 
 __all__ = ["GRACES", "SetClock", "Supervised", "WorkerStandIn", "run_supervised"]
@@ -75,7 +74,7 @@ class WorkerStandIn:
         self.channel.sendall(pack(message))
 
     def count(self, connections: int, taken: int) -> None:
-        self.say("count", {"connections": connections, "taken": taken})
+        self.say("count", connections, taken)
 
     def hear(self, kind: str) -> list[list[Any]]:
         """The contents of all messages of this kind so far; a question is answered with nothing."""
@@ -87,7 +86,7 @@ class WorkerStandIn:
         for message in self._unpacker:
             self.messages.append(message)
             if message[0] == "ask":
-                self.say("answer", message[1], message[2], None)
+                self.say("answers", message[1], message[2], self.task.name, [])
         return [message[1:] for message in self.messages if message[0] == kind]
 
     def take(self) -> list[socket.socket]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from router.fleet import Instance, Snapshot
-from router.sharing import WorkerLink, fleet_sync
+from router.sharing import Link, fleet_sync
 from router.sharing.records import STALE_SECONDS
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn
@@ -397,7 +397,7 @@ def test_a_renewal_is_no_heartbeat_and_a_later_record_of_a_heartbeat_is(workers:
     ("version", "has_heartbeat", "is_removed"),
     [([100, "later"], False, True), ([100, "later"], True, False), ([0, ""], False, False)],
 )
-def test_a_removal_counts_if_it_is_later_and_the_instance_has_no_heartbeat(
+def test_a_removal_counts_if_it_is_replacementr_and_the_instance_has_no_heartbeat(
     workers: list[RouterUnderTest], version: list[Any], has_heartbeat: bool, is_removed: bool
 ) -> None:
     first, second = workers
@@ -432,7 +432,7 @@ def said_is(instance: Instance, change: str) -> bool:
 def test_the_log_has_each_change_once_though_each_process_sees_it(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(WorkerLink, "is_of_same_router", lambda link, name: True)
+    monkeypatch.setattr(Link, "is_of_same_router", lambda link, name: True)
     caplog.set_level("INFO", "router.fleet")
     instance = stand_in()
     first, second = make_router(instance, workers=2, health_failure_threshold=1, health_success_threshold=1).workers
@@ -457,7 +457,7 @@ def test_the_log_has_each_change_once_though_each_process_sees_it(
 async def leave(worker: RouterUnderTest) -> None:
     """Cut a process's link, as its death does."""
     link = worker.app.link
-    assert isinstance(link, WorkerLink)
+    assert isinstance(link, Link)
     link.disconnect()
 
 

@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from router.access import Admission, SharedAdmission
+from router.access import Admission, AdmissionClient
 from router.settings import RouterSettings
 from router.sharing import link as link_module
-from router.sharing.gate import Gate
-from router.sharing.hand_over import receive_connections, send_connection
+from router.sharing.admission_server import AdmissionServer
+from router.sharing.channels import MessageChannel, receive_connections, send_connection
 from router.sharing.supervisor import Supervisor
-from router.sharing.wire import Wire
 from tests.router.sharing.links import LinkedHub, join_all, run_linked, until
 
 # More than any of the ways below has sends, or awaits.
@@ -33,18 +32,18 @@ class Parts:
 
     def __init__(self, hub: LinkedHub, links: list[Any], admission: Admission) -> None:
         self.hub, self.links, self.admission = hub, links, admission
-        self.limits = [SharedAdmission(link.wait_for_entry, link.report_end) for link in links]
+        self.limits = [AdmissionClient(link.wait_for_entry, link.report_end) for link in links]
 
     @classmethod
     async def start(cls, hub: LinkedHub) -> Parts:
         admission = Admission(RouterSettings(max_concurrent_requests=1))
-        hub.hub.gate = Gate(admission, hub.hub.tell_limits)
+        hub.hub.admission = AdmissionServer(admission, hub.hub.send_limits)
         links = await join_all(hub, 2)
         links[1].answer_topic("sum", lambda content: 3)
         return cls(hub, links, admission)
 
     def counted(self) -> dict[str, int]:
-        gate = self.hub.hub.gate
+        gate = self.hub.hub.admission
         assert gate is not None
         return {
             "asked": sum(len(link._asked) for link in self.links),
@@ -113,16 +112,16 @@ def test_cancelled_after_any_turn_of_the_loop_nothing_is_left(
 def test_a_message_that_cannot_be_sent_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, kind: str, failure: Exception
 ) -> None:
-    send_message = Wire.send_message
+    send_message = MessageChannel.send_message
 
-    def fail(wire: Wire, *message: Any) -> None:
+    def fail(channel: MessageChannel, *message: Any) -> None:
         if message[0] == kind:
             raise failure
-        send_message(wire, *message)
+        send_message(channel, *message)
 
     async def run(hub: LinkedHub) -> None:
         parts = await Parts.start(hub)
-        monkeypatch.setattr(Wire, "send_message", fail)
+        monkeypatch.setattr(MessageChannel, "send_message", fail)
         way = ask if kind == "ask" else enter_and_leave
         with pytest.raises(type(failure)):
             await way(parts)
@@ -221,7 +220,7 @@ def test_a_worker_that_cannot_be_started_leaves_no_descriptors(monkeypatch: pyte
 
         monkeypatch.setattr(socket, "socketpair", note_pair)
         with pytest.raises(OSError, match="no more processes"):
-            await supervisor._start_worker(0, is_late=True)
+            await supervisor._start_worker(0, is_replacement=True)
         assert [each.fileno() for each in opened] == [-1] * 4
         listener.close()
 

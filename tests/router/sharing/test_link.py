@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from router.sharing import NO_LINK, WorkerLink
+from router.sharing import Link
 from router.sharing import link as link_module
+from router.sharing.channels import open_channel, pack
 from router.sharing.hub import Hub
 from router.sharing.records import STALE_SECONDS
-from router.sharing.wire import open_wire, pack
 from tests.router.sharing.links import LinkedHub, join_all, make_record, run_linked, until
 
 
@@ -80,11 +80,11 @@ def test_a_worker_is_told_its_own_record_again_only_where_its_orders_are_outdate
 
 def test_a_record_that_nobody_renews_is_dropped() -> None:
     now = 0.0
-    hub = Hub(lambda name, figures: None, clock=lambda: now)
-    hub.on_distant_message(["keep", "a", make_record(1)])
-    hub.on_distant_message(["keep", "b", make_record(2)])
+    hub = Hub(clock=lambda: now)
+    hub.on_message("", ["keep", "a", make_record(1)])
+    hub.on_message("", ["keep", "b", make_record(2)])
     now = STALE_SECONDS
-    hub.on_distant_message(["keep", "b", make_record(2)])
+    hub.on_message("", ["keep", "b", make_record(2)])
     now += 1
     assert set(hub.list_records()) == {"b"}
     assert not hub._renewed_at.keys() - {"b"}
@@ -92,8 +92,8 @@ def test_a_record_that_nobody_renews_is_dropped() -> None:
 
 @pytest.mark.parametrize("record", [None, 7, {}, {"version": 3, "orders": {}}, {"written_at": 4e9, "draining": True}])
 def test_a_record_of_another_form_is_left_aside(record: Any, caplog: pytest.LogCaptureFixture) -> None:
-    hub = Hub(lambda name, figures: None)
-    hub.on_distant_message(["keep", "a", record])
+    hub = Hub()
+    hub.on_message("", ["keep", "a", record])
     assert hub.list_records() == {}
     assert "a record of a is left aside" in caplog.text
 
@@ -101,11 +101,11 @@ def test_a_record_of_another_form_is_left_aside(record: Any, caplog: pytest.LogC
 def test_one_that_comes_later_knows_how_it_stands_with_the_other_routers() -> None:
     async def run(hub: LinkedHub) -> None:
         early = await hub.join("0")
-        hub.hub.announce_state("Redis is gone")
+        hub.hub.on_message("", ["state", "Redis is gone"])
         late = await hub.join("1")
         assert late.trouble == "Redis is gone"
         await until(lambda: early.trouble == "Redis is gone")
-        hub.hub.announce_state("")
+        hub.hub.on_message("", ["state", ""])
         await until(lambda: not early.trouble and not late.trouble)
 
     run_linked(run)
@@ -131,7 +131,7 @@ def test_questions_of_one_that_is_alone_have_no_answers() -> None:
     async def run(hub: LinkedHub) -> None:
         (only,) = await join_all(hub, 1)
         assert await only.ask_others("sum") == []
-        assert await NO_LINK.ask_others("sum") == []
+        assert await Link().ask_others("sum") == []
 
     run_linked(run)
 
@@ -211,7 +211,7 @@ def test_a_message_that_is_none_is_logged_and_harms_nothing(caplog: pytest.LogCa
         heard: list[Any] = []
         second.subscribe_to_topic("news", lambda _, content: heard.append(content))
         first.publish_event("news", 1)
-        first.tell_supervisor("nonsense", 7)
+        first.send_message("nonsense", 7)
         first.publish_event("news", 2)
         await until(lambda: heard == [1, 2])
 
@@ -226,7 +226,7 @@ def test_a_stop_is_heard_whenever_it_was_said(said_before: bool) -> None:
         graces: list[float] = []
         if not said_before:
             link.subscribe_to_stop(graces.append)
-        hub.hub.stop_workers(25.0)
+        hub.hub.send_to_workers("stop", 25.0)
         if said_before:
             await until(lambda: link._grace is not None)
             link.subscribe_to_stop(graces.append)
@@ -239,7 +239,7 @@ def test_a_worker_whose_supervisor_is_gone_stops_at_once(caplog: pytest.LogCaptu
     async def run() -> None:
         ours, theirs = socket.socketpair()
         ours.sendall(pack(["state", ""]))
-        link = WorkerLink("0", is_first=True, is_late=False)
+        link = Link("0")
         await link.connect(theirs)
         graces: list[float] = []
         link.subscribe_to_stop(graces.append)
@@ -252,30 +252,31 @@ def test_a_worker_whose_supervisor_is_gone_stops_at_once(caplog: pytest.LogCaptu
 
 
 def test_a_router_of_one_process_is_alone_and_the_first_and_has_replaced_none() -> None:
-    assert (NO_LINK.is_alone, NO_LINK.is_first, NO_LINK.is_late, NO_LINK.num_replaced) == (True, True, False, 0)
+    link = Link()
+    assert (link.is_alone, link.is_first, link.is_replacement, link.num_replaced) == (True, True, False, 0)
 
 
-def test_a_worker_tells_its_supervisor_of_its_start_and_of_its_state() -> None:
+def test_a_worker_sends_its_supervisor_events_records_and_ends_of_requests() -> None:
     heard: list[list[Any]] = []
 
     async def run() -> None:
         ours, theirs = socket.socketpair()
-        wire = await open_wire(ours, heard.append, lambda: None)
-        wire.send_message("state", "")
-        link = WorkerLink("0", is_first=True, is_late=False)
+        channel = await open_channel(ours, heard.append, lambda: None)
+        channel.send_message("state", "")
+        link = Link("0")
         await link.connect(theirs)
-        link.send_log_line(20, "router", "text")
-        link.report_connections({"connections": 3, "taken": 5})
-        link.declare_ready()
-        link.report_refusal("the file is not there")
+        link.send_message("log", 20, "router", "text")
+        link.publish_event("news", 7)
+        link.keep_record("a", make_record(1))
+        link.report_end("client", 5)
         await until(lambda: len(heard) == 4)
         link.disconnect()
-        wire.close()
+        channel.close()
 
     asyncio.run(run())
     assert heard == [
         ["log", 20, "router", "text"],
-        ["count", {"connections": 3, "taken": 5}],
-        ["ready"],
-        ["refuse", "the file is not there"],
+        ["publish", "0", "news", 7],
+        ["keep", "a", make_record(1)],
+        ["leave", "client", 5],
     ]

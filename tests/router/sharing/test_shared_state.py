@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -17,11 +18,12 @@ from router.access import Admission
 from router.fleet import Role
 from router.policies.cache_aware import CacheAware
 from router.settings import RouterSettings, SettingsError
-from router.sharing import PrefixSync, WorkerLink, shared_state
-from router.sharing.gate import Gate
+from router.sharing import Link, PrefixSync, shared_state
+from router.sharing.admission_server import AdmissionServer
+from router.sharing.channels import pack
+from router.sharing.hub import Hub
 from router.sharing.records import STALE_SECONDS
 from router.sharing.shared_state import SharedState
-from router.sharing.wire import pack
 from tests.router.sharing.links import LinkedHub, make_record, until
 from tests.support.redis import RedisServer, needs_redis
 
@@ -41,8 +43,8 @@ class LinkedClosing(LinkedHub):
 class Router:
     """A hub with one worker, connected to others."""
 
-    def __init__(self, link: WorkerLink, shared: SharedState, connecting: asyncio.Future[None]) -> None:
-        self.link, self.shared, self.connecting = link, shared, connecting
+    def __init__(self, link: Link, hub: Hub, shared: SharedState, connecting: asyncio.Future[None]) -> None:
+        self.link, self.hub, self.shared, self.connecting = link, hub, shared, connecting
         self.heard: list[Any] = []
         self.records: dict[str, Any] = {}
         self.gone: list[str] = []
@@ -51,15 +53,19 @@ class Router:
         link.subscribe_to_departures(self.gone.append)
 
 
+def make_shared(url: str, hub: Hub) -> SharedState:
+    return SharedState(url, hub.name, functools.partial(hub.on_message, ""), hub.list_records)
+
+
 @asynccontextmanager
 async def router(name: str, url: str) -> AsyncIterator[Router]:
-    linked = LinkedHub()
-    shared = SharedState(url, name, linked.hub)
-    linked.hub.uplink = shared
+    linked = LinkedHub(name)
+    linked.hub.routers = shared = make_shared(url, linked.hub)
     connecting = asyncio.ensure_future(shared.keep_connection())
     try:
-        yield Router(await linked.join(f"{name}-0"), shared, connecting)
+        yield Router(await linked.join(f"{name}-0"), linked.hub, shared, connecting)
     finally:
+        linked.hub.forget_worker(f"{name}-0")
         await shared.disconnect(connecting)
         await linked.close()
 
@@ -154,7 +160,7 @@ def test_redis_drops_a_record_that_nobody_renews_and_a_router_then_drops_its_key
             assert STALE_SECONDS - 60 < await client.ttl(left) <= STALE_SECONDS
             await client.delete(left)
             async with LinkedClosing() as linked:
-                late = SharedState(redis.url, "b", linked.hub)
+                late = make_shared(redis.url, linked.hub)
                 await late._exchange_records()
                 await late._redis.aclose()
             assert await client.smembers(members) == set()
@@ -171,14 +177,14 @@ def test_a_router_is_told_at_once_how_much_of_the_limits_others_use(
         running[there] = running_there
 
     async def work(first: Router, second: Router) -> None:
-        gate = Gate(Admission(RouterSettings(max_concurrent_requests=5)), first.shared._hub.tell_limits)
-        first.shared._hub.gate = gate
+        gate = AdmissionServer(Admission(RouterSettings(max_concurrent_requests=5)), first.hub.send_limits)
+        first.hub.admission = gate
         let_in = asyncio.Event()
-        gate.admit_request("a-0", 1, "client", 0, 10, lambda refusal: let_in.set())
+        gate.admit_request("a-0", 1, "client", 0, 10, lambda *_: let_in.set())
         await let_in.wait()
         async with router("c", redis.url) as third:
-            third.shared._hub.gate = Gate(Admission(RouterSettings()), lambda *_: None)
-            monkeypatch.setattr(third.shared._hub.gate, "note_elsewhere", note)
+            third.hub.admission = AdmissionServer(Admission(RouterSettings()), lambda *_: None)
+            monkeypatch.setattr(third.hub.admission, "note_elsewhere", note)
             await until(lambda: running.get("a") == {"client": 1})
 
     run_two(redis, work)
@@ -197,7 +203,7 @@ class Placing:
     async def ask_others(self) -> int:
         """Do as a router does that has just started; how many chunks it then knows."""
         await self.router.shared.wait_for_records()
-        await self.router.shared._hub.share_prefixes(await self.router.shared.fetch_prefixes())
+        await self.router.hub.share_prefixes(await self.router.shared.fetch_prefixes())
         return self.policy.num_chunks
 
 
@@ -264,7 +270,7 @@ def test_a_router_that_does_not_answer_costs_one_that_starts_a_bounded_time(
     monkeypatch.setattr(shared_state, "PREFIXES_SECONDS", 0.1)
 
     async def work(first: Router, second: Router) -> None:
-        monkeypatch.setattr(first.shared._hub, "on_distant_message", lambda message: None)
+        monkeypatch.setattr(first.hub, "_ask", lambda *_: None)
         assert await Placing(second).ask_others() == 0
 
     run_two(redis, work)
@@ -375,14 +381,14 @@ def test_tokens_that_were_used_while_redis_was_gone_are_not_charged_when_it_is_b
         charged.append(charged_there)
 
     async def work(first: Router, second: Router) -> None:
-        gate = Gate(Admission(RouterSettings()), lambda *_: None)
+        gate = AdmissionServer(Admission(RouterSettings()), lambda *_: None)
         monkeypatch.setattr(gate, "note_elsewhere", note)
-        second.shared._hub.gate = gate
-        first.shared.send_to_routers("limits", "a", {"key": 1}, {"key": 50})
+        second.hub.admission = gate
+        first.shared.send_message("limits", "a", {"key": 1}, {"key": 50})
         await until(lambda: {"key": 50} in charged)
         redis.kill()
         await until(lambda: bool(first.link.trouble and second.link.trouble))
-        first.shared.send_to_routers("limits", "a", {"key": 2}, {"key": 5000})
+        first.shared.send_message("limits", "a", {"key": 2}, {"key": 5000})
         redis.start()
         await until(lambda: {"key": 2} in running)
         assert {"key": 5000} not in charged
@@ -453,4 +459,4 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(
         SettingsError, match=r"server.shared-state is no address of a Redis, such as redis://host:6379/0"
     ):
-        SharedState(url, "a", LinkedHub().hub)
+        make_shared(url, Hub("a"))

@@ -21,7 +21,7 @@ import pytest
 
 from router.access import Admission
 from router.settings import RouterSettings
-from router.sharing.hand_over import send_connection
+from router.sharing.channels import send_connection
 from router.sharing.supervisor import Supervisor
 from tests.router.stand_in import Received, Responder, StandIn
 from tests.support import plain_http
@@ -239,7 +239,7 @@ def test_a_second_signal_lets_no_request_go_on(
         settings, grace_of = RouterSettings(shutdown_delay_secs=delay), {signal.SIGTERM: 60.0}
         with socket.create_server(("127.0.0.1", 0)) as listener:
             supervisor = Supervisor(settings, listener, lambda task: None, grace_of, Admission(settings))
-            monkeypatch.setattr(supervisor._hub, "stop_workers", given.append)
+            monkeypatch.setattr(supervisor._hub, "send_to_workers", lambda kind, *grace: given.extend(grace))
             for _ in range(2):
                 supervisor._on_signal(signal.SIGTERM)
 

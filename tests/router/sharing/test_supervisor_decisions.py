@@ -45,7 +45,7 @@ def test_workers_start_with_names_of_their_own_and_one_of_them_is_the_first() ->
         tasks = [worker.task for worker in supervised.workers]
         assert [task.is_first for task in tasks] == [True, False]
         assert len({task.name for task in tasks}) == 2
-        assert [(task.is_late, task.num_replaced) for task in tasks] == [(False, 0)] * 2
+        assert [(task.is_replacement, task.num_replaced) for task in tasks] == [(False, 0)] * 2
         assert all(worker.is_daemon for worker in supervised.workers)
 
     run_supervised(work)
@@ -82,11 +82,11 @@ def test_clients_are_taken_once_all_workers_are_ready() -> None:
 def test_a_router_with_limits_has_a_gate_and_one_without_has_none() -> None:
     async def has_none(supervised: Supervised) -> None:
         await supervised.start()
-        assert supervised.supervisor._hub.gate is None
+        assert supervised.supervisor._hub.admission is None
 
     async def has_one(supervised: Supervised) -> None:
         await supervised.start()
-        assert supervised.supervisor._hub.gate is not None
+        assert supervised.supervisor._hub.admission is not None
 
     run_supervised(has_none)
     run_supervised(has_one, max_concurrent_requests=3)
@@ -126,7 +126,7 @@ def test_messages_of_one_worker_reach_the_others_and_its_log_lines_the_log(caplo
     async def work(supervised: Supervised) -> None:
         await supervised.start()
         first, second = supervised.workers
-        first.say("publish", "topic", "content")
+        first.say("publish", first.task.name, "topic", "content")
         await until(lambda: second.hear("publish") == [[first.task.name, "topic", "content"]])
         first.say("log", logging.WARNING, "router.some", "100 % of it")
         await until(lambda: ("router.some", logging.WARNING, "100 % of it") in caplog.record_tuples)
@@ -373,7 +373,7 @@ def test_a_worker_that_has_ended_is_replaced_by_one_for_its_place(caplog: pytest
         fourth = await supervised.wait_for_worker(3)
         tasks = [worker.task for worker in supervised.workers]
         assert len({task.name for task in tasks}) == 4
-        assert [(task.is_first, task.is_late, task.num_replaced) for task in tasks[2:]] == [
+        assert [(task.is_first, task.is_replacement, task.num_replaced) for task in tasks[2:]] == [
             (True, True, 1),
             (False, True, 2),
         ]
@@ -463,7 +463,7 @@ def test_a_start_that_fails_leaves_no_descriptor_open() -> None:
         supervised.failures.append(OSError("no memory"))
         num_open = len(os.listdir("/proc/self/fd"))
         with pytest.raises(OSError, match="no memory"):
-            await supervised.supervisor._start_worker(0, is_late=True)
+            await supervised.supervisor._start_worker(0, is_replacement=True)
         assert len(os.listdir("/proc/self/fd")) == num_open
 
     run_supervised(work)
@@ -596,7 +596,7 @@ def test_a_worker_that_starts_while_the_router_stops_gets_what_is_left_of_the_gr
         supervised.supervisor._stop_workers(10.0)
         for seconds, left in ((4.0, 6.0), (14.0, 0.0)):
             supervised.clock.seconds = 100.0 + seconds
-            await supervised.supervisor._start_worker(0, is_late=True)
+            await supervised.supervisor._start_worker(0, is_replacement=True)
             late = supervised.workers[-1]
             await until(lambda late=late, left=left: late.hear("stop") == [[left]])  # type: ignore[misc]
             assert late.hear("leave") == []
@@ -651,7 +651,7 @@ class OtherRouters:
     prefixes: ClassVar[dict[str, Any]] = {"a": 1}
     made: ClassVar[list[OtherRouters]] = []
 
-    def __init__(self, url: str, name: str, hub: Any, clock: Callable[[], float]) -> None:
+    def __init__(self, url: str, name: str, on_message: Any, list_records: Any, clock: Callable[[], float]) -> None:
         self.url, self.name, self.clock = url, name, clock
         self.have_records = asyncio.Event()
         self.is_connected = False
@@ -673,7 +673,7 @@ class OtherRouters:
         await asyncio.wait([connection])
         self.is_disconnected = True
 
-    def send_to_routers(self, *message: Any) -> None:
+    def send_message(self, *message: Any) -> None:
         pass
 
 
@@ -750,7 +750,7 @@ def test_a_router_without_shared_state_has_no_others(monkeypatch: pytest.MonkeyP
         worker.end(1)
         (await supervised.wait_for_worker(1)).say("ready")
         await until(lambda: all(each.is_ready for each in supervised.supervisor._workers.values()))
-        assert supervised.supervisor._hub.uplink is None
+        assert supervised.supervisor._hub.routers is None
         assert OtherRouters.made == []
 
     monkeypatch.setattr(module, "SharedState", OtherRouters)
@@ -763,8 +763,8 @@ def test_a_router_without_shared_state_has_no_others(monkeypatch: pytest.MonkeyP
 def test_the_process_that_workers_are_forked_from_runs_early_with_their_module() -> None:
     code = (
         "from multiprocessing import forkserver\n"
-        "from router.sharing.supervisor import start_nursery\n"
-        "start_nursery('json')\n"
+        "from router.sharing.supervisor import start_forkserver\n"
+        "start_forkserver('json')\n"
         "server = forkserver._forkserver\n"
         "print(server._forkserver_pid is not None, server._preload_modules)"
     )

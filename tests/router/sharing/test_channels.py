@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.sharing import hand_over
-from router.sharing.hand_over import receive_connections, send_connection
+from router.sharing import channels
+from router.sharing.channels import receive_connections, send_connection
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -43,7 +43,7 @@ def test_a_connection_works_on_the_other_side_and_here_it_may_be_closed(channel:
 
 
 def test_connections_come_in_their_order_and_only_some_at_once(channel: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hand_over, "MAX_AT_ONCE", 3)
+    monkeypatch.setattr(channels, "MAX_AT_ONCE", 3)
     sent = []
     for _ in range(5):
         with socket.socket() as connection:

@@ -8,27 +8,27 @@ from collections import Counter
 
 import pytest
 
-from router.access import Admission, SharedAdmission
+from router.access import Admission, AdmissionClient
 from router.http import Refused
 from router.settings import RouterSettings
-from router.sharing import WorkerLink, gate
-from router.sharing.gate import Gate
+from router.sharing import Link, admission_server
+from router.sharing.admission_server import AdmissionServer
 from tests.router.sharing.links import LinkedHub, join_all, run_linked, until
 
 
 class Limited:
-    """Two workers before one gate."""
+    """Two workers of one admission server."""
 
-    def __init__(self, hub: LinkedHub, links: list[WorkerLink], admission: Admission) -> None:
+    def __init__(self, hub: LinkedHub, links: list[Link], admission: Admission) -> None:
         self.hub = hub
         self.links = links
         self.admission = admission
-        self.workers = [SharedAdmission(link.wait_for_entry, link.report_end) for link in links]
+        self.workers = [AdmissionClient(link.wait_for_entry, link.report_end) for link in links]
 
     @classmethod
     async def start(cls, hub: LinkedHub, limit: int, **settings: float) -> Limited:
         admission = Admission(RouterSettings(max_concurrent_requests=limit, **settings))  # type: ignore[arg-type]
-        hub.hub.gate = Gate(admission, hub.hub.tell_limits)
+        hub.hub.admission = AdmissionServer(admission, hub.hub.send_limits)
         return cls(hub, await join_all(hub, 2), admission)
 
     def enter(self, worker: int, client: str = "c") -> asyncio.Task[None]:
@@ -138,11 +138,11 @@ def test_the_requests_of_a_worker_that_dies_hold_no_place() -> None:
 def test_requests_at_another_router_count_until_it_is_gone() -> None:
     async def run(hub: LinkedHub) -> None:
         limited = await Limited.start(hub, 3)
-        hub.hub.on_distant_message(["limits", "other", {"c": 2}, {}])
+        hub.hub.on_message("", ["limits", "other", {"c": 2}, {}])
         await limited.enter(0)
         second = limited.enter(1)
         await until(lambda: limited.admission.waiting == 1)
-        hub.hub.on_distant_message(["limits", "other", {}, {}])
+        hub.hub.on_message("", ["limits", "other", {}, {}])
         await second
 
     run_linked(run)
@@ -151,12 +151,12 @@ def test_requests_at_another_router_count_until_it_is_gone() -> None:
 def test_other_routers_are_told_of_the_requests_of_all_workers_and_of_each_token_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gate, "TELL_SECONDS", 0.05)
+    monkeypatch.setattr(admission_server, "TELL_SECONDS", 0.05)
     told: list[tuple[dict[str, int], dict[str, int]]] = []
 
     async def run(hub: LinkedHub) -> None:
         limited = await Limited.start(hub, 5)
-        hub.hub.gate = Gate(limited.admission, lambda *figures: told.append(figures))
+        hub.hub.admission = AdmissionServer(limited.admission, lambda *figures: told.append(figures))
         await asyncio.gather(limited.workers[0].enter("c", 0, 7), limited.workers[1].enter("c", 0, 20))
         await until(lambda: bool(told) and told[-1][0] == {"c": 2})
         limited.workers[0].leave("c", 3)
@@ -169,6 +169,6 @@ def test_other_routers_are_told_of_the_requests_of_all_workers_and_of_each_token
 
 
 def test_repr_tells_how_many_run_and_wait() -> None:
-    assert repr(Gate(Admission(RouterSettings()), lambda *_: None)) == (
-        "<Gate <Admission 0 running, 0 waiting of 0 clients>>"
+    assert repr(AdmissionServer(Admission(RouterSettings()), lambda *_: None)) == (
+        "<AdmissionServer <Admission 0 running, 0 waiting of 0 clients>>"
     )

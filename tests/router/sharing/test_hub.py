@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
-from router.sharing.kept_figures import KeptFigures
+from router.sharing.hub import RetiredCounters
 from router.telemetry.merge import dump_families, merge_families
 from tests.router.sharing.links import LinkedHub, join_all, run_linked, until
 
@@ -28,7 +28,7 @@ def added(dumps: list[Any]) -> dict[str, float]:
 
 
 def test_counts_of_those_that_are_gone_stay_and_their_gauges_go() -> None:
-    kept = KeptFigures()
+    kept = RetiredCounters()
     for worker, count in (("a", 5), ("b", 7), ("c", 9)):
         kept.note_figures(worker, figures(count))
     assert added(kept.list_others("a")) == {

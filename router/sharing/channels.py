@@ -1,4 +1,4 @@
-"""Wire: messages between two processes of one machine, over a socket that both inherited."""
+"""The two sockets between a supervisor and each of its workers: one for messages, one for clients' connections."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Any, cast
 
 import msgpack
 
-__all__ = ["Wire", "open_wire", "pack", "unpack"]
+__all__ = ["MessageChannel", "open_channel", "pack", "receive_connections", "send_connection", "unpack"]
 
-_log = logging.getLogger("router.sharing.wire")
+_log = logging.getLogger("router.sharing.channels")
 
 # A full prefix index takes 13 MB (``PrefixIndex.dump``), or 250 MB in the worst case.
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
+# Maximum number of connections to receive in one step; the rest follows in the next turn of the event loop.
+MAX_AT_ONCE = 16
 
 
-class Wire(asyncio.Protocol):
+class MessageChannel(asyncio.Protocol):
     """One end. A message is a list of plain values, encoded as https://msgpack.org."""
 
     def __init__(self, on_message: Callable[[list[Any]], None], on_lost: Callable[[], None]) -> None:
@@ -70,6 +72,15 @@ class Wire(asyncio.Protocol):
         self._transport.close()
 
 
+async def open_channel(
+    end: socket.socket, on_message: Callable[[list[Any]], None], on_lost: Callable[[], None]
+) -> MessageChannel:
+    """Return the channel over ``end``, one of a pair of sockets."""
+    loop = asyncio.get_running_loop()
+    _, channel = await loop.create_unix_connection(lambda: MessageChannel(on_message, on_lost), sock=end)
+    return channel
+
+
 def pack(message: Any) -> bytes:
     """Return the bytes of a message, or of a part of one.
 
@@ -97,10 +108,29 @@ def unpack(data: bytes) -> Any:
         raise ValueError(f"it is no message: {exc!r}") from exc
 
 
-async def open_wire(
-    channel: socket.socket, on_message: Callable[[list[Any]], None], on_lost: Callable[[], None]
-) -> Wire:
-    """Return the wire over ``channel``."""
-    loop = asyncio.get_running_loop()
-    _, wire = await loop.create_unix_connection(lambda: Wire(on_message, on_lost), sock=channel)
-    return wire
+def send_connection(channel: socket.socket, connection: socket.socket) -> bool:
+    """Pass ``connection`` on; return False if the other process accepts none at present. The caller closes it here."""
+    try:
+        socket.send_fds(channel, [b"c"], [connection.fileno()])
+    except OSError:
+        return False
+    return True
+
+
+def receive_connections(channel: socket.socket) -> tuple[int, list[socket.socket]]:
+    """Return the connections that were passed since the last call, and how many were sent.
+
+    A connection is lost if this process has no file descriptor left for it; the sender counts it as passed.
+    """
+    received: list[socket.socket] = []
+    for number in range(MAX_AT_ONCE):
+        try:
+            data, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+        except BlockingIOError:
+            return number, received
+        if not data:
+            return number, received
+        if not descriptors:
+            _log.error("a client's connection is lost, as this process has no descriptor left for it")
+        received += [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    return MAX_AT_ONCE, received

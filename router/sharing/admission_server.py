@@ -1,4 +1,4 @@
-"""Gate: the limits of one router, in its supervisor. Workers use it through ``SharedAdmission``.
+"""AdmissionServer: the limits of one router, in its supervisor. Workers use it through ``AdmissionClient``.
 
 There is only one ``Admission``, so limits, turns and tokens are exact over all workers, at the cost of a message in
 each direction per request. Without limits, no messages are sent. Other routers' requests count, too, with a short
@@ -10,20 +10,20 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from router.http import Refused
 
 if TYPE_CHECKING:
     from router.access import Admission
 
-__all__ = ["Gate"]
+__all__ = ["AdmissionServer"]
 
 # Interval at which changes are sent to other routers.
 TELL_SECONDS = 0.05
 
 
-class Gate:
+class AdmissionServer:
     """Admits the requests of all workers, and stores which worker has which request."""
 
     def __init__(self, admission: Admission, tell_others: Callable[[dict[str, int], dict[str, int]], None]) -> None:
@@ -40,12 +40,16 @@ class Gate:
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<Gate {self._admission}>"
+        return f"<AdmissionServer {self._admission}>"
 
     def admit_request(
-        self, worker: str, number: int, client: str, priority: int, tokens: int, answer: Callable[[Any], None]
+        self, worker: str, number: int, client: str, priority: int, tokens: int, answer: Callable[..., None]
     ) -> None:
-        """Handle a worker's request for admission; call ``answer`` with None on admission, or with its refusal."""
+        """Handle a worker's request for admission.
+
+        Args:
+            answer: called with None on admission, or with the refusal, and with client and tokens.
+        """
         work = asyncio.ensure_future(self._let_in(worker, client, priority, tokens, answer))
         self._entering[worker, number] = work
         work.add_done_callback(lambda _: self._entering.pop((worker, number), None))
@@ -82,17 +86,16 @@ class Gate:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell_routers)
 
-    async def _let_in(
-        self, worker: str, client: str, priority: int, tokens: int, answer: Callable[[Any], None]
-    ) -> None:
+    async def _let_in(self, worker: str, client: str, priority: int, tokens: int, answer: Callable[..., None]) -> None:
         try:
             await self._admission.enter(client, priority, tokens)
         except Refused as refused:
-            answer([refused.error.status, refused.error.message, refused.error.code, refused.retry_after])
+            error = refused.error
+            answer([error.status, error.message, error.code, refused.retry_after], client, tokens)
             return
         self._running.setdefault(worker, Counter())[client] += 1
         self._note_charge(client, tokens)
-        answer(None)
+        answer(None, client, tokens)
 
     def _note_charge(self, client: str, tokens: int) -> None:
         self._charged[client] += tokens
