@@ -22,7 +22,7 @@ from router.fleet.admin import ORDERS, clear_prefix_caches, tell_progress
 from router.fleet.awake import AwakeClock
 from router.fleet.discovery import Discovery
 from router.fleet.health import HealthMonitor
-from router.fleet.instance import STATES, Instance
+from router.fleet.instance import STATES, Instance, Orders
 from router.fleet.kept_responses import KeptResponses
 from router.fleet.models import UNLISTED, ServedModels, parse_models
 from router.fleet.pairing import can_decode_for, may_pair, pairing_kind, share_model
@@ -53,6 +53,7 @@ __all__ = [
     "KeptResponses",
     "KvConnector",
     "NotHealthy",
+    "Orders",
     "Registration",
     "RegistrationError",
     "Registry",

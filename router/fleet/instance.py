@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.fleet.breaker import Breaker
 from router.fleet.events import Signal
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from router.http import Address
     from router.policies import InstanceLoad
 
-__all__ = ["STATES", "FleetEvents", "Instance"]
+__all__ = ["STATES", "FleetEvents", "Instance", "Orders"]
 
 _log = logging.getLogger("router.fleet.instance")
 
@@ -77,6 +77,15 @@ class FleetEvents:
     def bump_generation(self) -> None:
         """Invalidate prepared selections."""
         self.generation += 1
+
+
+class Orders(NamedTuple):
+    """The operator commands in effect for an instance."""
+
+    draining: bool = False
+    until_restart: bool = False
+    paused: bool = False
+    share: float = 1.0
 
 
 class Instance:
@@ -149,6 +158,21 @@ class Instance:
     def is_available(self) -> bool:
         """Whether it may be selected."""
         return self.healthy and not self.draining and not self.paused and not self.registration.is_paused
+
+    @property
+    def orders(self) -> Orders:
+        """The commands in effect for it."""
+        return Orders(self.draining, self.drains_until_restart, self.paused, self.share)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return, as plain values, what another process must know of it: registration, signs of life and commands."""
+        return {
+            "fields": dict(self.registration.fields),
+            "has_heartbeat": self.has_heartbeat,
+            "permanent": self.permanent,
+            "models": None if self.models is None else sorted(self.models),
+            "orders": self.orders._asdict(),
+        }
 
     def weight(self, now: float) -> float:
         """Return the fraction of its share of requests that it should get: less than ``share`` shortly after a
@@ -234,6 +258,16 @@ class Instance:
             self._events.bump_generation()
         if registration.takes_cache_salt != known.takes_cache_salt:
             self._events.arrivals.emit(self)
+
+    def apply_orders(self, orders: Orders, *, is_told: bool = False) -> None:
+        """Carry out commands that another process received, or an earlier one.
+
+        Args:
+            is_told: as in ``log_change``.
+        """
+        self.set_draining(orders.draining, until_restart=orders.until_restart, is_told=is_told)
+        self.set_pause(orders.paused, is_told=is_told)
+        self.set_share(orders.share, is_told=is_told)
 
     def set_draining(self, draining: bool, *, until_restart: bool = False, is_told: bool = False) -> None:
         """Start or end draining. Its running requests continue.

@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
-from router.fleet.instance import Instance
+from router.fleet.instance import Instance, Orders
 from router.fleet.registration import Registration, RegistrationError, Role
 from router.fleet.registry import Registry
 from router.settings import SettingsError
@@ -168,9 +168,7 @@ class Snapshot:
         """Apply the file's commands, unless another router or process has reported later ones."""
         if self._versions is not None and self._versions.find_orders_version(known.key) > entry["ordered"]:
             return
-        known.set_draining(entry["draining"], until_restart=entry["until_restart"])
-        known.set_pause(entry["paused"])
-        known.set_share(entry["weight"])
+        known.apply_orders(entry["orders"])
         if self._versions is not None and entry["ordered"] > _NO_VERSION:
             self._versions.note_restored_orders(known, entry["ordered"])
 
@@ -192,18 +190,7 @@ class Snapshot:
             "since_boot": since_boot,
             "splitwise": self._registry.splitwise,
             "instances": [
-                {
-                    "registration": dict(instance.registration.fields),
-                    "has_heartbeat": instance.has_heartbeat,
-                    "permanent": instance.permanent,
-                    "draining": instance.draining,
-                    "until_restart": instance.drains_until_restart,
-                    "paused": instance.paused,
-                    "weight": instance.share,
-                    "ordered": self._find_version(instance.key),
-                    "models": None if instance.models is None else sorted(instance.models),
-                }
-                for instance in self._registry
+                {**_make_entry(instance), "ordered": self._find_version(instance.key)} for instance in self._registry
             ],
         }
         memories = {
@@ -257,8 +244,7 @@ class Snapshot:
             age = self._measure_age(document)
             splitwise = document["splitwise"]
             document["instances"] = [
-                (Registration.from_fields(entry["registration"]), _read_orders(entry))
-                for entry in document["instances"]
+                (Registration.from_fields(entry["registration"]), _read_entry(entry)) for entry in document["instances"]
             ]
             document["policies"] = {
                 Role(role).value: {"policy": state["policy"], "data": base64.b64decode(state["data"], validate=True)}
@@ -304,16 +290,26 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _read_orders(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags, the weight and the commands' version of an instance. Older files lack some of them."""
-    flags = {name: bool(entry[name]) for name in ("has_heartbeat", "permanent", "draining")}
+def _make_entry(instance: Instance) -> dict[str, Any]:
+    """Return the instance's record with the names that the file has for its parts."""
+    record = instance.to_record()
+    orders = record.pop("orders")
+    return {"registration": record.pop("fields"), **record, "weight": orders.pop("share"), **orders}
+
+
+def _read_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an instance's flags, models, commands and their version. Older files lack some of them."""
     weight = float(entry.get("weight", 1.0))
     if not 0 <= weight <= 1:
         raise ValueError(f"it is damaged: a weight is {weight}")
     models = entry.get("models")
-    served = None if models is None else frozenset(map(str, models))
-    later_flags = {name: bool(entry.get(name, False)) for name in ("paused", "until_restart")}
     count, writer = entry.get("ordered", _NO_VERSION)
     if not isinstance(count, int) or not isinstance(writer, str):
         raise ValueError(f"it is damaged: a version of orders is {[count, writer]}")
-    return {**flags, **later_flags, "weight": weight, "models": served, "ordered": (count, writer)}
+    until_restart, paused = (bool(entry.get(name, False)) for name in ("until_restart", "paused"))
+    return {
+        **{name: bool(entry[name]) for name in ("has_heartbeat", "permanent")},
+        "models": None if models is None else frozenset(map(str, models)),
+        "orders": Orders(bool(entry["draining"]), until_restart, paused, weight),
+        "ordered": (count, writer),
+    }

@@ -7,9 +7,9 @@ import logging
 import math
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from router.fleet import HealthMonitor, Instance, Registration, RegistrationError, Registry
+from router.fleet import HealthMonitor, Instance, Orders, Registration, RegistrationError, Registry
 from router.sharing.link import Link
 from router.sharing.records import NEVER, STALE_SECONDS, Version, Versions, read_versions
 
@@ -21,16 +21,7 @@ _log = logging.getLogger("router.sharing.fleet_sync")
 RENEWAL_SECONDS = 10.0
 
 
-class _Orders(NamedTuple):
-    """The operator commands for one instance."""
-
-    draining: bool
-    until_restart: bool
-    paused: bool
-    share: float
-
-
-_NO_ORDERS = _Orders(draining=False, until_restart=False, paused=False, share=1.0)
+_NO_ORDERS = Orders()
 
 
 @dataclass(slots=True)
@@ -39,7 +30,7 @@ class _Known:
 
     version: Version = NEVER
     """The version of the registration, or of the removal."""
-    orders: _Orders = _NO_ORDERS
+    orders: Orders = _NO_ORDERS
     ordered: Version = NEVER
     """The version of ``orders``."""
     noted_at: float = -math.inf
@@ -102,7 +93,7 @@ class FleetSync:
             return  # no version would be assigned to the later commands
         self._versions.note(version)
         known = self._note_key(instance.key)
-        known.orders, known.ordered = _orders_of(instance), version
+        known.orders, known.ordered = instance.orders, version
 
     async def keep_renewing(self) -> None:
         """Send the instances' records periodically, until cancelled; return if there are no other processes."""
@@ -128,24 +119,21 @@ class FleetSync:
 
     def _make_record(self, instance: Instance, *, is_news: bool) -> dict[str, Any]:
         known = self._note_key(instance.key)
-        orders = _orders_of(instance)
         # They also differ if the instance is a different one from that for which the last commands were.
-        if orders != known.orders:
-            known.orders, known.ordered = orders, self._versions.give()
+        if instance.orders != known.orders:
+            known.orders, known.ordered = instance.orders, self._versions.give()
         if is_news:
             known.version = self._versions.give()
+        record = instance.to_record()
         return {
+            **record,
             "version": known.version,
-            "fields": dict(instance.registration.fields),
+            "orders": {"version": known.ordered, **record["orders"]},
             "is_removed": False,
             "teller": self._link.name,
             "said": instance.said,
             "healthy": instance.healthy,
-            "permanent": instance.permanent,
-            "has_heartbeat": instance.has_heartbeat,
-            "models": None if instance.models is None else sorted(instance.models),
             "models_age": time.monotonic() - instance.models_asked_at,
-            "orders": {"version": known.ordered, **orders._asdict()},
         }
 
     def _note_key(self, key: str) -> _Known:
@@ -166,9 +154,9 @@ class FleetSync:
                 self._registry.remove(instance)
             return
         if ordered > known.ordered:
-            known.orders, known.ordered = _Orders(**_without_version(record["orders"])), ordered
+            known.orders, known.ordered = _read_orders(record), ordered
             if instance is not None:
-                _carry_out(known.orders, instance, is_told=self._is_said_by(ordered[1]))
+                instance.apply_orders(known.orders, is_told=self._is_said_by(ordered[1]))
         if instance is not None:
             self._take_news(instance, record, is_later=is_later)
         # An instance that was removed here returns with its next registration or heartbeat; if it has no heartbeat, as
@@ -188,7 +176,7 @@ class FleetSync:
         if not instance.healthy:
             self._health.probe_soon(instance)
 
-    def _add_instance(self, record: dict[str, Any], orders: _Orders, *, proven: bool) -> None:
+    def _add_instance(self, record: dict[str, Any], orders: Orders, *, proven: bool) -> None:
         registration = self._read_registration(record)
         if registration is None:
             return
@@ -202,7 +190,7 @@ class FleetSync:
         if self._link.is_of_same_router(record["teller"]):
             instance.said.update(record["said"])
         self._take_models(instance, record)
-        _carry_out(orders, instance, is_told=self._is_said_by(record["teller"]))
+        instance.apply_orders(orders, is_told=self._is_said_by(record["teller"]))
         if not instance.healthy:
             self._health.probe_soon(instance)
 
@@ -230,7 +218,7 @@ class FleetSync:
     def _tell_changed_orders(self, key: str) -> None:
         """Send the commands of an instance that has restarted, which may have ended its drain."""
         instance, known = self._registry.get(key), self._known.get(key)
-        if instance is not None and _orders_of(instance) != (_NO_ORDERS if known is None else known.orders):
+        if instance is not None and instance.orders != (_NO_ORDERS if known is None else known.orders):
             self._tell(instance, is_news=False)
 
     def _distrust_heartbeats(self, _: str) -> None:
@@ -259,15 +247,5 @@ class FleetSync:
             self._registry.events.lost_caches.emit(instance.key)
 
 
-def _orders_of(instance: Instance) -> _Orders:
-    return _Orders(instance.draining, instance.drains_until_restart, instance.paused, instance.share)
-
-
-def _carry_out(orders: _Orders, instance: Instance, *, is_told: bool) -> None:
-    instance.set_draining(orders.draining, until_restart=orders.until_restart, is_told=is_told)
-    instance.set_pause(orders.paused, is_told=is_told)
-    instance.set_share(orders.share, is_told=is_told)
-
-
-def _without_version(orders: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in orders.items() if name != "version"}
+def _read_orders(record: dict[str, Any]) -> Orders:
+    return Orders(**{name: value for name, value in record["orders"].items() if name != "version"})
