@@ -393,7 +393,7 @@ def test_nothing_is_left_open_of_a_worker_that_has_ended() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         ended = supervised.supervisor._workers[supervised.workers[0].task.name]
-        transport = ended.wire._transport
+        transport = ended.channel._transport
         supervised.workers[0].end(1)
         await supervised.wait_for_worker(1)
         assert ended.connections.fileno() == -1
