@@ -28,6 +28,8 @@ from importlinter.cli import lint_imports
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvcommon", "router", "kvstore_backend", "engine")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+TEXTS = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
+TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 FOREIGN = {
     "kvcommon": {"engine", "kvstore_backend", "mooncake", "router", "torch", "transformers"},
@@ -175,30 +177,21 @@ def test_no_module_imports_itself_through_others_even_for_types(package: str) ->
     graphlib.TopologicalSorter(arrows).prepare()
 
 
-@pytest.mark.parametrize(
-    "file",
-    [file for file in FILES if not str(file.relative_to(ROOT)).startswith(READERS_OF_THE_ENVIRONMENT)],
-    ids=lambda file: str(file.relative_to(ROOT)),
-)
-def test_only_configuration_reads_the_environment(file: Path) -> None:
-    assert list(environment_reads(file)) == []
+def test_only_configuration_reads_the_environment() -> None:
+    others = {path: tree for path, tree in TREES.items() if not path.startswith(READERS_OF_THE_ENVIRONMENT)}
+    assert {path: lines for path, tree in others.items() if (lines := list(environment_reads(tree)))} == {}
 
 
-@pytest.mark.parametrize(
-    "file",
-    [file for file in FILES if file.is_relative_to(ROOT / "router")],
-    ids=lambda file: str(file.relative_to(ROOT)),
-)
-def test_only_settings_of_the_router_mention_the_environment(file: Path) -> None:
-    if file.parent.name != "settings":
-        assert "environ" not in file.read_text()
-        assert "getenv" not in file.read_text()
+def test_only_settings_of_the_router_mention_the_environment() -> None:
+    others = [path for path in TEXTS if path.startswith("router/") and "/settings/" not in path]
+    assert others
+    assert [path for path in others if "environ" in TEXTS[path] or "getenv" in TEXTS[path]] == []
 
 
-def environment_reads(file: Path) -> Iterator[int]:
+def environment_reads(tree: ast.AST) -> Iterator[int]:
     """The lines at which a file touches the process's environment."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in names:
                 yield node.lineno
@@ -206,13 +199,8 @@ def environment_reads(file: Path) -> Iterator[int]:
                 yield node.lineno
 
 
-@pytest.mark.parametrize(
-    "file",
-    [file for file in FILES if file.relative_to(ROOT) != Path("kvstore_backend/namespace.py")],
-    ids=lambda file: str(file.relative_to(ROOT)),
-)
-def test_only_namespace_knows_the_text_of_a_key(file: Path) -> None:
-    assert "kv1" not in file.read_text()
+def test_only_namespace_knows_the_text_of_a_key() -> None:
+    assert [path for path in TEXTS if "kv1" in TEXTS[path]] == ["kvstore_backend/namespace.py"]
 
 
 def test_installing_the_router_brings_no_torch() -> None:
@@ -229,12 +217,9 @@ def test_starting_the_router_loads_no_torch_and_nothing_that_makes_spans() -> No
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_no_exception_is_swallowed(file: Path) -> None:
-    path = str(file.relative_to(ROOT))
-    quiet = {function for function, _ in find_quiet_handlers(ast.parse(file.read_text()))}
-    allowed = {function for each, function in QUIET_HANDLERS if each == path}
-    assert not quiet - allowed, f"in {path}: raise it again, log or count it, or catch what you expect"
+def test_no_exception_is_swallowed() -> None:
+    quiet = {(path, function) for path, tree in TREES.items() for function, _ in find_quiet_handlers(tree)}
+    assert not quiet - QUIET_HANDLERS.keys(), "raise it again, log or count it, or catch what you expect"
 
 
 @pytest.mark.parametrize(

@@ -57,21 +57,14 @@ def readings(source: str) -> Iterator[int]:
                 yield node.lineno
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_the_time_of_day_is_read_only_where_nothing_is_decided_by_it(file: Path) -> None:
-    name = str(file.relative_to(ROOT))
-    lines, (allowed, _) = list(readings(file.read_text())), READERS.get(name, (0, ""))
-    assert len(lines) <= allowed, (
-        f"{name} reads the time of day in line {', '.join(map(str, lines))}. Clocks of two processes differ: measure "
-        "time with time.monotonic(), and order what processes do by versions (router/sharing/records.py). If it is "
-        "only shown or logged, add it to READERS here, with its reason."
-    )
-
-
-def test_the_list_of_readers_has_none_that_reads_no_more() -> None:
-    assert {name: len(list(readings((ROOT / name).read_text()))) for name in READERS} == {
+def test_the_time_of_day_is_read_only_where_nothing_is_decided_by_it() -> None:
+    found = {str(file.relative_to(ROOT)): list(readings(file.read_text())) for file in FILES}
+    assert {name: len(lines) for name, lines in found.items() if lines} == {
         name: count for name, (count, _) in READERS.items()
-    }
+    }, (
+        "Clocks of two processes differ: measure time with time.monotonic(), and order what processes do by versions "
+        "(router/sharing/records.py). If it is only shown or logged, add it to READERS here, with its reason."
+    )
 
 
 @pytest.mark.parametrize(

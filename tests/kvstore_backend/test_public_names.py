@@ -7,8 +7,6 @@ import subprocess
 import sys
 import types
 
-import pytest
-
 import kvstore_backend
 
 MODULES = ["kvstore_backend"] + [
@@ -43,21 +41,21 @@ def test_the_package_exports_what_its_users_need() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_all_names_exactly_what_a_module_defines_in_public(name: str) -> None:
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as exc:
-        if (exc.name or "").split(".")[0] not in OTHER_ENGINES:
-            raise
-        pytest.skip(f"{exc.name} is not installed here")
-    if module.__doc__ and not hasattr(module, "__all__"):
-        assert not _defined_in(module)
-        return
-    if not hasattr(module, "__path__"):
-        assert _defined_in(module) <= set(module.__all__)
-    if name.rpartition(".")[2] not in OTHER_ENGINES:  # its names come with the engine
-        assert all(hasattr(module, public) for public in module.__all__)
+def test_all_names_exactly_what_a_module_defines_in_public() -> None:
+    for name in MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as exc:
+            if (exc.name or "").split(".")[0] not in OTHER_ENGINES:
+                raise
+            continue
+        if module.__doc__ and not hasattr(module, "__all__"):
+            assert not _defined_in(module), name
+            continue
+        if not hasattr(module, "__path__"):
+            assert _defined_in(module) <= set(module.__all__), name
+        if name.rpartition(".")[2] not in OTHER_ENGINES:  # its names come with the engine
+            assert all(hasattr(module, public) for public in module.__all__), name
 
 
 def test_importing_the_package_loads_neither_mooncake_nor_an_engine_nor_a_router() -> None:

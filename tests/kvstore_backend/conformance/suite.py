@@ -107,11 +107,10 @@ class StorageBackendContract:
         assert got(backend, there, 100) == got(backend, absent, 100) == memory.content
         assert backend.keep([], [], 1.0) == []
 
-    @pytest.mark.parametrize("wanted", [1, 99, 101, 4096])
-    def test_a_value_of_another_size_than_the_target_is_absent(self, backend: StorageBackend, wanted: int) -> None:
+    def test_a_value_of_another_size_than_the_target_is_absent(self, backend: StorageBackend) -> None:
         key = new_key()
         put(backend, (key, bytes(100)))
-        assert got(backend, key, wanted) is ABSENT
+        assert [got(backend, key, wanted) for wanted in (1, 99, 101, 4096)] == [ABSENT] * 4
 
     def test_a_target_in_pieces_of_another_size_altogether_is_absent(self, backend: StorageBackend) -> None:
         key = new_key()
@@ -140,11 +139,12 @@ class StorageBackendContract:
         wait_until(lambda: backend.clear(prefix) is OK, "the clearing")
         assert backend.exists([f"{prefix}-a", f"{prefix}-b", other]) == [ABSENT, ABSENT, OK]
 
-    @pytest.mark.parametrize("name", ["a/b", "..", "../../up", "köy ключ 鍵", "-rf", "a" * 400, "%2F", "new\nline"])
-    def test_any_text_may_be_a_key(self, backend: StorageBackend, name: str) -> None:
-        keys = [new_key(name), f"{new_key()}{name}"]
-        assert put(backend, (keys[0], b"one"), (keys[1], b"two")) == [OK, OK]
-        assert (got(backend, keys[0], 3), got(backend, keys[1], 3)) == (b"one", b"two")
+    def test_any_text_may_be_a_key(self, backend: StorageBackend) -> None:
+        names = ("a/b", "..", "../../up", "köy ключ 鍵", "-rf", "a" * 400, "%2F", "new\nline")
+        keys = [key for name in names for key in (new_key(name), f"{new_key()}{name}")]
+        pairs = [(key, f"{number:2}".encode()) for number, key in enumerate(keys)]
+        assert put(backend, *pairs) == [OK] * len(pairs)
+        assert [got(backend, key, 2) for key in keys] == [content for _, content in pairs]
 
     def test_registered_memory_serves_and_can_be_unregistered(self, backend: StorageBackend) -> None:
         key, memory = new_key(), Memory(secrets.token_bytes(8192))
