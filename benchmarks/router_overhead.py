@@ -60,8 +60,10 @@ PEERS = {
 }
 NUMBERS_OF_WORKERS = (1, 2, 4)
 WORKERS_OF_THE_BARS = 2
-ROLES = {"pd": ("prefill", "prefill", "decode", "decode"), "mixed": ("mixed",) * 4}
-MODES = {"pd": "prefill/decode: 2 + 2 instances", "mixed": "mixed: 4 instances"}
+ROLES = {"pd": ("prefill", "prefill", "decode", "decode"), "mixed": ("mixed",) * 4, "many": ("mixed",) * 64}
+MODES = {"pd": "prefill/decode: 2 + 2 instances", "mixed": "mixed: 4 instances", "many": "mixed: 64 instances"}
+# Here the peers, too, place each prompt by its prefix.
+POLICIES = {"many": "cache_aware"}
 EVENTS = 256
 PACED_EVENTS = 100
 PACE_MS = 20
@@ -93,6 +95,7 @@ class Case:
         what = {
             "small": "small bodies",
             "large": "128 KB prompts",
+            "unique": "32 KB prompts that share nothing",
             "burst": f"streams of {EVENTS} events at once",
             "paced": f"streams of an event every {PACE_MS} ms",
         }[self.kind]
@@ -100,9 +103,10 @@ class Case:
 
     def body(self) -> bytes:
         """The request, in fields of the OpenAI API only (native/worker.c says how it reads them)."""
+        start = "#" * 16 if self.kind == "unique" else ""  # native/load.c puts a number there
         messages = [
             {"role": "system", "content": "You are a helpful assistant."},
-            {"role": "user", "content": ("What does a router cost? " * 6000)[: self.prompt_bytes]},
+            {"role": "user", "content": (start + "What does a router cost? " * 6000)[: self.prompt_bytes]},
         ]
         body: dict[str, Any] = {"model": "mock", "messages": messages, "max_tokens": self.events or 16}
         if self.events:
@@ -115,6 +119,7 @@ CASES = (
     *(Case("large", connections, prompt_bytes=128_000) for connections in (1, 32, 256)),
     Case("burst", 32, events=EVENTS),
     Case("paced", 128, events=PACED_EVENTS, pace_ms=PACE_MS),
+    Case("unique", 32, prompt_bytes=32_000),
 )
 QUICK_CASES = tuple(case for case in CASES if case.events or case.connections == 32 or case == CASES[0])
 
@@ -149,9 +154,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         systems = [each for name in wanted for each in (map(_our_name, numbers) if name == "ours" else [name])]
         bench = Bench(Path(folder), systems, peers_venv)
         for mode in [args.mode] if args.mode else ROLES:
-            bench.run(
-                mode, cases, args.seconds or (1.0 if args.quick else 2.0), args.rounds or (1 if args.quick else 3)
-            )
+            # With many instances it is placing a prompt that costs, with few ones passing it on.
+            chosen = [case for case in cases if (case.kind == "unique") == (mode == "many")]
+            seconds, rounds = args.seconds or (1.0 if args.quick else 2.0), args.rounds or (1 if args.quick else 3)
+            bench.run(mode, chosen, seconds, rounds)
     show(bench)
     if args.json:
         args.json.write_text(json.dumps(_for_machines(bench), indent=2) + "\n")
@@ -317,7 +323,7 @@ def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -
         *(str(venv / "bin" / "python"), "-m", *PEERS[name]),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
-        *("--policy", "round_robin", "--log-level", "error", "--disable-retries", "--disable-circuit-breaker"),
+        *("--policy", POLICIES.get(mode, "round_robin"), "--log-level", "error", "--disable-retries", "--disable-circuit-breaker"),
         *("--worker-startup-check-interval", "1"),
         *instances,
     ]
@@ -467,6 +473,7 @@ def bars(measured: dict[Cell, list[Figures]]) -> list[Bar]:
         hold(mode, Case("small", 32), "small, 32: req/s", "per_s", peers, faster, math.inf)
         hold(mode, Case("small", 32), "small, 32: CPU per request", "router_us", equals, 0.0, 1.0)
         hold(mode, Case("small", 1), "small, 1: p50", "latency_p50_us", equals, 0.0, 1.0)
+    hold("many", CASES[-1], "32 KB that share nothing, 32: p99", "latency_p99_us", everybody[:1], 0.0, 1.0)
     for mode, case in dict.fromkeys((cell.mode, cell.case) for cell in measured if cell.case.events):
         if case.kind == "burst":
             hold(mode, case, "burst: events/s", "events_per_s", everybody, 1.0, math.inf)
@@ -530,7 +537,7 @@ SUMMARY: tuple[tuple[str, Case, str, str], ...] = (
     ("SSE events/s", Case("burst", 32, events=EVENTS), "events_per_s", ",.0f"),
     ("CPU us/event", Case("burst", 32, events=EVENTS), "router_us", ".2f"),
 )
-COLUMNS = {"small": ANSWERS, "large": ANSWERS, "burst": BURSTS, "paced": PACED}
+COLUMNS = {"small": ANSWERS, "large": ANSWERS, "unique": ANSWERS, "burst": BURSTS, "paced": PACED}
 
 
 def show(bench: Bench) -> None:

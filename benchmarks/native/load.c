@@ -5,7 +5,8 @@
  *
  * --events is the number of server-sent events that an answer must have (0: it is not a stream). Anything but a whole
  * 200 answer with that many events is an error; its connection is opened anew. --stagger-ms spreads the first requests
- * over that time, so that paced streams do not run in step.
+ * over that time, so that paced streams do not run in step. If the body contains 16 times '#', each request has a number
+ * there that no other one has.
  */
 #include "common.h"
 
@@ -13,7 +14,8 @@
 
 #define READ_SIZE (256 << 10)
 #define MOST_READY 512
-#define MOST_PORTS 16
+#define MOST_PORTS 64
+#define MARKER "################"
 #define MOST_HEAD 16384
 #define MOST_ERRORS 1000
 #define PATIENCE (10 * NS_PER_S)
@@ -24,6 +26,7 @@ struct connection {
     int fd, port;
     int64_t starts; /* when the first request is sent */
     bool busy;
+    char *request;
     size_t sent;
     enum part part;
     char head[MOST_HEAD];
@@ -46,7 +49,8 @@ static struct {
 
 static int epoll;
 static char *request;
-static size_t request_size;
+static size_t request_size, marker; /* where the number of each request stands; 0: it has none */
+static long number;
 static int64_t deadline;
 static struct series latency, first_event, gap, stall;
 static long answers, answers_in_time, events, events_in_time, errors;
@@ -76,7 +80,7 @@ static void fail(struct connection *c, const char *why) {
 
 /* Sends what the socket takes; a large body takes several turns. */
 static bool send_more(struct connection *c) {
-    ssize_t sent = send(c->fd, request + c->sent, request_size - c->sent, MSG_NOSIGNAL);
+    ssize_t sent = send(c->fd, c->request + c->sent, request_size - c->sent, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN) return false;
     bool was_partial = c->sent > 0;
     if (sent > 0) c->sent += sent;
@@ -95,6 +99,15 @@ static void ask(struct connection *c) {
     c->asked = now;
     c->sent = c->head_size = c->events = 0;
     c->part = HEAD;
+    if (!c->request) {
+        c->request = request;
+        if (marker) c->request = memcpy(malloc(request_size), request, request_size);
+    }
+    if (marker) {
+        char digits[sizeof MARKER];
+        snprintf(digits, sizeof digits, "%016lx", (now_ns() << 16) + number++);
+        memcpy(c->request + marker, digits, sizeof MARKER - 1);
+    }
     if (!send_more(c)) fail(c, "the connection was lost while sending");
 }
 
@@ -230,6 +243,8 @@ static void read_request(const char *path) {
     if (fread(request + request_size, 1, size, file) != size) die("load: cannot read %s", path);
     request_size += size;
     fclose(file);
+    char *found = memmem(request, request_size, MARKER, sizeof MARKER - 1);
+    if (found) marker = found - request;
 }
 
 static void read_options(int argc, char **argv) {
