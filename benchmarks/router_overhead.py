@@ -323,7 +323,14 @@ def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -
         *(str(venv / "bin" / "python"), "-m", *PEERS[name]),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
-        *("--policy", POLICIES.get(mode, "round_robin"), "--log-level", "error", "--disable-retries", "--disable-circuit-breaker"),
+        *(
+            "--policy",
+            POLICIES.get(mode, "round_robin"),
+            "--log-level",
+            "error",
+            "--disable-retries",
+            "--disable-circuit-breaker",
+        ),
         *("--worker-startup-check-interval", "1"),
         *instances,
     ]

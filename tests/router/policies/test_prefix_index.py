@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -164,3 +165,13 @@ def test_a_damaged_snapshot_is_ignored(damage: int, cut: bool) -> None:
     with pytest.raises(ValueError, match="prefix index"):
         index.load(broken)
     assert index.look_up([7]).pool == 1
+
+
+def test_no_step_touches_a_large_part_of_the_index() -> None:
+    index = PrefixIndex(max_entries=100_000)
+    for start in range(0, 180_000, 30):
+        index.add_chain([hash((start, i)) for i in range(30)], "a")
+    parts = [*index._current, *index._previous, *index._retired]
+    assert len(index) > 50_000
+    assert max(map(len, parts)) < 500  # one is freed, or grows, at a time
+    assert not any(map(gc.is_tracked, parts))  # the garbage collector looks at no entry
