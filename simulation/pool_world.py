@@ -28,9 +28,10 @@ from kvstore_backend.backend import Span, Status, Value
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
 from kvstore_backend.clear_marks import ALL
 from kvstore_backend.cli.operator import clear
+from kvstore_backend.cli.operator.scope import Scope
 from kvstore_backend.config import MemorySettings, MooncakeSettings, PoolConfig
 from kvstore_backend.namespace import BLOCK_PREFIX, Namespace, parse_key
-from kvstore_backend.pool import BlockPool, open_pool
+from kvstore_backend.pool import BlockPool, name_tenant, open_pool
 from kvstore_backend.refill import Refill
 from kvstore_backend.staging import KVTensors, StagedMemory, StandInDevice
 from kvstore_backend.stores.holdings import MooncakeHoldings
@@ -60,16 +61,35 @@ def content_of(namespace: bytes, block_hash: bytes) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def name_blocks(chain: int, count: int) -> tuple[bytes, ...]:
+def name_blocks(chain: int, count: int, salt: str = "") -> tuple[bytes, ...]:
     """The hashes of a prompt; prompts with a common beginning have chains whose tens are equal."""
     tokens: list[int] = []
     for i in range(count):
         tokens += [chain // 10 if i < 3 else chain + 1_000_000] * _BLOCK_SIZE
-    return tuple(extend_block_hashes([], tokens, _BLOCK_SIZE, root_hash("")))
+    hashes = tuple(extend_block_hashes([], tokens, _BLOCK_SIZE, root_hash(salt)))
+    for i, each in enumerate(hashes):
+        contents = (salt, *tokens[: (i + 1) * _BLOCK_SIZE])
+        assert _NAMED.setdefault(each, contents) == contents, "blocks of two salts, or of two prompts, have one name"
+    return hashes
+
+
+_NAMED: dict[bytes, tuple[object, ...]] = {}
 
 
 def _namespace(index: int) -> Namespace:
     return Namespace(f"model{index}", "uint8", _BLOCK_SIZE, 1, 1, _BLOCK_BYTES // 8, "layer,kv,head,token,dim")
+
+
+def _configure(spec: dict[str, Any]) -> PoolConfig:
+    store = MooncakeSettings(
+        *(_MASTER, "P2PHANDSHAKE"),
+        protocol="tcp",
+        global_segment_size=spec["segment"],
+        local_buffer_size=0,
+        tenant_id=spec["tenant"],
+    )
+    fast = MemorySettings(spec["fast"] * _BLOCK_BYTES) if "tiered" in spec["kind"] else None
+    return PoolConfig(store, async_write="async" in spec["kind"], fast=fast)
 
 
 @dataclass(eq=False)
@@ -92,7 +112,8 @@ class _Instance:
         self.world = world
         self.spec = spec
         self.process = world.make_process(name, offset=spec["offset"], rate=spec["rate"])
-        self.namespace = _namespace(spec["namespace"])
+        self._config = _configure(spec)
+        self.namespace = name_tenant(self._config, _namespace(spec["namespace"]))
         self._digest = bytes.fromhex(self.namespace.digest)
         self.commands: queue.SimpleQueue[Callable[[], None]]
         self.pool: BlockPool | None = None
@@ -112,12 +133,7 @@ class _Instance:
 
     def _run(self) -> None:
         self.commands = queue.SimpleQueue()
-        store = MooncakeSettings(
-            _MASTER, "P2PHANDSHAKE", protocol="tcp", global_segment_size=self.spec["segment"], local_buffer_size=0
-        )
-        fast = MemorySettings(self.spec["fast"] * _BLOCK_BYTES) if "tiered" in self.spec["kind"] else None
-        config = PoolConfig(store, async_write="async" in self.spec["kind"], fast=fast)
-        pool = open_pool(config, self.namespace, CollectorRegistry(), facts={})
+        pool = open_pool(self._config, _namespace(self.spec["namespace"]), CollectorRegistry(), facts={})
         memory = self._open_memory(pool)
         self.transfers = Transfers(pool, memory, self.commands.put)
         self.saved = SavedBlocks(self.blocks, self.transfers, self.commands.put, 8)
@@ -148,11 +164,11 @@ class _Instance:
     def _span(self, block: int) -> Value:
         return (Span(self.memory.ctypes.data + block * _BLOCK_BYTES, _BLOCK_BYTES),)
 
-    def begin_request(self, chain: int, count: int, hold: float, keep: float) -> None:
+    def begin_request(self, chain: int, count: int, salt: str, hold: float, keep: float) -> None:
         """Answer a prompt: take cached blocks, load more, compute the rest, save, and keep them for a while."""
         if self.pool is None or self.is_leaving:
             return
-        hashes = name_blocks(chain, count)
+        hashes = name_blocks(chain, count, salt)
         cached = self.blocks.match_prefix(hashes)
         idle = self.blocks.num_idle(hashes[:cached])
         if count - cached + idle > self.blocks.num_available:
@@ -287,12 +303,12 @@ class _Instance:
 
     # Threads of callers that wait.
 
-    def move_blocking(self, is_save: bool, chain: int, count: int, skip: int) -> None:
+    def move_blocking(self, is_save: bool, chain: int, count: int, salt: str, skip: int) -> None:
         """Save or load as integrations do that wait: when the call returns, the memory is theirs."""
         pool = self.pool
         if pool is None or self.is_leaving:
             return
-        hashes = name_blocks(chain, count)[skip:]
+        hashes = name_blocks(chain, count, salt)[skip:]
         buffer = self.arena.take(len(hashes))
         if buffer is None:
             return
@@ -319,12 +335,12 @@ class _Instance:
         self.buffers.remove(buffer)
         self.arena.give_back(buffer)
 
-    def ask(self, chain: int, count: int) -> None:
+    def ask(self, chain: int, count: int, salt: str) -> None:
         """Look blocks up, as routers' probes and connectors do."""
         if self.pool is None or self.is_leaving:
             return
         began = time.monotonic()
-        statuses = self.pool.exists(name_blocks(chain, count))
+        statuses = self.pool.exists(name_blocks(chain, count, salt))
         self.world.note(self, f"has {statuses.count(Status.OK)} of {count} blocks")
         self.world.check_duration(self, "look-up", self.world.now, time.monotonic() - began, 5 * 0.6 * self._tiers)
 
@@ -382,11 +398,20 @@ class _Buffer:
             instance.world.fail("memory", f"{instance.process.name}: a caller's memory was written to after its call")
 
 
+_Prompt = tuple[int, int, str]
+"""Chain, number of blocks, salt."""
+
+
 @dataclass
 class _Clear:
-    """One ``kvstore clear --all``: the prompts before it, and whether nothing was in its way."""
+    """One ``kvstore clear``: the prompts before it, and whether nothing was in its way.
 
-    before: list[tuple[int, int]]
+    Attributes:
+        digest: the namespace that was cleared; ``""``: all.
+    """
+
+    before: list[_Prompt]
+    digest: str = ""
     is_sure: bool = False
     began: float = 0.0
 
@@ -414,6 +439,7 @@ class PoolWorld(World):
                 "window": draw.choice([2, 5, 16]),
                 "segment": draw.choice([16, 48, 96]) * 384,
                 "fast": draw.choice([20, 150]),
+                "tenant": draw.choice(["default", "default", "default", "blue"]),
                 "offset": draw.choice([0.0, 20.0, -3600.0]),
                 "rate": draw.choice([1.0, 1.0, 1.001, 0.98]),
             }
@@ -431,7 +457,11 @@ class PoolWorld(World):
         self._draw_requests(draw, events, names, length, clear_at)
         self._draw_faults(draw, events, names, length, clear_at)
         if clear_at is not None:
-            events.append(Event(clear_at, "clear"))
+            events.append(Event(clear_at, "clear", draw.choice(["", *names])))
+        for _ in range(draw.choice([0, 0, 1, 2])):  # during traffic
+            at = round(draw.uniform(5.0, length), 3)
+            if clear_at is None or not clear_at - _QUIET_SECONDS < at < clear_at + 20.0:
+                events.append(Event(at, "clear", draw.choice(["", *names])))
         return Plan(settings, sorted(events, key=lambda event: event.at))
 
     def _draw_requests(
@@ -447,7 +477,7 @@ class PoolWorld(World):
                 chain += 10_000 * (at > clear_at)
             target, count = draw.choice(names), draw.choice([2, 4, 6, 9, 14])
             kind = draw.choices(["prompt", "save", "get", "ask"], [5, 2, 2, 1])[0]
-            details: dict[str, Any] = {"chain": chain, "count": count}
+            details: dict[str, Any] = {"chain": chain, "count": count, "salt": draw.choice(["", "", "", "red"])}
             if kind == "prompt":
                 details.update(hold=round(draw.expovariate(0.5), 3), keep=draw.choice([0.0, 0.0, 0.0, 60.0]))
             elif kind != "ask":
@@ -471,6 +501,8 @@ class PoolWorld(World):
             "leave",
             "raise",
             "spoil",
+            "lose",
+            "quota",
         ]
         for _ in range(draw.choice([0, 3, 6, 12])):
             at = round(draw.uniform(3.0, length), 3)
@@ -484,7 +516,7 @@ class PoolWorld(World):
                 details["share"] = draw.choice([0.05, 0.3, 1.0])
             elif kind == "slow":
                 details["factor"] = draw.choice([10.0, 100.0, 1000.0])
-            elif kind in ("evict", "spoil"):
+            elif kind in ("evict", "spoil", "lose", "quota"):
                 details["share"] = draw.choice([0.3, 1.0])
             elif kind == "step":
                 details["by"] = draw.choice([-3600.0, -5.0, 20.0, 86400.0])
@@ -500,7 +532,7 @@ class PoolWorld(World):
         self.gone: list[_Instance] = []
         self._disturbed: dict[str, list[tuple[float, float]]] = {}
         self._troubled: list[tuple[float, float]] = []
-        self._asked: list[tuple[int, int]] = []
+        self._asked: list[_Prompt] = []
         self._clears: list[_Clear] = []
         self._final: _Final | None = None
         for i, spec in enumerate(settings["instances"]):
@@ -520,7 +552,8 @@ class PoolWorld(World):
             assert instance is not None
             self._request(instance, kind, details)
         elif kind == "clear":
-            self.make_process("operator").start_thread(self._clear)
+            digest = instance.namespace.digest if instance is not None else ""
+            self.make_process("operator").start_thread(partial(self._clear, digest))
         else:
             self._troubled.append((self.now, self.now + seconds))
             self._disturb(kind, instance, seconds, details)
@@ -528,7 +561,7 @@ class PoolWorld(World):
     def _request(self, instance: _Instance, kind: str, details: dict[str, Any]) -> None:
         if not instance.process.is_alive or instance.pool is None or instance.is_leaving:
             return
-        self._asked.append((details["chain"], details["count"]))
+        self._asked.append((details["chain"], details["count"], details["salt"]))
         if kind == "prompt":
             instance.commands.put(partial(instance.begin_request, **details))
         elif kind == "ask":
@@ -548,6 +581,11 @@ class PoolWorld(World):
             cluster.evict_share(details["share"])
         elif kind == "spoil":
             cluster.spoil_share(details["share"])
+        elif kind == "lose":
+            cluster.lose_share(details["share"], seconds)
+        elif kind == "quota":
+            cluster.limit(details["share"])
+            later(seconds, lambda: cluster.limit(1.0))
         elif kind in TROUBLES:
             trouble = TROUBLES[kind]
             setattr(cluster.trouble, trouble, details.get("share", details.get("factor")))
@@ -580,22 +618,26 @@ class PoolWorld(World):
     def _note_disturbance(self, process: Process, seconds: float) -> None:
         self._disturbed.setdefault(process.name, []).append((self.now, self.now + seconds))
 
-    def _clear(self) -> None:
-        """``kvstore clear --all``, without its questions to the master's own HTTP server."""
-        made = _Clear(sorted(set(self._asked)), began=self.now)
+    def _clear(self, digest: str) -> None:
+        """``kvstore clear``, of one namespace or ``--all``, without its questions to the master's own HTTP server."""
+        made = _Clear(sorted(set(self._asked)), digest, began=self.now)
         self._clears.append(made)
+        scopes = [Scope(digest, None)] if digest else []
         settings = MooncakeSettings(_MASTER, "P2PHANDSHAKE", protocol="tcp", global_segment_size=0)
         holdings = MooncakeHoldings(settings, types.SimpleNamespace(address=""))  # type: ignore[arg-type]
         try:
-            is_marked = clear._mark_clear(holdings, [ALL])
-            clear._remove(holdings, [], is_whole=True)
+            is_marked = clear._mark_clear(holdings, [digest or ALL])
+            clear._remove(holdings, scopes, is_whole=not digest)
             time.sleep(clear._SETTLE_SECONDS)
-            clear._remove(holdings, [], is_whole=True)
+            clear._remove(holdings, scopes, is_whole=not digest)
         except Exception as exc:
             self.trace.add("operator", f"the clear failed: {exc}")
         else:
-            self.trace.add("operator", f"cleared the pool, marked {is_marked}")
-            made.is_sure = is_marked
+            self.trace.add("operator", f"cleared {digest[:8] or 'the pool'}, marked {is_marked}")
+            made.is_sure = is_marked and not any(
+                event.kind in ("prompt", "save", "get", "ask") and made.began - 9.0 < event.at < made.began + 7.0
+                for event in self.plan.events
+            )
             for instance in self.instances.values():
                 # Instances look for marks every 5 s.
                 self.scheduler.call_later(15.0, partial(self._ask_for_cleared, instance))
@@ -625,8 +667,21 @@ class PoolWorld(World):
                 instance.check_memory("between commands")
                 for buffer in instance.buffers:
                     buffer.check(instance)
+        self._check_removals()
         if int(self.now) % 10 == 0:
             self._check_pool()
+
+    def _check_removals(self) -> None:
+        """An instance removes blocks of its own namespace alone, and an operator those of the named one."""
+        removals, self.cluster.removals = self.cluster.removals, []
+        for owner, key in removals:
+            if owner == "operator":
+                allowed = {made.digest for made in self._clears}
+            else:
+                found = [each for each in (*self.gone, *self.instances.values()) if each.process.name == owner]
+                allowed = {each.namespace.digest for each in found}
+            if key.startswith(BLOCK_PREFIX) and not {"", parse_key(key)[0].hex()} & allowed:
+                self.fail("tenant", f"{owner} removed block {key[-64:-56]} of a namespace that is not its own")
 
     def _check_pool(self) -> None:
         """Nobody stores anything but a block's bytes under its name."""
@@ -637,10 +692,10 @@ class PoolWorld(World):
                 if fault is not None or data[HEADER_BYTES:] != content_of(digest, block_hash):
                     self.fail("poison", f"the pool has other bytes under {key[-64:-56]} ({fault or 'they verify'})")
 
-    def asked_last(self, most: int) -> list[tuple[int, int]]:
+    def asked_last(self, most: int) -> list[_Prompt]:
         """The beginnings of the last prompts, so few that any pool has room for them."""
-        asked = {chain: min(count, 4) for chain, count in self._asked}
-        return list(asked.items())[-most:]
+        asked = {(chain, salt): (chain, min(count, 4), salt) for chain, count, salt in self._asked}
+        return list(asked.values())[-most:]
 
     def is_at_rest(self) -> bool:
         last = max((end for _, end in self._troubled), default=0.0)
@@ -680,9 +735,11 @@ class PoolWorld(World):
                 start < made.began + 12.0 and end > made.began - _QUIET_SECONDS for start, end in self._troubled
             ):
                 continue
+            if made.digest not in ("", instance.namespace.digest):
+                continue
             assert instance.pool is not None
-            for chain, count in made.before:
-                statuses = instance.pool.exists(name_blocks(chain, count))
+            for chain, count, salt in made.before:
+                statuses = instance.pool.exists(name_blocks(chain, count, salt))
                 if Status.OK in statuses:
                     self.fail("cleared", f"{instance.process.name} finds blocks of prompt {chain}, which were cleared")
                     return
@@ -698,13 +755,13 @@ class _Final:
         self._steps: list[tuple[_Instance, Callable[[], None]]] = []
         for instance in self.living:
             self._steps.append((instance, partial(self._check_rest, instance)))
-        for chain, count in [*world.asked_last(3), (1_000_000, 4)]:
+        for prompt in [*world.asked_last(3), (1_000_000, 4, "")]:
             # Blocks of no use are found by reading them, and then can be put again.
             for is_last in (False, True):
                 for writer in self.living:
-                    self._steps.append((writer, partial(self._save, writer, chain, count, is_last)))
+                    self._steps.append((writer, partial(self._save, writer, prompt, is_last)))
                 for reader in self.living:
-                    self._steps.append((reader, partial(self._read, reader, chain, count, is_last)))
+                    self._steps.append((reader, partial(self._read, reader, prompt, is_last)))
         for instance in self.living:
             self._steps.append((instance, partial(self._leave, instance)))
         self._next()
@@ -742,27 +799,27 @@ class _Final:
             world.fail("references", f"{name}: blocks {held} are held by nobody")
         world.check_cleared(instance)
 
-    def _save(self, instance: _Instance, chain: int, count: int, is_last: bool) -> None:
+    def _save(self, instance: _Instance, prompt: _Prompt, is_last: bool) -> None:
         """Blocks can be saved, if not at once where the pool is full."""
         time.sleep(11.0)  # until no lease keeps old blocks, so that new ones are not the first to be evicted
         for _ in range(4):
-            if all(statuses := self._move(instance, chain, count, is_save=True)):
+            if all(statuses := self._move(instance, prompt, is_save=True)):
                 return
             time.sleep(2.0)
         if is_last:
-            self._world.fail("recovery", f"{instance.process.name} cannot save prompt {chain} now: {statuses}")
+            self._world.fail("recovery", f"{instance.process.name} cannot save prompt {prompt} now: {statuses}")
 
-    def _read(self, instance: _Instance, chain: int, count: int, is_last: bool) -> None:
+    def _read(self, instance: _Instance, prompt: _Prompt, is_last: bool) -> None:
         """What was saved a moment ago is found."""
-        statuses = self._move(instance, chain, count, is_save=False)
+        statuses = self._move(instance, prompt, is_save=False)
         if is_last and not all(statuses):
-            self._world.fail("recovery", f"{instance.process.name} does not find prompt {chain} now: {statuses}")
+            self._world.fail("recovery", f"{instance.process.name} does not find prompt {prompt} now: {statuses}")
 
-    def _move(self, instance: _Instance, chain: int, count: int, *, is_save: bool) -> list[Status]:
+    def _move(self, instance: _Instance, prompt: _Prompt, *, is_save: bool) -> list[Status]:
         pool, digest = instance.pool, bytes.fromhex(instance.namespace.digest)
         if pool is None:
             return []
-        hashes = name_blocks(chain, count)
+        hashes = name_blocks(*prompt)
         buffer = instance.arena.take(len(hashes))
         assert buffer is not None, "nobody else uses the arena any more"
         pool.register(buffer.address, buffer.nbytes)

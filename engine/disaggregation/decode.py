@@ -22,6 +22,7 @@ from engine.disaggregation.wire import (
     decode_number,
     receive_message,
     send_message,
+    wait_at_most,
 )
 from engine.scheduling.scheduler import Reservation
 from engine.telemetry.trace import log_lent_blocks, log_verified_blocks
@@ -172,7 +173,7 @@ class HandoverReceiver:
         """Wait until P has transferred this request's prompt; None: D must compute it itself."""
         begun, is_first = self._find_or_add(request_id), True
         try:
-            handover = await asyncio.wait_for(asyncio.shield(begun), self._silence_seconds)
+            handover = await wait_at_most(asyncio.shield(begun), self._silence_seconds)
             if handover.is_claimed:
                 log.warning("%s: another request has this id, too; computing the prompt here", request_id)
                 is_first = False

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.disaggregation.memory import BlockMemory
 from engine.disaggregation.prefill import hand_over
-from engine.disaggregation.wire import LINE_LIMIT, SILENCE_SECONDS, Prompt, receive_message, send_message
+from engine.disaggregation.wire import Prompt, open_connection, receive_message, send_message, wait_at_most
 from engine.scheduling.request import TokenLogprobs
 
 __all__ = ["KeptPrompt", "KeptPrompts", "ask_for_prompt"]
@@ -105,7 +105,7 @@ class KeptPrompt:
     async def wait_until_taken(self, seconds: float) -> bool:
         """Wait until D has the prompt; return whether that happened within ``seconds``."""
         try:
-            return await asyncio.wait_for(asyncio.shield(self._taken), seconds)
+            return await wait_at_most(asyncio.shield(self._taken), seconds)
         except asyncio.TimeoutError:
             return False
 
@@ -206,7 +206,7 @@ class KeptPrompts:
         """Return the prompt under this key; wait for it up to ``wait_seconds``."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with self._opened:
-                await asyncio.wait_for(self._opened.wait_for(lambda: key in self._kept), wait_seconds or 0.001)
+                await wait_at_most(self._opened.wait_for(lambda: key in self._kept), wait_seconds or 0.001)
         return self._kept.get(key)
 
     async def _tell_opened(self) -> None:
@@ -223,8 +223,7 @@ async def ask_for_prompt(
         Why P refuses; "" when the prompt is computed and P will transfer it.
     """
     try:
-        connecting = asyncio.open_connection(host, port, limit=LINE_LIMIT)
-        reader, writer = await asyncio.wait_for(connecting, SILENCE_SECONDS)
+        reader, writer = await open_connection(host, port)
     except (OSError, asyncio.TimeoutError) as exc:
         return f"the prefill instance {host}:{port} was not reached ({type(exc).__name__}: {exc})"
     try:

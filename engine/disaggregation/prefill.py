@@ -12,12 +12,13 @@ from typing import Any
 
 from engine.disaggregation.memory import BlockMemory, Target
 from engine.disaggregation.wire import (
-    LINE_LIMIT,
     SILENCE_SECONDS,
     Prompt,
     encode_logprobs,
+    open_connection,
     receive_message,
     send_message,
+    wait_at_most,
 )
 from engine.scheduling.request import TokenLogprobs
 from engine.telemetry.trace import log_handover_end, log_handover_write
@@ -87,7 +88,7 @@ class HandoverSender:
             pool_cached_tokens=pool_cached_tokens,
         )
         try:
-            is_accepted = await asyncio.wait_for(asyncio.shield(self._verdict), SILENCE_SECONDS)
+            is_accepted = await wait_at_most(asyncio.shield(self._verdict), SILENCE_SECONDS)
             seconds = time.monotonic() - self._begun_at
             log_handover_end(self._request_id, len(digests), self._block_bytes, seconds, is_accepted=is_accepted)
             return is_accepted
@@ -107,9 +108,7 @@ class HandoverSender:
         """Exchange messages with D until D closes the connection or this is cancelled."""
         alive: asyncio.Task[None] | None = None
         try:
-            reader, writer = await asyncio.wait_for(
-                asyncio.open_connection(host, port, limit=LINE_LIMIT), SILENCE_SECONDS
-            )
+            reader, writer = await open_connection(host, port)
             terms = self._memory.terms if self._memory else {}
             send_message(writer, "begin", request_id=self._request_id, **self._prompt.to_message(), **terms)
             for kind, members in self._unsent:
@@ -181,7 +180,7 @@ class HandoverSender:
             if self._memory is None:
                 self.trouble = "this instance cannot write to others"
                 return None
-            target = await asyncio.wait_for(asyncio.shield(self._target), SILENCE_SECONDS)
+            target = await wait_at_most(asyncio.shield(self._target), SILENCE_SECONDS)
             if target is None:
                 return None
             num_blocks = target.num_cached + len(target.addresses)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.scheduling.request import Sequence, TokenLogprobs
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
@@ -17,9 +18,13 @@ __all__ = [
     "decode_logprobs",
     "decode_number",
     "encode_logprobs",
+    "open_connection",
     "receive_message",
     "send_message",
+    "wait_at_most",
 ]
+
+_T = TypeVar("_T")
 
 SILENCE_SECONDS = 5.0
 LINE_LIMIT = 4 << 20
@@ -92,6 +97,40 @@ def decode_number(value: Any, limit: int) -> int:
     return value
 
 
+async def wait_at_most(awaitable: Awaitable[_T], seconds: float | None) -> _T:
+    """Wait for a result; unlike ``asyncio.wait_for`` of Python 3.11, raise a cancellation that comes with the result.
+
+    Raises:
+        asyncio.TimeoutError: it did not come within ``seconds``.
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def open_connection(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to another instance's connector port.
+
+    Raises:
+        asyncio.TimeoutError: it was not reached in ``SILENCE_SECONDS``.
+        OSError: it was not reached.
+    """
+    opening = asyncio.ensure_future(asyncio.open_connection(host, port, limit=LINE_LIMIT))
+    try:
+        return await wait_at_most(opening, SILENCE_SECONDS)
+    except BaseException:
+        if opening.done() and not opening.cancelled() and opening.exception() is None:
+            opening.result()[1].close()  # it came with the cancellation
+        raise
+
+
 def send_message(writer: asyncio.StreamWriter, kind: str, **members: object) -> None:
     """Write one message; it is lost without an error when the other side has closed the connection."""
     if not writer.is_closing():
@@ -107,7 +146,7 @@ async def receive_message(reader: asyncio.StreamReader, silence_seconds: float |
         ValueError: it is not a JSON object with a type, or longer than ``LINE_LIMIT``.
         OSError: the connection was lost.
     """
-    line = await asyncio.wait_for(reader.readline(), silence_seconds)
+    line = await wait_at_most(reader.readline(), silence_seconds)
     if not line:
         raise EOFError("the other side closed the connection")
     try:

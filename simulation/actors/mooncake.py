@@ -5,13 +5,15 @@ It stands in for the modules ``mooncake.store`` and ``mooncake.engine`` below th
 thread that makes it; its bytes move when it has waited, so that a call which was given up reads and writes its caller's
 memory late, as the real one does.
 
-What is left out: the lock of Python that ``close`` holds, several replicas, SSD, tenants, a metadata server.
+What is left out: the lock of Python that ``close`` holds, several replicas, SSD, a master that separates tenants, a
+metadata server.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import re
 import sys
 import time
@@ -71,6 +73,7 @@ class _Object:
     kept_until: float = 0.0
     used_at: float = 0.0
     is_spoilt: bool = False
+    lost_at: float = math.inf  # nobody can read it from then on; the master notices that some seconds later
 
 
 @dataclass
@@ -114,6 +117,9 @@ class Mooncake:
         self.clients: list[_Client] = []
         self.engines: dict[str, _Engine] = {}
         self.objects: dict[str, _Object] = {}
+        self.removals: list[tuple[str, str]] = []
+        """The process and the key of each removal, since an oracle has looked."""
+        self._quota = 1.0
         self._segments: list[_Segment] = []
         self._rpc_seconds = rpc_seconds
         self._lease_seconds = lease_seconds
@@ -172,6 +178,21 @@ class Mooncake:
             elif each.nbytes == other.nbytes:
                 data = other.segment.memory[other.offset : other.offset + other.nbytes]
                 each.segment.memory[each.offset : each.offset + each.nbytes] = data
+
+    def lose_share(self, share: float, seconds: float) -> None:
+        """Let so many of the values be listed for ``seconds`` although nobody can read them."""
+        self._settle()
+        for key in self._random.sample(sorted(self.objects), int(share * len(self.objects))):
+            self.objects[key].lost_at = self.world.now
+            self.world.scheduler.call_later(seconds, partial(self._drop_if_same, key, self.objects[key]))
+
+    def limit(self, share: float) -> None:
+        """Refuse puts that need more than this share of the memory, as with an operator's quota."""
+        self._quota = share
+
+    def _drop_if_same(self, key: str, each: _Object) -> None:
+        if self.objects.get(key) is each:
+            self._drop(key)
 
     # What oracles ask.
 
@@ -260,6 +281,9 @@ class Mooncake:
         """Memory for a value; or the code where there is none, or none is needed."""
         if key in self.objects:
             return _OK
+        used, size = self._measure()
+        if self._quota < 1.0 and used + nbytes > self._quota * size:
+            return _NO_ROOM
         segments = list(self._segments)
         self._random.shuffle(segments)
         segments.sort(key=lambda segment: segment.client.hostname != preferred)
@@ -293,8 +317,8 @@ class Mooncake:
         each.lease_until, each.used_at = max(each.lease_until, now + self._lease_seconds), now
         return each
 
-    def remove(self, key: str, *, force: bool) -> int:
-        """Remove a value: 0, or why not."""
+    def remove(self, key: str, *, force: bool, owner: str) -> int:
+        """Remove a value for a process: 0, or why not."""
         each = self.objects.get(key)
         if each is None:
             return _NOT_FOUND
@@ -303,6 +327,7 @@ class Mooncake:
         if not force and each.lease_until > self.world.now:
             return _LEASED
         self._drop(key)
+        self.removals.append((owner, key))
         return _OK
 
     def connect(self, address: tuple[str, int], timeout: float) -> _Connection:
@@ -475,7 +500,7 @@ class _Client:
         self._enter("batch_remove")
         if code := self._cluster.ask_master():
             return [code] * len(keys)
-        return [self._cluster.remove(key, force=force) for key in keys]
+        return [self._cluster.remove(key, force=force, owner=self.owner.name) for key in keys]
 
     def remove_by_regex(self, pattern: str, force: bool = False) -> int:
         """How many were removed, or a negative code; what is being written stays."""
@@ -483,7 +508,7 @@ class _Client:
         if code := self._cluster.ask_master():
             return code
         keys = [key for key in self._cluster.objects if re.match(pattern, key)]
-        return sum(self._cluster.remove(key, force=force) == _OK for key in keys)
+        return sum(self._cluster.remove(key, force=force, owner=self.owner.name) == _OK for key in keys)
 
     def batch_put_from_multi_buffers(
         self,
@@ -571,7 +596,8 @@ class _Client:
         if wanted != each.nbytes:
             return _UNREACHABLE if wanted > each.nbytes else _TOO_SMALL
         cluster.wait_for_bytes(wanted)
-        if not cluster.reach(each.segment.client.owner) or not self._may_touch("get", spans):
+        is_lost = each.lost_at <= cluster.world.now
+        if is_lost or not cluster.reach(each.segment.client.owner) or not self._may_touch("get", spans):
             return _UNREACHABLE
         memory = each.segment.memory[each.offset : each.offset + each.nbytes]
         data = cluster.carry(bytes(memory))

@@ -198,6 +198,10 @@ class _Selector:
         self._thread = scheduler.running
         scheduler.block(timeout, "events")
         self._thread, self._is_told = None, False
+        process = self._loop.process
+        if process.lag_seconds and process.lags.random() < 0.5:
+            # What happens meanwhile is seen in the same turn.
+            scheduler.block(process.lags.expovariate(1 / process.lag_seconds), "lag")
         return []
 
     def wake(self) -> None:

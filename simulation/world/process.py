@@ -89,6 +89,9 @@ class Process:
         self.loops: list[SimulatedLoop] = []
         self.signal_handlers: dict[int, Callable[[], None]] = {}
         self.on_crash: list[Callable[[], None]] = []
+        self.lags: random.Random = scheduler.stream("lag", name)
+        self.lag_seconds = 0.0
+        """How late its event loops are on average, half of the times that they wake."""
         self._num_pauses = 0
 
     def __repr__(self) -> str:

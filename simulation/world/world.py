@@ -74,6 +74,8 @@ class World:
     """The probability that a thread gives up the CPU when it takes or releases a lock."""
     allowed_tracebacks: ClassVar[tuple[str, ...]] = ()
     """Beginnings of log messages that may have a traceback."""
+    lags: ClassVar[tuple[float, ...]] = (0.0, 0.0, 0.003, 0.03)
+    """How late event loops are on average, in seconds; the seed draws one. What comes meanwhile comes in one turn."""
 
     plan: Plan
 
@@ -84,6 +86,7 @@ class World:
         self.network = Network(self.scheduler, self.trace)
         self.failures: list[Failure] = []
         self.processes: dict[str, Process] = {}
+        self.lag_seconds = self.stream("lag").choice(self.lags)
 
     def draw_plan(self, draw: random.Random) -> Plan:
         """See the class."""
@@ -133,6 +136,7 @@ class World:
         """
         clock = machine or Clock(self.scheduler, offset=offset, rate=rate, uptime=uptime)
         process = Process(self.scheduler, name, self.trace, self.network, host=host, clock=clock)
+        process.lag_seconds = self.lag_seconds
         self.processes[name] = process
         return process
 
