@@ -133,7 +133,6 @@ TESTED_IN = {
     "engine/disaggregation/decode.py": "tests/engine/test_direct_handover.py",
     "engine/disaggregation/memory.py": "tests/engine/test_direct_handover.py",
     "engine/disaggregation/prefill.py": "tests/engine/test_direct_handover.py",
-    "engine/disaggregation/wire.py": "tests/engine/test_direct_handover.py",
     # An instance as its own process, spoken to as clients, operators and routers do.
     "engine/serving/endpoints.py": "tests/engine/test_api_server.py",
     "engine/serving/ports.py": "tests/engine/test_api_server.py",

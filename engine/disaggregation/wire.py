@@ -103,6 +103,8 @@ async def wait_at_most(awaitable: Awaitable[_T], seconds: float | None) -> _T:
     Raises:
         asyncio.TimeoutError: it did not come within ``seconds``.
     """
+    if seconds is None:
+        return await awaitable
     task = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait({task}, timeout=seconds)

@@ -61,6 +61,7 @@ class Process:
         name: also its host's name on the network, if ``host`` is not given.
         host: its address on the network.
         clock: its clocks; the true time if not given.
+        life: how many processes had this name before: each has random numbers of its own.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Process:
         *,
         host: str = "",
         clock: Clock | None = None,
+        life: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.name = name
@@ -79,8 +81,9 @@ class Process:
         self.trace = trace
         self.network = network
         self.clock = clock or Clock(scheduler)
-        self.random: random.Random = scheduler.stream("random", name)
-        self.entropy: random.Random = scheduler.stream("urandom", name)
+        again = (str(life),) if life else ()
+        self.random: random.Random = scheduler.stream("random", name, *again)
+        self.entropy: random.Random = scheduler.stream("urandom", name, *again)
         self.pid = network.take_pid()
         network.on_process_start(self.host)
         self.is_alive = True

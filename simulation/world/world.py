@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -86,6 +87,7 @@ class World:
         self.network = Network(self.scheduler, self.trace)
         self.failures: list[Failure] = []
         self.processes: dict[str, Process] = {}
+        self._num_lives: Counter[str] = Counter()
         self.lag_seconds = self.stream("lag").choice(self.lags)
 
     def draw_plan(self, draw: random.Random) -> Plan:
@@ -135,7 +137,9 @@ class World:
             machine: the clock of a machine that it is on; one of its own, as of ``Clock``, if not given.
         """
         clock = machine or Clock(self.scheduler, offset=offset, rate=rate, uptime=uptime)
-        process = Process(self.scheduler, name, self.trace, self.network, host=host, clock=clock)
+        life = self._num_lives[name]
+        self._num_lives[name] += 1
+        process = Process(self.scheduler, name, self.trace, self.network, host=host, clock=clock, life=life)
         process.lag_seconds = self.lag_seconds
         self.processes[name] = process
         return process

@@ -1,0 +1,31 @@
+"""Messages of hand-overs, and waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine.disaggregation.wire import receive_message
+from tests.engine.event_loop import in_event_loop
+
+
+@in_event_loop
+async def test_a_cancellation_that_comes_with_a_message_ends_the_wait() -> None:
+    reader = asyncio.StreamReader()
+    receiving = asyncio.create_task(receive_message(reader, 60.0))
+    for _ in range(3):
+        await asyncio.sleep(0)  # until it waits
+    reader.feed_data(b'{"type": "alive"}\n')
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+
+
+@in_event_loop
+async def test_a_reader_can_be_read_again_after_a_wait_that_timed_out() -> None:
+    reader = asyncio.StreamReader()
+    with pytest.raises(asyncio.TimeoutError):
+        await receive_message(reader, 0.01)
+    reader.feed_data(b'{"type": "alive"}\n')
+    assert await receive_message(reader, 60.0) == {"type": "alive"}
