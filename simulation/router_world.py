@@ -116,6 +116,7 @@ class RouterWorld(World):
         events = self._draw_requests(draw, settings, span)
         if draw.random() < 0.75:
             events += self._draw_faults(draw, settings, names, span)
+            events += self._draw_breaks(self.stream("breaks"), settings, names, events)
         if draw.random() < 0.6:
             events += self._draw_orders(draw, names, span)
         for _ in range(draw.choice((0, 0, 0, 1, 3)) if self.has_idle_clients else 0):
@@ -260,6 +261,27 @@ class RouterWorld(World):
                 details["key"] = KEYS[0]
             events.append(Event(self.begin_seconds + draw.random() * span, "request", "client", details))
         return events
+
+    def _draw_breaks(
+        self, draw: random.Random, settings: dict[str, Any], names: list[str], events: list[Event]
+    ) -> list[Event]:
+        """Faults while streams run: otherwise few streams are ever interrupted."""
+        if draw.random() < 0.3:
+            return []
+        settings["token_seconds"] = 0.1
+        answering = [name for name in names if not name.startswith("prefill")]
+        streams = [event.at for event in events if event.details.get("body", {}).get("stream")]
+        breaks = []
+        for at in streams:
+            kind = draw.choice(("mood", "mood", "mood", "kill", "reset_connections", ""))
+            if kind == "mood":
+                moods = ("cuts", "engine_dies", "preempts", "hangs_in_stream")
+                details = {"mood": draw.choice(moods), "seconds": round(draw.uniform(0.1, 1.0), 3)}
+                breaks.append(Event(round(at - 0.02, 3), kind, draw.choice(answering), details))
+            elif kind:
+                details = {"seconds": round(draw.uniform(0.5, 4.0), 3)}
+                breaks.append(Event(round(at + draw.uniform(0.1, 3.0), 3), kind, draw.choice(answering), details))
+        return breaks
 
     def _draw_orders(self, draw: random.Random, names: list[str], span: float) -> list[Event]:
         events = []

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from simulation.actors.tokens import answer_ids, natural_length, prompt_ids, split_ids, text_of
+from simulation.actors.tokens import answer_ids, count_unfinished, natural_length, prompt_ids, split_ids, text_of
 
 __all__ = ["APIS", "Generation", "Script", "read_generation"]
 
@@ -78,6 +78,7 @@ class Script:
         self._engine = engine
         self._head: dict[str, Any] = {"id": answer_id, "created": created, "model": "m"}
         self._tells_ids = bool(generation.members.get("return_token_ids"))
+        self._held: list[int] = []
 
     def usage(self, generated: int) -> dict[str, Any]:
         """Its figures, after so many tokens of its own."""
@@ -104,9 +105,11 @@ class Script:
             told["prompt_token_ids"] = ids
         return [self._chunk([{"index": 0, "delta": delta, "finish_reason": None}], **told)]
 
-    def tokens(self, ids: Sequence[int], *, is_first: bool) -> bytes:
-        """The event with these tokens."""
-        api, text = self._generation.api, text_of(ids)
+    def tokens(self, ids: Sequence[int], *, is_first: bool, is_last: bool) -> bytes:
+        """The event with these tokens; the text of one that ends within a character comes with the next event."""
+        shown = [*self._held, *ids]
+        self._held = shown[len(shown) - count_unfinished(shown) :] if not is_last else []
+        api, text = self._generation.api, text_of(shown[: len(shown) - len(self._held)])
         if api == "responses":
             return self._event({"type": "response.output_text.delta", "delta": text})
         if api == "messages":

@@ -307,7 +307,8 @@ class Instance:
             if 0 <= hangs_at <= position:
                 await _sleep_unless(stop, 3600.0)
                 raise ConnectionError("hung")
-            await reply.chunk(script.tokens(group, is_first=position == 0))
+            is_last = position + count >= len(ids) and finish != "pd_reschedule"
+            await reply.chunk(script.tokens(group, is_first=position == 0, is_last=is_last))
             position += len(group)
         if finish == "pd_reschedule" and draws.random() < 0.5:
             await reply.chunk(script.error("PD Error: decode preempted the request", 500) + b"data: [DONE]\n\n")
@@ -375,7 +376,11 @@ class Instance:
             }
         if generation.is_stream:
             await reply.begin_stream()
-            for event in (*script.begin(), script.tokens(ids, is_first=True), *script.end(len(ids), "length")):
+            for event in (
+                *script.begin(),
+                script.tokens(ids, is_first=True, is_last=True),
+                *script.end(len(ids), "length"),
+            ):
                 await reply.chunk(event)
             await reply.end_stream()
         else:

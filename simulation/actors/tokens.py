@@ -1,7 +1,7 @@
 """Answers that follow from the prompt: every response can be verified, wherever it was generated.
 
 A prompt's ids are below ``FIRST_GENERATED``, generated ones are not: of a prompt that an instance gets as ids, the
-generated ones at its end are those of segments before.
+generated ones at its end are those of segments before. Some tokens end within a character, which the next one ends.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import hashlib
 import zlib
 from collections.abc import Sequence
 
-__all__ = ["FIRST_GENERATED", "answer_ids", "natural_length", "prompt_ids", "split_ids", "text_of"]
+__all__ = ["FIRST_GENERATED", "answer_ids", "count_unfinished", "natural_length", "prompt_ids", "split_ids", "text_of"]
 
 FIRST_GENERATED = 100_000
 _WORDS = 50_000
+# Tokens with the first two bytes of a character, and with its last one.
+_FIRST_HALVES, _SECOND_HALVES, _HALVES = 200_000, 300_000, 10_000
+_FIRST_CHARACTER = 0x4E00
 
 
 def prompt_ids(text: str) -> list[int]:
@@ -29,12 +32,31 @@ def natural_length(prompt: Sequence[int]) -> int:
 def answer_ids(prompt: Sequence[int], start: int, end: int) -> list[int]:
     """The tokens of the answer from ``start`` to ``end``."""
     seed = _seed(prompt)
-    return [FIRST_GENERATED + _draw_from(seed, position) % _WORDS for position in range(start, end)]
+    return [_choose(seed, position) for position in range(start, end)]
+
+
+def _choose(seed: bytes, position: int) -> int:
+    first = _draw_from(seed, position - position % 2)
+    if first % 5 == 0:  # these two positions have one character
+        return (_SECOND_HALVES if position % 2 else _FIRST_HALVES) + first % _HALVES
+    return FIRST_GENERATED + _draw_from(seed, position) % _WORDS
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """The text of generated tokens."""
-    return "".join(f" w{token}" for token in ids)
+    """The text of generated tokens; half a character is a mark, as engines' tokenizers have it."""
+    return b"".join(map(_bytes_of, ids)).decode(errors="replace")
+
+
+def count_unfinished(ids: Sequence[int]) -> int:
+    """How many of the last tokens have no text yet, because a character goes on behind them."""
+    return int(bool(ids) and _FIRST_HALVES <= ids[-1] < _FIRST_HALVES + _HALVES)
+
+
+def _bytes_of(token: int) -> bytes:
+    for start, part in ((_FIRST_HALVES, slice(0, 2)), (_SECOND_HALVES, slice(2, 3))):
+        if start <= token < start + _HALVES:
+            return chr(_FIRST_CHARACTER + token - start).encode()[part]
+    return f" w{token}".encode()
 
 
 def split_ids(ids: Sequence[int]) -> tuple[list[int], list[int]]:
