@@ -330,12 +330,14 @@ class PairWorld(World):
         events: list[Event] = []
         self._draw_requests(draw, events, roles, length)
         self._draw_faults(draw, events, roles, length)
+        self._draw_hangs(self.stream("hangs"), events, roles, length)
         return Plan(settings, sorted(events, key=lambda event: event.at))
 
     def _draw_requests(self, draw: random.Random, events: list[Event], roles: list[str], length: float) -> None:
         prefills = [f"e{i}" for i, role in enumerate(roles) if role == "prefill"]
         decodes = [f"e{i}" for i, role in enumerate(roles) if role == "decode"]
         at, pause = 1.0, draw.choice([0.2, 1.0, 2.0])
+        haste = self.stream("haste").choice([1.0, 1.0, 10.0])
         while at < length and len(events) < 90:
             at += draw.expovariate(1.0 / pause)
             details: dict[str, Any] = {
@@ -354,10 +356,20 @@ class PairWorld(World):
             for leg in ("p", "d"):
                 how = draw.choice(["", "", "", "", "leave", "abort"])
                 if how:
-                    details[f"{leg}_{how}"] = round(draw.expovariate(2.0 if draw.random() < 0.7 else 0.2), 3)
+                    details[f"{leg}_{how}"] = round(draw.expovariate(haste * (2.0 if draw.random() < 0.7 else 0.2)), 3)
             if draw.random() < 0.05:
                 details["lost"] = draw.choice(["p", "d"])
             events.append(Event(round(at, 3), "request", draw.choice(decodes), details))
+
+    def _draw_hangs(self, draw: random.Random, events: list[Event], roles: list[str], length: float) -> None:
+        """A pool that hangs while instances that have forgotten their caches load from it."""
+        for _ in range(draw.choice([0, 0, 2, 6])):
+            at, kind = round(draw.uniform(5.0, length), 3), draw.choice(["stall", "hang-master", "raise"])
+            details: dict[str, Any] = {"seconds": round(draw.uniform(0.5, 6.0), 3)}
+            if kind != "hang-master":
+                details["share"] = draw.choice([0.3, 1.0])
+            events += [Event(at, "forget", f"e{i}", {"seconds": 0.0}) for i in range(len(roles))]
+            events.append(Event(round(at + draw.uniform(0.0, 1.0), 3), kind, "", details))
 
     def _draw_faults(self, draw: random.Random, events: list[Event], roles: list[str], length: float) -> None:
         kinds = ["kill-master", "hang-master", "crash", "pause", "stall", "flip", "slow", "evict", "cut", "slow-step"]

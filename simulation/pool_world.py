@@ -456,6 +456,8 @@ class PoolWorld(World):
         clear_at = draw.uniform(50.0, length - 20.0) if length > 100.0 and draw.random() < 0.5 else None
         self._draw_requests(draw, events, names, length, clear_at)
         self._draw_faults(draw, events, names, length, clear_at)
+        if clear_at is None:
+            self._draw_bursts(self.stream("bursts"), events, names, length)
         if clear_at is not None:
             events.append(Event(clear_at, "clear", draw.choice(["", *names])))
         for _ in range(draw.choice([0, 0, 1, 2])):  # during traffic
@@ -483,6 +485,19 @@ class PoolWorld(World):
             elif kind != "ask":
                 details["skip"] = draw.choice([0, 0, 1])
             events.append(Event(round(at, 3), kind, target, details))
+
+    def _draw_bursts(self, draw: random.Random, events: list[Event], names: list[str], length: float) -> None:
+        """Many callers at the same time, some of them while calls are slow or hang."""
+        for _ in range(draw.choice([0, 1, 3])):
+            at, target = round(draw.uniform(3.0, length), 3), draw.choice(names)
+            if draw.random() < 0.7:
+                kind = draw.choice(["slow", "stall", "hang-master"])
+                details: dict[str, Any] = {"slow": {"factor": 1000.0}, "stall": {"share": 1.0}}.get(kind, {})
+                events.append(Event(at - 0.1, kind, "", {**details, "seconds": round(draw.uniform(0.5, 6.0), 3)}))
+            for _ in range(draw.choice([6, 12])):
+                details = {"chain": draw.choice([10, 11, 20]), "count": draw.choice([2, 4]), "salt": "", "skip": 0}
+                kind = draw.choice(["get", "get", "save"])
+                events.append(Event(round(at + draw.uniform(0.0, 0.3), 3), kind, target, details))
 
     def _draw_faults(
         self, draw: random.Random, events: list[Event], names: list[str], length: float, clear_at: float | None

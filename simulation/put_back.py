@@ -152,15 +152,14 @@ DEFECTS = (
         "        if True:\n",
     ),
     Defect(
-        "arena-reused",
+        "removed-before-written",
         "transfers",
-        "pool",
-        "d9b8be7",
-        "race: memory of queued writes is used again while a call that was given up reads it",
-        "kvstore_backend/wrappers/write_behind.py",
-        "        while batch and not self._store.wait_for_late_calls(_LATE_CALL_WAIT_SECONDS):\n"
-        "            if self._gave_up:\n                return True\n",
-        "",
+        "pair",
+        "6abbe94",
+        "race: blocks that hold no numbers are removed from the pool before they are written to it",
+        "kvstore_backend/transfers.py",
+        "            self._pool.flush_writes(_FLUSH_SECONDS)\n            statuses",
+        "            statuses",
     ),
     Defect(
         "queued-call-late",

@@ -116,7 +116,8 @@ class RouterWorld(World):
         events = self._draw_requests(draw, settings, span)
         if draw.random() < 0.75:
             events += self._draw_faults(draw, settings, names, span)
-            events += self._draw_breaks(self.stream("breaks"), settings, names, events)
+            events += self._draw_breaks(self.stream("breaks"), settings, names, events, span)
+        events += self._draw_periodic(self.stream("periodic"), settings)
         if draw.random() < 0.6:
             events += self._draw_orders(draw, names, span)
         for _ in range(draw.choice((0, 0, 0, 1, 3)) if self.has_idle_clients else 0):
@@ -255,23 +256,41 @@ class RouterWorld(World):
                 target, details = "router", {"step": draw.choice((-86400.0, -45.0, 20.0, 3600.0))}
             events.append(Event(round(at, 3), kind, target, details))
         if draw.random() < 0.15:
-            poison = {"model": "m", "prompt": f"poison number {draw.randrange(1000)}", "max_tokens": 20, "stream": True}
-            details = {"number": 800_000, "path": "/v1/completions", "body": poison, "seconds": 20.0}
+            events.append(self._draw_poison(draw, 800_000, settings, span))
+        return events
+
+    def _draw_poison(self, draw: random.Random, number: int, settings: dict[str, Any], span: float) -> Event:
+        poison = {"model": "m", "prompt": f"poison number {draw.randrange(1000)}", "max_tokens": 20, "stream": True}
+        details = {"number": number, "path": "/v1/completions", "body": poison, "seconds": 20.0}
+        if settings["has_keys"]:
+            details["key"] = KEYS[0]
+        return Event(self.begin_seconds + draw.random() * span, "request", "client", details)
+
+    def _draw_periodic(self, draw: random.Random, settings: dict[str, Any]) -> list[Event]:
+        """Requests about as often as instances close connections that nobody uses."""
+        if settings["idle_seconds"] > 5.0 or draw.random() < 0.5:
+            return []
+        events, at = [], self.begin_seconds
+        for number in range(10):
+            at += settings["idle_seconds"] + draw.uniform(0.0, 0.05)
+            body = {"model": "m", "input": f"regularly {number}"}
+            details = {"number": 700_000 + number, "path": "/v1/embeddings", "body": body, "reuses": True}
             if settings["has_keys"]:
                 details["key"] = KEYS[0]
-            events.append(Event(self.begin_seconds + draw.random() * span, "request", "client", details))
+            events.append(Event(round(at, 4), "request", "client", details))
         return events
 
     def _draw_breaks(
-        self, draw: random.Random, settings: dict[str, Any], names: list[str], events: list[Event]
+        self, draw: random.Random, settings: dict[str, Any], names: list[str], events: list[Event], span: float
     ) -> list[Event]:
         """Faults while streams run: otherwise few streams are ever interrupted."""
         if draw.random() < 0.3:
             return []
         settings["token_seconds"] = 0.1
         answering = [name for name in names if not name.startswith("prefill")]
-        streams = [event.at for event in events if event.details.get("body", {}).get("stream")]
-        breaks = []
+        requests = [event for event in events if event.kind == "request" and "body" in event.details]
+        streams = [event.at for event in requests if event.details["body"].get("stream")]
+        breaks = [self._draw_poison(draw, 800_001, settings, span)] if draw.random() < 0.3 else []
         for at in streams:
             kind = draw.choice(("mood", "mood", "mood", "kill", "reset_connections", ""))
             if kind == "mood":
