@@ -288,12 +288,13 @@ class Instance:
         for event in script.begin():
             await reply.chunk(event)
         position, dies_at, hangs_at = 0, -1, -1
+        alone = draws.choice((0.3, 0.9))  # the share of tokens that get an event of their own
         if self.mood == "engine_dies":
             dies_at = draws.randrange(len(ids) + 1)
         elif self.mood == "hangs_in_stream":
             hangs_at = draws.randrange(len(ids) + 1)
         while position < len(ids):
-            count = 1 if draws.random() < 0.8 else draws.randint(2, 4)
+            count = 1 if draws.random() < alone else draws.randint(2, 4)
             group = ids[position : position + count]
             slow = 20.0 if self.mood == "slow" else 1.0
             await _sleep_unless(stop, slow * self.token_seconds * len(group))
