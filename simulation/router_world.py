@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
-from router.serving.request import ServingRequest
+from router.serving.proxy import ServingRequest
 from router.settings import RouterSettings
 from simulation.actors.client import Client, Result
 from simulation.actors.engines import Generation

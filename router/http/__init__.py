@@ -3,8 +3,7 @@
 server.py       a client's connection: uvicorn's protocol, with a shorter path for the data plane
 tls.py          TLS for connections from clients
 cors.py         which web pages may use the router from a browser
-exchange.py     one request to one instance and its response
-connection.py   one connection to an instance: from received bytes to pieces of a response
+exchange.py     one request to one instance and its response; the connection to an instance
 pool.py         the connections to all instances
 errors.py       why an exchange with an instance failed
 api_error.py    the errors that a client gets, in OpenAI's format or in that of FastDeploy's routers
@@ -16,7 +15,7 @@ request_id.py   the id that a client gives its request in a header
 usage.py        token counts, read from a response or replaced in it, without parsing it
 """
 
-from router.http.api_error import ApiError, Refused, encode_error_event, to_dialect
+from router.http.api_error import ApiError, Refused, RequestEnded, encode_error_event, to_dialect
 from router.http.body import (
     CONTROL_BYTES,
     InferenceBody,
@@ -39,7 +38,7 @@ from router.http.errors import (
     TimedOut,
     UpstreamError,
 )
-from router.http.exchange import Exchange, ExchangeRecord
+from router.http.exchange import Exchange, ExchangeRecord, Receiver, ResponseReader
 from router.http.large_body import UNCHECKED_BYTES, BadBody, LargeBody, hide_escapes, show_escapes
 from router.http.message import (
     HOP_BY_HOP,
@@ -81,8 +80,11 @@ __all__ = [
     "NameUnresolved",
     "NoRoom",
     "PreparedHead",
+    "Receiver",
     "Refused",
+    "RequestEnded",
     "Response",
+    "ResponseReader",
     "RouterProtocol",
     "StaleConnection",
     "TimedOut",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-__all__ = ["ApiError", "Refused", "encode_error_event", "to_dialect"]
+__all__ = ["ApiError", "Refused", "RequestEnded", "encode_error_event", "to_dialect"]
 
 # Types for other statuses: those below 500 are the client's mistake.
 _TYPES = {
@@ -99,6 +99,14 @@ class Refused(Exception):
         if self.retry_after:
             return [(b"retry-after", b"%d" % self.retry_after)]
         return [(b"www-authenticate", b"Bearer")] if self.error.status == 401 else []
+
+
+class RequestEnded(Exception):
+    """The request ends now: with an error for the client, or without one because the client left."""
+
+    def __init__(self, error: ApiError | None) -> None:
+        super().__init__(error.message if error else "the client left")
+        self.error = error
 
 
 def to_dialect(dialect: str, error: ApiError, request_id: str, *, splitwise: bool) -> ApiError:

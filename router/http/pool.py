@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from router.http.connection import Connection
 from router.http.errors import ConnectFailed, ConnectRefused, NameUnresolved, NoRoom, TimedOut
-from router.http.exchange import Exchange
+from router.http.exchange import Connection, Exchange, ResponseReader
 from router.http.message import Address, PreparedHead, Response, prepare_head
 
 __all__ = ["ConnectionPool"]
@@ -30,8 +29,6 @@ JOINED_BYTES = 16 * 1024
 FETCH_BYTES = 16 * 1024 * 1024
 # For a name with several addresses, a connection to the next address is tried in parallel after this time (RFC 8305).
 NEXT_ADDRESS_SECONDS = 0.25
-# Maximum number of addresses with a cached header.
-MAX_HOSTS = 4096
 # Errors of connect() that mean that this machine, not the instance, has run out of a resource.
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN})
 
@@ -64,7 +61,7 @@ class ConnectionPool:
         *,
         fresh: bool = False,
     ) -> Exchange:
-        """Return a request to ``address``, which ``Exchange.head`` sends.
+        """Return a request to ``address``, which ``Exchange.send`` sends.
 
         Args:
             target: path and query as in the request line.
@@ -110,8 +107,8 @@ class ConnectionPool:
         message = f"{address} did not answer {method} {target} within {timeout:g} s"
         timer = asyncio.get_running_loop().call_later(timeout, exchange.fail, TimedOut(message))
         try:
-            status = await exchange.head()
-            return Response(status, exchange.headers, await exchange.read(FETCH_BYTES))
+            reader = ResponseReader(exchange)
+            return Response(await reader.head(), exchange.headers, await reader.read(FETCH_BYTES))
         finally:
             timer.cancel()
             exchange.close()

@@ -56,7 +56,7 @@ class DataPlane(Protocol):
 
     max_body_bytes: int
     is_leaving: bool
-    usual_targets: Mapping[bytes, str]
+    known_targets: Mapping[bytes, str]
     """Checked targets of its requests, and their paths."""
 
     def takes(self, path: str) -> bool:
@@ -110,6 +110,7 @@ class ClientRequest:
         "method",
         "more_body",
         "on_leave",
+        "on_ready",
         "path",
         "refusal",
         "response_complete",
@@ -149,8 +150,10 @@ class ClientRequest:
         """Why its body is discarded."""
         self.on_leave: Callable[[], None] | None = None
         """Called when the client leaves before its answer is complete."""
+        self.on_ready: Callable[[], None] | None = None
+        """Called when the client has taken most of what was sent, after ``is_ready`` was false."""
         self.task: asyncio.Task[None] | None = None
-        """Task that serves it until its answer is complete, if a task is needed."""
+        """The last task that served it, if serving it had to wait."""
         self.disconnected = False
         self.keep_alive = keep_alive
         self.more_body = True
@@ -203,11 +206,14 @@ class ClientRequest:
         head.append(b"\r\n")
         self._write(b"".join(head))
 
-    def run(self, serving: Coroutine[Any, Any, None]) -> None:
-        """Serve it from now on in a task, until its answer is complete."""
+    def run(self, serving: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a step of serving it that has to wait. The server stops only after the answer to this request."""
         # No callback at its end, which would cost one more turn of the event loop: the next steps are done immediately.
+        if self.task is not None:
+            self._protocol.tasks.discard(self.task)
         self.task = self._protocol.loop.create_task(serving)
         self._protocol.tasks.add(self.task)
+        return self.task
 
     def keep_head(self, head: object) -> None:
         """Cache this request's parsed head for the next requests of this connection."""
@@ -218,14 +224,8 @@ class ClientRequest:
         """Return whether the client has taken everything sent so far."""
         return not self._protocol.flow.write_paused
 
-    async def send_piece(self, data: bytes) -> None:
-        """Send a piece of the body, once the client has taken everything sent before."""
-        if self._protocol.flow.write_paused and not self.disconnected:
-            await self._protocol.flow.drain()
-        self.write_piece(data)
-
     def write_piece(self, data: bytes) -> None:
-        """Send a piece of the body without waiting."""
+        """Send a piece of the body. The sender pauses while the client is not ``is_ready``."""
         if data and self.method != "HEAD":
             self._left_to_send -= len(data)
             self._write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
@@ -247,10 +247,6 @@ class ClientRequest:
         self.keep_alive = False
         self._complete_response()
 
-    def unblock_sending(self) -> None:
-        """Let ``send_piece`` stop waiting for a client that does not read: the answer is about to end."""
-        self._protocol.flow.resume_writing()
-
     def on_client_gone(self) -> None:
         """Handle that the client has disconnected."""
         self.disconnected = True
@@ -266,7 +262,7 @@ class ClientRequest:
         if self.response_complete:
             return
         self.response_complete = True
-        self.on_leave = None
+        self.on_leave = self.on_ready = None
         self.body = b""  # an idle connection still refers to its last request
         if self.task is not None:
             self._protocol.tasks.discard(self.task)
@@ -376,6 +372,8 @@ class RouterProtocol(HttpToolsProtocol):
         """Note that the client has taken most of what was sent."""
         super().resume_writing()
         self._untaken = sys.maxsize
+        if isinstance(self._served, ClientRequest) and self._served.on_ready is not None:
+            self._served.on_ready()
 
     def _watch_sending(self) -> None:
         """Close the connection of a client that takes nothing of what was sent for some time."""
@@ -477,7 +475,7 @@ class RouterProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         existing = self.cycle
-        path = self._data_plane.usual_targets.get(self.url, "")
+        path = self._data_plane.known_targets.get(self.url, "")
         if not path and not self._data_plane.takes(path := self._find_path()):
             url, headers, expects = self.url, self.headers, self.expect_100_continue
             super().on_message_begin()

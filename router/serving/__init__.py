@@ -1,18 +1,15 @@
 """The handling of one request: selection, attempts, the response, resumption.
 
-proxy.py        the data plane: accepts requests, and lists the running ones
-request.py      one request: its client, its answer, its end
+proxy.py        the data plane: accepts requests, and serves each one: its client, its answer, its end
 services.py     the components that serve a request
 reading/        the request as the router serves it: parsed, identified, with the head for instances
-attempts.py     the attempts for it, one after another
-retry.py        the instances it may still try, and the pause before the next attempt
-response.py     the response to its client
-keep_alive.py   comments to clients that wait for a stream's first token
-asking.py       the legs of an attempt, in the dialects of their instances
+retry_loop.py   the attempts for it, one after another
+plan.py         the legs of an attempt, in the dialects of their instances
 dialects/       how requests are sent to the instances of each engine: alone, or as a pair
 attempt.py      one try at one instance or one pair
+relay.py        the response to its client
 resume/         segments of a request that was preempted, or whose instance died, merged into one response
-story.py        the timeline of the request: for its headers, its record and the log
+timeline.py     the timeline of the request: for its headers, its record and the log
 selection.py    the instance or the pair that serves a request
 aborts.py       stops requests at engines when no client waits for them
 """

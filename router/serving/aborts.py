@@ -63,7 +63,7 @@ class AbortScope:
         """Return whether it may mean requests of the client with this tag."""
         return not self.tag or self.tag == tag
 
-    def find_meant(self, ids: EngineIds, tag: str) -> Collection[str]:
+    def matching_ids(self, ids: EngineIds, tag: str) -> Collection[str]:
         """Return those of the given ids that mean a request.
 
         Args:
@@ -73,8 +73,8 @@ class AbortScope:
         own = ids.request_id
         if not own or (own not in self._cores and own + tag not in self._cores):
             return ()
-        meant = ids.find_meant(self._ids)
-        return {*meant, *ids._replace(request_id=own + tag).find_meant(self._ids)} if tag else meant
+        meant = ids.matching_ids(self._ids)
+        return {*meant, *ids._replace(request_id=own + tag).matching_ids(self._ids)} if tag else meant
 
     def tell_engines(self, members: Mapping[str, Any], engine_ids: Sequence[str]) -> Mapping[str, Any]:
         """Return the members of the abort that instances get.

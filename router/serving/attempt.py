@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import logging
 import re
 import time
 from collections.abc import Callable
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 import orjson
 
 from router.fleet import Instance
-from router.http import Exchange, Headers, NoRoom, Response, StaleConnection, TimedOut, UpstreamError
+from router.http import Exchange, Headers, NoRoom, Receiver, Response, StaleConnection, TimedOut, UpstreamError
 from router.serving.aborts import Aborter
 from router.serving.reading.api import EngineIds
-from router.serving.retry import LegFailed, Reached, Trouble
 
-__all__ = ["REDIRECTIONS", "Attempt", "Leg", "StreamStalled"]
+__all__ = ["REDIRECTIONS", "Attempt", "AttemptOwner", "Leg", "LegFailed", "Reached", "StreamStalled", "Trouble"]
 
 _log = logging.getLogger("router.serving.attempt")
 
@@ -51,6 +51,9 @@ _ENGINE_DEATH = re.compile(
 )
 # A stream with a longer preamble is relayed directly. The preamble may contain the ids of the whole prompt.
 PREAMBLE_BYTES = 1024 * 1024
+# How much of the response of a prefill leg that is sent together with decode's is stored, of its beginning and of its
+# end: enough for an error and for the token usage, which may come after the ids of a long prompt.
+KEPT_BYTES = 64 * 1024
 # Limit for an answer of one token.
 ANSWER_BYTES = 16 * 1024 * 1024
 # Beginnings of vLLM's streams before the first token: chat, responses, messages.
@@ -61,6 +64,62 @@ _PREAMBLE = re.compile(
 _LATE_ERROR = re.compile(rb'"message": ?"Internal server error"')
 _ERROR = re.compile(rb'^ ?\{"(?:error": ?\{|type": ?"error")')
 _EVENT_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
+
+
+class Reached(enum.Enum):
+    """Progress of the request at its failure."""
+
+    UNSENT = "unsent"
+    """No instance has received it."""
+    SENT = "sent"
+    """It was sent, and no byte came back."""
+    HEAD = "head"
+    """The response has begun, and the client has seen nothing of it."""
+    RELAYED = "relayed"
+    """The client has seen a part of the response."""
+
+
+class Trouble(enum.Enum):
+    """Cause of a failure."""
+
+    UNREACHABLE = "unreachable"
+    """No connection was made, or a pair was not ready."""
+    DEATH = "death"
+    """The connection ended or did not carry HTTP, the instance stopped answering, or its engine reports its death."""
+    ERROR = "error"
+    """The instance refused it, temporarily or permanently, for a reason of its own: 429 or 5xx."""
+    HAND_OVER = "hand-over"
+    """The KV transfer between prefill and decode failed; it is unknown which of them is the cause."""
+    REJECTION = "rejection"
+    """The instance refused it because of the request: another status that is not a success."""
+    STALL = "stall"
+    """A stream is silent, although its instance is alive."""
+
+
+class LegFailed(Exception):
+    """A leg failed before the first byte of the response: with the instance's own ``response``, or without one."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        message: str,
+        response: Response | None = None,
+        *,
+        reached: Reached = Reached.HEAD,
+        trouble: Trouble,
+        is_stale: bool = False,
+    ) -> None:
+        """
+        Args:
+            is_stale: whether an idle connection ended when the request was sent on it: most likely it was already
+                closed.
+        """
+        super().__init__(message)
+        self.instance = instance
+        self.response = response
+        self.reached = reached
+        self.trouble = trouble
+        self.is_stale = is_stale
 
 
 class StreamStalled(TimedOut):
@@ -108,25 +167,45 @@ class Leg:
                 self.exchange.close()
 
 
+class AttemptOwner(Receiver, Protocol):
+    """The request that makes an attempt. When the response has begun, its exchange reports to the owner."""
+
+    def on_begun(self, attempt: Attempt, first: bytes, is_end: bool) -> None:
+        """Take the first bytes of the response; with ``is_end``, the whole. Raise nothing."""
+
+    def on_not_begun(self, error: Exception) -> None:
+        """Handle the failure of an attempt before the response has begun. Raise nothing.
+
+        Args:
+            error: ``LegFailed``; or ``NoRoom`` if a leg could not be sent, to any instance; or a fault of the router.
+        """
+
+
 class Attempt:
     """One attempt at a request.
 
-    ``begin`` returns the first bytes of the response; the following ones are read from the answering leg's exchange.
-    ``fail`` ends both from outside. The creator of an attempt calls ``finish`` after a complete response, and
-    ``give_up`` or ``break_off`` otherwise. After the beginning, ``is_event_stream`` is whether the response is
-    server-sent events.
+    ``send`` sends the legs. When the response has begun, its owner gets the first bytes, and then the next ones from
+    the answering leg's exchange. Until then, the attempt itself is the receiver of the leg that it waits for. The
+    creator of an attempt calls ``finish`` after a complete response, and ``give_up`` or ``break_off`` otherwise. After
+    the beginning, ``is_event_stream`` is whether the response is server-sent events.
     """
 
     __slots__ = (
         "_aborter",
-        "_ask_decode",
         "_awaited",
         "_begun",
+        "_chunks",
         "_hold_bytes",
         "_may_err_late",
+        "_num_preamble",
         "_on_trouble",
+        "_owner",
         "_prefill_end",
+        "_refusal_timer",
+        "_set_decode_request",
+        "_size",
         "_timer",
+        "_wanted",
         "answering",
         "deaths",
         "engine_ids",
@@ -143,7 +222,7 @@ class Attempt:
         prefill: Leg | None,
         engine_ids: EngineIds | None,
         *,
-        ask_decode: Callable[[bytes], None] | None = None,
+        set_decode_request: Callable[[bytes], None] | None = None,
         may_err_late: bool = False,
         hold_bytes: int,
         aborter: Aborter,
@@ -152,8 +231,8 @@ class Attempt:
         """
         Args:
             engine_ids: names of the request's sequences at engines; None if it cannot be aborted by them.
-            ask_decode: sets the answering leg's request from prefill's answer; None if that leg has a request already,
-                and both are sent together.
+            set_decode_request: sets the answering leg's request from prefill's answer; None if that leg has a request
+                already, and both are sent together.
             may_err_late: whether decode reports missing prefill KV as its own error, which in a stream comes only after
                 the beginning.
             hold_bytes: number of bytes of a response without event stream that are held back until it is complete, so
@@ -170,96 +249,44 @@ class Attempt:
         self.prefill_answer = b""
         """Prefill's response, once it is received; if it is long, only its beginning and its end."""
         self.is_event_stream = False
-        self._ask_decode = ask_decode
+        self._set_decode_request = set_decode_request
         self._may_err_late = may_err_late
-        self._awaited = answering if prefill is None or ask_decode is None else prefill
+        self._awaited = answering if prefill is None or set_decode_request is None else prefill
         self._hold_bytes = hold_bytes
         self._aborter = aborter
         self._on_trouble = on_trouble
+        self._owner: AttemptOwner | None = None  # until the response has begun, or the attempt has failed
         self._begun = False
+        self._chunks: list[bytes] = []  # what was received from the awaited leg
+        self._size = 0
+        self._wanted = 0  # bytes that are needed of an incomplete response; 0 before its head
+        self._num_preamble = 0  # bytes of whole lines of a stream's preamble
         self._timer: asyncio.TimerHandle | None = None
+        self._refusal_timer: asyncio.TimerHandle | None = None
         self._prefill_end: asyncio.Future[None] | None = None
 
-    def send(self, on_begin: Callable[[], None]) -> bool:
-        """Send the legs now, and call ``on_begin`` once the answering one has a response, or has failed.
-
-        Then ``take_whole`` returns a response that is complete already; for any other, use ``begin``.
-
-        Returns:
-            False if this is impossible, because decode's request depends on prefill's answer; then nothing is sent.
-        """
-        if self._ask_decode is not None:
-            return False
+    def send(self, owner: AttemptOwner) -> None:
+        """Send the legs now; if prefill comes first, the answering leg follows its answer."""
+        self._owner = owner
         self.sent_at = time.perf_counter()
-        if self.prefill is not None:
-            self.prefill.exchange.consume(self._on_prefill_end)
-        self.answering.exchange.begin(on_begin)
-        return True
+        if self.prefill is not None and self._set_decode_request is None:
+            self.prefill.exchange.send(_PrefillReceiver(self))
+        self._awaited.exchange.send(self)
 
-    def take_whole(self) -> bytes | None:
-        """Return the response if it is complete and neither a refusal nor an event stream; else None."""
-        answering, exchange = self.answering, self.answering.exchange
-        if not exchange.complete or not 200 <= exchange.status < 300 or _is_event_stream(exchange.headers):
-            return None
-        self._begun = True
-        if answering.instance.breaker.failures:
-            answering.instance.record_success(time.monotonic())
-        if self.prefill is None:
-            answering.end_prefill()
-        return exchange.take_whole()
-
-    async def begin(self) -> bytes:
-        """Send the legs and wait for the first bytes of the response, or for as many as are to be held back.
-
-        Raises:
-            LegFailed: a leg failed.
-            NoRoom: a leg could not be sent, to any instance.
-            Exception: the one that ``fail`` was called with.
+    def on_data(self, data: bytes, is_end: bool) -> None:
+        """Receive bytes from the awaited leg: prefill's if it comes first, else the answering one until it has
+        begun.
         """
-        was_sent, self.sent_at = self.sent_at, self.sent_at or time.perf_counter()
-        if self._ask_decode is not None:
-            answer = await self._await_prefill()
-            if not self.answering.is_finished:  # else it was ended when prefill's answer arrived: see ``fail``
-                self._ask_decode(answer)
-        elif self.prefill is not None and not was_sent:
-            self.prefill.exchange.consume(self._on_prefill_end)
-        exchange = self.answering.exchange
         try:
-            status = await exchange.head()
-            if not 200 <= status < 300:
-                raise await self._read_answer_refusal()  # no variable: its traceback will refer to this frame
-            self.is_event_stream = _is_event_stream(exchange.headers)
-            if exchange.complete:
-                first = exchange.take_whole()
-            elif self._hold_bytes and not self.is_event_stream:
-                first = await exchange.read(self._hold_bytes)
-            else:
-                first = await exchange.chunk()
-            if self._may_err_late and self.is_event_stream:
-                first = await self._read_preamble(first)
-        except NoRoom:
-            raise
-        except UpstreamError as exc:
-            raise self._make_failure(self.answering, exc) from exc
-        self._begun = True
-        if self.answering.instance.breaker.failures:
-            self.answering.instance.record_success(time.monotonic())
-        if self.prefill is None:
-            self.prefilled_at = time.perf_counter() if self.is_event_stream else 0.0
-            self.answering.end_prefill()
-        return first
+            self._collect(data, is_end)
+        except Exception as exc:  # ``LegFailed``; or a fault of the router, which the owner logs
+            self._report_failure(exc)
 
-    def fail(self, error: Exception) -> None:
-        """End all legs now, and make the task that waits for bytes of the response get ``error``."""
-        self._awaited.exchange.fail(error)
-        self.answering.exchange.fail(error)  # its request follows when prefill has answered
-        self.give_up()
-
-    def forget_errors(self) -> None:
-        """The request has ended: let go of the exception that ended it, whose traceback leads to all that is here."""
-        for leg in (self.answering, self.prefill):
-            if leg is not None:
-                leg.exchange.forget_error()
+    def on_failed(self, error: Exception) -> None:
+        """Handle the failure of the awaited leg."""
+        if isinstance(error, UpstreamError) and not isinstance(error, NoRoom):
+            error = self._make_failure(self._awaited, error)
+        self._report_failure(error)
 
     def on_instance_failure(self, instance: Instance, silence: float) -> None:
         """Fail if ``instance``, which answers no probes, works on this attempt and has been silent for ``silence``
@@ -305,8 +332,10 @@ class Attempt:
 
     def give_up(self, culprit: Instance | None = None) -> None:
         """Close all legs immediately, and abort those that still run at their engines, except at the ``culprit``."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._owner = None
+        for timer in (self._timer, self._refusal_timer):
+            if timer is not None:
+                timer.cancel()
         legs = [leg for leg in (self.answering, self.prefill) if leg is not None and not leg.is_finished]
         running = [leg.instance for leg in legs if leg.runs_at_engine]
         for leg in legs:
@@ -324,62 +353,14 @@ class Attempt:
             self._prefill_end = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._prefill_end}, timeout=OTHER_LEG_SECONDS)
 
-    async def _await_prefill(self) -> bytes:
-        """Send prefill's leg, and return its whole answer.
-
-        Raises:
-            LegFailed: prefill failed, or decode failed meanwhile.
-            NoRoom: it could not be sent, to any instance.
+    def on_prefill_end(self, answer: bytes, error: Exception | None) -> None:
+        """Handle the end or the failure of prefill's response, if both legs were sent together; a failure is passed on
+        to the answering leg.
         """
         leg = self.prefill
         assert leg is not None
-        try:
-            if not 200 <= await leg.exchange.head() < 300:
-                raise await _read_refusal(leg)
-            self.prefill_answer = await leg.exchange.read(ANSWER_BYTES)
-        except NoRoom:
-            raise
-        except UpstreamError as exc:
-            raise self._make_failure(leg, exc) from exc
-        leg.finish()
-        self.prefilled_at = time.perf_counter()
-        if leg.instance.breaker.failures:
-            leg.instance.record_success(time.monotonic())
-        self._awaited = self.answering
-        return self.prefill_answer
-
-    async def _read_answer_refusal(self) -> LegFailed:
-        failure = await _read_refusal(self.answering)
-        # This is the only error of vLLM's decode if it cannot get prefill's KV.
-        if self._may_err_late and _tells_late_error(failure.response):
-            failure.trouble = Trouble.HAND_OVER
-        return failure
-
-    async def _read_preamble(self, first: bytes) -> bytes:
-        """Return the beginning of a stream up to its first token.
-
-        Raises:
-            LegFailed: the stream contains an error instead.
-        """
-        exchange = self.answering.exchange
-        # ``first[:seen]`` is whole lines of the preamble: only the bytes after them are examined.
-        said, seen = None, 0
-        while (said := _find_token(first, seen)) is None and not exchange.is_taken and len(first) <= PREAMBLE_BYTES:
-            seen = max(first.rfind(b"\n", seen) + 1, seen)
-            first += await exchange.chunk()
-        if said is not None and _ERROR.search(said):
-            message = f"{self.answering.instance.key} has an error instead of an answer: {said.decode()[:500]}"
-            raise LegFailed(self.answering.instance, message, trouble=Trouble.HAND_OVER)
-        return first
-
-    def _on_prefill_end(self) -> None:
-        """Handle the end or the failure of prefill's response; a failure is passed on to the answering leg."""
-        leg = self.prefill
-        assert leg is not None
-        if leg.is_finished:
-            return
-        self.prefill_answer = leg.exchange.kept_body
-        failure = self._find_prefill_failure(leg)
+        self.prefill_answer = answer
+        failure = self._find_prefill_failure(leg, error)
         leg.finish()
         if self._timer is not None:
             self._timer.cancel()
@@ -394,6 +375,97 @@ class Attempt:
             self._timer = loop.call_later(OTHER_LEG_SECONDS, self._on_prefill_failed, failure)
         else:
             self._on_prefill_failed(failure)
+
+    def _collect(self, data: bytes, is_end: bool) -> None:
+        """Store bytes of the awaited leg, and take the next step when there are enough."""
+        leg = self._awaited
+        exchange = leg.exchange
+        self._chunks.append(data)
+        self._size += len(data)
+        is_refusal = not 200 <= exchange.status < 300
+        if not self._wanted:
+            self._wanted = self._count_wanted(leg, is_refusal, is_end)
+        if not is_end and self._size < self._wanted:
+            return
+        body = data if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks, self._size = [], 0
+        if is_refusal:
+            failure = _make_refusal(leg, body)
+            # This is the only error of vLLM's decode if it cannot get prefill's KV.
+            if leg is self.answering and self._may_err_late and _tells_late_error(failure.response):
+                failure.trouble = Trouble.HAND_OVER
+            self._report_failure(failure)
+        elif leg is self.prefill:
+            self._send_decode(leg, body)
+        elif not self._may_err_late or not self.is_event_stream or self._has_token(body, is_end):
+            self._begin(body, is_end)
+        else:
+            self._chunks.append(body)
+
+    def _count_wanted(self, leg: Leg, is_refusal: bool, is_end: bool) -> int:
+        """Return how many bytes of an incomplete response are needed for the next step, as its head shows."""
+        if is_refusal:
+            if not is_end:
+                loop, status = asyncio.get_running_loop(), leg.exchange.status
+                late = f"{leg.instance.key} answered with {status}, and no more within {REFUSAL_SECONDS:g} s"
+                self._refusal_timer = loop.call_later(REFUSAL_SECONDS, leg.exchange.fail, TimedOut(late))
+            return ERROR_BYTES
+        if leg is self.prefill:
+            return ANSWER_BYTES
+        self.is_event_stream = _is_event_stream(leg.exchange.headers)
+        return 1 if self.is_event_stream else max(1, self._hold_bytes)
+
+    def _send_decode(self, leg: Leg, answer: bytes) -> None:
+        """Send the answering leg after prefill has answered."""
+        self.prefill_answer = answer
+        leg.finish()
+        self.prefilled_at = time.perf_counter()
+        if leg.instance.breaker.failures:
+            leg.instance.record_success(time.monotonic())
+        self._awaited, self._wanted = self.answering, 0
+        assert self._set_decode_request is not None
+        self._set_decode_request(answer)
+        self.answering.exchange.send(self)
+
+    def _has_token(self, data: bytes, is_end: bool) -> bool:
+        """Return whether a stream has begun for its client: whether more follows its preamble.
+
+        Raises:
+            LegFailed: the stream contains an error instead.
+        """
+        # ``data[:self._num_preamble]`` is whole lines of the preamble: only the bytes after them are examined.
+        event = _find_token(data, self._num_preamble)
+        if event is None and not is_end and len(data) <= PREAMBLE_BYTES:
+            self._num_preamble = max(data.rfind(b"\n", self._num_preamble) + 1, self._num_preamble)
+            return False
+        if event is not None and _ERROR.search(event):
+            message = f"{self.answering.instance.key} has an error instead of an answer: {event.decode()[:500]}"
+            raise LegFailed(self.answering.instance, message, trouble=Trouble.HAND_OVER)
+        return True
+
+    def _begin(self, first: bytes, is_end: bool) -> None:
+        """Pass the beginning of the response to the owner, which is the receiver of the rest."""
+        answering = self.answering
+        self._begun = True
+        if answering.instance.breaker.failures:
+            answering.instance.record_success(time.monotonic())
+        if self.prefill is None:
+            self.prefilled_at = time.perf_counter() if self.is_event_stream else 0.0
+            answering.end_prefill()
+        owner, self._owner = self._owner, None
+        assert owner is not None
+        if not is_end:
+            answering.exchange.receiver = owner
+        owner.on_begun(self, first, is_end)
+
+    def _report_failure(self, error: Exception) -> None:
+        """Report to the owner that the attempt has failed, once."""
+        owner, self._owner = self._owner, None
+        if self._refusal_timer is not None:
+            self._refusal_timer.cancel()
+        self._awaited.exchange.receiver = None
+        if owner is not None:
+            owner.on_not_begun(error.with_traceback(None))  # its traceback would form a reference cycle
 
     def _on_prefill_failed(self, failure: LegFailed | NoRoom) -> None:
         if not self._begun:
@@ -412,14 +484,13 @@ class Attempt:
             decode = self.answering.instance.key
             exchange.fail(TimedOut(f"{decode} has sent nothing for {SILENCE_SECONDS:g} s, since prefill failed: {why}"))
 
-    def _find_prefill_failure(self, leg: Leg) -> LegFailed | NoRoom | None:
-        exchange = leg.exchange
-        if isinstance(exchange.error, NoRoom):
-            return exchange.error
-        if isinstance(exchange.error, UpstreamError):
-            return self._make_failure(leg, exchange.error)
+    def _find_prefill_failure(self, leg: Leg, error: Exception | None) -> LegFailed | NoRoom | None:
+        if isinstance(error, NoRoom):
+            return error
+        if isinstance(error, UpstreamError):
+            return self._make_failure(leg, error)
         body = self.prefill_answer
-        if not 200 <= exchange.status < 300:
+        if not 200 <= leg.exchange.status < 300:
             return _make_refusal(leg, body)
         # FastDeploy's prefill reports this only to its own client, in a response with status 200.
         if body.find(_PD_ERROR) >= 0 and _tells_pd_error(body):
@@ -433,6 +504,31 @@ class Attempt:
         failure.__cause__ = error
         self.deaths += failure.trouble is Trouble.DEATH
         return failure
+
+
+class _PrefillReceiver:
+    """Receiver of prefill's response if both legs were sent together: stores its beginning and its end."""
+
+    __slots__ = ("_attempt", "_chunks", "_size")
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._chunks: list[bytes] = []
+        self._size = 0
+
+    def on_data(self, data: bytes, is_end: bool) -> None:
+        """See ``Receiver``."""
+        self._chunks.append(data)
+        self._size += len(data)
+        if self._size > 4 * KEPT_BYTES:  # not at every piece
+            body = b"".join(self._chunks)
+            self._chunks, self._size = [body[:KEPT_BYTES], body[-KEPT_BYTES:]], 2 * KEPT_BYTES
+        if is_end:
+            self._attempt.on_prefill_end(b"".join(self._chunks), None)
+
+    def on_failed(self, error: Exception) -> None:
+        """See ``Receiver``."""
+        self._attempt.on_prefill_end(b"".join(self._chunks), error)
 
 
 class _Judgement(TypedDict):
@@ -475,15 +571,6 @@ def _tells_pd_error(body: bytes) -> bool:
 
 def _tells_late_error(response: Response | None) -> bool:
     return response is not None and response.status >= 500 and _LATE_ERROR.search(response.body) is not None
-
-
-async def _read_refusal(leg: Leg) -> LegFailed:
-    late = f"{leg.instance.key} answered with {leg.exchange.status}, and no more within {REFUSAL_SECONDS:g} s"
-    timer = asyncio.get_running_loop().call_later(REFUSAL_SECONDS, leg.exchange.fail, TimedOut(late))
-    try:
-        return _make_refusal(leg, await leg.exchange.read(ERROR_BYTES))
-    finally:
-        timer.cancel()
 
 
 def _make_refusal(leg: Leg, body: bytes) -> LegFailed:

@@ -2,29 +2,55 @@
 
 The steps for one request: its client is checked and admitted; the body is read and parsed once; instances are selected;
 an attempt is sent; its first bytes decide whether it is relayed or another attempt is made; then bytes are relayed as
-they arrive. If decode preempts a request in the middle, another attempt continues it. ``ServingRequest`` implements
-these steps.
+they arrive. If decode preempts a request in the middle, another attempt continues it. ``ServingRequest`` does this
+within the events that it gets, from its client and from the exchanges. A task runs only while the request must wait:
+for its turn, for a large body, before another attempt, for a resumption.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from functools import partial
 
 from router.access import FORWARDED, find_route
-from router.http import ApiError, ClientRequest, Headers, Refused
+from router.fleet import Instance, Role
+from router.http import (
+    NOT_PASSED_BACK,
+    UNCHECKED_BYTES,
+    ApiError,
+    BadBody,
+    ClientRequest,
+    Headers,
+    LargeBody,
+    NoRoom,
+    Refused,
+    RequestEnded,
+    TokenCount,
+    UpstreamError,
+    echo_request_id,
+    end_to_end,
+    estimate_tokens,
+    to_dialect,
+)
 from router.serving.aborts import AbortScope
-from router.serving.request import ServingRequest
-from router.serving.response import RequestEnded
+from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
+from router.serving.dialects import NotReady
+from router.serving.reading.api import GENERATING, EngineIds
+from router.serving.reading.head import RequestHead, read_head
+from router.serving.reading.large import is_large, look_through
+from router.serving.reading.parsed_request import ParsedRequest, guess_ids
+from router.serving.relay import ClientResponse
+from router.serving.retry_loop import ABORTED, RetryLoop
 from router.serving.services import Services
+from router.serving.timeline import RequestTimeline
 from router.telemetry import RequestRecord
 
-if TYPE_CHECKING:
-    from router.fleet import Instance
+__all__ = ["Proxy", "ServingRequest"]
 
-__all__ = ["Proxy"]
+_log = logging.getLogger("router.serving.request")
 
 # If a check for time-outs itself runs later than this, it is postponed to the next one.
 LATE_SECONDS = 0.25
@@ -37,7 +63,7 @@ class Proxy:
         self.max_body_bytes = services.settings.max_body_bytes
         self.is_leaving = False
         """Whether clients should close their connections, because this process stops soon."""
-        self.usual_targets: Mapping[bytes, str] = {path.encode(): path for path in FORWARDED}
+        self.known_targets: Mapping[bytes, str] = {path.encode(): path for path in FORWARDED}
         """Checked targets of its requests, and their paths."""
         self._timeout = services.settings.request_timeout_secs
         # If an instance fails its probes, its streams are ended after this time of silence.
@@ -124,4 +150,412 @@ class Proxy:
 
     def _end_older(self, error: ApiError, started_before: float) -> None:
         for serving in [serving for serving in self._live if serving.started <= started_before]:
-            serving.end_early(RequestEnded(error))
+            serving.end_early(error)
+
+
+class ServingRequest:
+    """A request from its arrival to the end of its response. ``end_early`` ends it from outside.
+
+    It is the owner of its attempts and, once a response has begun, the receiver of the answering leg. The methods that
+    are called for an event raise nothing.
+    """
+
+    __slots__ = (
+        "_charged",
+        "_end_error",
+        "_is_ending",
+        "_live",
+        "_parsed",
+        "_request",
+        "_response",
+        "_retry_loop",
+        "_services",
+        "_task",
+        "_timeline",
+        "_waiting_ids",
+        "started",
+    )
+
+    def __init__(self, request: ClientRequest, services: Services, live: set[ServingRequest]) -> None:
+        """
+        Args:
+            live: the set of requests that are being served.
+        """
+        self._live = live
+        self._timeline = timeline = RequestTimeline(services)
+        self.started = timeline.started
+        """Time of arrival, from ``time.perf_counter``."""
+        self._request = request
+        self._response = response = ClientResponse(request)
+        self._retry_loop = RetryLoop(request, services, timeline, response)
+        self._services = services
+        self._parsed: ParsedRequest | None = None  # set when it is parsed
+        self._task: asyncio.Task[None] | None = None  # while the request waits
+        self._waiting_ids: EngineIds | None = None  # while it is queued unparsed
+        self._charged: int | None = None  # tokens charged to the client at the beginning, if there are limits
+        self._is_ending = False  # ``end_early`` was called
+        self._end_error: ApiError | None = None  # with this error
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The present attempt, or the last one."""
+        return self._retry_loop.current
+
+    def start(self) -> None:
+        """Begin to serve the request: send its first attempt, unless it has to wait."""
+        services, request = self._services, self._request
+        self._live.add(self)
+        try:
+            if services.tracer is not None:
+                self._timeline.join_trace(services.tracer, request)
+            client = services.auth.identify_client(request.headers)
+            self._timeline.tag = services.auth.tags.get(client, "")
+            if not services.admission.is_limited:
+                services.admission.try_enter(client)
+            else:
+                tokens = estimate_tokens(request.body)
+                priority = services.auth.find_priority(client, request.headers)
+                if services.auth.token_rates.get(client, services.settings.max_tokens_per_sec_per_key):
+                    self._response.token_count = TokenCount()
+                if not services.admission.try_enter(client, tokens):
+                    self._wait(self._queue(client, priority, tokens))
+                    return
+                self._charged = tokens
+            self._timeline.client = client
+            self._read_and_send(client)
+        except Exception as exc:
+            self._end_after(exc)
+
+    def on_begun(self, attempt: Attempt, first: bytes, is_end: bool) -> None:
+        """Relay the beginning of an attempt's response; see ``AttemptOwner``."""
+        response, parsed = self._response, self._parsed
+        assert parsed is not None
+        response.stop_comments()
+        try:
+            if parsed.api.keeps_answers:
+                key = attempt.answering.instance.key
+                self._services.kept_responses.note_answer(first, key, self._timeline.tag)
+            headers = self._timeline.router_headers()
+            if not attempt.is_event_stream and response.holds_whole(attempt, is_end):
+                self._go_on(attempt, response.relay_whole(attempt, first, headers), is_end)
+                return
+            response.begin_pieces(attempt, headers)
+        except Exception as exc:
+            self._end_after(exc)
+            return
+        self.on_data(first, is_end)
+
+    def on_not_begun(self, error: Exception) -> None:
+        """Handle the failure of an attempt before its response has begun; see ``AttemptOwner``."""
+        if isinstance(error, LegFailed):
+            self._wait(self._send_after(error))
+        else:
+            self._end_after(error)
+
+    def on_data(self, data: bytes, is_end: bool) -> None:
+        """Relay the next bytes of the response; see ``Receiver``."""
+        attempt = self._retry_loop.current
+        assert attempt is not None
+        try:
+            self._go_on(attempt, self._response.relay_piece(attempt, data, is_end), is_end)
+        except UpstreamError as exc:
+            self.on_failed(exc)
+        except Exception as exc:
+            self._end_after(exc)
+
+    def on_failed(self, error: Exception) -> None:
+        """Handle the failure of the answering leg in the middle of the response; see ``Receiver``."""
+        if isinstance(error, UpstreamError):
+            self._wait(self._resume(error.with_traceback(None)))
+        else:
+            self._end_after(error)
+
+    def end_early(self, error: ApiError | None) -> None:
+        """End the request, with ``error`` for its client."""
+        if self._is_ending:
+            return
+        self._is_ending, self._end_error = True, error
+        if self._task is not None:
+            self._task.cancel()  # it ends the request
+        else:
+            self._end_after(RequestEnded(error))
+
+    def abort(self, scope: AbortScope) -> tuple[Collection[str], Sequence[str]]:
+        """If the abort means this request, prevent further attempts.
+
+        Returns:
+            Those of the given ids that mean it, and its engines' ids.
+        """
+        timeline = self._timeline
+        if self._request.path not in GENERATING or not scope.reaches(timeline.tag):
+            return (), ()
+        meant: Collection[str] = ()
+        if scope.asked is not None:
+            parsed = self._parsed
+            ids = self._waiting_ids if parsed is None else parsed.name_at_engines(timeline.request_id)
+            meant = scope.matching_ids(ids, timeline.tag) if ids is not None else ()
+            if ids is None or not meant:
+                return (), ()
+            timeline.request_id = ids.request_id
+        attempt = self._retry_loop.current
+        if attempt is None or not attempt.sent_at or attempt.engine_ids is None:  # closing connections is enough
+            self.end_early(ABORTED)
+            return meant, ()
+        self._retry_loop.is_aborted = True
+        return meant, attempt.engine_ids.list_ids()
+
+    def _wait(self, step: Coroutine[None, None, None]) -> None:
+        """Run a step that has to wait, in a task."""
+        self._request.run(self._run(step))
+
+    async def _run(self, step: Coroutine[None, None, None]) -> None:
+        if self._is_ending:  # since the task was created
+            step.close()
+            return
+        self._task = task = asyncio.current_task()
+        try:
+            await step
+        except asyncio.CancelledError:
+            # Cancelled by ``end_early``; or by uvicorn, if the request runs beyond the grace time of a shutdown.
+            self._end_after(RequestEnded(self._end_error))
+        except Exception as exc:
+            self._end_after(exc)
+        finally:
+            if self._task is task:
+                self._task = None
+
+    def _send(self, parsed: ParsedRequest) -> None:
+        """Send an attempt: the first one, or the one for the next segment."""
+        try:
+            self._retry_loop.send(parsed, self)
+        except NotReady as unready:
+            self._wait(self._send_after(unready.with_traceback(None)))
+
+    async def _send_after(self, cause: LegFailed | NotReady) -> None:
+        """Send another attempt, or end the request with the failure of the last one."""
+        assert self._parsed is not None
+        failure = await self._retry_loop.send_after(cause, self._parsed, self)
+        if failure is not None:
+            self._end_after(failure)
+
+    async def _queue(self, client: str, priority: int, tokens: int) -> None:
+        """Wait for the admission of the request, then send it.
+
+        Raises:
+            Refused: there are too many requests, or the client has used up its tokens.
+            RequestEnded: the client left, or the request cannot be served.
+        """
+        services, request = self._services, self._request
+        if request.disconnected:
+            raise RequestEnded(None)
+        request.on_leave = partial(self.end_early, None)
+        # Comments can be sent only to a stream's client; and an abort does not search large bodies for ids.
+        if is_large(request):
+            self._parsed = await self._read_large(client)
+        elif services.settings.sse_keepalive_secs or len(request.body) > UNCHECKED_BYTES:
+            self._parsed = self._read_request(client, self._read_head())
+        elif request.path in GENERATING:
+            self._waiting_ids = guess_ids(request)
+        since = time.perf_counter()
+        try:
+            await services.admission.enter(client, priority, tokens, len(request.body))
+        finally:
+            self._timeline.queued_seconds = time.perf_counter() - since
+        self._timeline.client, self._charged = client, tokens
+        if self._parsed is None:
+            self._read_and_send(client)
+        else:
+            self._send(self._parsed)
+
+    def _read_and_send(self, client: str) -> None:
+        """Parse the request and send its first attempt, both in a task if the body is large."""
+        if is_large(self._request):
+            self._wait(self._read_large_and_send(client))
+        else:
+            self._parsed = parsed = self._read_request(client, self._read_head())
+            self._send(parsed)
+
+    async def _read_large_and_send(self, client: str) -> None:
+        self._parsed = parsed = await self._read_large(client)
+        self._send(parsed)
+
+    def _go_on(self, attempt: Attempt, is_relayed: bool, is_end: bool) -> None:
+        """Take the next step after a part of a response was relayed.
+
+        Args:
+            is_relayed: False if the instance preempted the request.
+        """
+        if not is_relayed:
+            self._wait(self._resume(None))
+        elif is_end:
+            self._timeline.end_attempt(attempt, "answered")
+            self._finish()
+
+    async def _resume(self, error: UpstreamError | None) -> None:
+        """Continue a response elsewhere.
+
+        Args:
+            error: why the answering leg failed; None if its instance preempted the request.
+        """
+        retry_loop, parsed, attempt = self._retry_loop, self._parsed, self._retry_loop.current
+        assert parsed is not None
+        assert attempt is not None
+        if error is None:
+            await retry_loop.go_on_after_preemption()
+        else:
+            await retry_loop.go_on_after_break(parsed, attempt, error)
+        if self._response.merger is not None and self._response.merger.complete:
+            self._response.finish_from_segments(self._timeline.router_headers())
+            self._timeline.end_attempt(attempt, "answered")
+            self._finish()
+        else:
+            self._send(parsed)
+
+    def _end_after(self, exc: Exception) -> None:
+        """End the request with the answer to an exception."""
+        try:
+            if isinstance(exc, LegFailed):
+                self._send_failure(exc)
+            elif isinstance(exc, Refused):
+                self._response.send_rejection(exc, echo_request_id(self._request.headers))
+            elif isinstance(exc, RequestEnded):
+                self._end_with(exc.error)
+            elif isinstance(exc, BadBody):
+                self._end_with(ApiError(400, str(exc), "invalid_body", exc.param))
+            elif isinstance(exc, NoRoom):
+                _log.error("%s", exc)
+                self._end_with(ApiError(503, str(exc), "router_overloaded"))
+            else:
+                _log.error("%s %s failed", self._request.method, self._request.path, exc_info=exc)
+                self._end_with(ApiError(500, "the router failed to handle the request", "router_error"))
+        except Exception:
+            _log.exception("%s %s was not answered", self._request.method, self._request.path)
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Release everything that the ended request holds, even if parts of this fail."""
+        if self not in self._live:
+            return
+        self._live.discard(self)
+        self._response.stop_comments()
+        try:
+            if self._charged is not None:
+                self._leave_charged(self._charged)
+            elif self._timeline.client is not None:
+                self._services.admission.leave(self._timeline.client)
+            self._timeline.write_record(self._request, self._response, self._parsed, self._retry_loop.current)
+        except Exception:
+            _log.exception("%s %s has ended without a record", self._request.method, self._request.path)
+        if not self._request.response_complete:  # the code that ended it has failed itself
+            self._request.cut_response()
+
+    def _leave_charged(self, charged: int) -> None:
+        """Release the client's admission, and charge it for the tokens it has used."""
+        uncharged = 0
+        try:
+            prompt_tokens = self._parsed.features.prompt_tokens if self._parsed is not None else 0
+            uncharged = self._response.count_used_tokens(prompt_tokens) - charged
+        finally:
+            self._services.admission.leave(self._timeline.client or "", uncharged)
+
+    def _read_request(self, client: str, head: RequestHead, large: LargeBody | None = None) -> ParsedRequest:
+        """Parse the request, as far as the router needs it.
+
+        Args:
+            large: the scanned body, if it is large.
+
+        Raises:
+            RequestEnded: it cannot be served.
+        """
+        request = self._request
+        if request.path not in GENERATING:
+            route = find_route(request.path)
+            if route is not None and not route.takes(request.method):
+                message = f"{request.path} takes {', '.join(route.methods)}, not {request.method}"
+                raise RequestEnded(ApiError(405, message, "method_not_allowed"))
+        salts = self._services.auth.cache_salts
+        derive_salt = partial(salts.derive, client) if salts else None
+        parsed = ParsedRequest(request, head, large, derive_salt, self._services.selector.aliases)
+        timeline, kept_responses = self._timeline, self._services.kept_responses
+        timeline.request_id, timeline.client_ids = parsed.request_id, parsed.client_ids
+        if parsed.api.keeps_answers and parsed.body is not None and parsed.body.members.get("background"):
+            settings = self._services.settings
+            is_counted = settings.max_concurrent_requests or settings.max_concurrent_requests_per_key
+            if is_counted or self._response.token_count is not None:
+                message = "background must be false where requests or tokens are limited: nobody would count its answer"
+                raise RequestEnded(ApiError(400, message, "background_refused", "background"))
+        if timeline.tag:
+            if parsed.kept_id and not kept_responses.is_open_to(parsed.kept_id, timeline.tag):
+                message = f"this router knows of no response {parsed.kept_id[:100]!r} of this client"
+                raise RequestEnded(ApiError(404, message, "response_not_found"))
+            # The id of a stored response must not change: its client uses it in later requests.
+            self._response.tag = b"" if parsed.kept_id or parsed.api.keeps_answers else timeline.tag.encode()
+        seconds = self._services.settings.sse_keepalive_secs
+        if seconds and parsed.wants_stream:
+            self._response.start_comments(seconds, timeline.router_headers())
+        return parsed
+
+    def _read_head(self) -> RequestHead:
+        """Parse the headers that the router uses, and monitor the client from now on.
+
+        Raises:
+            RequestEnded: a header is invalid, or the client has left.
+        """
+        request = self._request
+        if request.disconnected:
+            raise RequestEnded(None)
+        request.on_leave = partial(self.end_early, None)
+        try:
+            head = read_head(request, self._timeline.tag)
+        except BadBody as exc:
+            raise RequestEnded(ApiError(400, str(exc), "invalid_header", exc.param)) from None
+        timeline = self._timeline
+        timeline.sent_id = timeline.request_id = head.sent_id
+        timeline.client_ids = head.client_ids
+        timeline.trace_id = head.trace_id or timeline.trace_id
+        return head
+
+    async def _read_large(self, client: str) -> ParsedRequest:
+        """Parse a request with a large body, and let other requests run meanwhile.
+
+        Raises:
+            RequestEnded: it cannot be served, or the client left.
+        """
+        head = self._read_head()
+        parsed = self._read_request(client, head, await look_through(self._request))
+        await asyncio.sleep(0)  # parsing took long, and hashing the prompt and the next steps do, too
+        _ = parsed.features.chunks
+        await asyncio.sleep(0)
+        return parsed
+
+    def _send_failure(self, failure: LegFailed) -> None:
+        """Send the failure of the last attempt: the instance's own response, unless prefill failed."""
+        response, role = failure.response, failure.instance.role
+        resuming = self._retry_loop.resuming
+        is_own = response is not None and (response.status < 500 or role is not Role.PREFILL)
+        if resuming is not None and resuming.is_broken:
+            self._end_with(resuming.explain(str(failure)))
+        elif response is not None and response.status in REDIRECTIONS:
+            self._end_with(ApiError(502, str(failure), "instance_redirects"))
+        elif response is not None and is_own and not self._request.response_started:
+            headers = end_to_end(response.headers, NOT_PASSED_BACK)
+            self._response.send(response.status, headers, response.body, self._timeline.router_headers())
+        elif response is not None and is_own and not self._response.first_byte_at:
+            self._response.end_with_refusal(response.status, response.body)
+        else:
+            why = self._retry_loop.end_reason or f"no other {role.value} instance could take the request"
+            message = f"{role.value} instance failed: {failure}; {why}"
+            self._end_with(ApiError(502, message, f"{role.value}_failed"))
+
+    def _end_with(self, error: ApiError | None) -> None:
+        """End the request for the client, at any stage of its response; and end the present attempt, if any."""
+        retry_loop, timeline = self._retry_loop, self._timeline
+        if retry_loop.current is not None:
+            retry_loop.current.give_up()
+        if retry_loop.number > timeline.num_ended:
+            timeline.end_attempt(retry_loop.current, error.message if error else "the client left")
+        if error is not None and not self._request.response_started:
+            settings = self._services.settings
+            error = to_dialect(settings.dialect, error, timeline.request_id, splitwise=settings.splitwise)
+        self._response.end_with(error, timeline.router_headers())

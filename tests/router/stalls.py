@@ -30,7 +30,7 @@ import uvloop
 
 from router.app import RouterApp
 from router.fleet import Registration
-from router.http.connection import Connection
+from router.http.exchange import Connection
 from router.http.server import RouterProtocol
 from router.launch.server import prepare_process
 from router.settings import RouterSettings

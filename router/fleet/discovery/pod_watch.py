@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from router.fleet.discovery.pods import Pod, read_pod
-from router.http import Address, ConnectionPool, TimedOut, UpstreamError
+from router.http import Address, ConnectionPool, ResponseReader, TimedOut, UpstreamError
 from router.settings import RouterSettings, SettingsError, read_authorities, read_token
 
 __all__ = ["PodWatch"]
@@ -154,7 +154,8 @@ class PodWatch:
         late = TimedOut(f"{self._address.url} did not answer a watch within {ANSWER_SECONDS:g} s")
         timer = loop.call_later(ANSWER_SECONDS, exchange.fail, late)
         try:
-            status = await exchange.head()
+            reader = ResponseReader(exchange)
+            status = await reader.head()
             timer.cancel()
             seconds = WATCH_SECONDS + LATE_SECONDS
             late = TimedOut(f"{self._address.url} did not end a watch within {seconds:g} s")
@@ -162,9 +163,9 @@ class PodWatch:
             if status == 410:
                 raise Gone
             if status != 200:
-                raise self._explain_status(status, await exchange.read(ERROR_BYTES))
+                raise self._explain_status(status, await reader.read(ERROR_BYTES))
             unread = b""
-            while data := await exchange.chunk():
+            while data := await reader.chunk():
                 *lines, unread = (unread + data).split(b"\n")
                 for line in filter(None, lines):
                     self._on_event(_parse_object(line))

@@ -8,7 +8,7 @@ in_order.py    any engine whose instances share a pool: prefill first, then deco
 pairs.py       the pairs created so far, each with the members that never change
 """
 
-from router.serving.dialects.dialect import LegAsk, NotAsPair, NotReady, Pair
-from router.serving.dialects.pairs import Pairs, ask_alone
+from router.serving.dialects.dialect import LegPlan, NotAsPair, NotReady, Pair
+from router.serving.dialects.pairs import Pairs, plan_alone
 
-__all__ = ["LegAsk", "NotAsPair", "NotReady", "Pair", "Pairs", "ask_alone"]
+__all__ = ["LegPlan", "NotAsPair", "NotReady", "Pair", "Pairs", "plan_alone"]

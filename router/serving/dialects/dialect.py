@@ -12,8 +12,8 @@ from router.serving.reading.api import EngineIds
 from router.serving.reading.parsed_request import ParsedRequest
 
 __all__ = [
-    *("MIN_HANDED_OVER_TOKENS", "NO_MEMBERS", "OF_PAIRS", "LegAsk", "NotAsPair", "NotReady", "Pair"),
-    *("list_dropped", "name_in_header"),
+    *("MIN_HANDED_OVER_TOKENS", "NO_MEMBERS", "OF_PAIRS", "LegPlan", "NotAsPair", "NotReady", "Pair"),
+    *("members_to_strip", "request_id_header"),
 ]
 
 # More than a prefill instance generates, even if it speculates several tokens ahead.
@@ -29,7 +29,7 @@ OF_PAIRS = (
 )
 
 
-class LegAsk(NamedTuple):
+class LegPlan(NamedTuple):
     """Changes to the client's request for one leg."""
 
     members: Mapping[str, bytes]
@@ -71,7 +71,7 @@ class Pair(ABC):
         """Registrations of the two at the creation of the pair."""
 
     @abstractmethod
-    def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, EngineIds | None]:
+    def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, EngineIds | None]:
         """Return the changes for prefill and for decode (one object twice if they are equal), and the ids for an abort.
 
         The ids are those by which the request is aborted at the engines; None if closing the connections is sufficient.
@@ -81,7 +81,7 @@ class Pair(ABC):
             NotReady: a fact about them has to be learned first.
         """
 
-    def ask_after(self, answer: bytes) -> Mapping[str, bytes]:
+    def plan_decode(self, answer: bytes) -> Mapping[str, bytes]:
         """Return the members of decode's request that depend on prefill's answer, if prefill comes first."""
         return NO_MEMBERS
 
@@ -98,13 +98,13 @@ class Pair(ABC):
         return ""
 
 
-def list_dropped(parsed: ParsedRequest, *more: str) -> list[str]:
+def members_to_strip(parsed: ParsedRequest, *more: str) -> list[str]:
     """Return the members sent by the client that no instance gets: those that connect the two legs of a pair."""
     assert parsed.body is not None
     given = parsed.body.members
     return [name for name in (*OF_PAIRS, *more) if name in given]
 
 
-def name_in_header(request_id: str) -> bytes:
+def request_id_header(request_id: str) -> bytes:
     """Return the header line with a request's id for engines with OpenAI's API."""
     return b"%s: %s\r\n" % encode_request_id(request_id)

@@ -9,11 +9,11 @@ from typing import Any
 
 from router.fleet import Instance, Registration
 from router.http import encode_member
-from router.serving.dialects.dialect import OF_PAIRS, LegAsk, Pair
+from router.serving.dialects.dialect import OF_PAIRS, LegPlan, Pair
 from router.serving.reading.api import EngineIds
 from router.serving.reading.parsed_request import ParsedRequest
 
-__all__ = ["FastDeployPair", "ask_fastdeploy", "disaggregate_info"]
+__all__ = ["FastDeployPair", "disaggregate_info", "plan_fastdeploy"]
 
 
 def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, Any]:
@@ -44,13 +44,13 @@ class FastDeployPair(Pair):
         super().__init__(prefill, decode)
         self._info = encode_member("disaggregate_info", disaggregate_info(*self.registrations))
 
-    def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, EngineIds | None]:
+    def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, EngineIds | None]:
         members = {"request_id": encode_member("request_id", request_id), "disaggregate_info": self._info}
-        ask = LegAsk(members, OF_PAIRS)
+        plan = LegPlan(members, OF_PAIRS)
         assert parsed.body is not None
-        return ask, ask, EngineIds(parsed.api.id_prefix, request_id, parsed.body.choices)
+        return plan, plan, EngineIds(parsed.api.id_prefix, request_id, parsed.body.choices)
 
 
-def ask_fastdeploy(parsed: ParsedRequest, request_id: str) -> LegAsk:
+def plan_fastdeploy(parsed: ParsedRequest, request_id: str) -> LegPlan:
     """Return the changes for a single instance."""
-    return LegAsk({"request_id": encode_member("request_id", request_id)}, OF_PAIRS)
+    return LegPlan({"request_id": encode_member("request_id", request_id)}, OF_PAIRS)

@@ -10,14 +10,14 @@ from router.http import Usage
 from router.serving.dialects.dialect import (
     MIN_HANDED_OVER_TOKENS,
     NO_MEMBERS,
-    LegAsk,
+    LegPlan,
     Pair,
-    list_dropped,
-    name_in_header,
+    members_to_strip,
+    request_id_header,
 )
 from router.serving.reading.parsed_request import ParsedRequest
 
-__all__ = ["InOrderPair", "ask_by_header", "cut_to_one_token"]
+__all__ = ["InOrderPair", "cut_to_one_token", "plan_by_header"]
 
 # Members that make sense only for streams or several tokens. A background answer would only be announced.
 _NOT_OF_ONE_TOKEN = ("stream_options", "min_tokens", "best_of", "background")
@@ -29,9 +29,9 @@ class InOrderPair(Pair):
 
     is_prefill_first = True
 
-    def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
-        head = name_in_header(request_id)
-        return cut_to_one_token(parsed, head), LegAsk(NO_MEMBERS, list_dropped(parsed), head), None
+    def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, None]:
+        head = request_id_header(request_id)
+        return cut_to_one_token(parsed, head), LegPlan(NO_MEMBERS, members_to_strip(parsed), head), None
 
     def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
         if decode.cached_tokens == 0 and (decode.prompt_tokens or 0) >= MIN_HANDED_OVER_TOKENS:
@@ -39,7 +39,7 @@ class InOrderPair(Pair):
         return ""
 
 
-def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegAsk:
+def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegPlan:
     """Return the changes that turn the client's request into one for a single token, not streamed."""
     assert parsed.body is not None
     given = parsed.body.members
@@ -49,9 +49,9 @@ def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegAsk:
             one[name] = b'"%s":1' % name.encode()
     if given.get("n") is not None:
         one["n"] = b'"n":1'
-    return LegAsk(one, list_dropped(parsed, *_NOT_OF_ONE_TOKEN), head)
+    return LegPlan(one, members_to_strip(parsed, *_NOT_OF_ONE_TOKEN), head)
 
 
-def ask_by_header(parsed: ParsedRequest, request_id: str) -> LegAsk:
+def plan_by_header(parsed: ParsedRequest, request_id: str) -> LegPlan:
     """Return the changes for a single instance of an engine that takes the id from a header."""
-    return LegAsk(NO_MEMBERS, list_dropped(parsed), name_in_header(request_id))
+    return LegPlan(NO_MEMBERS, members_to_strip(parsed), request_id_header(request_id))

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from weakref import WeakValueDictionary
 
 from router.fleet import EngineKind, Instance, KvConnector
-from router.serving.dialects.dialect import LegAsk, Pair
-from router.serving.dialects.fastdeploy import FastDeployPair, ask_fastdeploy
-from router.serving.dialects.in_order import InOrderPair, ask_by_header
-from router.serving.dialects.sglang import SglangPair, ask_sglang, name_sglang_sequences
+from router.serving.dialects.dialect import LegPlan, Pair
+from router.serving.dialects.fastdeploy import FastDeployPair, plan_fastdeploy
+from router.serving.dialects.in_order import InOrderPair, plan_by_header
+from router.serving.dialects.sglang import SglangPair, name_sglang_sequences, plan_sglang
 from router.serving.dialects.vllm import BootstrapServer, KvstorePair, MooncakePair, NixlPair
 from router.serving.reading.api import EngineIds
 from router.serving.reading.parsed_request import ParsedRequest
 
-__all__ = ["Pairs", "ask_alone"]
+__all__ = ["Pairs", "plan_alone"]
 
 MAX_PAIRS = 10_000
 _VLLM_PAIRS: Mapping[KvConnector, Callable[[Instance, Instance], Pair]] = {
@@ -74,11 +74,11 @@ class Pairs:
         return known
 
 
-def ask_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, EngineIds | None]:
+def plan_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, EngineIds | None]:
     """Return the changes for an instance without partner, and the ids by which the request is aborted there, if any."""
     engine = instance.registration.engine
     if engine is EngineKind.FASTDEPLOY:
-        return ask_fastdeploy(parsed, request_id), parsed.name_at_engines(request_id)
+        return plan_fastdeploy(parsed, request_id), parsed.name_at_engines(request_id)
     if engine is EngineKind.SGLANG:
-        return ask_sglang(parsed, request_id), name_sglang_sequences(parsed, request_id)
-    return ask_by_header(parsed, request_id), None
+        return plan_sglang(parsed, request_id), name_sglang_sequences(parsed, request_id)
+    return plan_by_header(parsed, request_id), None

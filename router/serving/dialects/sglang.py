@@ -10,11 +10,11 @@ import random
 
 from router.fleet import Instance
 from router.http import encode_member
-from router.serving.dialects.dialect import NO_MEMBERS, LegAsk, NotAsPair, Pair, list_dropped
+from router.serving.dialects.dialect import NO_MEMBERS, LegPlan, NotAsPair, Pair, members_to_strip
 from router.serving.reading.api import EngineIds
 from router.serving.reading.parsed_request import ParsedRequest
 
-__all__ = ["SglangPair", "ask_sglang", "name_sglang_sequences"]
+__all__ = ["SglangPair", "name_sglang_sequences", "plan_sglang"]
 
 _ROOM_BITS = 63
 
@@ -26,12 +26,12 @@ class SglangPair(Pair):
         super().__init__(prefill, decode)
         self._place = (prefill.address.host, prefill.registration.bootstrap_port)
 
-    def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, EngineIds | None]:
+    def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, EngineIds | None]:
         if parsed.samples > 1:
             message = "n is more than 1, and a pair of SGLang's serves one answer a request: send as many requests"
             raise NotAsPair(message, decode_serves_alone=False)
         host, port = self._place
-        members = dict(ask_sglang(parsed, request_id).members)
+        members = dict(plan_sglang(parsed, request_id).members)
         if parsed.is_batch:
             count = parsed.num_prompts
             rooms = [random.getrandbits(_ROOM_BITS) for _ in range(count)]
@@ -40,17 +40,17 @@ class SglangPair(Pair):
             room = random.getrandbits(_ROOM_BITS)
             values = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
         members |= {name: encode_member(name, value) for name, value in values.items()}
-        ask = LegAsk(members, list_dropped(parsed, "request_id"))
-        return ask, ask, name_sglang_sequences(parsed, request_id)
+        plan = LegPlan(members, members_to_strip(parsed, "request_id"))
+        return plan, plan, name_sglang_sequences(parsed, request_id)
 
 
-def ask_sglang(parsed: ParsedRequest, request_id: str) -> LegAsk:
+def plan_sglang(parsed: ParsedRequest, request_id: str) -> LegPlan:
     """Return the changes for a single instance, which identifies the request by ``rid`` if the API has that member."""
-    dropped = list_dropped(parsed, "request_id")
+    dropped = members_to_strip(parsed, "request_id")
     if not parsed.api.takes_rid:
-        return LegAsk(NO_MEMBERS, dropped)
+        return LegPlan(NO_MEMBERS, dropped)
     ids = EngineIds("", request_id, parsed.num_prompts).list_ids()
-    return LegAsk({"rid": encode_member("rid", ids if parsed.is_batch else ids[0])}, dropped)
+    return LegPlan({"rid": encode_member("rid", ids if parsed.is_batch else ids[0])}, dropped)
 
 
 def name_sglang_sequences(parsed: ParsedRequest, request_id: str) -> EngineIds | None:

@@ -24,12 +24,12 @@ from router.http import Address, ConnectFailed, ConnectionPool, UpstreamError, U
 from router.serving.dialects.dialect import (
     MIN_HANDED_OVER_TOKENS,
     NO_MEMBERS,
-    LegAsk,
+    LegPlan,
     NotAsPair,
     NotReady,
     Pair,
-    list_dropped,
-    name_in_header,
+    members_to_strip,
+    request_id_header,
 )
 from router.serving.dialects.in_order import InOrderPair, cut_to_one_token
 from router.serving.reading.parsed_request import ParsedRequest
@@ -58,8 +58,8 @@ _PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*\{')
 class KvstorePair(InOrderPair):
     """Sends prefill's request first, which answers when its blocks are in the pool; then decode's."""
 
-    def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
-        prefill, decode, ids = super().ask(parsed, request_id)
+    def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, None]:
+        prefill, decode, ids = super().plan(parsed, request_id)
         return prefill._replace(members={**prefill.members, **_BEFORE_DECODE}), decode, ids
 
 
@@ -69,14 +69,14 @@ class NixlPair(Pair):
     is_prefill_first = True
     may_err_late = True
 
-    def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
+    def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, None]:
         _require_one_sequence(parsed)
-        head = name_in_header(request_id)
+        head = request_id_header(request_id)
         prefill = cut_to_one_token(parsed, head)
         members = {**prefill.members, "kv_transfer_params": _TO_REMOTE_DECODE}
-        return prefill._replace(members=members), LegAsk(NO_MEMBERS, list_dropped(parsed), head), None
+        return prefill._replace(members=members), LegPlan(NO_MEMBERS, members_to_strip(parsed), head), None
 
-    def ask_after(self, answer: bytes) -> Mapping[str, bytes]:
+    def plan_decode(self, answer: bytes) -> Mapping[str, bytes]:
         try:
             params = orjson.loads(answer)["kv_transfer_params"]
         except (ValueError, KeyError, TypeError):
@@ -135,7 +135,7 @@ class MooncakePair(Pair):
         super().__init__(prefill, decode)
         self._bootstrap = bootstrap
 
-    def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
+    def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, None]:
         _require_one_sequence(parsed)
         if parsed.api.may_end_early:
             # Prefill transfers nothing if its single token ends the answer, and this API cannot force it to continue.
@@ -144,7 +144,7 @@ class MooncakePair(Pair):
         if not engines:
             raise NotReady(self._bootstrap.learn_engines)
         rank = random.choice(list(engines))
-        head = name_in_header(request_id)
+        head = request_id_header(request_id)
         transfer = {"transfer_id": f"{random.getrandbits(128):032x}"}
         sends = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
         fetches = {
@@ -158,7 +158,8 @@ class MooncakePair(Pair):
         prefill = cut_to_one_token(parsed, prefill_head)
         members = {**prefill.members, "ignore_eos": b'"ignore_eos":true', **_encode_params(sends)}
         dropped = [*prefill.dropped, "stop_token_ids"]
-        return LegAsk(members, dropped, prefill_head), LegAsk(_encode_params(fetches), list_dropped(parsed), head), None
+        decode = LegPlan(_encode_params(fetches), members_to_strip(parsed), head)
+        return LegPlan(members, dropped, prefill_head), decode, None
 
 
 def _encode_params(params: dict[str, Any]) -> dict[str, bytes]:

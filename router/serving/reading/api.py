@@ -53,6 +53,6 @@ class EngineIds(NamedTuple):
         """Return the id of each sequence."""
         return [f"{self.whole}_{number}" for number in range(self.sequences)]
 
-    def find_meant(self, asked: Collection[str]) -> Collection[str]:
+    def matching_ids(self, asked: Collection[str]) -> Collection[str]:
         """Return those of the ids ``asked`` that mean this request: its own id, or its sequences'."""
         return {self.request_id, self.whole, *self.list_ids()}.intersection(asked)

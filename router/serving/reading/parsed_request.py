@@ -14,6 +14,7 @@ from router.http import (
     ClientRequest,
     InferenceBody,
     LargeBody,
+    RequestEnded,
     encode_member,
     estimate_tokens,
     find_model,
@@ -25,7 +26,6 @@ from router.http import (
 from router.policies import RequestFeatures, request_features
 from router.serving.reading.api import GENERATING, Api, EngineIds
 from router.serving.reading.head import MAX_CLIENT_ID, RequestHead
-from router.serving.response import RequestEnded
 
 __all__ = ["ParsedRequest", "guess_ids"]
 

@@ -30,7 +30,7 @@ resuming.py      how often a request was interrupted, and whether it is resumed
 from router.serving.resume.choice import make_merger
 from router.serving.resume.continuation import CannotContinue, continue_stream
 from router.serving.resume.events import EngineFailed, find_engine_failure, strip_usage
-from router.serving.resume.obstacles import find_obstacle, tells_ids
+from router.serving.resume.obstacles import find_obstacle, streams_token_ids
 from router.serving.resume.resuming import Resuming
 from router.serving.resume.stream import StreamMerger
 from router.serving.resume.whole import ResponseMerger
@@ -45,6 +45,6 @@ __all__ = [
     "find_engine_failure",
     "find_obstacle",
     "make_merger",
+    "streams_token_ids",
     "strip_usage",
-    "tells_ids",
 ]

@@ -10,7 +10,7 @@ from router.fleet import EngineKind
 if TYPE_CHECKING:
     from router.http import InferenceBody
 
-__all__ = ["find_obstacle", "follows_grammar", "tells_ids"]
+__all__ = ["find_obstacle", "follows_grammar", "streams_token_ids"]
 
 # Members of a request that make the engine follow a grammar; it would begin again at the seam.
 _GRAMMARS = (
@@ -27,7 +27,7 @@ _TELLING = {
 _MAY_CALL_TOOLS = "it may call tools, whose parser would begin again"
 
 
-def tells_ids(engine: EngineKind, is_chat: bool) -> bool:
+def streams_token_ids(engine: EngineKind, is_chat: bool) -> bool:
     """Return whether ``return_token_ids`` adds the tokens' ids to streams, and the engine can continue from ids."""
     return engine in _TELLING[is_chat]
 
@@ -40,7 +40,7 @@ def follows_grammar(members: Mapping[str, Any]) -> bool:
 def find_obstacle(body: InferenceBody, engine: EngineKind, is_chat: bool) -> str:
     """Return why a stream of this answer cannot be resumed once it has shown text; "" if it can."""
     members = body.members
-    if not tells_ids(engine, is_chat):
+    if not streams_token_ids(engine, is_chat):
         where = "in chat" if engine is EngineKind.SGLANG else ""
         return f"engines of kind {engine.value} tell no ids of tokens {where}".rstrip()
     if body.choices > 1:

@@ -14,7 +14,6 @@ import pytest
 import uvloop
 
 from router.http import pool
-from router.http.connection import Connection
 from router.http.errors import (
     BadResponse,
     ConnectFailed,
@@ -26,7 +25,7 @@ from router.http.errors import (
     TimedOut,
     UpstreamError,
 )
-from router.http.exchange import HIGH_WATER, Exchange
+from router.http.exchange import HIGH_WATER, Connection, Exchange, ResponseReader
 from router.http.message import Address, Response
 from router.http.pool import ConnectionPool
 from tests.router.stand_in import Behaviour, LoopThread, Received, Responder, StandIn, answers
@@ -58,8 +57,8 @@ class Client:
         async def post(upstream: ConnectionPool) -> Response:
             exchange = upstream.exchange(Address("127.0.0.1", instance.port), method, b"/x", [], body)
             try:
-                status = await exchange.head()
-                return Response(status, exchange.headers, await exchange.read(1 << 30))
+                reader = ResponseReader(exchange)
+                return Response(await reader.head(), exchange.headers, await reader.read(1 << 30))
             finally:
                 exchange.close()
 
@@ -105,8 +104,7 @@ def test_exchanges_at_the_same_time_use_connections_of_their_own(client: Client,
     async def both(upstream: ConnectionPool) -> list[bytes]:
         async def one(body: bytes) -> bytes:
             exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], body)
-            await exchange.head()
-            return await exchange.read(1 << 20)
+            return await ResponseReader(exchange).read(1 << 20)
 
         return list(await asyncio.gather(one(b"a"), one(b"b")))
 
@@ -277,18 +275,15 @@ def test_a_body_nobody_takes_stops_being_read(client: Client, stand_in: MakeStan
 
     async def take_late(upstream: ConnectionPool) -> tuple[str, int]:
         exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"")
-        await exchange.head()
-        while _buffered(exchange) <= HIGH_WATER:
+        reader = ResponseReader(exchange)
+        await reader.head()
+        while reader._size <= HIGH_WATER:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
-        held = _buffered(exchange)
-        return repr(held <= 2 * HIGH_WATER), len(await exchange.read(total))
+        held = reader._size
+        return repr(held <= 2 * HIGH_WATER), len(await reader.read(total))
 
     assert client.run(take_late) == ("True", total)
-
-
-def _buffered(exchange: Exchange) -> int:
-    return int(repr(exchange).split("buffered=")[1].rstrip(">"))
 
 
 class _Stop(Exception):
@@ -311,8 +306,9 @@ def test_fail_wakes_whoever_waits_and_closes_the_connection(client: Client, stan
         exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"")
         asyncio.get_running_loop().call_later(0.05, exchange.fail, _Stop())
         try:
-            await exchange.head()
-            await exchange.chunk()
+            reader = ResponseReader(exchange)
+            await reader.head()
+            await reader.chunk()
         finally:
             await asyncio.wait_for(left.wait(), 10)
 
@@ -320,37 +316,45 @@ def test_fail_wakes_whoever_waits_and_closes_the_connection(client: Client, stan
         client.run(use)
 
 
-def test_a_sink_gets_what_comes_while_its_owner_waits(client: Client, stand_in: MakeStandIn) -> None:
-    taken: list[bytes] = []
-    go_on = asyncio.Event()
+class Pieces:
+    """A receiver that notes what it gets, and pauses the exchange after each piece."""
 
-    def sink(data: bytes) -> bool:
-        go_on.set()
-        if data == b"refused":
-            return False
-        taken.append(data)
-        return True
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.got: list[tuple[bytes, bool]] = []
+        exchange.send(self)
 
+    def on_data(self, data: bytes, is_end: bool) -> None:
+        self.got.append((data, is_end))
+        self.exchange.pause()
+
+    def on_failed(self, error: Exception) -> None:
+        raise error
+
+
+def test_a_receiver_that_pauses_gets_nothing_more_until_it_resumes(client: Client, stand_in: MakeStandIn) -> None:
     async def one_by_one(request: Received, respond: Responder) -> None:
         await respond.raw(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-        for piece in (b"one", b"two", b"refused", b"last"):
-            await go_on.wait()
-            go_on.clear()
+        for piece in (b"one", b"two", b"last"):
             await respond.raw(b"%x\r\n%s\r\n" % (len(piece), piece) + b"0\r\n\r\n" * (piece == b"last"))
+            await asyncio.sleep(0.02)
 
     instance = stand_in("mixed", one_by_one)
 
-    async def use(upstream: ConnectionPool) -> list[bytes]:
-        exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"{}")
-        await exchange.head()
-        asyncio.get_running_loop().call_soon(go_on.set)
-        try:
-            return [await exchange.chunk(sink) for _ in range(3)]
-        finally:
-            exchange.close()
+    async def use(upstream: ConnectionPool) -> list[tuple[bytes, bool]]:
+        pieces = Pieces(upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"{}"))
+        while not pieces.exchange.complete:
+            await asyncio.sleep(0.01)
+            if pieces.exchange.is_paused:
+                before = list(pieces.got)
+                await asyncio.sleep(0.1)
+                assert pieces.got == before
+                pieces.exchange.resume()
+        return pieces.got
 
-    assert client.run(use) == [b"refused", b"last", b""]
-    assert taken == [b"one", b"two"]
+    got = client.run(use)
+    assert b"".join(data for data, _ in got) == b"onetwolast"
+    assert [is_end for _, is_end in got] == [False] * (len(got) - 1) + [True]
 
 
 def test_fail_wakes_whoever_is_still_connecting(client: Client, stand_in: MakeStandIn) -> None:
@@ -359,7 +363,7 @@ def test_fail_wakes_whoever_is_still_connecting(client: Client, stand_in: MakeSt
     async def use(upstream: ConnectionPool) -> None:
         exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"")
         asyncio.get_running_loop().call_soon(exchange.fail, _Stop())
-        await exchange.head()
+        await ResponseReader(exchange).head()
 
     with pytest.raises(_Stop):
         client.run(use)
@@ -450,7 +454,7 @@ def test_a_connection_of_its_own_is_not_used_again_even_if_the_instance_leaves_i
 def test_an_exchange_that_fails_before_it_connects_is_freed_without_the_garbage_collector(client: Client) -> None:
     async def fail_at_once(upstream: ConnectionPool) -> None:
         exchange = upstream.exchange(Address("127.0.0.1", free_port()), "POST", b"/x", [], b"{}")
-        exchange.consume(lambda: None)
+        ResponseReader(exchange)
         exchange.fail(TimedOut("too late"))
         await asyncio.sleep(0.01)  # its task ends
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import router.http
-from router.http import Address, ConnectionPool, UpstreamError
+from router.http import Address, ConnectionPool, ResponseReader, UpstreamError
 
-FILES = tuple(str(Path(router.http.__file__).parent / name) for name in ("connection.py", "exchange.py", "pool.py"))
+FILES = tuple(str(Path(router.http.__file__).parent / name) for name in ("exchange.py", "pool.py"))
 # asyncio does not close a socket where a protocol's constructor fails; and what closes a connection only does that.
 EXCEPT = frozenset(
     {"__init__", "connection_made", "_set_options", "add_open", "abort", "close", "fail", "connection_lost", "connect"}
@@ -90,30 +90,42 @@ async def stream(pool: ConnectionPool, address: Address) -> None:
     for _ in range(2):
         exchange = pool.exchange(address, "GET", b"/x", [], b"")
         try:
-            await exchange.head()
-            while await exchange.chunk():
+            reader = ResponseReader(exchange)
+            await reader.head()
+            while await reader.chunk():
                 pass
         finally:
             exchange.close()
 
 
-async def consume(pool: ConnectionPool, address: Address) -> None:
-    exchange = pool.exchange(address, "GET", b"/x", [], b"")
-    ended = asyncio.get_running_loop().create_future()
+class Collector:
+    """A receiver without a task."""
 
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(None)
+    def __init__(self) -> None:
+        self.body = b""
+        self.ended = asyncio.get_running_loop().create_future()
 
+    def on_data(self, data: bytes, is_end: bool) -> None:
+        self.body += data
+        if is_end and not self.ended.done():
+            self.ended.set_result(None)
+
+    def on_failed(self, error: Exception) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+async def collect(pool: ConnectionPool, address: Address) -> None:
+    exchange, receiver = pool.exchange(address, "GET", b"/x", [], b""), Collector()
     try:
-        exchange.consume(end)
-        await asyncio.wait_for(ended, 0.05)
-        assert exchange.kept_body == b"abcd"
+        exchange.send(receiver)
+        await asyncio.wait_for(receiver.ended, 0.05)
+        assert receiver.body == b"abcd"
     finally:
         exchange.close()
 
 
-SCENARIOS = (fetch, stream, consume)
+SCENARIOS = (fetch, stream, collect)
 
 
 async def _run(scenario: Scenario, disturb: Callable[[Coroutine[Any, Any, None]], Awaitable[None]]) -> None:

@@ -216,9 +216,9 @@ def test_the_ids_of_an_abort_cost_nothing_at_a_request_that_none_of_them_means()
 
     def count(number: int) -> list[str]:
         scope = AbortScope("", [f"chatcmpl-r{each}_0" for each in range(number)])
-        return calls_in_router(lambda: scope.find_meant(ids, ""))
+        return calls_in_router(lambda: scope.matching_ids(ids, ""))
 
-    assert count(1) == count(MAX_IDS) == ["find_meant"]
+    assert count(1) == count(MAX_IDS) == ["matching_ids"]
 
 
 def test_the_body_of_a_waiting_request_is_parsed_as_it_comes_and_not_by_an_abort(
@@ -252,9 +252,9 @@ def test_an_abort_means_a_request_by_each_of_its_names_and_by_no_other(
     tagged = ids._replace(request_id=request_id + tag)
     names |= {tagged.request_id, tagged.whole, *tagged.list_ids()}
     for name in names:
-        assert set(AbortScope(tag, [name, "x"]).find_meant(ids, tag)) == {name}
+        assert set(AbortScope(tag, [name, "x"]).matching_ids(ids, tag)) == {name}
     asked = [other, prefix + other, f"{prefix}{other}_0", f"{other}_{sequences}"]
-    assert set(AbortScope(tag, asked).find_meant(ids, tag)) == names & set(asked)
+    assert set(AbortScope(tag, asked).matching_ids(ids, tag)) == names & set(asked)
 
 
 @given(request_id=st.text("ab_-0159", min_size=1, max_size=8), number=st.integers(0, 3))

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from router.serving import attempt
-from router.serving.attempt import PREAMBLE_BYTES
+from router.serving.attempt import PREAMBLE_BYTES, Attempt, Leg
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, full_backlog, streams
 from tests.support.waiting import wait_until
@@ -52,27 +52,42 @@ def nothing_runs_at(instance: StandIn) -> bool:
     return instance.running == 0 and got <= set(aborted_ids(instance))
 
 
-class OneEventAtATime:
-    """An exchange whose stream goes on with the same event."""
+class Beginning:
+    """The owner of an attempt, which notes its first bytes."""
 
-    is_taken = False
+    first = b""
 
-    def __init__(self, event: bytes) -> None:
-        self.event, self.taken = event, 0
+    def on_begun(self, attempt: Attempt, first: bytes, is_end: bool) -> None:
+        self.first = first
 
-    async def chunk(self) -> bytes:
-        self.taken += len(self.event)
-        if self.taken > 2 * PREAMBLE_BYTES:
-            raise AssertionError("it is read without end")
-        return self.event
+
+def relay_preamble(event: bytes) -> bytes:
+    """The first bytes of an attempt, after a stream that goes on with the same event."""
+    exchange = SimpleNamespace(status=200, headers=[(b"content-type", b"text/event-stream")])
+    instance = SimpleNamespace(breaker=SimpleNamespace(failures=0))
+    leg = SimpleNamespace(instance=instance, exchange=exchange, end_prefill=lambda: None)
+    made = Attempt(
+        cast(Leg, leg),
+        None,
+        None,
+        may_err_late=True,
+        hold_bytes=0,
+        aborter=cast(Any, None),
+        on_trouble=cast(Any, None),
+    )
+    owner = made._owner = cast(Any, Beginning())
+    for _ in range(2 * PREAMBLE_BYTES // len(event)):
+        made.on_data(event, False)
+        if owner.first:
+            break
+    first: bytes = owner.first
+    return first
 
 
 @pytest.mark.parametrize("event", [b'data: {"type": "ping"}\n\n', b": comment\n", b'data: {"type": "ping", '])
 def test_a_preamble_without_end_is_not_held_for_ever(event: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt, "PREAMBLE_BYTES", 4096)
-    exchange = OneEventAtATime(event)
-    reading = SimpleNamespace(answering=SimpleNamespace(exchange=exchange))
-    first = asyncio.run(attempt.Attempt._read_preamble(cast(attempt.Attempt, reading), event))
+    first = relay_preamble(event)
     assert first.startswith(event)
     assert len(first) <= 4096 + len(event)
 
@@ -88,8 +103,7 @@ def test_of_a_preamble_only_what_is_new_is_looked_at(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attempt, "PREAMBLE_BYTES", 4096)
     monkeypatch.setattr(attempt, "_find_token", note)
     event = b'data: {"type": "ping"}\n\n'
-    reading = SimpleNamespace(answering=SimpleNamespace(exchange=OneEventAtATime(event)))
-    asyncio.run(attempt.Attempt._read_preamble(cast(attempt.Attempt, reading), event))
+    assert relay_preamble(event)
     assert max(looked_at) <= 2 * len(event)
 
 
@@ -476,10 +490,10 @@ def test_attempts_of_the_only_pair_come_after_longer_and_longer_pauses(
         pauses.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr("router.serving.retry.random.uniform", lambda low, high: 1.0)
+    monkeypatch.setattr("router.serving.retry_loop.random.uniform", lambda low, high: 1.0)
     prefill = stand_in("prefill", answers(body=b'{"error": {"message": "PD Error"}}'))
     router = make_router(prefill, stand_in("decode", hangs()), splitwise=True)
-    monkeypatch.setattr("router.serving.retry.sleep", slept)
+    monkeypatch.setattr("router.serving.retry_loop.sleep", slept)
     assert router.chat().status_code == 502
     assert [pause for pause in pauses if pause] == [0.05, 0.1, 0.2, 0.4]
 
@@ -494,7 +508,7 @@ def test_a_request_that_outlives_its_instance_is_tried_there_again_once_that_cam
     seconds: float,
     status: int,
 ) -> None:
-    monkeypatch.setattr("router.serving.retry.RETURN_SECONDS", seconds)
+    monkeypatch.setattr("router.serving.retry_loop.RETURN_SECONDS", seconds)
     deaths = iter([cuts()])
 
     async def die_once(request: Received, respond: Responder) -> None:

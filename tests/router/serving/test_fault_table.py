@@ -18,7 +18,7 @@ import pytest
 
 from router.app import RouterApp
 from router.http import Address, Exchange, RouterProtocol
-from router.http.connection import Connection
+from router.http.exchange import Connection
 from tests.router.conftest import RouterUnderTest
 from tests.router.serving.fault_report import REPORTS, Report
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, chat_answer, full_backlog

@@ -34,7 +34,7 @@ SERVING = str(PACKAGE / "serving")
 # are plain arithmetic, or end in calls of the event loop.
 LAST_RESORTS = {
     *("remove_request", "remove_prefill", "leave", "close", "fail", "discard_open", "abort", "__repr__"),
-    *("cut_response", "_complete_response", "end_with", "on_response_complete", "unblock_sending", "run"),
+    *("cut_response", "_complete_response", "end_with", "on_response_complete", "run"),
 }
 MOST_FAULTS = 400
 KEY = {"authorization": "Bearer sk-1"}
@@ -246,7 +246,7 @@ def under_test(
     monkeypatch.setattr("router.serving.attempt.PREFILL_GRACE_SECONDS", 0.05)
     monkeypatch.setattr("router.serving.attempt.SILENCE_SECONDS", 0.05)
     monkeypatch.setattr("router.serving.attempt.OTHER_LEG_SECONDS", 0.001)
-    monkeypatch.setattr("router.serving.retry.BACK_OFF_SECONDS", 0.0)
+    monkeypatch.setattr("router.serving.retry_loop.BACK_OFF_SECONDS", 0.0)
     started = way.start(make_router, stand_in, tmp_path)
     for _ in range(2):
         assert ask(started, way.body) == 200

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.serving.retry import MAX_ATTEMPTS, MAX_DEATHS, Reached, Sent, Trouble, classify, find_limit
+from router.serving.retry_loop import MAX_ATTEMPTS, MAX_DEATHS, Reached, Sent, Trouble, classify, find_limit
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers
 from tests.support.waiting import wait_until
@@ -123,7 +123,7 @@ def test_a_request_that_always_fails_in_one_way_is_sent_as_often_as_the_table_sa
     is_stream: bool,
     limit: int,
 ) -> None:
-    monkeypatch.setattr("router.serving.retry.BACK_OFF_SECONDS", 0.0)
+    monkeypatch.setattr("router.serving.retry_loop.BACK_OFF_SECONDS", 0.0)
     instances = [stand_in("mixed", fault) for _ in range(INSTANCES)]
     router = make_router(*instances, stream_stall_secs=0.1)
     with contextlib.suppress(httpx.RemoteProtocolError):  # what has begun, and is no stream of events, is cut
@@ -135,7 +135,7 @@ def test_a_request_that_always_fails_in_one_way_is_sent_as_often_as_the_table_sa
 def test_a_request_that_no_instance_has_seen_is_tried_at_others(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
-    monkeypatch.setattr("router.serving.retry.BACK_OFF_SECONDS", 0.0)
+    monkeypatch.setattr("router.serving.retry_loop.BACK_OFF_SECONDS", 0.0)
     instances = [stand_in("mixed") for _ in range(INSTANCES)]
     router = make_router(*instances)
     for instance in instances[:-1]:

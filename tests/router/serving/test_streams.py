@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.serving.response import EVENT_BYTES, _split_whole_events
+from router.serving.relay import EVENT_BYTES, _split_whole_events
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, stalls
 from tests.support.waiting import wait_until

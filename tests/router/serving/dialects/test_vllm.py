@@ -145,15 +145,14 @@ def test_a_request_that_ends_as_prefill_answers_does_not_reach_decode(
 ) -> None:
     fleet = start_pairs("nixl")
     prefill, decode = fleet.of("prefill")[0], fleet.of("decode")[0]
-    take_in = Exchange.on_data
+    take_in = Exchange.on_read
 
-    def end_all_after_prefill(self: Exchange, data: bytes, is_whole: bool) -> bool:
-        answer = take_in(self, data, is_whole)
-        if is_whole and self.address.port == prefill.port:
-            fleet.router.app.proxy.stop()  # before the task that waits for prefill goes on
-        return answer
+    def end_all_before_prefill(self: Exchange, data: bytes, is_end: bool) -> None:
+        if is_end and self.address.port == prefill.port:
+            fleet.router.app.proxy.stop()
+        take_in(self, data, is_end)
 
-    monkeypatch.setattr(Exchange, "on_data", end_all_after_prefill)
+    monkeypatch.setattr(Exchange, "on_read", end_all_before_prefill)
     response = fleet.router.client.post(COMPLETIONS, json=make_body(COMPLETIONS, 1))
     assert (response.status_code, response.json()["error"]["code"]) == (503, "router_stopping")
     assert decode.received == []

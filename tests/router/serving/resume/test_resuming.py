@@ -168,7 +168,7 @@ def undisturbed(path: str) -> dict[str, Any]:
 def test_a_stream_whose_instance_dies_after_any_event_reads_like_an_undisturbed_one(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, engine: str, path: str
 ) -> None:
-    monkeypatch.setattr("router.serving.retry.find_limit", lambda *_: 9)  # so that there are two seams
+    monkeypatch.setattr("router.serving.retry_loop.find_limit", lambda *_: 9)  # so that there are two seams
     breaking = Breaking(engine, [])
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
     for half in (False, True):
@@ -199,7 +199,7 @@ def test_a_pair_whose_decode_instance_dies_is_replaced_by_another(
 def test_usage_of_a_resumed_stream_says_what_its_first_instance_had_cached(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, path: str, event: int
 ) -> None:
-    monkeypatch.setattr("router.serving.retry.find_limit", lambda *_: 9)  # so that there are two seams
+    monkeypatch.setattr("router.serving.retry_loop.find_limit", lambda *_: 9)  # so that there are two seams
     breaking = Breaking("fastdeploy", [event, 2])
     breaking.cached, breaking.tells_cache = [2, 3, 4], True
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))

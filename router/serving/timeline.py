@@ -1,4 +1,4 @@
-"""Story: the timeline of one request, for the headers of its response, its record and the log.
+"""The timeline of one request, for the headers of its response, its record and the log.
 
 It contains the client, the selected instances with the reasons, the end of each attempt, and finally the engine's token
 counts. The log shows it only at level ``debug``.
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from router.serving.attempt import Attempt
     from router.serving.dialects import Pair
     from router.serving.reading.parsed_request import ParsedRequest
-    from router.serving.response import ClientResponse
+    from router.serving.relay import ClientResponse
     from router.serving.selection import Selection
     from router.serving.services import Services
     from router.telemetry import Tracer
 
-__all__ = ["Story"]
+__all__ = ["RequestTimeline"]
 
-_log = logging.getLogger("router.serving.story")
+_log = logging.getLogger("router.serving.timeline")
 
 _NO_IDS: Mapping[str, str] = {}
 
 
-class Story:
+class RequestTimeline:
     """Timeline of one request, from its arrival on."""
 
     __slots__ = (
@@ -101,7 +101,7 @@ class Story:
         if self._services.is_debugging:
             _log_attempt_end(self.request_id, len(self._records), attempt, how)
 
-    def own_head(self) -> bytes:
+    def router_headers(self) -> bytes:
         """Return the header lines that report the serving instances and why; /admin/explain has the full timeline."""
         lines = b""
         if self.request_id:

@@ -1,10 +1,10 @@
-"""The response to one client: the bytes sent so far, and the methods that send more."""
+"""The relay of one response: the bytes that its client got so far, and the methods that send more."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
-from functools import partial
 
 import orjson
 
@@ -14,6 +14,7 @@ from router.http import (
     ClientRequest,
     Headers,
     Refused,
+    RequestEnded,
     TokenCount,
     Usage,
     encode_error_event,
@@ -25,7 +26,7 @@ from router.http import (
 from router.serving.attempt import Attempt
 from router.serving.resume import EngineFailed, ResponseMerger, StreamMerger, find_engine_failure, strip_usage
 
-__all__ = ["CLIENT_LEFT", "HELD_BYTES", "MERGED_BYTES", "ClientResponse", "RequestEnded"]
+__all__ = ["CLIENT_LEFT", "HELD_BYTES", "MERGED_BYTES", "ClientResponse"]
 
 CLIENT_LEFT = 499
 """The status that is recorded if the client left before it had the whole response."""
@@ -54,14 +55,6 @@ _LONGEST_END = 4
 _NO_USAGE = Usage()
 
 
-class RequestEnded(Exception):
-    """The request ends now: with an error for the client, or without one because the client left."""
-
-    def __init__(self, error: ApiError | None) -> None:
-        super().__init__(error.message if error else "the client left")
-        self.error = error
-
-
 class ClientResponse:
     """The response to one client. Callers only read its public attributes, except ``merger`` and those of usage.
 
@@ -72,6 +65,8 @@ class ClientResponse:
     __slots__ = (
         "_before_last",
         "_cached_figures",
+        "_comment_timer",
+        "_incomplete",
         "_last",
         "_request",
         "bytes_sent",
@@ -109,12 +104,14 @@ class ClientResponse:
         self.hides_usage = self.has_null_usages = False
         """Whether the router added a request for the usage, and the events contain a null usage because of it."""
         self._request = request
+        self._incomplete = b""  # the beginning of an event that has not arrived completely
+        self._comment_timer: asyncio.TimerHandle | None = None
         # The last two pieces of the answer as received, which contain the usage.
         self._before_last = self._last = b""
         # Prefill's counts of cached tokens; None until they are known.
         self._cached_figures: Mapping[bytes, bytes] | None = None
 
-    def holds_whole(self, attempt: Attempt) -> bool:
+    def holds_whole(self, attempt: Attempt, is_end: bool) -> bool:
         """Return whether a response without event stream is complete, so that it can be sent in one piece.
 
         Raises:
@@ -124,12 +121,11 @@ class ClientResponse:
         if self._request.response_started:
             did_not = "did not go on with the stream" if self.first_byte_at else "did not answer with a stream"
             raise RequestEnded(_no_continuation(f"{key} {did_not}"))
-        is_whole = attempt.answering.exchange.is_taken
-        if not is_whole and isinstance(self.merger, ResponseMerger):
+        if not is_end and isinstance(self.merger, ResponseMerger):
             raise RequestEnded(_no_continuation(f"the answer of {key} is larger than {MERGED_BYTES} bytes"))
-        return is_whole
+        return is_end
 
-    def relay_whole(self, attempt: Attempt, body: bytes, own_head: bytes) -> bool:
+    def relay_whole(self, attempt: Attempt, body: bytes, router_headers: bytes) -> bool:
         """Send the whole response of an attempt; return False if the request was preempted, so that it continues."""
         exchange = attempt.answering.exchange
         if isinstance(self.merger, ResponseMerger):
@@ -142,71 +138,66 @@ class ClientResponse:
         # ``find``, because ``in`` first tries bytes as a number, and the internal exception costs half a microsecond.
         if body.find(_CACHE_MARK) >= 0:
             body = self._correct_usage(attempt, body)
-        self.send(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), body, own_head)
+        self.send(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), body, router_headers)
         attempt.finish()
         return True
 
-    async def relay_pieces(self, attempt: Attempt, first: bytes, own_head: bytes) -> bool:
-        """Send an attempt's bytes to the client as they arrive; a slow client slows the instance down.
+    def begin_pieces(self, attempt: Attempt, router_headers: bytes) -> None:
+        """Send the head of an attempt's response, unless the client has one; ``relay_piece`` sends the body."""
+        request, exchange = self._request, attempt.answering.exchange
+        self.is_event_stream, self._incomplete = attempt.is_event_stream, b""
+        if not self.first_byte_at:
+            self.first_byte_at = time.perf_counter()
+        if not request.response_started:
+            self.status = exchange.status
+            request.start_response(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), router_headers)
+
+    def relay_piece(self, attempt: Attempt, data: bytes, is_end: bool) -> bool:
+        """Send the next bytes of an attempt's response to the client; a slow client slows the instance down.
 
         Only whole events of an event stream are sent, so that it can always be ended with an error event.
 
         Args:
-            attempt: an attempt that has begun.
-            first: its first bytes.
-            own_head: the router's own header lines.
+            attempt: the attempt that ``begin_pieces`` was called with.
+            is_end: whether these are its last bytes.
 
         Returns:
             False if the instance preempted the request in the middle, and another segment follows.
 
         Raises:
-            UpstreamError: the answering leg failed, or reports that its engine has.
-            RequestEnded: the one that the attempt was failed with.
+            UpstreamError: the answering leg reports that its engine failed, or its segment does not fit.
         """
-        request, exchange = self._request, attempt.answering.exchange
-        is_events = self.is_event_stream = attempt.is_event_stream
-        token_count = self.token_count if is_events else None
+        request, is_events = self._request, self.is_event_stream
+        if is_events and (self._incomplete or not data.endswith(_EVENT_ENDS)):
+            seen, data = len(self._incomplete), self._incomplete + data
+            data, self._incomplete = (data, b"") if is_end else _split_whole_events(data, seen)
         merger = self.merger if isinstance(self.merger, StreamMerger) else None
-        if not self.first_byte_at:
-            self.first_byte_at = time.perf_counter()
-        if not request.response_started:
-            self.status = exchange.status
-            request.start_response(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), own_head)
-        pass_on = partial(self._pass_on, attempt)
-        data, held = first, b""
-        while True:
-            is_end, seen = exchange.is_taken, 0
-            if held:
-                data, held, seen = held + data, b"", len(held)
-            if is_events and not is_end:
-                data, held = _split_whole_events(data, seen)
-            failure = None
-            if is_events and data.find(_ERROR_MARK) >= 0:
-                failure = find_engine_failure(data)
-                data = data if failure is None else data[: failure[0]]
-            if data:
-                if token_count is not None:
-                    token_count.add(data)
-                if merger is not None:
-                    data = merger.feed(data)
-                self._note_piece(data)
-                if is_events and data.find(_CACHE_MARK) >= 0:
-                    data = self._correct_usage(attempt, data)
-                if is_events and (self.tag or self.hides_usage):
-                    data = self._hide_own_parts(data)
-                if merger is not None and merger.preempted:
-                    attempt.finish()
-                    await request.send_piece(data)
-                    return False
-            if is_end and failure is None:
-                break
-            if data:
-                await request.send_piece(data)
-            if failure is not None:
-                raise EngineFailed(f"the engine of {attempt.answering.instance.key} failed: {failure[1]}")
-            data = await exchange.chunk(None if held else pass_on)
-        request.finish_response(data)
-        attempt.finish()
+        usual = merger.feed_usual(data) if merger is not None else None
+        failure = None
+        if usual is None and is_events and data.find(_ERROR_MARK) >= 0:
+            failure = find_engine_failure(data)
+            data = data if failure is None else data[: failure[0]]
+        if data:
+            if is_events and self.token_count is not None:
+                self.token_count.add(data)
+            if merger is not None:
+                data = merger.feed(data) if usual is None else usual
+            data = self._finish_piece(attempt, data)
+            if merger is not None and merger.preempted:
+                attempt.finish()
+                request.write_piece(data)
+                return False
+        if is_end and failure is None:
+            request.finish_response(data)
+            attempt.finish()
+            return True
+        request.write_piece(data)
+        if failure is not None:
+            raise EngineFailed(f"the engine of {attempt.answering.instance.key} failed: {failure[1]}")
+        if not request.is_ready:
+            exchange = attempt.answering.exchange
+            exchange.pause()
+            request.on_ready = exchange.resume
         return True
 
     def end_segment(self, attempt: Attempt) -> None:
@@ -220,7 +211,7 @@ class ClientResponse:
         if self._cached_figures:
             merger.note_cached({name.decode(): int(figure) for name, figure in self._cached_figures.items()})
 
-    def finish_from_segments(self, own_head: bytes) -> None:
+    def finish_from_segments(self, router_headers: bytes) -> None:
         """Send the end of a response after its last segment was preempted with all tokens generated."""
         assert self.merger is not None
         end = self.merger.make_end()
@@ -232,22 +223,38 @@ class ClientResponse:
         if self._request.response_started:
             self._request.finish_response(end)
         else:
-            self.send(200, _EVENT_STREAM if isinstance(self.merger, StreamMerger) else _JSON, end, own_head)
+            self.send(200, _EVENT_STREAM if isinstance(self.merger, StreamMerger) else _JSON, end, router_headers)
 
-    def send(self, status: int, headers: Headers, body: bytes, own_head: bytes) -> None:
+    def send(self, status: int, headers: Headers, body: bytes, router_headers: bytes) -> None:
         """Send a whole response."""
         self.status, self.first_byte_at = status, time.perf_counter()
         if self.tag:
             body = body.replace(self.tag, b"")
         self.bytes_sent = len(body)
-        self._request.send_response(status, headers, body, own_head)
+        self._request.send_response(status, headers, body, router_headers)
 
-    def send_comment(self, own_head: bytes) -> None:
-        """Send a comment to a stream's client that waits for its answer; nothing of the answer has been sent."""
+    def start_comments(self, seconds: float, router_headers: bytes) -> None:
+        """Send a comment after each such time, until ``stop_comments``.
+
+        It is sent to the client of a stream that waits for its first token, so that no proxy in between disconnects.
+        The head of the response is sent with the first comment. So an error before that has its own status; a later
+        one is an event of a stream with status 200. Until the first byte of the answer, the request may still be sent
+        to another instance, because the client has received nothing from any.
+        """
+        loop = asyncio.get_running_loop()
+        self._comment_timer = loop.call_later(seconds, self._send_comment, seconds, router_headers)
+
+    def stop_comments(self) -> None:
+        """Send no more comments: the answer begins, or the request ends."""
+        if self._comment_timer is not None:
+            self._comment_timer.cancel()
+
+    def _send_comment(self, seconds: float, router_headers: bytes) -> None:
+        self.start_comments(seconds, router_headers)
         request = self._request
         if not request.response_started:
             self.status, self.is_event_stream = 200, True
-            request.start_response(200, _UNHELD, own_head)
+            request.start_response(200, _UNHELD, router_headers)
         if request.is_ready:
             request.write_piece(_COMMENT)
 
@@ -279,7 +286,7 @@ class ClientResponse:
         self.error_code = refused.error.code
         self.send(refused.error.status, _JSON + refused.headers + echo, refused.error.body(self._request.path), b"")
 
-    def end_with(self, error: ApiError | None, own_head: bytes) -> None:
+    def end_with(self, error: ApiError | None, router_headers: bytes) -> None:
         """End the response at any stage; without ``error`` if no client is there to read one."""
         request = self._request
         self.error_code = error.code if error else "client_left"
@@ -289,7 +296,7 @@ class ClientResponse:
             self.status = CLIENT_LEFT
             request.cut_response()
         elif not request.response_started:
-            self.send(error.status, _JSON, error.body(request.path), own_head)
+            self.send(error.status, _JSON, error.body(request.path), router_headers)
         elif self.is_event_stream:
             request.finish_response(error.sse(request.path) if self.first_byte_at else error.error_event(request.path))
         else:
@@ -330,30 +337,19 @@ class ClientResponse:
             self._cached_figures = read_cached_figures(attempt.prefill_answer)
         return set_figures(data, self._cached_figures) if self._cached_figures else data
 
-    def _pass_on(self, attempt: Attempt, data: bytes) -> bool:
-        """Send a piece in the middle of the response directly; return False if ``relay_pieces`` must examine it."""
-        merger, sent, is_events = self.merger, data, self.is_event_stream
-        if not self._request.is_ready or (is_events and not data.endswith(_EVENT_ENDS)):
-            return False
-        if isinstance(merger, StreamMerger):
-            usual = merger.feed_usual(data)
-            if usual is None:
-                if merger.must_parse(data):
-                    return False
-                usual = merger.feed(data)
-            sent = usual
-        elif is_events and data.find(_ERROR_MARK) >= 0:
-            return False
-        if is_events and self.token_count is not None:
-            self.token_count.add(data)
-        self._note_piece(sent)
-        if is_events and sent.find(_CACHE_MARK) >= 0:
-            sent = self._correct_usage(attempt, sent)
-        if is_events and (self.tag or self.hides_usage):
-            sent = self._hide_own_parts(sent)
-        if sent:
-            self._request.write_piece(sent)
-        return True
+    def _finish_piece(self, attempt: Attempt, data: bytes) -> bytes:
+        """Count a piece of the response; return it as the client gets it."""
+        if not data:
+            return data
+        self._before_last, self._last = self._last, data
+        self.chunks += 1
+        self.bytes_sent += len(data)
+        if self.is_event_stream:
+            if data.find(_CACHE_MARK) >= 0:
+                data = self._correct_usage(attempt, data)
+            if self.tag or self.hides_usage:
+                data = self._hide_own_parts(data)
+        return data
 
     def _hide_own_parts(self, events: bytes) -> bytes:
         """Return the events without parts that the router requested or added: a usage, and the id's suffix.
@@ -369,12 +365,6 @@ class ClientResponse:
         left = strip_usage(events, has_nulls=self.has_null_usages)
         self.bytes_sent -= len(events) - len(left)
         return left
-
-    def _note_piece(self, sent: bytes) -> None:
-        if sent:
-            self._before_last, self._last = self._last, sent
-            self.chunks += 1
-            self.bytes_sent += len(sent)
 
 
 def _no_continuation(message: str) -> ApiError:

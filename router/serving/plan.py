@@ -1,4 +1,4 @@
-"""The upstream requests of an attempt: for each leg, the client's request in the dialect of its instance."""
+"""The plan of an attempt: for each leg, the client's request in the dialect of its instance."""
 
 from __future__ import annotations
 
@@ -6,66 +6,65 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from router.fleet import EngineKind, Instance
-from router.http import ApiError, ConnectionPool, PreparedHead, encode_member, splice_parts
+from router.http import ApiError, ConnectionPool, PreparedHead, RequestEnded, encode_member, splice_parts
 from router.serving.attempt import Leg
-from router.serving.dialects import LegAsk, NotAsPair, Pair, Pairs, ask_alone
+from router.serving.dialects import LegPlan, NotAsPair, Pair, Pairs, plan_alone
 from router.serving.reading.api import EngineIds
 from router.serving.reading.parsed_request import ParsedRequest
-from router.serving.response import RequestEnded
 from router.serving.resume import (
     CannotContinue,
     ResponseMerger,
     Resuming,
     StreamMerger,
     continue_stream,
-    tells_ids,
+    streams_token_ids,
 )
 from router.serving.selection import Selection
 
 if TYPE_CHECKING:
     from router.telemetry import RequestTrace
 
-__all__ = ["Asking", "LegMaker", "ask_for_usage", "ask_instances", "list_members"]
+__all__ = ["LegMaker", "UpstreamPlan", "list_members", "plan_requests", "request_usage"]
 
 _Data: TypeAlias = "bytes | tuple[bytes, ...]"
 
 # Engines that take an id from a header, and may take one from the body, too.
 _BY_HEADER = (EngineKind.VLLM, EngineKind.OPENAI)
-_NOTHING = LegAsk({})
+_NOTHING = LegPlan({})
 _PARAMS = "kv_transfer_params"
 
 
-class Asking(NamedTuple):
+class UpstreamPlan(NamedTuple):
     """Plan of the upstream requests: the instances, and the changes to the client's request for each."""
 
     selection: Selection
     pair: Pair | None
-    answering: LegAsk
-    prefill: LegAsk | None
+    answering: LegPlan
+    prefill: LegPlan | None
     engine_ids: EngineIds | None
     """Ids by which the request is aborted at its engines; None if closing the connections is sufficient."""
 
 
-def ask_instances(pairs: Pairs, selection: Selection, parsed: ParsedRequest, request_id: str) -> Asking:
+def plan_requests(pairs: Pairs, selection: Selection, parsed: ParsedRequest, request_id: str) -> UpstreamPlan:
     """Return the changes for the selected instances; only for decode if the pair cannot serve the request together.
 
     Raises:
         RequestEnded: decode cannot serve it alone, either.
     """
     if parsed.body is None:
-        return Asking(selection, None, _NOTHING, None, None)
+        return UpstreamPlan(selection, None, _NOTHING, None, None)
     if selection.prefill is not None:
         pair = pairs.find_pair(selection.prefill, selection.answering)
         try:
-            prefill, answering, engine_ids = pair.ask(parsed, request_id)
+            prefill, answering, engine_ids = pair.plan(parsed, request_id)
         except NotAsPair as exc:
             if not exc.decode_serves_alone:
                 raise RequestEnded(ApiError(400, str(exc), "not_as_pair")) from None
             selection = selection._replace(prefill=None, decisions=selection.decisions[-1:])
         else:
-            return Asking(selection, pair, answering, prefill, engine_ids)
-    answering, engine_ids = ask_alone(selection.answering, parsed, request_id)
-    return Asking(selection, None, answering, None, engine_ids)
+            return UpstreamPlan(selection, pair, answering, prefill, engine_ids)
+    answering, engine_ids = plan_alone(selection.answering, parsed, request_id)
+    return UpstreamPlan(selection, None, answering, None, engine_ids)
 
 
 def list_members(
@@ -97,7 +96,7 @@ def list_members(
         return members
     assert parsed.body is not None
     is_wanted = isinstance(merger, StreamMerger) and not parsed.body.members.get("return_token_ids")
-    if is_wanted and (engine is EngineKind.FASTDEPLOY or tells_ids(engine, parsed.api.is_chat)):
+    if is_wanted and (engine is EngineKind.FASTDEPLOY or streams_token_ids(engine, parsed.api.is_chat)):
         members["return_token_ids"] = b'"return_token_ids":true'
     if resuming is not None:
         going_on = _continue_answer(merger, engine, resuming, is_chat=parsed.api.is_chat)
@@ -105,7 +104,7 @@ def list_members(
     return members
 
 
-def ask_for_usage(parsed: ParsedRequest, engine: EngineKind) -> tuple[dict[str, bytes], bool]:
+def request_usage(parsed: ParsedRequest, engine: EngineKind) -> tuple[dict[str, bytes], bool]:
     """Return the member that makes a stream report its usage, if it does not do so already and nothing else changes.
 
     It is omitted if engines of other kinds might refuse it, or if it changes the meaning of a client's own options.
@@ -134,13 +133,13 @@ def ask_for_usage(parsed: ParsedRequest, engine: EngineKind) -> tuple[dict[str, 
 class LegMaker:
     """Creates the legs of one attempt."""
 
-    __slots__ = ("_asking", "_is_fresh", "_members", "_parsed", "_trace", "_upstream")
+    __slots__ = ("_is_fresh", "_members", "_parsed", "_plan", "_trace", "_upstream")
 
     def __init__(
         self,
         upstream: ConnectionPool,
         parsed: ParsedRequest,
-        asking: Asking,
+        plan: UpstreamPlan,
         members: Mapping[str, bytes],
         is_fresh: bool,
         trace: RequestTrace | None,
@@ -153,7 +152,7 @@ class LegMaker:
         """
         self._upstream = upstream
         self._parsed = parsed
-        self._asking = asking
+        self._plan = plan
         self._members = members
         self._is_fresh = is_fresh
         self._trace = trace
@@ -161,35 +160,35 @@ class LegMaker:
     def make_legs(self) -> tuple[Leg, Leg | None]:
         """Return the answering leg, and prefill's leg in a pair; nothing is sent yet.
 
-        If prefill comes first, the answering leg has no request before ``ask_decode``.
+        If prefill comes first, the answering leg has no request before ``set_decode_request``.
         """
-        asking = self._asking
-        selection, decisions = asking.selection, asking.selection.decisions
+        plan = self._plan
+        selection, decisions = plan.selection, plan.selection.decisions
         data: _Data = ()
-        if asking.pair is None or not asking.pair.is_prefill_first:
-            data = self._encode_body(asking.answering, self._members)
-        answering = self._make_leg(selection.answering, asking.answering, data, decisions[-1].work)
-        if selection.prefill is None or asking.prefill is None:
+        if plan.pair is None or not plan.pair.is_prefill_first:
+            data = self._encode_body(plan.answering, self._members)
+        answering = self._make_leg(selection.answering, plan.answering, data, decisions[-1].work)
+        if selection.prefill is None or plan.prefill is None:
             return answering, None
         try:
-            if asking.prefill is not asking.answering:
-                data = self._encode_body(asking.prefill, self._cut_members(asking.prefill))
-            return answering, self._make_leg(selection.prefill, asking.prefill, data, decisions[0].work)
+            if plan.prefill is not plan.answering:
+                data = self._encode_body(plan.prefill, self._cut_members(plan.prefill))
+            return answering, self._make_leg(selection.prefill, plan.prefill, data, decisions[0].work)
         except BaseException:
             answering.finish()  # else its instance would count it permanently
             raise
 
-    def ask_decode(self, leg: Leg, answer: bytes) -> None:
+    def set_decode_request(self, leg: Leg, answer: bytes) -> None:
         """Set the request of decode's leg after prefill has answered."""
-        asking = self._asking
-        assert asking.pair is not None
-        data = self._encode_body(asking.answering, _join(asking.pair.ask_after(answer), self._members))
-        head = self._add_to_head(asking.answering.head, leg.span_id)
+        plan = self._plan
+        assert plan.pair is not None
+        data = self._encode_body(plan.answering, _join(plan.pair.plan_decode(answer), self._members))
+        head = self._add_to_head(plan.answering.head, leg.span_id)
         leg.exchange = self._upstream.prepare_exchange(leg.instance.address, head, data, self._is_fresh)
 
-    def _make_leg(self, instance: Instance, ask: LegAsk, data: _Data, work: float) -> Leg:
+    def _make_leg(self, instance: Instance, plan: LegPlan, data: _Data, work: float) -> Leg:
         span_id = 0 if self._trace is None else self._trace.make_span_id()
-        head = self._add_to_head(ask.head, span_id) if ask.head or span_id else self._parsed.head
+        head = self._add_to_head(plan.head, span_id) if plan.head or span_id else self._parsed.head
         exchange = self._upstream.prepare_exchange(instance.address, head, data, self._is_fresh)
         return Leg(instance, exchange, self._parsed.features.prompt_tokens, work, span_id)
 
@@ -199,17 +198,17 @@ class LegMaker:
             lines += self._trace.make_head_line(span_id)
         return head._replace(start=head.start + lines)
 
-    def _cut_members(self, ask: LegAsk) -> dict[str, bytes]:
+    def _cut_members(self, plan: LegPlan) -> dict[str, bytes]:
         """Return the members for each leg, except those that would undo the changes for prefill."""
-        undone = {*ask.members, *ask.dropped, "return_token_ids", "stream_options"} - {_PARAMS}
+        undone = {*plan.members, *plan.dropped, "return_token_ids", "stream_options"} - {_PARAMS}
         return {name: member for name, member in self._members.items() if name not in undone}
 
-    def _encode_body(self, ask: LegAsk, members: Mapping[str, bytes]) -> _Data:
+    def _encode_body(self, plan: LegPlan, members: Mapping[str, bytes]) -> _Data:
         body = self._parsed.body
         if body is None:
             return self._parsed.data
-        added = {**ask.members, **members} if _PARAMS not in members else _join(ask.members, members)
-        return splice_parts(body, added, ask.dropped)
+        added = {**plan.members, **members} if _PARAMS not in members else _join(plan.members, members)
+        return splice_parts(body, added, plan.dropped)
 
 
 def _join(first: Mapping[str, bytes], second: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -1,0 +1,465 @@
+"""The retry loop of one request: its attempts, one after another, until one answers or no more may follow.
+
+Only the table ``RULES`` decides whether a request is sent again. The columns of its rows are what was sent (``Sent``),
+how far that got (``Reached``) and what went wrong (``Trouble``). The first matching row gives the number of attempts
+that may end like this. Two rules explain the numbers:
+
+- A request that may have ended its instance may end at most two, counting prefill and decode, before and during its
+  answer: a request that kills instances cannot be distinguished from an instance that dies by chance.
+- A request that may change the state of the instance is not sent again once it was sent (RFC 9110, 9.2.2).
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import random
+import time
+from asyncio import sleep
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from router.http import ApiError, ClientRequest, RequestEnded, TimedOut, UpstreamError
+from router.policies import RequestFeatures
+from router.serving.attempt import Attempt, AttemptOwner, LegFailed, Reached, StreamStalled, Trouble
+from router.serving.dialects import NotReady
+from router.serving.plan import LegMaker, list_members, plan_requests, request_usage
+from router.serving.reading.api import GENERATING
+from router.serving.reading.parsed_request import ParsedRequest
+from router.serving.relay import HELD_BYTES, MERGED_BYTES, ClientResponse
+from router.serving.resume import ResponseMerger, Resuming, StreamMerger, find_obstacle, make_merger
+from router.serving.selection import NoInstance, Selection, Selector
+from router.serving.services import Services
+from router.serving.timeline import RequestTimeline
+
+__all__ = ["ABORTED", "MAX_ATTEMPTS", "MAX_DEATHS", "RULES", "RetryLoop", "Sent", "classify", "find_limit"]
+
+MAX_ATTEMPTS = 6
+MAX_DEATHS = 2
+
+# Pause before the second attempt after a failure that other instances may share; doubled before each further attempt.
+BACK_OFF_SECONDS = 0.05
+
+# After a lost connection, an instance that is selectable again after this time has restarted.
+RETURN_SECONDS = 2.0
+
+_NONE: frozenset[str] = frozenset()
+# RFC 9110, 9.2.2.
+_IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
+# At these paths, the result of engines depends only on the request, and is not stored.
+_COMPUTING_PATHS = frozenset(
+    {
+        *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/v1/classify", "/tokenize", "/detokenize"),
+        *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/v1/messages/count_tokens"),
+        *("/v1/moderations", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/reward"),
+    }
+)
+
+ABORTED = ApiError(409, "the request was aborted", "aborted")
+
+
+class Sent(enum.Enum):
+    """Kind of the request that was sent."""
+
+    GENERATION = "generation"
+    """A request whose answer is generated: chat, completions, responses, messages."""
+    REPEATABLE = "repeatable"
+    """Another request that can be served twice without an additional effect."""
+    ONCE = "once"
+    """Any other request: it may change the state of the instance."""
+
+
+_ANY_SENT, _ANY_REACH, _ANY_TROUBLE = frozenset(Sent), frozenset(Reached), frozenset(Trouble)
+
+RULES: Sequence[tuple[frozenset[Sent], frozenset[Reached], frozenset[Trouble], int]] = (
+    # columns: what was sent, how far it got, what went wrong, number of attempts that may end like this (1: no retry)
+    (_ANY_SENT, _ANY_REACH, frozenset({Trouble.REJECTION}), 1),
+    (_ANY_SENT, frozenset({Reached.UNSENT}), _ANY_TROUBLE, MAX_ATTEMPTS),
+    (frozenset({Sent.ONCE}), _ANY_REACH, _ANY_TROUBLE, 1),
+    (frozenset({Sent.REPEATABLE}), frozenset({Reached.RELAYED}), _ANY_TROUBLE, 1),
+    # Deaths are counted in total, before and during an answer; other failures since the last byte that the client got.
+    (_ANY_SENT, _ANY_REACH, frozenset({Trouble.DEATH}), MAX_DEATHS),
+    # Stalled streams are resumed up to --stream-resume-count times.
+    (_ANY_SENT, _ANY_REACH, _ANY_TROUBLE, MAX_ATTEMPTS),
+)
+
+
+def classify(method: str, path: str) -> Sent:
+    """Return the kind of a client's request."""
+    if path in GENERATING:
+        return Sent.GENERATION
+    if method in _IDEMPOTENT_METHODS or path in _COMPUTING_PATHS:
+        return Sent.REPEATABLE
+    return Sent.ONCE
+
+
+def _list_limits() -> Iterator[tuple[tuple[Sent, Reached, Trouble], int]]:
+    for cell in itertools.product(Sent, Reached, Trouble):
+        row = next(row for row in RULES if all(value in allowed for value, allowed in zip(cell, row[:3], strict=True)))
+        yield cell, row[3]
+
+
+_LIMITS: Mapping[tuple[Sent, Reached, Trouble], int] = dict(_list_limits())
+
+
+def find_limit(sent: Sent, reached: Reached, trouble: Trouble) -> int:
+    """Return how many attempts for one request may end like this; 1: it is not sent again."""
+    return _LIMITS[sent, reached, trouble]
+
+
+class RetryLoop:
+    """All attempts made for one request. Callers only read its public attributes, except ``is_aborted``."""
+
+    __slots__ = (
+        *("_request", "_response", "_retries", "_selection", "_services", "_timeline"),
+        *("current", "end_reason", "is_aborted", "number", "resuming"),
+    )
+
+    def __init__(
+        self, request: ClientRequest, services: Services, timeline: RequestTimeline, response: ClientResponse
+    ) -> None:
+        self._request = request
+        self._services = services
+        self._timeline = timeline
+        self._response = response
+        self._retries: Retries | None = None  # set after the first failed attempt
+        self._selection: Selection | None = None  # the instances of the present attempt
+        self.current: Attempt | None = None
+        """The present attempt, or the last one."""
+        self.number = 0
+        """Number of attempts made."""
+        self.resuming: Resuming | None = None
+        """State of the resumption, once an instance has interrupted the request."""
+        self.end_reason = ""
+        """Why no other attempt follows the last failed one."""
+        self.is_aborted = False
+        """Whether a client has made its engines stop it: if the present attempt fails, it is the last."""
+
+    def send(self, parsed: ParsedRequest, owner: AttemptOwner) -> None:
+        """Select instances, and send the request to them: the first attempt, or the one for the next segment.
+
+        Raises:
+            NotReady: a fact about the pair has to be learned first, by ``send_after``.
+            RequestEnded: no instance can take the request.
+        """
+        try:
+            self._selection = self._select_instances(parsed)
+        except NoInstance as none:
+            raise RequestEnded(self._explain_none(none)) from None
+        self._make_attempt(parsed, self._selection).send(owner)
+
+    async def send_after(
+        self, cause: LegFailed | NotReady, parsed: ParsedRequest, owner: AttemptOwner
+    ) -> LegFailed | None:
+        """Send the next attempt: after a pause if one failed, or once the missing fact about a pair is known.
+
+        Returns:
+            The failure that ends the request, because no attempt follows it.
+
+        Raises:
+            RequestEnded: the request was aborted, or the instances cannot serve it.
+        """
+        while True:
+            selection = self._selection
+            assert selection is not None
+            failure = await self._learn(cause, selection) if isinstance(cause, NotReady) else cause
+            if failure is not None:
+                await self._note_failure(failure, selection)
+                if self.end_reason:
+                    return failure
+                self._services.metrics.count_retry(failure.instance.key)
+                await self._note_retry().exclude_and_back_off(failure, selection)
+                try:
+                    self._selection = selection = self._select_instances(parsed)
+                except NoInstance:
+                    return failure
+            try:
+                self._make_attempt(parsed, selection).send(owner)
+            except NotReady as unready:  # again, if a failure of another request discarded the facts meanwhile
+                cause = unready.with_traceback(None)
+            else:
+                return None
+
+    async def go_on_after_preemption(self) -> None:
+        """Prepare the next segment of a request that its decode instance preempted.
+
+        Raises:
+            RequestEnded: it cannot be continued.
+        """
+        merger, selection, services = self._response.merger, self._timeline.selection, self._services
+        assert merger is not None
+        assert selection is not None
+        decode = selection.answering
+        self._timeline.end_attempt(self.current, "preempted")
+        services.metrics.count_preemption(decode.key)
+        if services.settings.preempt_retry_exclude_decode:
+            self._note_retry().avoid(decode.key)
+        self.resuming = self.resuming or Resuming(services.settings)
+        error = await self.resuming.prepare_after_preemption(merger, decode, services.upstream)
+        assert self.current is not None
+        self._response.end_segment(self.current)
+        if error is not None:
+            raise RequestEnded(error)
+
+    async def go_on_after_break(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
+        """Prepare the next segment of a stream after its instance died, ended the stream early, or hung.
+
+        Raises:
+            RequestEnded: it cannot be continued.
+        """
+        response, services, instance = self._response, self._services, attempt.answering.instance
+        is_stall = isinstance(exc, StreamStalled)
+        if is_stall:
+            attempt.give_up()
+            error = ApiError(504, str(exc), "stream_stalled")
+        else:
+            attempt.break_off(exc)
+            role = instance.role.value
+            error = ApiError(502, f"{role} instance failed in the middle of its answer: {exc}", f"{role}_failed")
+        self._timeline.end_attempt(attempt, f"broke off: {exc}")
+        merger = response.merger if isinstance(response.merger, StreamMerger) else None
+        if not response.is_event_stream or parsed.body is None or not services.settings.stream_resume_count:
+            raise RequestEnded(error) from exc
+        reached = Reached.RELAYED if response.bytes_sent else Reached.HEAD
+        trouble = Trouble.STALL if is_stall else Trouble.DEATH
+        retries = self._note_retry()
+        end_reason = retries.find_end(reached, trouble, deaths=not is_stall)
+        self.resuming = self.resuming or Resuming(services.settings)
+        is_chat = parsed.api.is_chat
+        failed = self.resuming.prepare_after_break(merger, parsed.body, instance, error, is_chat=is_chat)
+        if failed is None and merger is None and response.bytes_sent:
+            engine = instance.registration.engine
+            why = find_obstacle(parsed.body, engine, is_chat) if parsed.api.is_continuable else "its API has no way to"
+            failed = self.resuming.explain(why or "its tokens' ids are not known")
+        if failed is None and end_reason and not (merger is not None and merger.complete):
+            failed = self.resuming.explain(end_reason)
+        if failed is not None:
+            raise RequestEnded(failed) from exc
+        response.end_segment(attempt)
+        services.metrics.count_resumption(instance.key)
+        retries.begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
+        await self._settle_end(parsed, self.resuming, merger)
+
+    async def _settle_end(self, parsed: ParsedRequest, resuming: Resuming, merger: StreamMerger | None) -> None:
+        """Make a stream continue from the end of a character.
+
+        Raises:
+            RequestEnded: that position cannot be determined.
+        """
+        if merger is None or not merger.doubtful_ids:
+            return
+        try:
+            asked = self._select_instances(parsed).answering
+        except NoInstance as none:
+            raise RequestEnded(self._explain_none(none)) from None
+        if why := await resuming.settle_end(merger, asked, self._services.upstream):
+            raise RequestEnded(resuming.explain(why))
+
+    def _explain_none(self, none: NoInstance) -> ApiError:
+        """Return why no instance can be used and, for an interrupted stream, why it was interrupted."""
+        if self.resuming is not None and self.resuming.is_broken:
+            return self.resuming.explain("no other instance can take it")
+        return none.error
+
+    def _select_instances(self, parsed: ParsedRequest) -> Selection:
+        """Return the instances for the next attempt; raise ``NoInstance`` if there are none."""
+        keeper = self._services.kept_responses.find_keeper(parsed.kept_id) if parsed.kept_id else None
+        if keeper is not None:
+            if self._retries is not None and self._retries.excludes(keeper):
+                message = f"{keeper} keeps the response, and has failed"
+                raise NoInstance(ApiError(502, message, "keeper_failed", "previous_response_id"))
+            return self._services.selector.choose_keeper(parsed.features, keeper)
+        selector, is_completion = self._services.selector, parsed.body is not None
+        if self._retries is not None:
+            return self._retries.select(selector, parsed.features, is_completion)
+        return selector.choose(parsed.features) if is_completion else selector.choose_any(parsed.features)
+
+    def _note_retry(self) -> Retries:
+        """Return the record of the earlier attempts, which decides on the next instances."""
+        if self._retries is None:
+            self._retries = Retries(self._classify())
+        return self._retries
+
+    def _classify(self) -> Sent:
+        return classify(self._request.method, self._request.path)
+
+    async def _learn(self, unready: NotReady, selection: Selection) -> LegFailed | None:
+        """Query prefill for the facts that its pair needs; return the failure if it does not report them."""
+        assert selection.prefill is not None
+        self._timeline.selection = selection
+        try:
+            await unready.learn(self._services.upstream)
+        except UpstreamError as exc:
+            failure = LegFailed(selection.prefill, str(exc), reached=Reached.UNSENT, trouble=Trouble.UNREACHABLE)
+            failure.__cause__ = exc.with_traceback(None)
+            return failure
+        return None
+
+    def _make_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
+        """Prepare the exchanges with the selected instances; nothing is sent yet.
+
+        Raises:
+            NotReady: a fact about the pair has to be learned first.
+            RequestEnded: they cannot serve it, or the request was aborted.
+        """
+        if self.is_aborted:
+            raise RequestEnded(ABORTED)
+        services, response = self._services, self._response
+        # An engine may still know the id of the previous attempt.
+        request_id = self._timeline.request_id + self._timeline.tag
+        if self.number:
+            request_id += f"-retry{self.number}"
+        plan = plan_requests(services.pairs, selection, parsed, request_id)
+        self.number += 1
+        pair = plan.pair
+        self._timeline.selection, self._timeline.pair = plan.selection, pair
+        if services.is_debugging:
+            self._timeline.log_choice(parsed.features.prompt_tokens)
+        engine = plan.selection.answering.registration.engine
+        if response.merger is None and parsed.body is not None and parsed.api.is_continuable:
+            response.merger = make_merger(
+                parsed.body,
+                engine,
+                is_chat=parsed.api.is_chat,
+                may_be_preempted=pair is not None and pair.merges_segments,
+                may_be_resumed=services.settings.stream_resume_count > 0,
+            )
+        own_id = request_id if self._timeline.tag else ""
+        members = list_members(parsed, engine, response.merger, self.resuming, own_id)
+        if response.token_count is not None:
+            usage, response.has_null_usages = request_usage(parsed, engine)
+            members |= usage
+            response.hides_usage = bool(usage)
+        if self._retries is not None:
+            is_fresh = self._retries.wants_fresh
+        else:  # a request without retries must not use a connection that was just closed
+            is_fresh = parsed.body is None and self._classify() is Sent.ONCE
+        maker = LegMaker(services.upstream, parsed, plan, members, is_fresh, self._timeline.trace)
+        answering, prefill = maker.make_legs()
+        is_in_order = pair is not None and pair.is_prefill_first
+        set_decode_request = partial(maker.set_decode_request, answering) if is_in_order else None
+        held = MERGED_BYTES if isinstance(response.merger, ResponseMerger) else HELD_BYTES
+        self.current = Attempt(
+            answering,
+            prefill,
+            plan.engine_ids,
+            set_decode_request=set_decode_request,
+            may_err_late=pair is not None and pair.may_err_late,
+            hold_bytes=0 if parsed.body is None else held,
+            aborter=services.aborter,
+            on_trouble=services.health.on_trouble,
+        )
+        return self.current
+
+    async def _note_failure(self, failure: LegFailed, selection: Selection) -> None:
+        """Note a failed attempt: end its other leg, and count the failure for the instance unless the request or the
+        partner is the cause.
+
+        Raises:
+            RequestEnded: it failed because its client aborted it.
+        """
+        deaths = int(failure.trouble is Trouble.DEATH)
+        if self.current is not None:
+            if deaths and failure.instance is self.current.answering.instance:
+                await self.current.await_prefill_end()
+            deaths = max(deaths, self.current.deaths)
+            self.current.give_up(culprit=failure.instance)
+        if selection.prefill is not None:
+            self._services.pairs.forget_prefill(selection.prefill)
+        self._timeline.end_attempt(self.current, str(failure))
+        if self.is_aborted:
+            raise RequestEnded(ABORTED)
+        is_broken = failure.response is None or failure.response.status >= 500
+        if is_broken and not failure.is_stale and failure.trouble is not Trouble.HAND_OVER:
+            failure.instance.record_failure(time.monotonic(), str(failure))
+        if failure.response is not None and failure.trouble is Trouble.DEATH:
+            self._services.health.probe_soon(failure.instance)
+        self.end_reason = self._note_retry().find_end(failure.reached, failure.trouble, deaths)
+
+
+class Retries:
+    """The failed attempts of one request, and the keys of the instances at which they failed."""
+
+    __slots__ = ("_avoided", "_deaths", "_excluded", "_failed", "_hung", "_pauses", "_returns", "_sent", "wants_fresh")
+
+    def __init__(self, sent: Sent) -> None:
+        self.wants_fresh = False
+        """Whether idle connections had been closed: from now on each leg gets a new connection."""
+        self._sent = sent
+        self._deaths = 0  # instances that ended while they served it, or may have
+        self._failed = 0  # attempts since the last byte that the client got
+        self._excluded = _NONE  # not to be used again
+        self._avoided = _NONE  # used again only if there is no other
+        self._hung = _NONE
+        self._returns: dict[str, float] | None = None  # of excluded instances that may return: the times from which on
+        self._pauses = 0
+
+    def select(self, selector: Selector, features: RequestFeatures, is_completion: bool) -> Selection:
+        """Select the instance or the pair for the next attempt.
+
+        Raises:
+            NoInstance: none is left.
+        """
+        choose = selector.choose if is_completion else selector.choose_any
+        if self._returns:
+            now = time.monotonic()
+            self._excluded -= {key for key, at in self._returns.items() if now >= at}
+        if self._avoided:
+            try:
+                return choose(features, self._excluded | self._avoided)
+            except NoInstance:
+                pass  # better an avoided one than none
+        return choose(features, self._excluded)
+
+    def excludes(self, key: str) -> bool:
+        """Return whether the request must not be sent to this instance again."""
+        return key in self._excluded
+
+    def avoid(self, key: str) -> None:
+        """Use this instance again only if there is no other."""
+        self._avoided |= {key}
+
+    def find_end(self, reached: Reached, trouble: Trouble, deaths: int) -> str:
+        """Note a failed attempt; return why the request is not sent again, ``""`` if it is.
+
+        Args:
+            deaths: number of instances that ended in this attempt, or may have.
+        """
+        self._deaths += deaths
+        self._failed += 1
+        limit = find_limit(self._sent, reached, trouble)
+        if limit == 1:
+            return "a request of this kind is not sent again" if trouble is not Trouble.REJECTION else "it is refused"
+        if deaths and self._deaths >= find_limit(self._sent, reached, Trouble.DEATH):
+            return f"{self._deaths} instances have failed under the request, so it is not sent again"
+        return f"it was sent {self._failed} times" if self._failed >= limit else ""
+
+    def begin_again(self, key: str, *, is_hung: bool) -> None:
+        """Begin again after a failure in the middle: earlier failed instances may be used again, this one as last
+        resort.
+
+        Args:
+            is_hung: whether it must not be used again, because it might hang repeatedly.
+        """
+        if is_hung:
+            self._hung |= {key}
+        self._excluded, self._returns = self._hung, None
+        self._avoided = frozenset({key})
+        self._failed = self._pauses = 0
+
+    async def exclude_and_back_off(self, failure: LegFailed, selection: Selection) -> None:
+        """Note which instances the next attempt should not use, and pause before it."""
+        key = failure.instance.key
+        if failure.is_stale:
+            self.wants_fresh = True
+            return
+        if failure.trouble is Trouble.HAND_OVER and selection.prefill is not None:
+            self._avoided |= {selection.prefill.key, selection.answering.key}
+        else:
+            self._excluded |= {key}
+            cause = failure.__cause__
+            if isinstance(cause, UpstreamError) and not isinstance(cause, TimedOut) and key not in self._hung:
+                self._returns = {**(self._returns or {}), key: time.monotonic() + RETURN_SECONDS}
+        self._pauses += 1
+        if self._pauses > 1:
+            await sleep(BACK_OFF_SECONDS * 2 ** (self._pauses - 2) * random.uniform(0.5, 1.0))
