@@ -41,17 +41,17 @@ HTTP_CLIENTS = {"httptools", "httpx", "aiohttp", "requests", "urllib", "http"}
 # server.py reads with httptools what clients send. register.py, the sidecar for servers that cannot register
 # themselves, and an operator's programs are none of the router's own process.
 SPEAKERS = {
-    *("router.http.connection", "router.http.server", "router.register"),
+    *("router.http.exchange", "router.http.server", "router.register"),
     *("router.console.client", "router.console.dashboard.scraper"),
 }
 # 45 before there were workers: launch/, which was one file, has eight more, sharing/ and its use by app.py six, and the
 # simulator, whose routers tell each other of loads and prompts by the real parts, three. Reading a request,
-# once a part of serving/request.py, has one more as a file of its own; the dialects of pairs have eleven, as each reads
+# once a part of serving/proxy.py, has one more as a file of its own; the dialects of pairs have eleven, as each reads
 # what its instances registered and writes members of a body; the ways to resume a stream and to tell a request's story,
 # once parts of it too, eight. An operator's programs have one each to the flags, and one to the settings.
 # Discovery has three: it speaks to the API server through router/http, and reads its credentials as the settings do;
 # the figure for autoscalers one, and the end of a router that says so first another. The attempts at a request, and the
-# look through a large body, once parts of serving/request.py, have one each; asking instances why a request was a miss
+# scan of a large body, once parts of serving/proxy.py, have one each; asking instances why a request was a miss
 # has one, to router/http; the supervisor's clock, which is that of the probes of instances, one. The services of a
 # request and the records of telemetry, once in other files, have four.
 MAX_ARROWS = 103
@@ -64,13 +64,16 @@ READERS_OF_THE_ENVIRONMENT = ("kvstore_backend/config/", "router/settings/", "en
 
 # Handlers of every exception that neither raise, nor log, nor count: by file and function, with the reason.
 QUIET_HANDLERS: dict[tuple[str, str], str] = {
-    ("router/serving/request.py", "start"): "kept, and raised in serve_to_end, which logs it",
-    ("router/serving/request.py", "_on_answer"): "kept, and raised in serve_to_end, which logs it",
+    **{
+        ("router/serving/proxy.py", function): "given to _end_after, which logs it"
+        for function in ("start", "on_begun", "on_data", "_run")
+    },
+    ("router/serving/attempt.py", "on_data"): "given to the owner, whose _end_after logs it",
     ("engine/generation/choices.py", "_relay_pieces"): "queued, and raised by the reader of the queue",
     ("engine/model/model_runner.py", "try_out"): "becomes the reason of the ConfigError raised behind it",
     ("kvstore_backend/integrations/vllm/fields.py", "_find_default"): "becomes the default, which equals no value",
     ("kvstore_backend/threads.py", "do"): "given to the future, and raised by whoever waits for it",
-    ("router/http/exchange.py", "_connect_and_send"): "fails the exchange, and is raised by whoever waits for it",
+    ("router/http/exchange.py", "_connect_and_send"): "fails the exchange, whose receiver gets it",
     ("kvstore_backend/staging/cuda.py", "_queue"): "kept, and raised by whoever waits for the end of the steps",
     ("kvstore_backend/staging/ring.py", "take"): "whoever began the copy gets it from the same event",
 }

@@ -24,7 +24,6 @@ TESTED_IN = {
     "router/serving/services.py": "tests/router/serving/test_attempt.py",
     "router/telemetry/records.py": "tests/router/telemetry/test_audit.py",
     # A pooled connection, an exchange on it and its errors are one thing to their users.
-    "router/http/connection.py": "tests/router/http/test_exchange.py",
     "router/http/errors.py": "tests/router/http/test_exchange.py",
     "router/http/message.py": "tests/router/http/test_exchange.py",
     "router/http/pool.py": "tests/router/http/test_exchange.py",
@@ -59,15 +58,10 @@ TESTED_IN = {
     },
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/reading/api.py": "tests/router/serving/test_attempt.py",
-    "router/serving/asking.py": "tests/router/serving/dialects/test_pairs.py",
+    "router/serving/plan.py": "tests/router/serving/dialects/test_pairs.py",
     "router/serving/dialects/dialect.py": "tests/router/serving/dialects/test_pairs.py",
-    "router/serving/reading/large.py": "tests/router/http/test_large_body.py",
-    "router/serving/reading/parsed_request.py": "tests/router/serving/test_fuzz.py",
     "router/settings/flags.py": "tests/router/settings/test_sources.py",
-    "router/serving/attempts.py": "tests/router/serving/test_attempt.py",
-    "router/serving/request.py": "tests/router/serving/test_attempt.py",
     # The mergers, fed with an engine's events; and what they are for, over HTTP.
-    "router/serving/resume/choice.py": "tests/router/serving/resume/test_resuming.py",
     "router/serving/resume/obstacles.py": "tests/router/serving/resume/test_resuming.py",
     "router/serving/resume/whole.py": "tests/router/serving/resume/test_stream.py",
     # Every backend passes the same suite.

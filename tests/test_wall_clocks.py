@@ -29,7 +29,7 @@ READERS = {
     "router/console/dashboard/views/request.py": (1, "how long ago a request was, as text"),
     "router/fleet/snapshot.py": (1, "the age of a file of another start of the machine, where no other clock lasts"),
     "router/serving/proxy.py": (1, "when a request came, for logs"),
-    "router/serving/story.py": (1, "when a request came, for logs"),
+    "router/serving/timeline.py": (1, "when a request came, for logs"),
 }
 WALL_CLOCKS = {
     ("time", "time"),

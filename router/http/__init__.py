@@ -9,22 +9,26 @@ errors.py       why an exchange with an instance failed
 api_error.py    the errors that a client gets, in OpenAI's format or in that of FastDeploy's routers
 message.py      the parts of a message: address, headers, head
 replies.py      responses of the control plane: JSON, and errors in the same format
-body.py         a request's body: parsed once, extended without serialising it again
+body.py         a request's body: parsed once, extended without serialising it again; a response's token counts
 large_body.py   a large body, scanned before it is parsed
 request_id.py   the id that a client gives its request in a header
-usage.py        token counts, read from a response or replaced in it, without parsing it
 """
 
 from router.http.api_error import ApiError, Refused, RequestEnded, encode_error_event, to_dialect
 from router.http.body import (
     CONTROL_BYTES,
     InferenceBody,
+    TokenCount,
+    Usage,
     encode_member,
     estimate_tokens,
     find_model,
     parse_inference,
     parse_object,
+    read_cached_figures,
+    read_usage,
     rename_model,
+    set_figures,
     splice_parts,
     whole_number,
 )
@@ -55,7 +59,6 @@ from router.http.replies import error_reply, json_reply, raw_reply, refusal_repl
 from router.http.request_id import MAX_ID_CHARACTERS, echo_request_id, encode_request_id, find_request_id
 from router.http.server import ClientRequest, RouterProtocol, is_normal_path
 from router.http.tls import ListenerContext
-from router.http.usage import TokenCount, Usage, read_cached_figures, read_usage, set_figures
 
 __all__ = [
     "CONTROL_BYTES",

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import httptools
 
 from router.http.errors import BadResponse, ConnectionLost, StaleConnection, UpstreamError
-from router.http.message import Address, Headers
+from router.http.message import NOT_PASSED_BACK, Address, Headers, end_to_end
 
 __all__ = ["HIGH_WATER", "Connection", "Exchange", "ExchangeRecord", "Receiver", "ResponseReader"]
 
@@ -29,7 +29,7 @@ KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 15, 5, 3
 HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 1000
 
-_TELLS_LENGTH = frozenset({b"content-length", b"transfer-encoding"})
+_USUAL_OPTIONS = frozenset({b"close", b"keep-alive"})
 
 
 class Receiver(Protocol):
@@ -121,6 +121,7 @@ class Exchange:
         """Whether it uses its own connection."""
         self.status = 0
         self.headers: Headers = []
+        """The headers that a client may get: those in ``NOT_PASSED_BACK`` are missing."""
         self.complete = False
         """Whether the whole response has arrived."""
         self.is_closed = False
@@ -364,6 +365,7 @@ class Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._head_bytes = 0  # received bytes of an incomplete head
         self._has_length = False
+        self._has_options = False  # whether its head names headers that concern this connection
         self._is_informational = False
         self._pieces: list[bytes] = []
         self._is_whole = False
@@ -465,13 +467,19 @@ class Connection(asyncio.Protocol):
         """Handle httptools's event."""
         if self._is_whole:
             self._keep_alive = False  # more bytes than the response has: the connection must not be reused
-        self._headers, self._has_length = [], False
+        self._headers, self._has_length, self._has_options = [], False, False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Handle httptools's event."""
         name = name.lower()
-        if name in _TELLS_LENGTH:
+        if name == b"content-length":
             self._has_length = True
+        elif name in NOT_PASSED_BACK:
+            if name == b"transfer-encoding":
+                self._has_length = True
+            if name != b"connection" or value.lower() in _USUAL_OPTIONS:
+                return
+            self._has_options = True
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -486,7 +494,7 @@ class Connection(asyncio.Protocol):
         if self._is_informational or self._is_whole or exchange is None:
             return
         self._keep_alive = self._parser.should_keep_alive() and not exchange.fresh
-        exchange.on_head(status, self._headers)
+        exchange.on_head(status, end_to_end(self._headers, NOT_PASSED_BACK) if self._has_options else self._headers)
         self._headers, self._head_bytes = _DROPPED, 0  # trailers, after a chunked body, are ignored
         if exchange.bodiless:
             self._keep_alive = False  # the parser would regard the next bytes as the body, which a HEAD response lacks

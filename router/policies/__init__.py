@@ -1,7 +1,6 @@
 """Policies: which instance a request goes to. Plain data in, a decision out.
 
-base.py               Policy, and the plain data that a policy gets and returns
-features.py           request_features: a prompt as a chain of chunk hashes
+base.py               Policy, and the plain data that it gets and returns; a prompt as a chain of chunk hashes
 prefix_index.py       PrefixIndex: which instance has computed which prefix
 prefix_policy.py      PrefixPolicy: the base of policies with such an index
 prefill_cost.py       PrefillCost: learns the cost of waiting, computing and fetching
@@ -15,10 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.policies.base import Decision, InstanceLoad, Outcome, Policy, PolicyOptions, RequestFeatures
+from router.policies.base import (
+    Decision,
+    InstanceLoad,
+    Outcome,
+    Policy,
+    PolicyOptions,
+    RequestFeatures,
+    find_session,
+    request_features,
+)
 from router.policies.cache_aware import CacheAware, RemoteCacheAware
 from router.policies.consistent_hash import ConsistentHash
-from router.policies.features import find_session, request_features
 from router.policies.pool_aware import PoolAware
 from router.policies.prefix_index import DEFAULT_MAX_ENTRIES
 from router.policies.prefix_policy import PrefixPolicy

@@ -15,7 +15,7 @@ aborts.py       stops requests at engines when no client waits for them
 """
 
 from router.serving.aborts import ABORT_PATH, Aborter, AbortScope, list_unknown_ids, read_asked_ids
-from router.serving.dialects import Pairs
+from router.serving.plan import Pairs
 from router.serving.proxy import Proxy
 from router.serving.selection import Selector, explain_unknown_model
 from router.serving.services import Services

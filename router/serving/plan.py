@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
-from router.fleet import EngineKind, Instance
-from router.http import ApiError, ConnectionPool, PreparedHead, RequestEnded, encode_member, splice_parts
+from router.fleet import EngineKind, Instance, KvConnector
+from router.http import ApiError, ConnectionPool, InferenceBody, PreparedHead, RequestEnded, encode_member, splice_parts
 from router.serving.attempt import Leg
-from router.serving.dialects import LegPlan, NotAsPair, Pair, Pairs, plan_alone
+from router.serving.dialects import (
+    BootstrapServer,
+    FastDeployPair,
+    InOrderPair,
+    KvstorePair,
+    LegPlan,
+    MooncakePair,
+    NixlPair,
+    NotAsPair,
+    Pair,
+    SglangPair,
+    name_sglang_sequences,
+    plan_by_header,
+    plan_fastdeploy,
+    plan_sglang,
+)
 from router.serving.reading.api import EngineIds
 from router.serving.reading.parsed_request import ParsedRequest
 from router.serving.resume import (
@@ -17,6 +34,8 @@ from router.serving.resume import (
     Resuming,
     StreamMerger,
     continue_stream,
+    find_obstacle,
+    needs_prompt,
     streams_token_ids,
 )
 from router.serving.selection import Selection
@@ -24,14 +43,69 @@ from router.serving.selection import Selection
 if TYPE_CHECKING:
     from router.telemetry import RequestTrace
 
-__all__ = ["LegMaker", "UpstreamPlan", "list_members", "plan_requests", "request_usage"]
+__all__ = ["LegMaker", "Pairs", "UpstreamPlan", "list_members", "make_merger", "plan_requests", "request_usage"]
 
 _Data: TypeAlias = "bytes | tuple[bytes, ...]"
 
+MAX_PAIRS = 10_000
+_VLLM_PAIRS: Mapping[KvConnector, Callable[[Instance, Instance], Pair]] = {
+    KvConnector.NIXL: NixlPair,
+    KvConnector.KVSTORE: KvstorePair,
+}
 # Engines that take an id from a header, and may take one from the body, too.
 _BY_HEADER = (EngineKind.VLLM, EngineKind.OPENAI)
 _NOTHING = LegPlan({})
 _PARAMS = "kv_transfer_params"
+
+
+class Pairs:
+    """The pairs created so far, by the keys of their instances."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, str], Pair] = OrderedDict()
+        # By prefill instance, the bootstrap servers that its pairs use.
+        self._bootstrap_servers: WeakValueDictionary[str, BootstrapServer] = WeakValueDictionary()
+
+    def find_pair(self, prefill: Instance, decode: Instance) -> Pair:
+        """Return the pair of these two, which ``may_pair`` has allowed."""
+        keys = (prefill.key, decode.key)
+        known = self._known.get(keys)
+        if known is not None:
+            first, second = known.registrations
+            if first is prefill.registration and second is decode.registration:
+                return known
+            if first == prefill.registration and second == decode.registration:  # a heartbeat
+                known.registrations = prefill.registration, decode.registration
+                return known
+        if known is None and len(self._known) >= MAX_PAIRS:
+            self._known.popitem(last=False)
+        pair = self._known[keys] = self._make_pair(prefill, decode)
+        return pair
+
+    def forget_prefill(self, prefill: Instance) -> None:
+        """Discard all facts about this instance after a failed attempt, because it may have been restarted."""
+        for keys in [keys for keys in self._known if keys[0] == prefill.key]:
+            del self._known[keys]
+        self._bootstrap_servers.pop(prefill.key, None)
+
+    def _make_pair(self, prefill: Instance, decode: Instance) -> Pair:
+        registration = prefill.registration
+        if registration.engine is EngineKind.FASTDEPLOY:
+            return FastDeployPair(prefill, decode)
+        if registration.engine is EngineKind.SGLANG:
+            return SglangPair(prefill, decode)
+        if registration.engine is not EngineKind.VLLM:
+            return InOrderPair(prefill, decode)
+        if registration.kv_connector is KvConnector.MOONCAKE:
+            return MooncakePair(prefill, decode, self._find_bootstrap_server(prefill))
+        return _VLLM_PAIRS[registration.kv_connector](prefill, decode)
+
+    def _find_bootstrap_server(self, prefill: Instance) -> BootstrapServer:
+        told = BootstrapServer(prefill)
+        known = self._bootstrap_servers.get(prefill.key)
+        if known is None or known.address != told.address:
+            known = self._bootstrap_servers[prefill.key] = told
+        return known
 
 
 class UpstreamPlan(NamedTuple):
@@ -63,8 +137,18 @@ def plan_requests(pairs: Pairs, selection: Selection, parsed: ParsedRequest, req
             selection = selection._replace(prefill=None, decisions=selection.decisions[-1:])
         else:
             return UpstreamPlan(selection, pair, answering, prefill, engine_ids)
-    answering, engine_ids = plan_alone(selection.answering, parsed, request_id)
+    answering, engine_ids = _plan_alone(selection.answering, parsed, request_id)
     return UpstreamPlan(selection, None, answering, None, engine_ids)
+
+
+def _plan_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, EngineIds | None]:
+    """Return the changes for an instance without partner, and the ids by which the request is aborted there, if any."""
+    engine = instance.registration.engine
+    if engine is EngineKind.FASTDEPLOY:
+        return plan_fastdeploy(parsed, request_id), parsed.name_at_engines(request_id)
+    if engine is EngineKind.SGLANG:
+        return plan_sglang(parsed, request_id), name_sglang_sequences(parsed, request_id)
+    return plan_by_header(parsed, request_id), None
 
 
 def list_members(
@@ -128,6 +212,24 @@ def request_usage(parsed: ParsedRequest, engine: EngineKind) -> tuple[dict[str, 
         message = "stream_options is nested too deeply, or has a number out of range"
         raise RequestEnded(ApiError(400, message, "invalid_body", "stream_options")) from None
     return {"stream_options": member}, engine is not EngineKind.SGLANG  # SGLang writes them in any case
+
+
+def make_merger(
+    body: InferenceBody, engine: EngineKind, *, is_chat: bool, may_be_preempted: bool, may_be_resumed: bool
+) -> StreamMerger | ResponseMerger | None:
+    """Return the merger of an answer that may have several segments; None for an answer of one segment.
+
+    Args:
+        engine: engine of the instance that answers first.
+        may_be_preempted: whether that instance may preempt the request.
+        may_be_resumed: whether a stream continues elsewhere if its instance dies.
+    """
+    is_stream = bool(body.members.get("stream"))
+    if not may_be_preempted and not (is_stream and may_be_resumed and not find_obstacle(body, engine, is_chat)):
+        return None
+    if not is_stream:
+        return ResponseMerger(body)
+    return StreamMerger(body, keeps_prompt=not may_be_preempted and needs_prompt(engine))
 
 
 class LegMaker:

@@ -18,7 +18,6 @@ from functools import partial
 from router.access import FORWARDED, find_route
 from router.fleet import Instance, Role
 from router.http import (
-    NOT_PASSED_BACK,
     UNCHECKED_BYTES,
     ApiError,
     BadBody,
@@ -31,7 +30,6 @@ from router.http import (
     TokenCount,
     UpstreamError,
     echo_request_id,
-    end_to_end,
     estimate_tokens,
     to_dialect,
 )
@@ -39,9 +37,14 @@ from router.serving.aborts import AbortScope
 from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
 from router.serving.dialects import NotReady
 from router.serving.reading.api import GENERATING, EngineIds
-from router.serving.reading.head import RequestHead, read_head
-from router.serving.reading.large import is_large, look_through
-from router.serving.reading.parsed_request import ParsedRequest, guess_ids
+from router.serving.reading.parsed_request import (
+    ParsedRequest,
+    RequestHead,
+    guess_ids,
+    is_large,
+    read_head,
+    scan_large_body,
+)
 from router.serving.relay import ClientResponse
 from router.serving.retry_loop import ABORTED, RetryLoop
 from router.serving.services import Services
@@ -523,7 +526,7 @@ class ServingRequest:
             RequestEnded: it cannot be served, or the client left.
         """
         head = self._read_head()
-        parsed = self._read_request(client, head, await look_through(self._request))
+        parsed = self._read_request(client, head, await scan_large_body(self._request))
         await asyncio.sleep(0)  # parsing took long, and hashing the prompt and the next steps do, too
         _ = parsed.features.chunks
         await asyncio.sleep(0)
@@ -539,8 +542,7 @@ class ServingRequest:
         elif response is not None and response.status in REDIRECTIONS:
             self._end_with(ApiError(502, str(failure), "instance_redirects"))
         elif response is not None and is_own and not self._request.response_started:
-            headers = end_to_end(response.headers, NOT_PASSED_BACK)
-            self._response.send(response.status, headers, response.body, self._timeline.router_headers())
+            self._response.send(response.status, response.headers, response.body, self._timeline.router_headers())
         elif response is not None and is_own and not self._response.first_byte_at:
             self._response.end_with_refusal(response.status, response.body)
         else:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import orjson
 
 from router.http import (
-    NOT_PASSED_BACK,
     ApiError,
     ClientRequest,
     Headers,
@@ -18,7 +17,6 @@ from router.http import (
     TokenCount,
     Usage,
     encode_error_event,
-    end_to_end,
     read_cached_figures,
     read_usage,
     set_figures,
@@ -138,7 +136,7 @@ class ClientResponse:
         # ``find``, because ``in`` first tries bytes as a number, and the internal exception costs half a microsecond.
         if body.find(_CACHE_MARK) >= 0:
             body = self._correct_usage(attempt, body)
-        self.send(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), body, router_headers)
+        self.send(exchange.status, exchange.headers, body, router_headers)
         attempt.finish()
         return True
 
@@ -150,7 +148,7 @@ class ClientResponse:
             self.first_byte_at = time.perf_counter()
         if not request.response_started:
             self.status = exchange.status
-            request.start_response(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), router_headers)
+            request.start_response(exchange.status, exchange.headers, router_headers)
 
     def relay_piece(self, attempt: Attempt, data: bytes, is_end: bool) -> bool:
         """Send the next bytes of an attempt's response to the client; a slow client slows the instance down.

@@ -23,11 +23,11 @@ from router.http import ApiError, ClientRequest, RequestEnded, TimedOut, Upstrea
 from router.policies import RequestFeatures
 from router.serving.attempt import Attempt, AttemptOwner, LegFailed, Reached, StreamStalled, Trouble
 from router.serving.dialects import NotReady
-from router.serving.plan import LegMaker, list_members, plan_requests, request_usage
+from router.serving.plan import LegMaker, list_members, make_merger, plan_requests, request_usage
 from router.serving.reading.api import GENERATING
 from router.serving.reading.parsed_request import ParsedRequest
 from router.serving.relay import HELD_BYTES, MERGED_BYTES, ClientResponse
-from router.serving.resume import ResponseMerger, Resuming, StreamMerger, find_obstacle, make_merger
+from router.serving.resume import ResponseMerger, Resuming, StreamMerger, find_obstacle
 from router.serving.selection import NoInstance, Selection, Selector
 from router.serving.services import Services
 from router.serving.timeline import RequestTimeline

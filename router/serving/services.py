@@ -8,7 +8,7 @@ from router.access import Auth, Limits
 from router.fleet import HealthMonitor, KeptResponses
 from router.http import ConnectionPool
 from router.serving.aborts import Aborter
-from router.serving.dialects import Pairs
+from router.serving.plan import Pairs
 from router.serving.selection import Selector
 from router.settings import RouterSettings
 from router.telemetry import Audit, RouterMetrics, Tracer

@@ -5,10 +5,28 @@ fastdeploy.py  FastDeploy, and our own engine
 vllm.py        vLLM, with the connector that its instances use to transfer KV
 sglang.py      SGLang
 in_order.py    any engine whose instances share a pool: prefill first, then decode
-pairs.py       the pairs created so far, each with the members that never change
 """
 
 from router.serving.dialects.dialect import LegPlan, NotAsPair, NotReady, Pair
-from router.serving.dialects.pairs import Pairs, plan_alone
+from router.serving.dialects.fastdeploy import FastDeployPair, plan_fastdeploy
+from router.serving.dialects.in_order import InOrderPair, plan_by_header
+from router.serving.dialects.sglang import SglangPair, name_sglang_sequences, plan_sglang
+from router.serving.dialects.vllm import BootstrapServer, KvstorePair, MooncakePair, NixlPair
 
-__all__ = ["LegPlan", "NotAsPair", "NotReady", "Pair", "Pairs", "plan_alone"]
+__all__ = [
+    "BootstrapServer",
+    "FastDeployPair",
+    "InOrderPair",
+    "KvstorePair",
+    "LegPlan",
+    "MooncakePair",
+    "NixlPair",
+    "NotAsPair",
+    "NotReady",
+    "Pair",
+    "SglangPair",
+    "name_sglang_sequences",
+    "plan_by_header",
+    "plan_fastdeploy",
+    "plan_sglang",
+]

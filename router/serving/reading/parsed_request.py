@@ -1,38 +1,112 @@
-"""A client's request as the router serves it: parsed once, identified, and with the head for instances."""
+"""A client's request as the router serves it: parsed once, identified, and with the head for instances.
+
+Clients send the same headers with each request of a connection, except the body's length. So a head is parsed once, and
+its connection recognises it in later requests. A large body is scanned before it is parsed, while other requests
+continue.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from router.http import (
+    HOP_BY_HOP,
     MAX_ID_CHARACTERS,
     UNCHECKED_BYTES,
     ApiError,
     BadBody,
     ClientRequest,
+    Headers,
     InferenceBody,
     LargeBody,
+    PreparedHead,
     RequestEnded,
     encode_member,
+    end_to_end,
     estimate_tokens,
     find_model,
     find_request_id,
     parse_inference,
+    prepare_head,
     rename_model,
     whole_number,
 )
-from router.policies import RequestFeatures, request_features
+from router.policies import RequestFeatures, find_session, request_features
 from router.serving.reading.api import GENERATING, Api, EngineIds
-from router.serving.reading.head import MAX_CLIENT_ID, RequestHead
 
-__all__ = ["ParsedRequest", "guess_ids"]
+__all__ = ["MAX_CLIENT_ID", "ParsedRequest", "RequestHead", "guess_ids", "is_large", "read_head", "scan_large_body"]
+
+# With x-data-parallel-rank, a client could select a process of an engine and so bypass the router's policy.
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-data-parallel-rank"}
+# The router reads the responses to completions. Each attempt has its own id, which is in its body.
+_NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-request-id"}
+
+MAX_CLIENT_ID = 128
+"""Number of stored characters of an id by which a client finds its request in logs; thousands of records are stored."""
 
 _KEPT_PATH = "/v1/responses/"
 _NO_API = Api("", ())
 # vLLM also takes members of pairs from ``vllm_xargs``, with these names.
 _IN_EXTRA = frozenset(("kv_transfer_params", "ec_transfer_params"))
+
+
+class RequestHead:
+    """A parsed request head. Callers only read its attributes."""
+
+    __slots__ = ("client_ids", "forwarded", "headers", "line", "sent_id", "session", "tag", "trace_id")
+
+    def __init__(self, request: ClientRequest, tag: str = "") -> None:
+        """
+        Args:
+            tag: suffix of the client's request ids at engines.
+
+        Raises:
+            BadBody: a header is invalid.
+        """
+        self.line = (request.method, request.target)
+        """Method and target."""
+        self.headers: Headers = request.headers
+        self.sent_id = find_request_id(request.headers)
+        """The id that the client gave the request; ``""`` if none."""
+        self.trace_id = ""
+        """The W3C trace context in the request."""
+        self.session = find_session(request.headers)
+        """The session named in the request."""
+        self.client_ids: dict[str, str] = {"session_id": self.session[:MAX_CLIENT_ID]} if self.session else {}
+        """The ids by which its client finds it in logs, by their names there; not to be changed."""
+        for name, value in request.headers:
+            if name == b"traceparent":
+                self.trace_id = value[3:35].decode("latin-1")
+            elif name == b"x_bd_logid" and value:  # from FastDeploy's Go router
+                self.client_ids["x_bd_logid"] = value[:MAX_CLIENT_ID].decode("latin-1")
+        is_completion = request.path in GENERATING
+        dropped = _NOT_FORWARDED_WITH_COMPLETIONS if is_completion else _NOT_FORWARDED
+        passed = [each for each in end_to_end(request.headers, dropped) if not each[0].startswith(b"x-router-")]
+        if tag:
+            passed = [(name, value + tag.encode() if name == b"x-request-id" else value) for name, value in passed]
+        self.tag = tag
+        self.forwarded: PreparedHead = prepare_head(*self.line, passed)
+        """The head for instances, before header lines for a specific instance are added."""
+
+
+def read_head(request: ClientRequest, tag: str = "") -> RequestHead:
+    """Return the head of a request. If it equals the one of the previous request, that is reused.
+
+    Args:
+        tag: suffix of the client's request ids at engines.
+
+    Raises:
+        BadBody: a header is invalid.
+    """
+    known, line = request.known_head, (request.method, request.target)
+    if isinstance(known, RequestHead) and known.line == line and known.headers == request.headers and known.tag == tag:
+        return known
+    head = RequestHead(request, tag)
+    request.keep_head(head)
+    return head
 
 
 class ParsedRequest:
@@ -230,3 +304,25 @@ def _make_request_id() -> str:
     """Return a random UUID of version 4, without ``uuid``, which makes a system call for each."""
     text = random.getrandbits(128).to_bytes(16, "big").hex()  # formatting the number takes twice as long
     return f"{text[:8]}-{text[8:12]}-4{text[13:16]}-a{text[17:20]}-{text[20:]}"
+
+
+def is_large(request: ClientRequest) -> bool:
+    """Return whether the body takes so long to parse that it is scanned first."""
+    return len(request.body) > UNCHECKED_BYTES and request.path in GENERATING
+
+
+async def scan_large_body(request: ClientRequest) -> LargeBody:
+    """Scan a large body, and let other requests run meanwhile.
+
+    Raises:
+        RequestEnded: parsing would take too long.
+    """
+    large = LargeBody(request.body)
+    try:
+        for _ in large.check_values():
+            await asyncio.sleep(0)
+        large.prompt_tokens = estimate_tokens(request.body)
+        await asyncio.sleep(0)
+    except BadBody as exc:
+        raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
+    return large

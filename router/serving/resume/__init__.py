@@ -23,12 +23,10 @@ obstacles.py     why a stream cannot continue exactly after its instance died
 continuation.py  the request for the next instance, in the format of its engine
 stream.py        the merger of streams
 whole.py         the merger of complete responses
-choice.py        whether an answer may come in several segments, and which merger combines them
 resuming.py      how often a request was interrupted, and whether it is resumed
 """
 
-from router.serving.resume.choice import make_merger
-from router.serving.resume.continuation import CannotContinue, continue_stream
+from router.serving.resume.continuation import CannotContinue, continue_stream, needs_prompt
 from router.serving.resume.events import EngineFailed, find_engine_failure, strip_usage
 from router.serving.resume.obstacles import find_obstacle, streams_token_ids
 from router.serving.resume.resuming import Resuming
@@ -44,7 +42,7 @@ __all__ = [
     "continue_stream",
     "find_engine_failure",
     "find_obstacle",
-    "make_merger",
+    "needs_prompt",
     "streams_token_ids",
     "strip_usage",
 ]

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from router.policies import request_features
-from router.policies.features import _encode_prompt, chunk_hashes
+from router.policies.base import _encode_prompt, chunk_hashes
 from router.serving.reading.parsed_request import _make_request_id
 from tests.router.conftest import RouterUnderTest
 from tests.router.fastdeploy.origins import translates

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.usage import Usage, read_cached_figures, read_usage, set_figures
+from router.http.body import Usage, read_cached_figures, read_usage, set_figures
 
 _figures = st.none() | st.integers(0, 10**9)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies.features import TOKENS_PER_CHUNK, _clip_members, chunk_hashes, find_session, request_features
+from router.policies.base import TOKENS_PER_CHUNK, _clip_members, chunk_hashes, find_session, request_features
 from tests.router.calls import calls_in_router
 
 _text = st.text(max_size=40).map(lambda text: text * 40)

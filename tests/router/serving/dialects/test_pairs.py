@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from router.fleet import Instance, Registration, Registry
-from router.serving.dialects import Pairs
+from router.serving.plan import Pairs
 from tests.router.conftest import RouterUnderTest
 from tests.router.serving.dialects.pair_fleet import (
     DIALECTS,
@@ -227,7 +227,7 @@ def register(registry: Registry, role: str, number: int, **fields: object) -> In
 
 
 def test_of_too_many_pairs_those_made_first_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.serving.dialects.pairs.MAX_PAIRS", 3)
+    monkeypatch.setattr("router.serving.plan.MAX_PAIRS", 3)
     registry, pairs = Registry(splitwise=True), Pairs()
     prefill = register(registry, "prefill", 1)
     decodes = [register(registry, "decode", number) for number in range(2, 6)]
@@ -237,7 +237,7 @@ def test_of_too_many_pairs_those_made_first_are_forgotten(monkeypatch: pytest.Mo
 
 
 def test_a_changed_registration_makes_another_pair_in_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.serving.dialects.pairs.MAX_PAIRS", 2)
+    monkeypatch.setattr("router.serving.plan.MAX_PAIRS", 2)
     registry, pairs = Registry(splitwise=True), Pairs()
     prefill, first, second = (
         register(registry, role, port) for role, port in (("prefill", 1), ("decode", 2), ("decode", 3))

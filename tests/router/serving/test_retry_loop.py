@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from router.serving.retry_loop import MAX_ATTEMPTS, MAX_DEATHS, Reached, Sent, Trouble, classify, find_limit
+from router.serving.attempt import Reached, Trouble
+from router.serving.retry_loop import MAX_ATTEMPTS, MAX_DEATHS, Sent, classify, find_limit
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers
 from tests.support.waiting import wait_until

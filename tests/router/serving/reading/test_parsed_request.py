@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.http import BadBody, ClientRequest, Headers
-from router.serving.reading.head import RequestHead, read_head
+from router.serving.reading.parsed_request import RequestHead, read_head
 
 HEADERS = [(b"host", b"h"), (b"x-session-id", b"s"), (b"authorization", b"Bearer k")]
 

@@ -1,7 +1,7 @@
-"""Counts the calls in router code that one streamed request to a prefill/decode pair takes.
+"""The path of one streamed request to a prefill/decode pair: the files and the calls in router code that it takes.
 
-``python -m tests.router.call_count`` prints them in their order, one a line, indented by depth; ``--summary`` only
-the figures. The client, both instances and the router's server share one process, one thread and one event loop, and
+``python -m tests.router.request_path`` prints the files in the order in which the request comes to them;
+``--calls`` the calls in their order, one a line, indented by depth; ``--by-function`` each function once. The client, both instances and the router's server share one process, one thread and one event loop, and
 speak over loopback sockets; the router is set up as ``router.launch`` sets it up. The third request over the same
 connections is counted, from before its first byte is sent until both instances' responses have ended.
 
@@ -10,8 +10,7 @@ pause after each, so that each is read by itself; the prefill instance sends one
 
 What counts is a "call" event of ``sys.setprofile`` whose code lies in the folder of the package ``router``: a function,
 method, property, lambda or generator there that begins. A coroutine or generator that goes on is shown, but it is no
-call; comprehensions are neither, because newer Pythons make no call of them. By this measure the router before it got
-rooms took 227 calls in 146 functions with 79 changes of file.
+call; comprehensions are neither, because newer Pythons make no call of them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ import router
 from router.app import RouterApp
 from router.settings import RouterSettings
 
-__all__ = ["Call", "CallCount", "Client", "count_calls", "registration", "running_instance", "running_router"]
+__all__ = ["Call", "Client", "RequestPath", "registration", "running_instance", "running_router", "trace_request"]
 
 PACKAGE = Path(router.__file__).parent
 CLOCK = PACKAGE / "fleet" / "awake.py"  # ticks several times a second, whether there are requests or not
@@ -75,7 +74,7 @@ class Call(NamedTuple):
     """Whether a coroutine or generator goes on, rather than begins."""
 
 
-class CallCount(NamedTuple):
+class RequestPath(NamedTuple):
     """The calls of one request, in their order."""
 
     events: list[Call]
@@ -85,6 +84,11 @@ class CallCount(NamedTuple):
     def calls(self) -> list[Call]:
         """Those that begin."""
         return [event for event in self.events if not event.resumed]
+
+    @property
+    def files(self) -> list[str]:
+        """The files in the order in which the request comes to them, relative to the package's folder."""
+        return list(dict.fromkeys(call.file for call in self.calls))
 
     @property
     def functions(self) -> int:
@@ -97,8 +101,9 @@ class CallCount(NamedTuple):
         return sum(before.file != after.file for before, after in itertools.pairwise(self.calls))
 
     def __str__(self) -> str:
-        figures = f"{len(self.calls)} calls in {self.functions} functions with {self.file_changes} changes of file"
-        return f"{figures}; {len(self.events) - len(self.calls)} times one went on"
+        went_on = len(self.events) - len(self.calls)
+        changes = f"{self.file_changes} changes of file; {went_on} times one went on"
+        return f"{len(self.files)} files, {len(self.calls)} calls in {self.functions} functions with {changes}"
 
 
 class _Recorder:
@@ -218,12 +223,12 @@ class Client(_Peer):
             self.ended.set()
 
 
-def count_calls() -> CallCount:
+def trace_request() -> RequestPath:
     """Run the request as this module's docstring says, and return its calls."""
-    return uvloop.run(_count_calls())
+    return uvloop.run(_trace_request())
 
 
-async def _count_calls() -> CallCount:
+async def _trace_request() -> RequestPath:
     first, second = (b"%x\r\n%s\r\n" % (len(piece), piece) for piece in PIECES)
     async with (
         running_instance([PREFILL_RESPONSE]) as prefill_port,
@@ -247,7 +252,7 @@ async def _count_calls() -> CallCount:
         client.transport.close()
     assert response.startswith(b"HTTP/1.1 200"), response
     assert all(piece in response for piece in PIECES), response
-    return CallCount(recorder.events)
+    return RequestPath(recorder.events)
 
 
 @contextlib.asynccontextmanager
@@ -333,23 +338,25 @@ def _protocol() -> type[asyncio.Protocol]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the calls, and the figures."""
-    parser = argparse.ArgumentParser(prog="python -m tests.router.call_count", description=__doc__.partition("\n")[0])
-    parser.add_argument("--summary", action="store_true", help="only the figures")
+    """Print the files or the calls, and the figures."""
+    parser = argparse.ArgumentParser(prog="python -m tests.router.request_path", description=__doc__.partition("\n")[0])
+    parser.add_argument("--calls", action="store_true", help="the calls in their order")
     parser.add_argument("--by-function", action="store_true", help="each function once, the most called first")
     options = parser.parse_args(argv)
-    count = count_calls()
+    path = trace_request()
     if options.by_function:
-        numbers = Counter(f"{call.file}:{call.line} {call.function}" for call in count.calls)
+        numbers = Counter(f"{call.file}:{call.line} {call.function}" for call in path.calls)
         for name, number in numbers.most_common():
             print(f"{number:4} {name}")
-    elif not options.summary:
+    elif options.calls:
         number = 0
-        for call in count.events:
+        for call in path.events:
             number += not call.resumed
             label = "..." if call.resumed else str(number)
             print(f"{label:>4} {'  ' * call.depth}{call.function}  {call.file}:{call.line}")
-    print(count)
+    else:
+        print("\n".join(path.files))
+    print(path)
     return 0
 
 
