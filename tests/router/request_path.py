@@ -1,9 +1,10 @@
 """The path of one streamed request to a prefill/decode pair: the files and the calls in router code that it takes.
 
 ``python -m tests.router.request_path`` prints the files in the order in which the request comes to them;
-``--calls`` the calls in their order, one a line, indented by depth; ``--by-function`` each function once. The client, both instances and the router's server share one process, one thread and one event loop, and
-speak over loopback sockets; the router is set up as ``router.launch`` sets it up. The third request over the same
-connections is counted, from before its first byte is sent until both instances' responses have ended.
+``--calls`` the calls in their order, one a line, indented by depth; ``--by-function`` each function once. The client,
+both instances and the router's server share one process, one thread and one event loop, and speak over loopback
+sockets; the router is set up as ``router.launch`` sets it up. The third request over the same connections is traced,
+from before its first byte is sent until both instances' responses have ended.
 
 The decode instance sends the response's head, the first piece, and the second piece with the response's end, with a
 pause after each, so that each is read by itself; the prefill instance sends one JSON object.
