@@ -62,8 +62,8 @@ TESTED_IN = {
     "router/serving/dialects/dialect.py": "tests/router/serving/dialects/test_pairs.py",
     "router/settings/flags.py": "tests/router/settings/test_sources.py",
     # The mergers, fed with an engine's events; and what they are for, over HTTP.
-    "router/serving/resume/obstacles.py": "tests/router/serving/resume/test_resuming.py",
-    "router/serving/resume/whole.py": "tests/router/serving/resume/test_stream.py",
+    "router/serving/resume/resumability.py": "tests/router/serving/resume/test_resumption.py",
+    "router/serving/resume/json_merger.py": "tests/router/serving/resume/test_stream.py",
     # Every backend passes the same suite.
     "kvstore_backend/backend.py": "tests/kvstore_backend/conformance/suite.py",
     "kvstore_backend/wrappers/wrapper.py": "tests/kvstore_backend/conformance/test_wrappers.py",

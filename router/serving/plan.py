@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 from router.fleet import EngineKind, Instance, KvConnector
-from router.http import ApiError, ConnectionPool, InferenceBody, PreparedHead, RequestEnded, encode_member, splice_parts
+from router.http import ApiError, ConnectionPool, PreparedHead, RequestEnded, encode_member, splice_parts
 from router.serving.attempt import Leg
 from router.serving.dialects import (
     BootstrapServer,
@@ -31,7 +31,7 @@ from router.serving.reading.parsed_request import ParsedRequest
 from router.serving.resume import (
     CannotContinue,
     ResponseMerger,
-    Resuming,
+    Resumption,
     StreamMerger,
     continue_stream,
     find_obstacle,
@@ -155,7 +155,7 @@ def list_members(
     parsed: ParsedRequest,
     engine: EngineKind,
     merger: StreamMerger | ResponseMerger | None,
-    resuming: Resuming | None,
+    resumption: Resumption | None,
     own_id: str = "",
 ) -> dict[str, bytes]:
     """Return the members that are added to the bodies of an attempt in every dialect.
@@ -163,7 +163,7 @@ def list_members(
     Args:
         engine: engine of the answering instance.
         merger: merger of the answer's segments, if it may have several.
-        resuming: not None once the request was interrupted: the answer so far is to be continued.
+        resumption: not None once the request was interrupted: the answer so far is to be continued.
         own_id: the request's id if clients have keys; it replaces a member that could be the id of another client.
 
     Raises:
@@ -182,8 +182,8 @@ def list_members(
     is_wanted = isinstance(merger, StreamMerger) and not parsed.body.members.get("return_token_ids")
     if is_wanted and (engine is EngineKind.FASTDEPLOY or streams_token_ids(engine, parsed.api.is_chat)):
         members["return_token_ids"] = b'"return_token_ids":true'
-    if resuming is not None:
-        going_on = _continue_answer(merger, engine, resuming, is_chat=parsed.api.is_chat)
+    if resumption is not None:
+        going_on = _continue_answer(merger, engine, resumption, is_chat=parsed.api.is_chat)
         members |= {name: encode_member(name, value) for name, value in going_on.items()}
     return members
 
@@ -215,16 +215,18 @@ def request_usage(parsed: ParsedRequest, engine: EngineKind) -> tuple[dict[str, 
 
 
 def make_merger(
-    body: InferenceBody, engine: EngineKind, *, is_chat: bool, may_be_preempted: bool, may_be_resumed: bool
+    parsed: ParsedRequest, plan: UpstreamPlan, *, may_be_resumed: bool
 ) -> StreamMerger | ResponseMerger | None:
     """Return the merger of an answer that may have several segments; None for an answer of one segment.
 
     Args:
-        engine: engine of the instance that answers first.
-        may_be_preempted: whether that instance may preempt the request.
         may_be_resumed: whether a stream continues elsewhere if its instance dies.
     """
-    is_stream = bool(body.members.get("stream"))
+    body, engine, is_chat = parsed.body, plan.selection.answering.registration.engine, parsed.api.is_chat
+    if body is None or not parsed.api.is_continuable:
+        return None
+    may_be_preempted = plan.pair is not None and plan.pair.merges_segments
+    is_stream = parsed.wants_stream
     if not may_be_preempted and not (is_stream and may_be_resumed and not find_obstacle(body, engine, is_chat)):
         return None
     if not is_stream:
@@ -324,7 +326,7 @@ def _join(first: Mapping[str, bytes], second: Mapping[str, bytes]) -> dict[str, 
 
 
 def _continue_answer(
-    merger: StreamMerger | ResponseMerger, engine: EngineKind, resuming: Resuming, *, is_chat: bool
+    merger: StreamMerger | ResponseMerger, engine: EngineKind, resumption: Resumption, *, is_chat: bool
 ) -> Mapping[str, Any]:
     """Return the members with which an engine continues the answer so far.
 
@@ -332,8 +334,8 @@ def _continue_answer(
         RequestEnded: this engine cannot continue it.
     """
     if isinstance(merger, ResponseMerger):
-        return merger.resumption()
+        return merger.resume_members()
     try:
         return continue_stream(merger, engine, is_chat)
     except CannotContinue as exc:
-        raise RequestEnded(resuming.explain(str(exc))) from None
+        raise RequestEnded(resumption.explain(str(exc))) from None

@@ -404,9 +404,9 @@ class ServingRequest:
         assert parsed is not None
         assert attempt is not None
         if error is None:
-            await retry_loop.go_on_after_preemption()
+            await retry_loop.resume_after_preemption()
         else:
-            await retry_loop.go_on_after_break(parsed, attempt, error)
+            await retry_loop.resume_after_failure(parsed, attempt, error)
         if self._response.merger is not None and self._response.merger.complete:
             self._response.finish_from_segments(self._timeline.router_headers())
             self._timeline.end_attempt(attempt, "answered")
@@ -421,20 +421,24 @@ class ServingRequest:
                 self._send_failure(exc)
             elif isinstance(exc, Refused):
                 self._response.send_rejection(exc, echo_request_id(self._request.headers))
-            elif isinstance(exc, RequestEnded):
-                self._end_with(exc.error)
-            elif isinstance(exc, BadBody):
-                self._end_with(ApiError(400, str(exc), "invalid_body", exc.param))
-            elif isinstance(exc, NoRoom):
-                _log.error("%s", exc)
-                self._end_with(ApiError(503, str(exc), "router_overloaded"))
             else:
-                _log.error("%s %s failed", self._request.method, self._request.path, exc_info=exc)
-                self._end_with(ApiError(500, "the router failed to handle the request", "router_error"))
+                self._end_with(self._find_error(exc))
         except Exception:
             _log.exception("%s %s was not answered", self._request.method, self._request.path)
         finally:
             self._finish()
+
+    def _find_error(self, exc: Exception) -> ApiError | None:
+        """Return the error for the client; None if it has left. Log what is no fault of the client or the instances."""
+        if isinstance(exc, RequestEnded):
+            return exc.error
+        if isinstance(exc, BadBody):
+            return ApiError(400, str(exc), "invalid_body", exc.param)
+        if isinstance(exc, NoRoom):
+            _log.error("%s", exc)
+            return ApiError(503, str(exc), "router_overloaded")
+        _log.error("%s %s failed", self._request.method, self._request.path, exc_info=exc)
+        return ApiError(500, "the router failed to handle the request", "router_error")
 
     def _finish(self) -> None:
         """Release everything that the ended request holds, even if parts of this fail."""
@@ -535,10 +539,10 @@ class ServingRequest:
     def _send_failure(self, failure: LegFailed) -> None:
         """Send the failure of the last attempt: the instance's own response, unless prefill failed."""
         response, role = failure.response, failure.instance.role
-        resuming = self._retry_loop.resuming
+        resumption = self._retry_loop.resumption
         is_own = response is not None and (response.status < 500 or role is not Role.PREFILL)
-        if resuming is not None and resuming.is_broken:
-            self._end_with(resuming.explain(str(failure)))
+        if resumption is not None and resumption.is_broken:
+            self._end_with(resumption.explain(str(failure)))
         elif response is not None and response.status in REDIRECTIONS:
             self._end_with(ApiError(502, str(failure), "instance_redirects"))
         elif response is not None and is_own and not self._request.response_started:

@@ -201,7 +201,7 @@ class ClientResponse:
     def end_segment(self, attempt: Attempt) -> None:
         """Note how much of the prompt was cached, if another attempt continues an interrupted one."""
         merger = self.merger
-        if merger is None or not merger.is_going_on or self.is_resumed:
+        if merger is None or not merger.has_earlier_segments or self.is_resumed:
             return
         self.is_resumed = True
         if self._cached_figures is None:

@@ -27,7 +27,7 @@ from router.serving.plan import LegMaker, list_members, make_merger, plan_reques
 from router.serving.reading.api import GENERATING
 from router.serving.reading.parsed_request import ParsedRequest
 from router.serving.relay import HELD_BYTES, MERGED_BYTES, ClientResponse
-from router.serving.resume import ResponseMerger, Resuming, StreamMerger, find_obstacle
+from router.serving.resume import ResponseMerger, Resumption, StreamMerger, find_obstacle
 from router.serving.selection import NoInstance, Selection, Selector
 from router.serving.services import Services
 from router.serving.timeline import RequestTimeline
@@ -112,7 +112,7 @@ class RetryLoop:
 
     __slots__ = (
         *("_request", "_response", "_retries", "_selection", "_services", "_timeline"),
-        *("current", "end_reason", "is_aborted", "number", "resuming"),
+        *("current", "end_reason", "is_aborted", "number", "resumption"),
     )
 
     def __init__(
@@ -128,7 +128,7 @@ class RetryLoop:
         """The present attempt, or the last one."""
         self.number = 0
         """Number of attempts made."""
-        self.resuming: Resuming | None = None
+        self.resumption: Resumption | None = None
         """State of the resumption, once an instance has interrupted the request."""
         self.end_reason = ""
         """Why no other attempt follows the last failed one."""
@@ -180,7 +180,7 @@ class RetryLoop:
             else:
                 return None
 
-    async def go_on_after_preemption(self) -> None:
+    async def resume_after_preemption(self) -> None:
         """Prepare the next segment of a request that its decode instance preempted.
 
         Raises:
@@ -194,14 +194,14 @@ class RetryLoop:
         services.metrics.count_preemption(decode.key)
         if services.settings.preempt_retry_exclude_decode:
             self._note_retry().avoid(decode.key)
-        self.resuming = self.resuming or Resuming(services.settings)
-        error = await self.resuming.prepare_after_preemption(merger, decode, services.upstream)
+        self.resumption = self.resumption or Resumption(services.settings)
+        error = await self.resumption.prepare_after_preemption(merger, decode, services.upstream)
         assert self.current is not None
         self._response.end_segment(self.current)
         if error is not None:
             raise RequestEnded(error)
 
-    async def go_on_after_break(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
+    async def resume_after_failure(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
         """Prepare the next segment of a stream after its instance died, ended the stream early, or hung.
 
         Raises:
@@ -224,23 +224,25 @@ class RetryLoop:
         trouble = Trouble.STALL if is_stall else Trouble.DEATH
         retries = self._note_retry()
         end_reason = retries.find_end(reached, trouble, deaths=not is_stall)
-        self.resuming = self.resuming or Resuming(services.settings)
+        self.resumption = self.resumption or Resumption(services.settings)
         is_chat = parsed.api.is_chat
-        failed = self.resuming.prepare_after_break(merger, parsed.body, instance, error, is_chat=is_chat)
+        failed = self.resumption.prepare_after_failure(merger, parsed.body, instance, error, is_chat=is_chat)
         if failed is None and merger is None and response.bytes_sent:
             engine = instance.registration.engine
             why = find_obstacle(parsed.body, engine, is_chat) if parsed.api.is_continuable else "its API has no way to"
-            failed = self.resuming.explain(why or "its tokens' ids are not known")
+            failed = self.resumption.explain(why or "its tokens' ids are not known")
         if failed is None and end_reason and not (merger is not None and merger.complete):
-            failed = self.resuming.explain(end_reason)
+            failed = self.resumption.explain(end_reason)
         if failed is not None:
             raise RequestEnded(failed) from exc
         response.end_segment(attempt)
         services.metrics.count_resumption(instance.key)
         retries.begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
-        await self._settle_end(parsed, self.resuming, merger)
+        await self._remove_unfinished_character(parsed, self.resumption, merger)
 
-    async def _settle_end(self, parsed: ParsedRequest, resuming: Resuming, merger: StreamMerger | None) -> None:
+    async def _remove_unfinished_character(
+        self, parsed: ParsedRequest, resumption: Resumption, merger: StreamMerger | None
+    ) -> None:
         """Make a stream continue from the end of a character.
 
         Raises:
@@ -252,13 +254,13 @@ class RetryLoop:
             asked = self._select_instances(parsed).answering
         except NoInstance as none:
             raise RequestEnded(self._explain_none(none)) from None
-        if why := await resuming.settle_end(merger, asked, self._services.upstream):
-            raise RequestEnded(resuming.explain(why))
+        if why := await resumption.remove_unfinished_character(merger, asked, self._services.upstream):
+            raise RequestEnded(resumption.explain(why))
 
     def _explain_none(self, none: NoInstance) -> ApiError:
         """Return why no instance can be used and, for an interrupted stream, why it was interrupted."""
-        if self.resuming is not None and self.resuming.is_broken:
-            return self.resuming.explain("no other instance can take it")
+        if self.resumption is not None and self.resumption.is_broken:
+            return self.resumption.explain("no other instance can take it")
         return none.error
 
     def _select_instances(self, parsed: ParsedRequest) -> Selection:
@@ -316,16 +318,10 @@ class RetryLoop:
         if services.is_debugging:
             self._timeline.log_choice(parsed.features.prompt_tokens)
         engine = plan.selection.answering.registration.engine
-        if response.merger is None and parsed.body is not None and parsed.api.is_continuable:
-            response.merger = make_merger(
-                parsed.body,
-                engine,
-                is_chat=parsed.api.is_chat,
-                may_be_preempted=pair is not None and pair.merges_segments,
-                may_be_resumed=services.settings.stream_resume_count > 0,
-            )
+        if response.merger is None:
+            response.merger = make_merger(parsed, plan, may_be_resumed=services.settings.stream_resume_count > 0)
         own_id = request_id if self._timeline.tag else ""
-        members = list_members(parsed, engine, response.merger, self.resuming, own_id)
+        members = list_members(parsed, engine, response.merger, self.resumption, own_id)
         if response.token_count is not None:
             usage, response.has_null_usages = request_usage(parsed, engine)
             members |= usage

@@ -9,6 +9,7 @@ import orjson
 
 from router.http import UpstreamError
 from router.serving.resume.continuation import count_remaining, resume_by_ids
+from router.serving.resume.event_template import EventTemplate, learn_template
 from router.serving.resume.events import (
     CACHE_TOLD,
     DONE,
@@ -28,8 +29,7 @@ from router.serving.resume.events import (
     split_events,
     strip_token_ids,
 )
-from router.serving.resume.obstacles import follows_grammar
-from router.serving.resume.shape import EventShape, learn_shape
+from router.serving.resume.resumability import follows_grammar
 
 if TYPE_CHECKING:
     from router.http import InferenceBody
@@ -46,7 +46,7 @@ _KEPT_USUAL = 256
 # Enough of the last ids to see how their text ends.
 _DOUBTFUL_IDS = 64
 # How often the stream's usual event is determined again, for example at the end of reasoning.
-_SHAPES_TRIED = 32
+_TEMPLATES_TRIED = 32
 
 
 class StreamMerger:
@@ -54,16 +54,27 @@ class StreamMerger:
 
     The relay of the stream sets ``return_token_ids`` in the request and passes all events to ``feed``. When
     ``preempted`` becomes true, the segment is over; the instance may also die after any event. Then, if ``complete``,
-    ``make_end`` returns the rest of the stream. Otherwise ``resumption`` (or ``continue_stream``, in the format of any
-    engine) has the members to add to the body of the next request, and ``begin_segment`` is called before the events of
-    its response are fed. The added ids are removed from the events again, unless the client itself requested them.
+    ``make_end`` returns the rest of the stream. Otherwise ``resume_members`` (or ``continue_stream``, in the format of
+    any engine) has the members to add to the body of the next request, and ``begin_segment`` is called before the
+    events of its response are fed. The added ids are removed from the events again, unless the client itself requested
+    them.
     """
 
     __slots__ = (
-        *("preempted", "_client_wants_ids", "_begun", "_blind", "_body", "_head", "_held", "_kept", "_kept_bytes"),
+        *(
+            "preempted",
+            "_client_wants_ids",
+            "_begun",
+            "_not_resumable",
+            "_body",
+            "_head",
+            "_held",
+            "_kept",
+            "_kept_bytes",
+        ),
         *("_is_chat", "_offset", "_prompt_tokens", "_reasoning", "_resent", "_segment", "_shown", "_withheld"),
         *("_is_done", "_is_finished", "_has_usage", "_expected", "_keeps_prompt", "_prompt", "_texts", "_cached"),
-        *("_last_count", "_shape", "_shapes_left", "_usual"),
+        *("_last_count", "_template", "_templates_left", "_usual"),
     )
 
     def __init__(self, body: InferenceBody, keeps_prompt: bool = False) -> None:
@@ -85,7 +96,7 @@ class StreamMerger:
         self._last_count = 0  # ids of the last event that showed text
         self._held: list[int] = []  # later ids, whose text the engine still holds back
         self._withheld: list[bytes] = []  # events with such ids, held back if the client reads ids itself
-        self._blind = False  # whether the client has seen content without ids: text, a tool call
+        self._not_resumable = False  # whether the client has seen content without ids: text, a tool call
         self._offset = 0  # characters shown
         self._reasoning = 0  # ids that were reasoning
         self._prompt_tokens: int | None = None
@@ -95,8 +106,8 @@ class StreamMerger:
         self._keeps_prompt = keeps_prompt
         self._prompt = b""  # the JSON array of its ids, if stored
         self._texts: list[str] = []  # the text shown, if the prompt's ids are stored
-        self._shape: EventShape | None = None
-        self._shapes_left = 0 if self._client_wants_ids else _SHAPES_TRIED
+        self._template: EventTemplate | None = None
+        self._templates_left = 0 if self._client_wants_ids else _TEMPLATES_TRIED
         self._usual: list[tuple[bytes | Any, ...]] = []  # text and ids of events after the stored ones
         self._cached: Mapping[str, int] = {}  # cached-token counts of the client's prompt, if reported
         self._expected: Sequence[int] | None = None  # the prompt that the segment should report
@@ -107,7 +118,7 @@ class StreamMerger:
         return self._body.members
 
     @property
-    def tells_ids(self) -> bool:
+    def client_reads_ids(self) -> bool:
         """Whether the client itself reads the ids."""
         return self._client_wants_ids
 
@@ -144,13 +155,13 @@ class StreamMerger:
         return self._reasoning
 
     @property
-    def has_shown_more(self) -> bool:
+    def has_content_without_ids(self) -> bool:
         """Whether the client has seen content that token ids do not represent."""
         self._fold_events()
-        return self._blind
+        return self._not_resumable
 
     @property
-    def is_going_on(self) -> bool:
+    def has_earlier_segments(self) -> bool:
         """Whether the next segment continues earlier ones, rather than begin again."""
         return bool(self.shown_ids)
 
@@ -172,7 +183,7 @@ class StreamMerger:
 
     def feed_usual(self, event: bytes) -> bytes | None:
         """Process an event that contains only the next tokens, as ``feed`` does; return None for any other event."""
-        shape = self._shape
+        shape = self._template
         if shape is None or not event.startswith(shape.beginning):
             return None
         found = shape.rest.fullmatch(event, len(shape.beginning))
@@ -195,9 +206,9 @@ class StreamMerger:
         if self.must_parse(events):
             return self._merge_events(events)
         has_ids = events.find(IDS_MARK) >= 0
-        if has_ids and self._shape is not None and events.count(b"\n\n") > 1:
+        if has_ids and self._template is not None and events.count(b"\n\n") > 1:
             return b"".join(map(self._feed_one, split_events(events)))
-        if not self._blind:
+        if not self._not_resumable:
             self._keep_events(events, has_ids)
         return strip_token_ids(events) if has_ids else events
 
@@ -207,7 +218,7 @@ class StreamMerger:
         if usual is not None:
             return usual
         has_ids = event.find(IDS_MARK) >= 0
-        if not self._blind:
+        if not self._not_resumable:
             self._keep_events(event, has_ids)
         return strip_token_ids(event) if has_ids else event
 
@@ -222,25 +233,25 @@ class StreamMerger:
     def complete(self) -> bool:
         """Whether only the end is missing: the segment's last token was the last requested one."""
         self._fold_events()
-        if self._blind or self._body.choices != 1:
+        if self._not_resumable or self._body.choices != 1:
             return False
         return self._is_finished or count_remaining(self._body.members, len(self._shown)) == 0
 
-    def resumption(self) -> dict[str, Any] | None:
+    def resume_members(self) -> dict[str, Any] | None:
         """Return the members to set in the next segment's request: ``{}`` to begin again, None if impossible."""
         self._fold_events()
-        if not self._shown and not self._blind:
+        if not self._shown and not self._not_resumable:
             return {}
         members = self._body.members
-        if self._blind or self._body.choices > 1 or follows_grammar(members):
+        if self._not_resumable or self._body.choices > 1 or follows_grammar(members):
             return None
         return resume_by_ids(members, self._shown)
 
     def begin_segment(self) -> None:
-        """Begin the next response, to a body with the members of ``resumption``; its events are fed from now on."""
+        """Begin the next response, to a body with the members of ``resume_members``; its events are fed from now on."""
         self._fold_events()
         self.preempted = False
-        self._shape, self._shapes_left = None, 0  # in later segments, all events are rewritten
+        self._template, self._templates_left = None, 0  # in later segments, all events are rewritten
         self._segment += 1
         self._held.clear()
         self._withheld.clear()
@@ -276,10 +287,10 @@ class StreamMerger:
         if self._usual:
             self._fold_events()
         self._kept.append(events)
-        if has_ids and self._shapes_left:
-            self._shapes_left -= 1
+        if has_ids and self._templates_left:
+            self._templates_left -= 1
             last = events.rfind(b"\n\n", 0, -2)
-            self._shape = learn_shape(events[last + 2 :] if last >= 0 else events) or self._shape
+            self._template = learn_template(events[last + 2 :] if last >= 0 else events) or self._template
         self._kept_bytes += len(events)
         if self._kept_bytes > _KEPT_BYTES or (not has_ids and len(self._kept) > _KEPT_WITHOUT_IDS):
             self._fold_events()
@@ -287,7 +298,7 @@ class StreamMerger:
     def _fold_events(self) -> None:
         """Parse the stored events; store only the ids from now on."""
         for event in split_events(b"".join(self._kept)):
-            if self._blind:
+            if self._not_resumable:
                 break  # it cannot be resumed, for any content of the rest
             chunk = parse_event(event)
             if chunk is not None:
@@ -296,7 +307,7 @@ class StreamMerger:
                 self._note_other(event)
         self._kept.clear()
         self._kept_bytes = 0
-        if self._usual and not self._blind:
+        if self._usual and not self._not_resumable:
             self._fold_usual()
         self._usual.clear()
 
@@ -306,13 +317,13 @@ class StreamMerger:
         try:
             text = orjson.loads(b'"%s"' % b"".join(texts))
         except orjson.JSONDecodeError:
-            self._blind = True
+            self._not_resumable = True
             return
         shown = [*self._held, *orjson.loads(b"[%s]" % b",".join(ids))]
         self._held.clear()
         self._shown += shown
         self._last_count = ids[-1].count(b",") + 1
-        self._reasoning += len(shown) if self._shape is not None and self._shape.is_reasoning else 0
+        self._reasoning += len(shown) if self._template is not None and self._template.is_reasoning else 0
         self._offset += len(text)
         if self._keeps_prompt:
             self._texts.append(text)
@@ -327,7 +338,7 @@ class StreamMerger:
         if event.startswith(DONE[:-2]):
             self._is_done = True
         elif not is_comment(event) or not event.endswith(_EVENT_ENDS):
-            self._blind = True
+            self._not_resumable = True
 
     def _note_chunk(self, chunk: dict[str, Any]) -> None:
         """Note the ids and the text that a chunk shows to the client."""
@@ -335,7 +346,7 @@ class StreamMerger:
             self._begun = True
             self._head = {name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk}
             self._is_chat = any("delta" in choice for choice in find_choices(chunk))
-        self._blind |= not isinstance(chunk.get("choices"), list)
+        self._not_resumable |= not isinstance(chunk.get("choices"), list)
         self._has_usage |= not chunk.get("choices") and bool(chunk.get("usage"))
         for choice in find_choices(chunk):
             message = find_message(choice)
@@ -344,11 +355,11 @@ class StreamMerger:
             if not self._resent and isinstance(told := message.get(CACHE_TOLD), dict):
                 self._cached = told
             if message.get("tool_calls"):
-                self._blind = True
+                self._not_resumable = True
             if not text:
                 self._held += ids
             elif not ids and not self._held:
-                self._blind = True
+                self._not_resumable = True
             else:
                 self._shown += [*self._held, *ids]
                 self._last_count = len(ids)
@@ -399,7 +410,7 @@ class StreamMerger:
         """Check the prompt that the segment's first chunk reports."""
         found = PROMPT_IDS.search(event)
         if found is None or orjson.loads(found.group(1)) != self._expected:
-            self._blind = True
+            self._not_resumable = True
             raise UpstreamError("the instance that was to go on with the stream made another prompt of it")
         self._expected = None
 

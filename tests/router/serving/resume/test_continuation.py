@@ -72,7 +72,7 @@ def test_a_comment_among_the_events_shows_the_client_nothing_that_ids_do_not_tel
     merger = StreamMerger(parse_inference(b'{"stream": true, "messages": []}'))
     merger.feed(b'data: {"choices":[{"delta":{"content":"a","completion_token_ids":[1]}}]}\n\n')
     merger.feed(event)
-    assert merger.has_shown_more is is_more
+    assert merger.has_content_without_ids is is_more
 
 
 @pytest.mark.parametrize("engine", [EngineKind.FASTDEPLOY, EngineKind.VLLM])

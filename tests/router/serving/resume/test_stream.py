@@ -40,7 +40,7 @@ def _streamed(engine: Engine, body: InferenceBody, preemptions: list[int], form:
             break
         if merger.complete:
             return given + merger.make_end()
-        added = merger.resumption()
+        added = merger.resume_members()
         assert added is not None
         members = {**body.members, "return_token_ids": True, **added}
     return given
@@ -141,7 +141,7 @@ def _preempted(body: InferenceBody, engine: Engine, after: int) -> StreamMerger:
 def test_a_resumption_counts_every_limit_once() -> None:
     body = _body(stream=True, max_tokens=10, max_completion_tokens=8, min_tokens=2, echo=True)
     merger = _preempted(body, Engine([b"a", b"b", b"c", b"d"]), 3)
-    assert merger.resumption() == {
+    assert merger.resume_members() == {
         "completion_token_ids": [100, 101, 102],
         "max_tokens": 7,
         "max_completion_tokens": 5,
@@ -160,7 +160,7 @@ def _limited(limit: float | str) -> StreamMerger:
 
 @pytest.mark.parametrize("limit", [10.0, "10", "10.0"])
 def test_a_limit_is_counted_however_it_is_written(limit: float | str) -> None:
-    assert _limited(limit).resumption() == {"completion_token_ids": [100, 101, 102], "max_tokens": 7}
+    assert _limited(limit).resume_members() == {"completion_token_ids": [100, 101, 102], "max_tokens": 7}
 
 
 @pytest.mark.parametrize("limit", [3.0, "3"])
@@ -170,16 +170,16 @@ def test_a_stream_is_complete_at_its_limit_however_that_is_written(limit: float 
 
 def test_a_resumption_goes_on_before_an_unfinished_character() -> None:
     merger = _preempted(_body(stream=True), Engine([b"a", b"\xe4", b"\xb8", b"\xad"]), 3)
-    assert merger.resumption() == {"completion_token_ids": [100]}
+    assert merger.resume_members() == {"completion_token_ids": [100]}
 
 
 def test_a_stream_that_has_shown_nothing_begins_again() -> None:
-    assert _preempted(_body(stream=True, n=2), Engine([b"a"]), 0).resumption() == {}
+    assert _preempted(_body(stream=True, n=2), Engine([b"a"]), 0).resume_members() == {}
 
 
 @pytest.mark.parametrize("members", [{"n": 2}, {"response_format": {"type": "json_object"}}])
 def test_a_stream_that_cannot_go_on_exactly_is_given_up(members: dict[str, Any]) -> None:
-    assert _preempted(_body(stream=True, **members), Engine([b"a", b"b"]), 1).resumption() is None
+    assert _preempted(_body(stream=True, **members), Engine([b"a", b"b"]), 1).resume_members() is None
 
 
 def test_text_without_ids_cannot_be_resumed() -> None:
@@ -187,7 +187,7 @@ def test_text_without_ids_cannot_be_resumed() -> None:
     merger.feed(b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n')
     merger.feed(b'data: {"error":{"message":"PD Error"}}\n\ndata: [DONE]\n\n')
     assert merger.preempted
-    assert merger.resumption() is None
+    assert merger.resume_members() is None
 
 
 def test_a_long_stream_keeps_its_ids_and_not_its_events() -> None:
@@ -199,27 +199,27 @@ def test_a_long_stream_keeps_its_ids_and_not_its_events() -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert merger.resumption() == {"completion_token_ids": list(range(100, 100 + count))}
+    assert merger.resume_members() == {"completion_token_ids": list(range(100, 100 + count))}
     assert peak < count * 500 / 2
 
 
 def test_the_id_zero_is_a_token_and_negative_ones_are_not() -> None:
     merger = StreamMerger(_body(stream=True))
     merger.feed(_event(delta={"content": "a", "completion_token_ids": [0, -1, 1]}) + _PREEMPTION)
-    assert merger.resumption() == {"completion_token_ids": [0, 1]}
+    assert merger.resume_members() == {"completion_token_ids": [0, 1]}
 
 
 def test_reasoning_beside_an_empty_content_is_text_that_was_shown() -> None:
     merger = StreamMerger(_body(stream=True))
     delta = {"content": "", "reasoning_content": "hm", "completion_token_ids": [1, 2]}
     merger.feed(_event(delta=delta) + _PREEMPTION)
-    assert merger.resumption() == {"completion_token_ids": [1, 2]}
+    assert merger.resume_members() == {"completion_token_ids": [1, 2]}
 
 
 def test_a_stream_that_has_shown_a_tool_call_is_given_up() -> None:
     merger = StreamMerger(_body(stream=True))
     merger.feed(_event(delta={"tool_calls": [{"index": 0}], "completion_token_ids": [1]}) + _PREEMPTION)
-    assert merger.resumption() is None
+    assert merger.resume_members() is None
 
 
 def test_a_stream_that_is_not_preempted_passes_byte_for_byte() -> None:
@@ -398,7 +398,7 @@ def _answered(engine: Engine, body: InferenceBody, preemptions: list[int], detok
             given = merger.make_end()
         if given is not None:
             break
-        members = {**body.members, **merger.resumption()}
+        members = {**body.members, **merger.resume_members()}
     answer: dict[str, Any] = json.loads(given or b"")
     return {"choices": answer["choices"], "usage": answer["usage"]}
 
@@ -435,14 +435,14 @@ def test_an_answer_that_was_not_preempted_passes_untouched() -> None:
 def test_an_error_of_the_pair_is_a_preemption() -> None:
     merger = ResponseMerger(_body())
     assert merger.feed(500, b'{"error":{"message":"PD Error: decode is out of blocks"}}') is None
-    assert merger.resumption() == {}
+    assert merger.resume_members() == {}
 
 
 def test_a_stop_string_that_may_have_begun_makes_an_answer_begin_again() -> None:
     engine = Engine([b"x", b"a", b"b"], tells_text=True)
     merger = ResponseMerger(_body(stop="ab"))
     merger.feed(200, engine.answer({}, 0, 2))
-    assert merger.resumption() == {}
+    assert merger.resume_members() == {}
 
 
 @pytest.mark.parametrize("member", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}])
@@ -451,7 +451,7 @@ def test_an_answer_with_more_than_text_begins_again(member: dict[str, Any]) -> N
     merger.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
     last = {"choices": [{"index": 0, "message": {"content": "b", **member}, "finish_reason": "stop"}]}
     assert merger.feed(200, orjson.dumps(last)) is None
-    assert merger.resumption() == {}
+    assert merger.resume_members() == {}
     assert merger.feed(200, orjson.dumps(last)) == orjson.dumps(last)
 
 
@@ -465,7 +465,7 @@ def test_an_answer_with_more_than_text_begins_again(member: dict[str, Any]) -> N
 def test_an_answer_that_cannot_be_merged_exactly_begins_again(members: dict[str, Any]) -> None:
     merger = ResponseMerger(_body(**members))
     merger.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
-    assert merger.resumption() == {}
+    assert merger.resume_members() == {}
 
 
 @pytest.mark.parametrize("status", [300, 500])
@@ -473,7 +473,7 @@ def test_an_answer_after_a_seam_that_is_no_success_passes_untouched(status: int)
     engine = Engine([b"a", b"b"], tells_text=True)
     merger = ResponseMerger(_body())
     merger.feed(200, engine.answer({}, 0, 1))
-    last = engine.answer(merger.resumption(), 1, None)
+    last = engine.answer(merger.resume_members(), 1, None)
     assert merger.feed(status, last) == last
     assert merger.feed(299, last) != last
 
@@ -487,14 +487,14 @@ def test_an_answer_goes_on_before_an_unfinished_character_that_was_detokenized()
         asked.append(ids)
         merger.take_text(engine.text(ids))
     assert asked == [[100, 101, 102], [100, 101], [100]]
-    assert merger.resumption() == {"completion_token_ids": [100]}
+    assert merger.resume_members() == {"completion_token_ids": [100]}
 
 
 def test_an_answer_that_is_only_an_unfinished_character_begins_again_at_once() -> None:
     merger = ResponseMerger(_body())
     merger.feed(200, Engine([b"\xe4", b"\xb8", b"\xad"], tells_text=True).answer({}, 0, 1))
     assert merger.ids_to_detokenize is None
-    assert merger.resumption() == {}
+    assert merger.resume_members() == {}
 
 
 def test_a_merged_answer_counts_the_reasoning_that_the_engine_counted() -> None:
@@ -526,11 +526,11 @@ def test_odd_answers_to_odd_requests_break_nothing(members: dict[str, Any], answ
     streamed, whole = StreamMerger(body), ResponseMerger(body)
     for answer in answers:
         streamed.feed(b"data: " + orjson.dumps(answer) + b"\n\n")
-        streamed.resumption()
+        streamed.resume_members()
         streamed.make_end()
         streamed.begin_segment()
         whole.feed(200, orjson.dumps(answer))
         whole.take_text("a" if whole.ids_to_detokenize else None)
-        whole.resumption()
+        whole.resume_members()
         if whole.complete:
             whole.make_end()

@@ -20,7 +20,7 @@ from router.serving.resume.events import (
     strip_token_ids,
 )
 
-__all__ = ["EventShape", "learn_shape"]
+__all__ = ["EventTemplate", "learn_template"]
 
 _STRING = rb'[^"\\\n]*(?:\\.[^"\\\n]*)*'
 _TEXT = re.compile(rb'"(?:content|text|(reasoning_content|reasoning))"\s*:\s*"(?!")(' + _STRING + rb')"')
@@ -30,7 +30,7 @@ _SECOND_TEXT = re.compile(rb'"(completion_tokens|raw_prediction|text_after_proce
 _TIME = re.compile(rb'"(arrival_time)"\s*:\s*[-+.\deE]+')
 
 
-class EventShape(NamedTuple):
+class EventTemplate(NamedTuple):
     """A usual event: its constant beginning, and a pattern of the rest.
 
     The pattern's groups are the text, as JSON; the members to remove for the client; and in these the ids, separated by
@@ -42,7 +42,7 @@ class EventShape(NamedTuple):
     is_reasoning: bool
 
 
-def learn_shape(event: bytes) -> EventShape | None:
+def learn_template(event: bytes) -> EventTemplate | None:
     """Return the shape of an event; None if it has more than one answer's next tokens, or another order."""
     chunk = parse_event(event)
     choices = find_choices(chunk or {})
@@ -66,7 +66,7 @@ def learn_shape(event: bytes) -> EventShape | None:
             *(b"(", _loosen(hidden), b")", _loosen(after)),
         ]
     )
-    shape = EventShape(event[: text.start(2)], re.compile(b'(?!")' + pattern), text[1] is not None)
+    shape = EventTemplate(event[: text.start(2)], re.compile(b'(?!")' + pattern), text[1] is not None)
     found = shape.rest.fullmatch(event, len(shape.beginning))
     is_right = found is not None and event[: found.start(2)] + event[found.end(2) :] == stripped
     return shape if is_right else None

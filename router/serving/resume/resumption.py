@@ -1,4 +1,4 @@
-"""Resuming: how often instances interrupted a request, and whether it is resumed."""
+"""Resumption: how often instances interrupted a request, and whether it is resumed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import orjson
 
 from router.http import ApiError, ConnectionPool, UpstreamError
-from router.serving.resume.obstacles import find_obstacle
+from router.serving.resume.json_merger import MAX_UNFINISHED_TOKENS, UNFINISHED, ResponseMerger
+from router.serving.resume.resumability import find_obstacle
 from router.serving.resume.stream import StreamMerger
-from router.serving.resume.whole import MAX_UNFINISHED_TOKENS, UNFINISHED, ResponseMerger
 
 if TYPE_CHECKING:
     from router.fleet import Instance
     from router.http import InferenceBody
     from router.settings import RouterSettings
 
-__all__ = ["Resuming"]
+__all__ = ["Resumption"]
 
 _log = logging.getLogger("router.serving.resume")
 
@@ -26,7 +26,7 @@ DETOKENIZE_SECONDS = 5.0
 _JSON = [(b"content-type", b"application/json")]
 
 
-class Resuming:
+class Resumption:
     """State of a request that was preempted or interrupted at least once."""
 
     __slots__ = ("_breaks", "_broken_by", "_preemptions", "_settings")
@@ -50,15 +50,17 @@ class Resuming:
         if self._preemptions > self._settings.preempt_retry_count:
             message = f"decode instances preempted the request {self._preemptions} times; the last was {decode.key}"
             return ApiError(503, message, "preempted")
-        if merger.resumption() is None:
+        if merger.resume_members() is None:
             message = f"decode instance {decode.key} preempted the request, whose answer cannot be continued elsewhere"
             return ApiError(503, message, "preempted")
         if isinstance(merger, StreamMerger):
             merger.begin_segment()
-            await self.settle_end(merger, decode, upstream)  # if this fails, the stream continues anyway
+            await self.remove_unfinished_character(
+                merger, decode, upstream
+            )  # if this fails, the stream continues anyway
         return None
 
-    async def settle_end(
+    async def remove_unfinished_character(
         self, merger: StreamMerger | ResponseMerger | None, instance: Instance, upstream: ConnectionPool
     ) -> str:
         """Remove the ids of an incomplete character at a stream's end; return why that is impossible, or ``""``.
@@ -76,13 +78,13 @@ class Resuming:
                     f"several tokens came at once, and {instance.key} does not tell whether they end with a character"
                 )
             if not text.endswith(UNFINISHED):
-                if unfinished and merger.tells_ids:
+                if unfinished and merger.client_reads_ids:
                     return "its client has the id of a token that ends within a character"
                 merger.drop_last(unfinished)
                 break
         return ""  # or the text contains such a mark itself
 
-    def prepare_after_break(
+    def prepare_after_failure(
         self, merger: StreamMerger | None, body: InferenceBody, instance: Instance, error: ApiError, *, is_chat: bool
     ) -> ApiError | None:
         """Prepare the next segment after an instance died, ended the stream early, or hung; return an error if
@@ -101,7 +103,7 @@ class Resuming:
             return self.explain(f"it was resumed {limit} times already")
         if merger is None:
             return None
-        if merger.has_shown_more:
+        if merger.has_content_without_ids:
             return self.explain("its client has seen more of it than its tokens' ids tell")
         if merger.shown_ids and (obstacle := find_obstacle(body, instance.registration.engine, is_chat)):
             return self.explain(obstacle)

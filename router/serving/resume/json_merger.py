@@ -18,7 +18,7 @@ from router.serving.resume.events import (
     merge_usage,
     parse_object,
 )
-from router.serving.resume.obstacles import follows_grammar
+from router.serving.resume.resumability import follows_grammar
 
 if TYPE_CHECKING:
     from router.http import InferenceBody
@@ -37,7 +37,7 @@ class ResponseMerger:
 
     ``feed`` takes a segment's response, and returns the client's, or None if the segment was preempted. Then, as long
     as ``ids_to_detokenize`` contains ids, an instance is queried for their text, which is passed to ``take_text``.
-    After that, if ``complete``, ``make_end`` returns the response; otherwise ``resumption`` is added to the next
+    After that, if ``complete``, ``make_end`` returns the response; otherwise ``resume_members`` are added to the next
     request's body.
     """
 
@@ -85,7 +85,7 @@ class ResponseMerger:
         return bool(self._ids) and count_remaining(self._body.members, len(self._ids)) == 0
 
     @property
-    def is_going_on(self) -> bool:
+    def has_earlier_segments(self) -> bool:
         """Whether the next segment continues earlier ones, rather than begin again."""
         return bool(self._ids)
 
@@ -93,7 +93,7 @@ class ResponseMerger:
         """Note how much of the client's prompt was cached where it was first computed."""
         self._cached = figures
 
-    def resumption(self) -> dict[str, Any]:
+    def resume_members(self) -> dict[str, Any]:
         """Return the members to set in the body of the next segment's request; ``{}`` to begin again."""
         return resume_by_ids(self._body.members, self._ids) if self._ids else {}
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from router.http.body import parse_inference
 from router.serving.resume import StreamMerger
+from router.serving.resume.event_template import learn_template
 from router.serving.resume.events import strip_token_ids
-from router.serving.resume.shape import learn_shape
 from tests.router.calls import calls_in_router
 
 HEAD: dict[str, Any] = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
@@ -50,7 +50,7 @@ def merger() -> StreamMerger:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("spaces", [False, True])
 def test_the_next_events_of_a_stream_are_stripped_as_if_they_were_read(form: str, spaces: bool) -> None:
-    shape = learn_shape(event(form, " first", [7], spaces=spaces))
+    shape = learn_template(event(form, " first", [7], spaces=spaces))
     assert shape is not None
     merging = merger()
     merging.feed(event(form, " first", [7], spaces=spaces))
@@ -101,7 +101,7 @@ def test_an_event_that_says_more_or_less_is_not_a_usual_one(form: str, changes: 
     ],
 )
 def test_no_shape_is_learned_of_an_event_that_is_not_usual(other: bytes) -> None:
-    assert learn_shape(other) is None
+    assert learn_template(other) is None
 
 
 @given(
@@ -121,7 +121,7 @@ def test_whichever_events_are_usual_a_stream_is_read_alike(
 ) -> None:
     """One merger is given events as they come in reads, the other has each parsed."""
     quick, thorough = merger(), merger()
-    thorough._shapes_left = 0
+    thorough._templates_left = 0
     events = [event(*each) for each in said]
     given_quick, given_thorough = b"", b""
     for start in range(0, len(events), at_once):
@@ -132,8 +132,8 @@ def test_whichever_events_are_usual_a_stream_is_read_alike(
         if start == split:
             assert quick.shown_ids == thorough.shown_ids
     assert given_quick == given_thorough
-    assert quick.has_shown_more == thorough.has_shown_more
-    if not quick.has_shown_more:
+    assert quick.has_content_without_ids == thorough.has_content_without_ids
+    if not quick.has_content_without_ids:
         assert (quick.shown_ids, quick.text) == (thorough.shown_ids, thorough.text)
         assert quick.num_reasoning == thorough.num_reasoning
 
