@@ -235,7 +235,7 @@ class ServingRequest:
         assert parsed is not None
         response.stop_comments()
         try:
-            if parsed.api.keeps_answers:
+            if parsed.api.stores_answers:
                 key = attempt.answering.instance.key
                 self._services.kept_responses.note_answer(first, key, self._timeline.tag)
             headers = self._timeline.router_headers()
@@ -486,18 +486,18 @@ class ServingRequest:
         parsed = ParsedRequest(request, head, large, derive_salt, self._services.selector.aliases)
         timeline, kept_responses = self._timeline, self._services.kept_responses
         timeline.request_id, timeline.client_ids = parsed.request_id, parsed.client_ids
-        if parsed.api.keeps_answers and parsed.body is not None and parsed.body.members.get("background"):
+        if parsed.api.stores_answers and parsed.body is not None and parsed.body.members.get("background"):
             settings = self._services.settings
             is_counted = settings.max_concurrent_requests or settings.max_concurrent_requests_per_key
             if is_counted or self._response.token_count is not None:
                 message = "background must be false where requests or tokens are limited: nobody would count its answer"
                 raise RequestEnded(ApiError(400, message, "background_refused", "background"))
         if timeline.tag:
-            if parsed.kept_id and not kept_responses.is_open_to(parsed.kept_id, timeline.tag):
-                message = f"this router knows of no response {parsed.kept_id[:100]!r} of this client"
+            if parsed.stored_id and not kept_responses.is_open_to(parsed.stored_id, timeline.tag):
+                message = f"this router knows of no response {parsed.stored_id[:100]!r} of this client"
                 raise RequestEnded(ApiError(404, message, "response_not_found"))
             # The id of a stored response must not change: its client uses it in later requests.
-            self._response.tag = b"" if parsed.kept_id or parsed.api.keeps_answers else timeline.tag.encode()
+            self._response.tag = b"" if parsed.stored_id or parsed.api.stores_answers else timeline.tag.encode()
         seconds = self._services.settings.sse_keepalive_secs
         if seconds and parsed.wants_stream:
             self._response.start_comments(seconds, timeline.router_headers())

@@ -265,7 +265,7 @@ class RetryLoop:
 
     def _select_instances(self, parsed: ParsedRequest) -> Selection:
         """Return the instances for the next attempt; raise ``NoInstance`` if there are none."""
-        keeper = self._services.kept_responses.find_keeper(parsed.kept_id) if parsed.kept_id else None
+        keeper = self._services.kept_responses.find_keeper(parsed.stored_id) if parsed.stored_id else None
         if keeper is not None:
             if self._retries is not None and self._retries.excludes(keeper):
                 message = f"{keeper} keeps the response, and has failed"

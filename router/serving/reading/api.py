@@ -20,7 +20,7 @@ class Api(NamedTuple):
     takes_rid: bool = False
     """Whether SGLang accepts an id from the client (``rid``)."""
     is_chat: bool = False
-    keeps_answers: bool = False
+    stores_answers: bool = False
     """Whether the instance may store its answers, so that later requests can continue them."""
     is_continuable: bool = False
     """Whether another instance can continue its answer, and the parts can be merged into one."""
@@ -31,7 +31,7 @@ GENERATING: Mapping[str, Api] = {
         "chatcmpl-", ("max_tokens", "max_completion_tokens"), takes_rid=True, is_chat=True, is_continuable=True
     ),
     "/v1/completions": Api("cmpl-", ("max_tokens",), takes_rid=True, is_continuable=True),
-    "/v1/responses": Api("resp_", ("max_output_tokens",), keeps_answers=True),
+    "/v1/responses": Api("resp_", ("max_output_tokens",), stores_answers=True),
     "/v1/messages": Api("msg_", ("max_tokens",), may_end_early=True),
 }
 """The endpoints by path."""

@@ -47,7 +47,7 @@ _NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-requ
 MAX_CLIENT_ID = 128
 """Number of stored characters of an id by which a client finds its request in logs; thousands of records are stored."""
 
-_KEPT_PATH = "/v1/responses/"
+_STORED_PATH = "/v1/responses/"
 _NO_API = Api("", ())
 # vLLM also takes members of pairs from ``vllm_xargs``, with these names.
 _IN_EXTRA = frozenset(("kv_transfer_params", "ec_transfer_params"))
@@ -120,7 +120,7 @@ class ParsedRequest:
         "data",
         "features",
         "head",
-        "kept_id",
+        "stored_id",
         "model",
         "request_id",
         "wants_stream",
@@ -155,7 +155,7 @@ class ParsedRequest:
         """The member that names its model, if the client used an alias."""
         self.api: Api = _NO_API
         """The endpoint of a request whose answer is generated."""
-        self.kept_id = ""
+        self.stored_id = ""
         """Id of the earlier answer that it continues or accesses."""
         self.wants_stream = False
         self.client_ids: Mapping[str, str] = head.client_ids
@@ -167,8 +167,8 @@ class ParsedRequest:
                 model = aliases[model]
                 self.data = rename_model(request.body, model)
             self.features = RequestFeatures(estimate_tokens(request.body), model=model)
-            if request.path.startswith(_KEPT_PATH):
-                self.kept_id = request.path[len(_KEPT_PATH) :].partition("/")[0]
+            if request.path.startswith(_STORED_PATH):
+                self.stored_id = request.path[len(_STORED_PATH) :].partition("/")[0]
         elif request.method != "POST":
             message = f"{request.path} takes POST, not {request.method}"
             raise RequestEnded(ApiError(405, message, "method_not_allowed"))
@@ -204,9 +204,9 @@ class ParsedRequest:
         if derive_salt is not None:
             members = self._salt_cache(derive_salt, members)
         self.wants_stream = bool(members.get("stream"))
-        if self.api.keeps_answers:
+        if self.api.stores_answers:
             previous = members.get("previous_response_id")
-            self.kept_id = previous if isinstance(previous, str) else ""
+            self.stored_id = previous if isinstance(previous, str) else ""
         self.features = request_features(members, body.prompt_tokens, head.session, len(body.data))
         self.request_id = body.request_id or head.sent_id or _make_request_id()
         if "req_id" in members or "session_id" in members or "extra_body" in members:
