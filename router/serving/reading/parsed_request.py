@@ -120,9 +120,9 @@ class ParsedRequest:
         "data",
         "features",
         "head",
-        "stored_id",
         "model",
         "request_id",
+        "stored_id",
         "wants_stream",
     )
 
