@@ -29,7 +29,7 @@ KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 15, 5, 3
 HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 1000
 
-_USUAL_OPTIONS = frozenset({b"close", b"keep-alive"})
+_USUAL_OPTIONS = frozenset(b"close keep-alive".split())
 
 
 class Receiver(Protocol):
