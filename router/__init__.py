@@ -5,7 +5,6 @@ The path of a request is ``http.server -> serving -> http.exchange``. Packages i
 launch/      python -m router.launch: reads the settings and starts one process or several
 app.py       assembles all parts, and defines the control plane in FastAPI
 register.py  python -m router.register: the sidecar that registers a server which cannot register itself
-simulate.py  python -m router.simulate: a trace of requests over simulated instances
 console/     kvrouter: starts the router or, with a command, an operator program that runs next to it
 sharing/     shared state of several worker processes and of several routers
 serving/     the handling of one request: selection, attempts, the response, resumption

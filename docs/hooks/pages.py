@@ -36,7 +36,6 @@ PROGRAMS = {
     "kvrouter, or python -m router.launch": ("router.console", ""),
     **{f"kvrouter {command}": ("router.console", command) for command in COMMANDS},
     "python -m router.register": ("router.register", ""),
-    "python -m router.simulate": ("router.simulate", ""),
     "python -m engine.api_server": ("engine.args", ""),
     "python -m engine.make_model": ("engine.make_model", ""),
     **{f"kvstore {command}": ("kvstore_backend.cli", command) for command in ("doctor", "bench", "stats", "master")},

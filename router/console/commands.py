@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "dashboard": "router.console.dashboard",
     "drain": "router.console.drain",
+    "simulate": "router.console.simulate",
     "top": "router.console.top",
 }
 """Module of each command. Its ``main`` takes the arguments that follow the command."""

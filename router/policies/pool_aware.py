@@ -13,14 +13,14 @@ from router.policies.prefix_policy import PrefixPolicy
 
 __all__ = ["PoolAware"]
 
-# Increase of alpha for each waiting request, and the maximum of alpha. Found with router.simulate: from 8 to 64
+# Increase of alpha for each waiting request, and the maximum of alpha. Found with kvrouter simulate: from 8 to 64
 # instances and from low load to overload, the mean time to first token is within 4 % of that of the best fixed alpha,
 # which is 2 at low load and 32 at overload.
 _ALPHA_PER_WAITING = 2.0
 _MAX_ALPHA = 32.0
 # Candidates whose costs differ by less than this fraction of a request's mean work take turns. So routers with the same
-# knowledge choose the same instance less often: for four routers that exchange data after 50 ms, router.simulate finds
-# a mean time to first token that is 0.5 % lower, and for one router no significant difference.
+# knowledge choose the same instance less often: for four routers that exchange data after 50 ms, the simulator finds a
+# mean time to first token that is 0.5 % lower, and for one router no significant difference.
 _NEARLY_EQUAL = 0.1
 # Means are taken over about this many requests.
 _MEMORY = 100

@@ -1,7 +1,7 @@
-"""Replays a trace of requests over simulated instances, with the same policy objects as the router.
+"""kvrouter simulate: replays a trace of requests over simulated instances, with the same policies as the router.
 
-    python -m router.simulate --trace ../shared/traces/conversation_trace.jsonl --instances 8 --headroom 0.9
-    python -m router.simulate --trace FILE --policy pool_aware --spread --routers 4 --propagation-ms 50
+    kvrouter simulate --trace ../shared/traces/conversation_trace.jsonl --instances 8 --headroom 0.9
+    kvrouter simulate --trace FILE --policy pool_aware --spread --routers 4 --propagation-ms 50
 
 A simulated instance prefills one request after another at a fixed rate, and caches the most recently used blocks. The
 pool stores the blocks of all instances, and a token from the pool costs a quarter of computing it. A request's time to
@@ -41,7 +41,18 @@ from router.policies import POLICIES, Decision, Outcome, Policy, PolicyOptions, 
 from router.settings import FlagParser, SettingsError
 from router.sharing import Link, LoadSync, PrefixSync
 
-__all__ = ["Arrival", "BadInput", "Cluster", "Division", "Report", "main", "read_trace", "replay", "spread_arrivals"]
+__all__ = [
+    "Arrival",
+    "BadInput",
+    "Cluster",
+    "Division",
+    "Report",
+    "main",
+    "make_parser",
+    "read_trace",
+    "replay",
+    "spread_arrivals",
+]
 
 TOKENS_PER_BLOCK = 512
 """Tokens per ``hash_ids`` entry in the traces that Mooncake published."""
@@ -396,9 +407,10 @@ def _format_row(name: str, report: Report) -> str:
     )
 
 
-def _make_parser() -> FlagParser:
+def make_parser() -> FlagParser:
+    """Return the parser of the command's flags."""
     parser = FlagParser(
-        prog="python -m router.simulate",
+        prog="kvrouter simulate",
         description="Replays a trace of requests over simulated instances, by each policy of the router.",
     )
     parser.add_argument(
@@ -456,12 +468,12 @@ def _positive_number(kind: type[int] | type[float], *, or_zero: bool = False) ->
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     try:
-        args = _make_parser().parse_args(sys.argv[1:] if argv is None else argv)
+        args = make_parser().parse_args(sys.argv[1:] if argv is None else argv)
         arrivals = read_trace(args.trace)
         arrivals = spread_arrivals(arrivals, args.seed) if args.spread else arrivals
         arrivals, cluster = _pace_arrivals(arrivals, args.instances, args.headroom, args.cache_blocks)
     except (BadInput, SettingsError) as exc:
-        print(f"router.simulate: {exc}", file=sys.stderr)
+        print(f"kvrouter simulate: {exc}", file=sys.stderr)
         return 2
     division = _divide(args)
     placed = f", placed by {args.routers} routers" if args.routers > 1 else ""
@@ -507,14 +519,10 @@ class _Progress:
         if self._bar.disable and now - self._told >= _LINE_SECONDS:
             self._told = now
             left = (now - self._began) * (self._total - done) / max(1, done)
-            print(f"router.simulate: {policy}, {done / self._total:.0%}, some {left:.0f} s left", file=sys.stderr)
+            print(f"kvrouter simulate: {policy}, {done / self._total:.0%}, some {left:.0f} s left", file=sys.stderr)
 
     def print_row(self, row: str) -> None:
         """Print a row of the report, above the bar."""
         self._bar.stop()
         print(row, flush=True)
         self._bar.start()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

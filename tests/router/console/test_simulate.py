@@ -9,8 +9,8 @@ from statistics import fmean
 
 import pytest
 
+from router.console.simulate import Arrival, Cluster, Division, main, replay, spread_arrivals
 from router.policies import POLICIES
-from router.simulate import Arrival, Cluster, Division, main, replay, spread_arrivals
 
 CLUSTER = Cluster(instances=4, tokens_per_second=1000, cache_blocks=100, pool_blocks=10_000)
 
@@ -158,11 +158,11 @@ def test_the_table_says_by_how_many_routers_requests_are_placed(
 def test_how_far_it_is_stands_on_standard_error(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.simulate._LINE_SECONDS", 0.0)
+    monkeypatch.setattr("router.console.simulate._LINE_SECONDS", 0.0)
     assert main(["--trace", str(trace), "--policy", "random", "--policy", "pool_aware"]) == 0
     said = capsys.readouterr()
     assert "left" not in said.out
-    assert "router.simulate: pool_aware, 50%, some " in said.err
+    assert "kvrouter simulate: pool_aware, 50%, some " in said.err
 
 
 def test_one_policy_may_be_asked_for(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
