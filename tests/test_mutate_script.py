@@ -13,16 +13,16 @@ SCRIPT = ROOT / "scripts" / "mutate"
 NAMESPACE: dict[str, Any] = runpy.run_path(str(SCRIPT))
 
 
-def test_the_script_lists_mutations_of_all_modules_in_its_table() -> None:
-    ended = subprocess.run(
-        [sys.executable, SCRIPT, "--list", "--count", "50"], capture_output=True, text=True, timeout=240, check=False
-    )
+def test_the_script_lists_a_sample_of_a_modules_mutations() -> None:
+    command = [sys.executable, SCRIPT, "--list", "--count", "20", "kvstore_backend/wrappers/tiered.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("\n") == 50
+    assert ended.stdout.count("\n") == 20
 
 
-def test_the_direct_tests_of_an_entry_exist() -> None:
-    named = {word for words in NAMESPACE["DIRECT_TESTS"].values() for word in words if word.startswith("tests/")}
+def test_the_modules_and_tests_of_the_table_exist() -> None:
+    table = NAMESPACE["DIRECT_TESTS"]
+    named = {word for words in table.values() for word in words if word.startswith("tests/")} | table.keys()
     assert sorted(word for word in named if not (ROOT / word).exists()) == []
 
 

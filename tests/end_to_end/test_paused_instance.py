@@ -46,25 +46,3 @@ def test_no_request_is_sent_to_a_paused_instance_until_it_is_resumed(tmp_path: P
             assert count_requests(other) > before[1]
             order(paused, "/v1/resume")
             wait_for_states(front, ["healthy", "healthy"])
-
-
-def test_a_pair_of_which_one_is_paused_serves_again_after_it_is_resumed(tmp_path: Path, model: Path) -> None:
-    with ExitStack() as stack:
-        front = stack.enter_context(router(tmp_path))
-        pair = {
-            each: stack.enter_context(
-                instance(tmp_path, model, "--router", f"127.0.0.1:{front.port}", "--splitwise-role", each)
-            )
-            for each in ("prefill", "decode")
-        }
-        front.wait_for(prefill=1, decode=1)
-        messages = conversation("paused")
-        expected = text(ask(front.url, messages, max_tokens=8))
-        for role in pair:
-            order(pair[role], "/v1/pause")
-            wait_for_states(front, ["healthy", "paused"])
-            refused = ask(front.url, messages, max_tokens=8)
-            assert refused["status"] == 503, refused
-            order(pair[role], "/v1/resume")
-            wait_for_states(front, ["healthy", "healthy"])
-            assert text(ask(front.url, messages, max_tokens=8)) == expected

@@ -14,7 +14,6 @@ from typing import Any
 import openai
 import pytest
 
-from engine.make_model import make_model
 from tests.end_to_end.cluster import QUESTION, Instance, Router, ask, check_cached_tokens, instance, router
 from tests.support import plain_http
 from tests.support.mooncake import MooncakeMaster, mooncake_master
@@ -160,6 +159,27 @@ def test_a_stream_whose_decode_instance_is_killed_goes_on_as_if_nothing_had_happ
     assert usage.items() <= right_usage.items()
 
 
+def test_after_the_own_caches_are_cleared_the_same_prompt_comes_from_the_pool(shared: System) -> None:
+    url, messages = shared.router.url, conversation("cleared")
+    first = ask(url, messages, max_tokens=10)
+    shared.prefill.wait_for_saves()
+    again = ask(url, messages, max_tokens=10)["usage"]["prompt_tokens_details"]
+    assert (again["own_cached_tokens"] > 0, again["pool_cached_tokens"]) == (True, 0)
+
+    cleared = plain_http.post(f"{url}/admin/clear_prefix_cache")
+    assert (cleared.status_code, cleared.json()["status"]) == (200, "success"), cleared.text
+
+    after = ask(url, messages, max_tokens=10, request_id="after-clearing")
+    details = after["usage"]["prompt_tokens_details"]
+    assert (details["own_cached_tokens"], details["pool_cached_tokens"] > 0) == (0, True)
+    assert text(after) == text(first)
+    line = wait_until(
+        lambda: next((each for each in shared.prefill.log.splitlines() if "request_id=after-clearing" in each), ""),
+        "the request's line in the log",
+    )
+    assert f"storage_cache_token_num={details['pool_cached_tokens']}" in line
+
+
 def test_clients_are_told_the_cached_tokens_that_prefill_has_in_its_log(shared: System) -> None:
     check_cached_tokens(shared.router.url, [shared.prefill])
 
@@ -189,20 +209,3 @@ def test_conversation_survives_decode_then_master_being_killed(tmp_path: Path, m
             assert decode.process.exit_code == 0, decode.process.output
         parts.prefill.process.stop()
         assert parts.prefill.process.exit_code == 0, parts.prefill.process.output
-
-
-def test_prefill_killed_in_the_middle_leaves_an_answer_or_a_clear_error(tmp_path: Path) -> None:
-    messages = conversation("prefill dies") * 3
-    make_model(tmp_path / "model")  # that of the examples computes long enough to be seen at it
-    with system(tmp_path, tmp_path / "model") as parts, ThreadPoolExecutor(1) as threads:
-        running = threads.submit(ask, parts.router.url, messages, max_tokens=10)
-        wait_until(lambda: parts.prefill.metric("fastdeploy:num_requests_running") == 1, "prefill to begin")
-        parts.prefill.process.kill()
-        answer = running.result()
-        if answer["status"] == 200:
-            with instance(tmp_path, tmp_path / "model") as another:
-                assert text(answer) == text(ask(another.url, messages, max_tokens=10))
-        else:
-            assert answer["status"] in (502, 503), answer
-            assert answer["error"]["message"]
-        wait_until(lambda: parts.decode.metric("fastdeploy:num_requests_running") == 0, "decode to be free")

@@ -123,20 +123,6 @@ async def test_a_hand_over_is_a_phase_of_both_instances_that_says_its_way(
 
 @WAYS
 @in_event_loop
-async def test_prompts_of_all_lengths_around_block_and_chunk_borders(
-    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine, staged: bool
-) -> None:
-    async with pair_of(tiny_checkpoint, word_tokenizer, staged=staged) as pair:
-        lengths = [1, 2, 15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49, 64, 72]
-        prompts = [[length, *range(2, length + 1)] for length in lengths]  # none begins as another does
-        answers = await asyncio.gather(*(pair.answer(prompt, 5, name=str(len(prompt))) for prompt in prompts))
-        assert [tokens_of(answer) for answer in answers] == [mixed.answer(prompt, 5).wait() for prompt in prompts]
-        ways = {way: pair.decode.handed_over(way) for way in ("direct", "pool", "computed")}
-        assert ways == {"direct": len(lengths), "pool": 0, "computed": 0}
-
-
-@WAYS
-@in_event_loop
 async def test_only_blocks_that_decode_lacks_are_written(
     tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], staged: bool
 ) -> None:

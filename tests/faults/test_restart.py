@@ -61,8 +61,10 @@ def counted_start(name: str) -> Iterator[None]:
     STARTS[name] = (started + 1, tried + 1)
 
 
-@pytest.mark.parametrize("metadata", ["http", "P2PHANDSHAKE"])
-@pytest.mark.parametrize("kind", ["pool", "fastdeploy", "fastdeploy-newer"])
+@pytest.mark.parametrize(
+    ("kind", "metadata"),
+    [("pool", "http"), ("pool", "P2PHANDSHAKE"), ("fastdeploy", "http"), ("fastdeploy-newer", "P2PHANDSHAKE")],
+)
 def test_a_process_starts_right_after_anothers_crash(
     own_master: MooncakeMaster, model: Path, tmp_path: Path, kind: str, metadata: str
 ) -> None:
