@@ -14,7 +14,7 @@ NAMESPACE: dict[str, Any] = runpy.run_path(str(SCRIPT))
 
 
 def test_the_script_lists_a_sample_of_a_modules_mutations() -> None:
-    command = [sys.executable, SCRIPT, "--list", "--count", "20", "kvstore_backend/wrappers/tiered.py"]
+    command = [sys.executable, str(SCRIPT), "--list", "--count", "20", "kvstore_backend/wrappers/tiered.py"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("\n") == 20
