@@ -116,7 +116,7 @@ class RouterWorld(World):
         events = self._draw_requests(draw, settings, span)
         if draw.random() < 0.75:
             events += self._draw_faults(draw, settings, names, span)
-            events += self._draw_breaks(self.stream("breaks"), settings, names, events, span)
+        events += self._draw_breaks(self.stream("breaks"), settings, names, events, span)
         events += self._draw_periodic(self.stream("periodic"), settings)
         if draw.random() < 0.6:
             events += self._draw_orders(draw, names, span)
@@ -292,12 +292,12 @@ class RouterWorld(World):
         streams = [event.at for event in requests if event.details["body"].get("stream")]
         breaks = [self._draw_poison(draw, 800_001, settings, span)] if draw.random() < 0.3 else []
         for at in streams:
-            kind = draw.choice(("mood", "mood", "mood", "kill", "reset_connections", ""))
+            kind = draw.choice(("mood", "mood", "kill", "reset_connections"))
             if kind == "mood":
                 moods = ("cuts", "engine_dies", "preempts", "hangs_in_stream")
-                details = {"mood": draw.choice(moods), "seconds": round(draw.uniform(0.1, 1.0), 3)}
+                details = {"mood": draw.choice(moods), "seconds": round(draw.uniform(0.5, 4.0), 3)}
                 breaks.append(Event(round(at - 0.02, 3), kind, draw.choice(answering), details))
-            elif kind:
+            else:
                 details = {"seconds": round(draw.uniform(0.5, 4.0), 3)}
                 breaks.append(Event(round(at + draw.uniform(0.1, 3.0), 3), kind, draw.choice(answering), details))
         return breaks
