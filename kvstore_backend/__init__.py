@@ -27,7 +27,7 @@ stores/        where bytes are stored: a Mooncake cluster, a folder, this proces
 config/        every dialect of configuration -> one PoolConfig
 integrations/  adapters that let other engines use this pool
 why_miss.py    why blocks were not shared: compares two configurations, or two prompts
-cli/           kvstore doctor, bench, stats, master, and for operators: ls, pin, clear, warm, export, import, why-miss
+cli/           kvstore doctor, bench, stats, master, and for operators: ls, pin, clear, why-miss
 """
 
 from kvstore_backend.backend import (

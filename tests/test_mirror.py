@@ -71,13 +71,10 @@ TESTED_IN = {
     **{
         f"kvstore_backend/cli/operator/{name}.py": f"tests/kvstore_backend/cli/operator/test_{tested}.py"
         for name, tested in (
-            ("archive", "copy"),
             ("catalogue", "ls"),
-            ("command", "ls"),
             ("pin", "mooncake"),
             ("pool", "clear"),
             ("scope", "clear"),
-            ("values", "copy"),
         )
     },
     "kvstore_backend/stores/holdings.py": "tests/kvstore_backend/cli/operator/test_mooncake.py",

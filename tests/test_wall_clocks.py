@@ -20,7 +20,6 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 READERS = {
     "engine/protocol.py": (1, "the member created of answers"),
     "kvcommon/spans.py": (1, "when a span began, for its receiver"),
-    "kvstore_backend/cli/operator/archive.py": (1, "when an archive was written, as text"),
     "kvstore_backend/manifest_keeper.py": (1, "when a manifest was written, as text"),
     "kvstore_backend/stores/file/ledger.py": (1, "the modification times of files, which the kernel gives, too"),
     "kvstore_backend/stores/file/store.py": (1, "the modification times of files, which the kernel gives, too"),

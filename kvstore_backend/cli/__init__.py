@@ -11,7 +11,7 @@ bench.py     kvstore bench: throughput and latency of the bare store and of the 
 stats.py     kvstore stats: metrics of a pool and of its instances
 master.py    kvstore master: starts a Mooncake master
 native_flags.py  the flags of mooncake_master itself
-operator/    operator commands on blocks: ls, pin, clear, warm, export, import, why-miss
+operator/    operator commands on blocks: ls, pin, clear, why-miss
 progress.py  progress of long work: a bar on a terminal, lines in a pipe
 report.py    findings, tables and JSON on standard output
 """

@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType, ModuleType
 from typing import NoReturn
 
 from kvcommon.hints import suggest_name
@@ -18,18 +19,44 @@ from kvcommon.versions import find_version
 from kvstore_backend.backend import KVStoreError
 from kvstore_backend.cli import bench, doctor, master, stats
 from kvstore_backend.cli.checks import find_wheels
-from kvstore_backend.cli.operator import OPERATOR_COMMANDS, Command
+from kvstore_backend.cli.operator import clear, ls, pin, why_miss
 from kvstore_backend.config import wants_native_log
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "Command", "main"]
 
-_COMMANDS = {
+
+@dataclass(frozen=True)
+class Command:
+    """Command of ``kvstore``.
+
+    Attributes:
+        summary: one sentence, for the list of commands.
+        add_arguments: declares its arguments.
+        run: runs the command; returns the exit status, or raises ``KVStoreError`` with one sentence.
+    """
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+    @classmethod
+    def of_module(cls, module: ModuleType) -> Command:
+        """Return the command of a module that has both functions and, as first line of its docstring, the summary."""
+        return cls((module.__doc__ or "").splitlines()[0], module.add_arguments, module.run)
+
+
+COMMANDS = {
     "doctor": Command.of_module(doctor),
     "bench": Command.of_module(bench),
     "stats": Command.of_module(stats),
     "master": Command.of_module(master),
-    **OPERATOR_COMMANDS,
+    "ls": Command.of_module(ls),
+    "why-miss": Command.of_module(why_miss),
+    "clear": Command.of_module(clear),
+    "pin": Command("Protect blocks from eviction for a time.", pin.add_pin_arguments, pin.pin),
+    "unpin": Command("End the protection of blocks from eviction.", pin.add_unpin_arguments, pin.unpin),
 }
+"""Commands by name."""
 # A command that takes longer to stop prints a message.
 _SILENT_SECONDS = 2.0
 
@@ -64,12 +91,12 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     added = {}
-    for name, command in _COMMANDS.items():
+    for name, command in COMMANDS.items():
         added[name] = commands.add_parser(name, help=command.summary, description=command.summary)
         command.add_arguments(added[name])
         added[name].set_defaults(run=command.run, command=name)
-    if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:
-        parser.error(f"there is no command {argv[0]!r}{suggest_name(argv[0], _COMMANDS)}")
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        parser.error(f"there is no command {argv[0]!r}{suggest_name(argv[0], COMMANDS)}")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown and "native" in arguments:
         arguments.native = unknown

@@ -26,7 +26,7 @@ from kvstore_backend.stores.file.folder import Block, find_refusal, scan_blocks
 from kvstore_backend.stores.mooncake import MooncakeStore
 from kvstore_backend.stores.mooncake_admin import MasterAdmin
 
-__all__ = ["FolderHoldings", "Holdings", "MooncakeHoldings", "StoredBytes", "wrap_bytes"]
+__all__ = ["FolderHoldings", "Holdings", "MooncakeHoldings", "StoredBytes"]
 
 _Answer = TypeVar("_Answer")
 
@@ -203,11 +203,6 @@ class FolderHoldings(_Values):
 
 Holdings: TypeAlias = MooncakeHoldings | FolderHoldings
 """Values of one pool; methods raise ``PoolUnavailable`` if it cannot be reached."""
-
-
-def wrap_bytes(data: bytes) -> StoredBytes:
-    """Return a value of these bytes."""
-    return np.frombuffer(data, dtype=np.uint8)
 
 
 def _as_spans(value: StoredBytes) -> list[Span]:

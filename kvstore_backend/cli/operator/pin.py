@@ -9,18 +9,21 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from kvstore_backend.backend import ConfigError, PoolUnavailable, Status
+from kvstore_backend.backend import ConfigError, PoolUnavailable, Status, split_by_size
 from kvstore_backend.cli.operator.pool import add_pool_arguments, open_holdings
 from kvstore_backend.cli.operator.scope import Scope, add_scope_arguments, find_scope
-from kvstore_backend.cli.operator.values import find_present, read_batches
 from kvstore_backend.cli.progress import show_progress
 from kvstore_backend.cli.report import print_json
-from kvstore_backend.stores.holdings import Holdings
+from kvstore_backend.stores.holdings import Holdings, StoredBytes
+from kvstore_backend.wrappers.checked import find_fault
 
 __all__ = ["add_pin_arguments", "add_unpin_arguments", "parse_duration", "pin", "unpin"]
 
 _DURATION = re.compile(r"(\d+)(s|m|h|d)?", re.ASCII)
+_BATCH_BYTES = 32 << 20
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -102,13 +105,13 @@ def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> in
 
 def _change_scope(scope: Scope, holdings: Holdings, seconds: float, *, is_dry: bool) -> dict[str, int]:
     """Change the pins of the blocks; count those ``done``, ``absent``, ``damaged`` and ``failed``."""
-    keys, sizes = find_present(scope, holdings)
+    keys, sizes = _find_present(scope, holdings)
     counts = Counter(done=0, absent=len(scope.keys) - len(keys) if scope.keys else 0, damaged=0, failed=0)
     if is_dry:
         counts["done"] = len(keys)
         return dict(counts)
     with show_progress("pin" if seconds else "unpin", len(keys)) as tell:
-        for batch in read_batches(holdings, keys, sizes):
+        for batch in _read_batches(holdings, keys, sizes):
             stored = holdings.keep_values(batch.keys, batch.values, seconds).count(Status.OK)
             counts.update(done=stored, failed=len(batch.keys) - stored, absent=batch.gone, damaged=batch.damaged)
             tell(sum(counts.values()))
@@ -119,3 +122,48 @@ def _tell_rest(counts: dict[str, int]) -> str:
     rest = {"absent": "not in the pool", "damaged": "damaged, so left alone", "failed": "not taken by the pool"}
     parts = [f"{counts[name]} {text}" for name, text in rest.items() if counts[name]]
     return f" ({', '.join(parts)})" if parts else ""
+
+
+class _Batch(NamedTuple):
+    """Some blocks.
+
+    Attributes:
+        keys: keys of the blocks that arrived undamaged.
+        values: their values, headers included.
+        gone: number of blocks that were evicted meanwhile, or did not arrive.
+        damaged: number of blocks that failed the check.
+    """
+
+    keys: list[str]
+    values: list[StoredBytes]
+    gone: int
+    damaged: int
+
+
+def _find_present(scope: Scope, holdings: Holdings) -> tuple[list[str], list[int]]:
+    """Return the keys of a scope that the pool has, and the bytes of each value.
+
+    Raises:
+        PoolUnavailable: the pool does not answer.
+    """
+    keys = scope.name_keys(holdings)
+    found = [(key, size) for key, size in zip(keys, holdings.find_sizes(keys), strict=True) if size is not None]
+    return [key for key, _ in found], [size for _, size in found]
+
+
+def _read_batches(holdings: Holdings, keys: Sequence[str], sizes: Sequence[int]) -> Iterator[_Batch]:
+    """Read blocks, a batch at a time."""
+    for part in split_by_size(sizes, _BATCH_BYTES):
+        yield _read_batch(holdings, keys[part], sizes[part])
+
+
+def _read_batch(holdings: Holdings, keys: Sequence[str], sizes: Sequence[int]) -> _Batch:
+    read = zip(keys, holdings.read_values(keys, sizes), strict=True)
+    arrived = [(key, value) for key, value in read if value is not None]
+    whole = [(key, value) for key, value in arrived if find_fault(key, value) is None]
+    return _Batch(
+        [key for key, _ in whole],
+        [value for _, value in whole],
+        gone=len(keys) - len(arrived),
+        damaged=len(arrived) - len(whole),
+    )

@@ -12,7 +12,6 @@ from kvstore_backend.backend import ConfigError
 from kvstore_backend.cli import checks
 from kvstore_backend.cli.operator.asking import find_pool_url
 from kvstore_backend.config import (
-    DEFAULT_TENANT,
     FileSettings,
     MemorySettings,
     MooncakeSettings,
@@ -23,7 +22,7 @@ from kvstore_backend.config import (
 )
 from kvstore_backend.stores.holdings import FolderHoldings, Holdings, MooncakeHoldings
 
-__all__ = ["add_pool_arguments", "find_pool", "find_tenant", "open_holdings", "read_pool_config"]
+__all__ = ["add_pool_arguments", "find_pool", "open_holdings", "read_pool_config"]
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,12 +63,6 @@ def find_pool(source: str | None, instances: Sequence[str]) -> PoolConfig:
     if config is None:
         raise ConfigError("the configuration says that there is no pool")
     return config
-
-
-def find_tenant(arguments: argparse.Namespace) -> str:
-    """Return the tenant that the arguments name; errors are those of ``read_pool_config``."""
-    store = read_pool_config(arguments).store
-    return store.tenant_id if isinstance(store, MooncakeSettings) else DEFAULT_TENANT
 
 
 @contextlib.contextmanager
