@@ -71,8 +71,8 @@ def _check_store_command(arguments: Sequence[str]) -> None:
     """Each command's ``run`` gets the flags; and there is ``--version``."""
     if arguments == ["--version"]:
         return
-    command = dataclasses.replace(commands._COMMANDS[arguments[0]], run=lambda _: 0)
-    with mock.patch.dict(commands._COMMANDS, {arguments[0]: command}):
+    command = dataclasses.replace(commands.COMMANDS[arguments[0]], run=lambda _: 0)
+    with mock.patch.dict(commands.COMMANDS, {arguments[0]: command}):
         assert run_kvstore(arguments) == 0
 
 
