@@ -8,15 +8,13 @@ args.py              the command line and the environment, in FastDeploy's names
 fastdeploy_flags.py  FastDeploy's other flags: accepted without effect, or refused
 protocol.py          OpenAI's request bodies, checked; the shapes of responses and errors
 apis/                OpenAI's Responses and Anthropic's Messages, translated onto chat
-dialects/            the request formats of a prefill/decode pair: FastDeploy's; vLLM's and SGLang's for tests of
-routers
 generation/          how the instance processes one request in its role: mixed, prefill or decode
 core.py              the loop on the engine's one thread: admit, schedule, run, sample, emit
 scheduling/          which sequence computes how many tokens in the next step, and which blocks it has
 model/               one forward pass: the checkpoint, attention, sampling, memory
 pool/                transfers between the engine's blocks and the pool
 disaggregation/      prefill -> decode transfer (hand-over) of a prompt's KV
-telemetry/           metrics, logs, spans, and why a request was a miss
+telemetry/           metrics, logs and spans
 make_model.py        python -m engine.make_model: a small checkpoint for machines that cannot download one
 """
 

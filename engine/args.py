@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 _ROLES = ("mixed", "prefill", "decode")
 _STORES = ("mooncake", "file", "memory")
-_DIALECTS = ("fastdeploy", "vllm", "sglang")
 _TRANSFERS = ("ipc", "rdma", "tcp")
 _LOG_LEVELS = ("debug", "info", "warn", "error")
 
@@ -62,7 +61,6 @@ class EngineArgs:
     cache_transfer_protocol: tuple[str, ...]
     handover_memory: int
     pd_comm_port: int
-    pd_dialect: str
     router: str | None
     router_token_file: Path | None
     metrics_port: int | None
@@ -232,12 +230,6 @@ def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
         help="a decode instance's host memory beside a GPU, where prompts arrive; those beyond go by the pool [2GiB]",
     )
     add("--pd-comm-port", type=_parse_port, default=0, help="connector port: where prefill instances reach this one")
-    add(
-        "--pd-dialect",
-        choices=_DIALECTS,
-        default="fastdeploy",
-        help="whose way of asking a pair this instance understands; others than fastdeploy are for tests of routers",
-    )
 
 
 def _add_router_flags(parser: argparse.ArgumentParser) -> None:

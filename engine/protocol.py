@@ -34,7 +34,6 @@ __all__ = [
     "MAX_ANSWERS",
     "MAX_STOPS",
     "AbortBody",
-    "AbortRidBody",
     "ApiError",
     "Body",
     "ChatBody",
@@ -357,13 +356,6 @@ class DetokenizeBody(Body):
     """POST /detokenize (vLLM's form)."""
 
     tokens: list[int]
-
-
-class AbortRidBody(Body):
-    """POST /abort_request (SGLang's form)."""
-
-    rid: str = ""
-    abort_all: bool = False
 
 
 class AbortBody(Body):

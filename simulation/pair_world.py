@@ -21,9 +21,8 @@ import torch
 
 from engine.core import EngineCore
 from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer
-from engine.generation import Generations
+from engine.generation import Generations, PairInfo
 from engine.generation.choices import Choices
-from engine.generation.pair_info import FetchPrompt, KeepPrompt, PairInfo
 from engine.model.model_runner import KVShape
 from engine.model.sampler import Choice
 from engine.pool.staging import open_direct, stage_handovers
@@ -40,6 +39,7 @@ from kvstore_backend.config import MooncakeSettings, PoolConfig
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_pool
 from kvstore_backend.resharding import ShardingFamily
+from simulation.actors.dialects import FetchPrompt, KeepPrompt, keep_prompts, kept_by
 from simulation.actors.mooncake import TROUBLES, Mooncake, Trouble, in_place
 from simulation.world import Event, Outcome, Plan, World
 
@@ -234,12 +234,10 @@ class _Instance:
         self.core.start()
         self._end = asyncio.Event()
         self.loop = asyncio.get_running_loop()
-        self.generations = Generations(
-            self.core, _Tokenizer(), spec["role"], _BLOCK_SIZE, self.receiver, self.memory, host
-        )
-        self.control = Control(
-            self.core, runner, self.generations, self.receiver.kept, lambda: None, has_dynamic_weights=True
-        )
+        self.generations = Generations(self.core, _Tokenizer(), spec["role"], _BLOCK_SIZE, self.receiver, self.memory)
+        kept = keep_prompts(self.receiver, self.memory)
+        self.control = Control(self.core, runner, self.generations, lambda: None, has_dynamic_weights=True)
+        self.control.on_pause = lambda: kept.drop_all("this instance is paused")
         await self._end.wait()
         await self.receiver.stop_listening()
         await self.loop.run_in_executor(None, self.core.stop)
@@ -431,16 +429,17 @@ class PairWorld(World):
             request = replace(request, params=replace(request.params, stop_token_ids=frozenset(answer[-1:])))
         prefill, decode = self.instances[details["prefill"]], self.instances[target]
         key = f"k{number}"
-        address = prefill.process.host, _CONNECTOR_PORT
+        address, own_host = (prefill.process.host, _CONNECTOR_PORT), decode.process.host
         p_info: PairInfo | None = None
         d_info: PairInfo | None = None
         if dialect == "fastdeploy":
             p_info = d_info = DisaggregateInfo(decode_ip=decode.process.host, decode_connector_port=_CONNECTOR_PORT)
         elif dialect == "vllm":
-            p_info, d_info = KeepPrompt(key, _KEEP_SECONDS), FetchPrompt(key, *address, takes_token=False)
+            p_info = KeepPrompt(key, _KEEP_SECONDS)
+            d_info = FetchPrompt(key, *address, takes_token=False, own_host=own_host)
         elif dialect == "sglang":
             p_info = KeepPrompt(key, _KEEP_SECONDS, waits_for_decode=True)
-            d_info = FetchPrompt(key, *address, takes_token=True, wait_seconds=20.0)
+            d_info = FetchPrompt(key, *address, takes_token=True, wait_seconds=20.0, own_host=own_host)
         lag = details["lag"]
         if dialect != "mixed" and details.get("lost") != "p":
             self._begin_leg(prefill, "p", request, p_info, details, max(0.0, -lag))
@@ -554,7 +553,7 @@ class PairWorld(World):
                 "landings": len(instance.memory._landings),
                 "live requests": instance.generations.num_live,
                 "pending hand-overs": instance.receiver.num_pending,
-                "kept prompts": len(instance.receiver.kept),
+                "kept prompts": len(kept_by(instance.receiver)),
                 "blocks on their way": core._connector.pending_save_blocks if core._connector else 0,
                 "tasks": len(asyncio.all_tasks(instance.loop)) - 1,
             }

@@ -98,7 +98,6 @@ TESTED_IN = {
     "kvstore_backend/staging/device.py": "tests/kvstore_backend/staging/test_order.py",
     "kvstore_backend/staging/ring.py": "tests/kvstore_backend/staging/test_memory.py",
     "kvstore_backend/staging/stand_in.py": "tests/kvstore_backend/staging/test_order.py",
-    # Both halves of the connector beside each other.
     # Attention, beside transformers' own.
     "engine/serving/control_paths.py": "tests/engine/serving/test_control.py",
     "engine/model/attention/paged.py": "tests/engine/model/test_models.py",
@@ -107,13 +106,6 @@ TESTED_IN = {
     "engine/apis/plain_body.py": "tests/engine/apis/test_messages.py",
     "engine/apis/responses_body.py": "tests/engine/apis/test_responses.py",
     "engine/apis/typed_events.py": "tests/engine/apis/test_responses.py",
-    # Pairs of each dialect, asked as their routers ask them.
-    "engine/dialects/base.py": "tests/engine/dialects/test_vllm.py",
-    "engine/dialects/fastdeploy.py": "tests/end_to_end/test_dialects.py",
-    "engine/disaggregation/kept.py": "tests/engine/dialects/test_vllm.py",
-    "engine/generation/fetching_decode.py": "tests/engine/dialects/test_vllm.py",
-    "engine/generation/kept_prefill.py": "tests/engine/dialects/test_vllm.py",
-    "engine/generation/pair_info.py": "tests/engine/dialects/test_sglang.py",
     # The strategies of the three roles, beside each other.
     "engine/generation/base.py": "tests/engine/generation/test_generation.py",
     "engine/generation/decode.py": "tests/engine/generation/test_generation.py",

@@ -7,14 +7,13 @@ import codecs
 import contextlib
 import inspect
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import orjson
 
-from engine.dialects import FastDeployDialect, PairDialect
-from engine.generation import Choices, Generations, Piece
+from engine.generation import Choices, Generations, PairInfo, Piece
 from engine.generation.token_bytes import TokenBytes
 from engine.protocol import (
     MAX_ANSWERS,
@@ -39,6 +38,7 @@ __all__ = [
     "BegunResponse",
     "CompletionResponse",
     "Completions",
+    "PairDialect",
     "name_answer",
 ]
 
@@ -49,6 +49,25 @@ _LONG_TEXT = 4096
 _MAX_MARKS = 4
 ENGINE_FAILED = "the engine failed while computing this request; its log says why"
 REQUEST_ABORTED = "the request was aborted before its answer ended"
+
+
+class PairDialect:
+    """Reads from requests which role in a pair this instance has, in FastDeploy's form; tests have other engines'."""
+
+    registration: Mapping[str, Any] = {}
+    """The fields about its dialect that the instance registers with."""
+
+    def find_request_id(self, body: GenerationBody) -> str | None:
+        """Return the id that the client gave the request."""
+        return body.request_id
+
+    def read_pairs(self, body: GenerationBody, request_id: str, num_prompts: int) -> Sequence[PairInfo | None]:
+        """Return this instance's role for each of the request's prompts; None: it answers the prompt alone.
+
+        Raises:
+            ApiError: 400, the engine of this dialect would refuse the request.
+        """
+        return [body.disaggregate_info] * num_prompts
 
 
 class Completions:
@@ -83,7 +102,7 @@ class Completions:
         self._vocab_size = vocab_size
         self._defaults = defaults
         self._eos_token_ids = eos_token_ids
-        self._dialect = dialect or FastDeployDialect()
+        self._dialect = dialect or PairDialect()
         self._created = now()
         self._token_bytes = TokenBytes(tokenizer)
         # In characters. A vocabulary piece has one character for each character of its text, or one for each byte.
@@ -97,7 +116,7 @@ class Completions:
             "id": self.model,
             "object": "model",
             "created": self._created,
-            "owned_by": self._dialect.owner,
+            "owned_by": "fastdeploy-kvstore",
             "max_model_len": self._max_model_len,
         }
         return {"object": "list", "data": [model]}

@@ -3,7 +3,6 @@
 If P cannot, the KV goes through the pool; if that fails too, D computes the prompt.
 
 prefill.py   P's side: requests blocks from D, writes them as they are computed
-kept.py      P's side where D begins: prompts that P retains until D requests them
 decode.py    D's side: listens on the connector port, reserves blocks, verifies their bytes
 memory.py    access of hand-overs to the instance's KV blocks
 landing.py   where P writes the blocks of one reservation, and how they get into KV memory
@@ -47,7 +46,6 @@ returned, however the request ended.
 """
 
 from engine.disaggregation.decode import HandoverReceiver, HandoverResult
-from engine.disaggregation.kept import KeptPrompt, KeptPrompts, ask_for_prompt
 from engine.disaggregation.memory import BlockMemory
 from engine.disaggregation.prefill import HandoverSender, hand_over
 from engine.disaggregation.transfer import Transfer, TransferUnavailable, choose_protocol, list_protocols
@@ -58,12 +56,9 @@ __all__ = [
     "HandoverReceiver",
     "HandoverResult",
     "HandoverSender",
-    "KeptPrompt",
-    "KeptPrompts",
     "Prompt",
     "Transfer",
     "TransferUnavailable",
-    "ask_for_prompt",
     "choose_protocol",
     "hand_over",
     "list_protocols",

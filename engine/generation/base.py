@@ -44,7 +44,6 @@ class SharedParts:
 
     Args:
         memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
-        host: this instance's address, as prefill instances reach it.
         tracer: traces requests.
         live: the requests that are being answered; not by id, because clients may use one id twice.
     """
@@ -55,7 +54,6 @@ class SharedParts:
     block_size: int
     receiver: HandoverReceiver
     memory: BlockMemory | None = None
-    host: str = "127.0.0.1"
     tracer: Tracer | None = None
     live: set[Generation] = field(default_factory=set)
 

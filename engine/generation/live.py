@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from engine.core import EngineCore
 from engine.disaggregation import BlockMemory, HandoverReceiver
 from engine.generation.base import Generation, SharedParts
 from engine.generation.choices import Choices, derive_choice
 from engine.generation.decode import DecodeGeneration
-from engine.generation.fetching_decode import FetchingDecodeGeneration
-from engine.generation.kept_prefill import KeptPrefillGeneration
 from engine.generation.mixed import MixedGeneration
-from engine.generation.pair_info import FetchPrompt, KeepPrompt, PairInfo, info_of_choice
 from engine.generation.prefill import PrefillGeneration
 from engine.protocol import ApiError, DisaggregateInfo
 from engine.scheduling.request import Request
 from engine.telemetry.tracing import Tracer
 
-__all__ = ["BROKEN", "Generations", "list_unknown_ids"]
+__all__ = ["BROKEN", "Generations", "PairInfo", "list_unknown_ids"]
+
+PairInfo: TypeAlias = DisaggregateInfo | Callable[[SharedParts, Request], Generation]
+"""The instance's role for a request of a pair: FastDeploy's names decode's address; others begin the generation."""
 
 _FOR_PAIRS: dict[str, Callable[[SharedParts, Request, DisaggregateInfo], Generation]] = {
     "mixed": MixedGeneration,
@@ -49,7 +49,6 @@ class Generations:
         block_size: tokens in a block.
         receiver: receives prompts from prefill instances.
         memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
-        host: this instance's address, as prefill instances reach it.
         tracer: traces requests.
     """
 
@@ -61,10 +60,9 @@ class Generations:
         block_size: int,
         receiver: HandoverReceiver,
         memory: BlockMemory | None = None,
-        host: str = "127.0.0.1",
         tracer: Tracer | None = None,
     ) -> None:
-        self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory, host, tracer)
+        self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory, tracer)
         self._answer_for_pair = _FOR_PAIRS[role]
         self.is_paused = False
         """Whether new requests are refused."""
@@ -80,11 +78,9 @@ class Generations:
         """
         if info is None:
             return MixedGeneration(self._parts, request)
-        if isinstance(info, KeepPrompt):
-            return KeptPrefillGeneration(self._parts, request, info)
-        if isinstance(info, FetchPrompt):
-            return FetchingDecodeGeneration(self._parts, request, info)
-        return self._answer_for_pair(self._parts, request, info)
+        if isinstance(info, DisaggregateInfo):
+            return self._answer_for_pair(self._parts, request, info)
+        return info(self._parts, request)
 
     def begin_choices(self, prompts: Sequence[tuple[Request, PairInfo | None]], count: int) -> Choices:
         """Create ``count`` generations for each of a request's prompts, which have its id and its seed.
@@ -97,7 +93,7 @@ class Generations:
         if self.is_paused:
             raise ApiError(500, PAUSED)
         generations = [
-            self.begin(derive_choice(request, index, number), info_of_choice(info, index))
+            self.begin(derive_choice(request, index, number), info)
             for first, (request, info) in zip(itertools.count(0, count), prompts)
             for number, index in enumerate(range(first, first + count))
         ]

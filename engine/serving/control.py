@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 from engine.core import EngineCore
-from engine.disaggregation import KeptPrompts
 from engine.generation import BROKEN, Generations
 from engine.model.model_runner import ModelRunner
 from kvstore_backend import ConfigError
@@ -49,7 +48,6 @@ class Control:
         core: runs the requests.
         runner: has the weights and the KV memory.
         generations: the requests.
-        kept: the prompts that decode instances may request.
         on_change: called when ``is_paused`` or ``version`` has changed.
         has_dynamic_weights: whether weights may be freed and updated (``--dynamic-load-weight``).
         frees_kv: whether the pages of KV memory can be freed: no device has them registered.
@@ -60,7 +58,6 @@ class Control:
         core: EngineCore,
         runner: ModelRunner,
         generations: Generations,
-        kept: KeptPrompts,
         on_change: Callable[[], None],
         *,
         has_dynamic_weights: bool = False,
@@ -69,8 +66,9 @@ class Control:
         self._core = core
         self._runner = runner
         self._generations = generations
-        self._kept = kept
         self._on_change = on_change
+        self.on_pause: Callable[[], None] = lambda: None
+        """Called when a pause begins, for parts that hold blocks without a running request."""
         self.has_dynamic_weights = has_dynamic_weights
         self._frees_kv = frees_kv
         self._sleeping: set[str] = set()
@@ -212,7 +210,7 @@ class Control:
 
     async def _pause(self) -> None:
         self._set_paused(True)
-        self._kept.drop_all("this instance is paused")
+        self.on_pause()
         try:
             await asyncio.wait_for(self._end_requests(), _ORDER_SECONDS)
         except (asyncio.TimeoutError, TimeoutError):

@@ -14,11 +14,9 @@ from fastapi.routing import APIRoute
 
 from engine.apis.messages import ConversationBody, MessagesBody
 from engine.apis.responses_body import ResponsesBody
-from engine.dialects import SglangDialect
 from engine.generation import list_unknown_ids
 from engine.protocol import (
     AbortBody,
-    AbortRidBody,
     ApiError,
     ChatBody,
     CompletionBody,
@@ -136,17 +134,6 @@ def _add_orders(app: FastAPI, instance: Instance) -> None:
         not_found = [] if body.abort_all else list_unknown_ids(body.req_ids, aborted)
         return JSONResponse({"code": 0, "message": "success", "aborted": aborted, "not_found": not_found})
 
-    if isinstance(instance.dialect, SglangDialect):
-
-        @app.post("/abort_request")
-        async def abort_rid(request: Request) -> Response:
-            body = parse_body(AbortRidBody, await read_body(request))
-            if body.abort_all:
-                instance.generations.abort_all()
-            elif body.rid:
-                instance.generations.abort_requests([body.rid])
-            return Response(status_code=200)
-
     @app.post("/clear_prefix_cache")
     @app.post("/reset_prefix_cache")  # vLLM's path
     async def clear_prefix_cache(request: Request) -> Response:
@@ -173,13 +160,6 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
     @app.get("/kvcache")
     async def describe_blocks() -> Response:
         return JSONResponse(instance.describe_blocks())
-
-    server = instance.dialect.describe_server()
-    for path in server:
-
-        @app.get(path)
-        async def describe_server(request: Request) -> Response:
-            return JSONResponse(server[request.url.path])
 
     @app.get("/health")
     async def health() -> Response:

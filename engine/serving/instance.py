@@ -16,13 +16,12 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from engine.apis.completions import Completions
+from engine.apis.completions import Completions, PairDialect
 from engine.apis.messages import Messages
 from engine.apis.response_store import ResponseStore
 from engine.apis.responses import Responses
 from engine.args import EngineArgs
 from engine.core import EngineCore
-from engine.dialects import FastDeployDialect, PairDialect, SglangDialect, VllmDialect
 from engine.disaggregation import (
     BlockMemory,
     HandoverReceiver,
@@ -72,12 +71,22 @@ class Instance:
         ConfigError: the arguments or the checkpoint cannot be used.
     """
 
-    def __init__(self, args: EngineArgs, around: Surroundings, connector: socket.socket) -> None:
-        """Take ownership of ``connector``, the bound socket that prefill instances connect to."""
+    def __init__(
+        self,
+        args: EngineArgs,
+        around: Surroundings,
+        connector: socket.socket,
+        dialect: PairDialect | None = None,
+    ) -> None:
+        """Take ownership of ``connector``, the bound socket that prefill instances connect to.
+
+        ``dialect`` is the form of requests to a prefill/decode pair; None: FastDeploy's.
+        """
         self.args = args
         self.start_id = secrets.token_hex(8)
         """An id by which the router distinguishes this process from earlier ones with the same address."""
         self._connector = connector
+        self._dialect = dialect or PairDialect()
         self._registered_at = -math.inf
         self.router = around.router
         self._router_token = around.router_token
@@ -91,12 +100,10 @@ class Instance:
             self.core = EngineCore(runner, scheduler, self.metrics, pool=pool, save_outputs=args.enable_output_caching)
         tokenizer = load_tokenizer(around.checkpoint)
         self._transfer_protocols = list(args.cache_transfer_protocol)
-        memory = self._open_block_memory(runner, named_rdma_devices(around.pool))
-        self.receiver = HandoverReceiver(memory)
-        self.dialect = self._choose_dialect()
-        host = "" if args.pd_dialect == "fastdeploy" else self._own_address()
+        self.memory = self._open_block_memory(runner, named_rdma_devices(around.pool))
+        self.receiver = HandoverReceiver(self.memory)
         self.generations = Generations(
-            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host, self.tracer
+            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, self.memory, self.tracer
         )
         self._changed = asyncio.Event()
         pool_store = around.pool.store if around.pool else None
@@ -105,7 +112,6 @@ class Instance:
             self.core,
             runner,
             self.generations,
-            self.receiver.kept,
             self._changed.set,
             has_dynamic_weights=args.dynamic_load_weight,
             frees_kv=runner.device.type != "cpu" or "rdma" not in (pool_protocol, *self._transfer_protocols),
@@ -118,7 +124,7 @@ class Instance:
             runner.vocab_size,
             runner.defaults,
             runner.eos_token_ids,
-            self.dialect,
+            self._dialect,
         )
         self._pool_url = describe_url(around.pool) if around.pool else ""
         self._runner, self._pool = runner, pool
@@ -157,14 +163,6 @@ class Instance:
             state = {"ready": pool.is_ready, "detail": pool.health().detail, "url": self._pool_url}
         told = {"digest": manifest.digest, "manifest": manifest.to_json(), "pool": state}
         return {**told, "cached_blocks": self.core.count_cached_blocks()}
-
-    def _choose_dialect(self) -> PairDialect:
-        port: int = self._connector.getsockname()[1]
-        if self.args.pd_dialect == "vllm":
-            return VllmDialect(self._own_address(), port)
-        if self.args.pd_dialect == "sglang":
-            return SglangDialect(self.args.splitwise_role, port)
-        return FastDeployDialect()
 
     def _own_address(self) -> str:
         """Return this machine's address as the other side of a hand-over reaches it."""
@@ -233,7 +231,7 @@ class Instance:
             "version": self.control.version,
             "connected_decodes": [],
             "cache_salt": True,  # distinguishes it from FastDeploy's instances, which have none
-            **self.dialect.registration,
+            **self._dialect.registration,
         }
 
 

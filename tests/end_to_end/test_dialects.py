@@ -18,6 +18,7 @@ from engine.args import parse_args
 from engine.serving.instance import Instance
 from engine.serving.server import InstanceServer
 from engine.serving.surroundings import find_surroundings
+from simulation.actors.dialects import SglangDialect, VllmDialect, keep_prompts
 from tests.end_to_end.cluster import Router, router
 from tests.support.waiting import wait_until
 
@@ -32,11 +33,15 @@ def serving(model: Path, role: str, dialect: str, at: Router | None = None) -> I
     bound, connector = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     port = bound.getsockname()[1]
     argv = ["--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--splitwise-role", role, "--pd-dialect", dialect, "--device", "cpu", "--max-model-len", "500"]
+    argv += ["--splitwise-role", role, "--device", "cpu", "--max-model-len", "500"]
     argv += ["--block-size", "16", "--num-gpu-blocks-override", "128"]
     argv += ["--router", f"127.0.0.1:{at.port}"] if at else []
     args = parse_args(argv, {})
-    server = InstanceServer(Instance(args, find_surroundings(args), connector))
+    at_port = connector.getsockname()[1]
+    dialects = {"vllm": VllmDialect("127.0.0.1", at_port), "sglang": SglangDialect(role, at_port)}
+    instance = Instance(args, find_surroundings(args), connector, dialects.get(dialect))
+    keep_prompts(instance.receiver, instance.memory)
+    server = InstanceServer(instance)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:

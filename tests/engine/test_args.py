@@ -59,13 +59,6 @@ def test_memory_for_hand_overs_is_a_size() -> None:
         parse("--model m --handover-memory much")
 
 
-def test_a_dialect_is_one_that_is_known() -> None:
-    assert parse("--model m").pd_dialect == "fastdeploy"
-    assert parse("--model m --pd-dialect sglang").pd_dialect == "sglang"
-    with pytest.raises(ConfigError, match="invalid choice: 'nixl'"):
-        parse("--model m --pd-dialect nixl")
-
-
 def test_log_folder_and_debug_come_from_the_environment() -> None:
     args = parse("--model m", {"FD_LOG_DIR": "/tmp/logs", "FD_DEBUG": "1"})
     assert (args.log_dir, args.log_level) == (Path("/tmp/logs"), "debug")

@@ -217,7 +217,7 @@ def test_one_line_names_all_flags_without_effect_each_once() -> None:
     [
         ("--tensor-parallel 1 --max-model 4096", "--tensor-parallel-size 1 --max-model-len 4096"),
         ("--splitwise=decode", "--splitwise-role decode"),
-        ("--pd 9", "--pd-comm-port 9"),  # FastDeploy has no --pd-dialect
+        ("--pd 9", "--pd-comm-port 9"),
         ("--served-model x", "--served-model-name x"),
     ],
 )

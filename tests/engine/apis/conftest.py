@@ -16,7 +16,6 @@ from engine.apis.completions import Completions
 from engine.apis.messages import Messages
 from engine.apis.response_store import ResponseStore
 from engine.apis.responses import Responses
-from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
 from engine.serving.endpoints import create_app
@@ -41,15 +40,12 @@ def served(few_words: Path, word_tokenizer: Any) -> Iterator[SimpleNamespace]:
         completions = Completions(generations, word_tokenizer, MODEL, 500, engine.runner.vocab_size)
         instance: Any = SimpleNamespace(
             core=engine.core,
-            dialect=FastDeployDialect(),
             engine=engine,
             tracer=None,
             generations=generations,
             completions=completions,
             responses=Responses(completions, ResponseStore()),
             messages=Messages(completions),
-            explainer=None,
-            pool_url=None,
             run_lifespan=no_lifespan,
         )
         port = free_port()

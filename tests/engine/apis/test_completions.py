@@ -15,7 +15,6 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from engine.apis.completions import Completions
-from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
 from engine.model.model_runner import load_tokenizer
@@ -256,9 +255,7 @@ async def test_a_fault_of_the_server_is_an_openai_error_too() -> None:
         raise ZeroDivisionError
 
     completions = SimpleNamespace(list_models=fail)
-    core = SimpleNamespace(count_cached_blocks=lambda: 0)
-    parts = {"run_lifespan": None, "completions": completions, "core": core, "explainer": None, "pool_url": None}
-    instance: Any = SimpleNamespace(dialect=FastDeployDialect(), **parts)
+    instance: Any = SimpleNamespace(run_lifespan=None, completions=completions)
     transport = httpx.ASGITransport(create_app(instance), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://instance") as client:
         answer = await client.get("/v1/models")

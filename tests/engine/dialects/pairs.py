@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.apis.completions import Completions
-from engine.dialects import PairDialect
+from engine.apis.completions import Completions, PairDialect
 from engine.protocol import ChatBody, CompletionBody, check_body
+from simulation.actors.dialects import keep_prompts
 from tests.engine.event_loop import eventually
 from tests.engine.pair import HOST, PROMPT, Pair, Side, pair_of
 
@@ -62,6 +62,7 @@ async def dialect_pair(
         options: of ``pair_of``.
     """
     async with pair_of(folder, tokenizer, **options) as pair:
+        kept = keep_prompts(pair.prefill.receiver, pair.prefill.memory)
         await pair.prefill.receiver.start_listening(socket.create_server((HOST, 0)))
 
         def ask(side: Side, dialect: PairDialect | None) -> Asked:
@@ -75,7 +76,6 @@ async def dialect_pair(
                 ask(pair.decode, make_dialect("decode", pair.decode.receiver.port)),
                 ask(pair.prefill, None),
             )
-            kept = pair.prefill.receiver.kept
             await eventually(lambda: len(kept) == 0, "all kept prompts to be taken or dropped")
         finally:
             await pair.prefill.receiver.stop_listening()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.dialects import SglangDialect
 from engine.protocol import ApiError
+from simulation.actors.dialects import SglangDialect, kept_by
 from tests.engine.dialects.pairs import DialectPair, dialect_pair, prompt_of
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.pair import HOST
@@ -37,8 +37,6 @@ def test_an_instance_registers_and_is_known_as_sglangs() -> None:
     prefill, decode = SglangDialect("prefill", 7000), SglangDialect("decode", 7001)
     assert prefill.registration == {"engine": "sglang", "bootstrap_port": 7000}
     assert decode.registration == {"engine": "sglang"}
-    info = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 7000}
-    assert prefill.describe_server() == {"/server_info": info}
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
@@ -49,7 +47,7 @@ async def test_both_meet_whoever_comes_first(tiny_checkpoint: Path, word_tokeniz
         fields = meet_at(pair, 2**62, temperature=2.0, seed=7)
         legs = {"prefill": pair.prefill, "decode": pair.decode}
         early = asyncio.create_task(legs.pop(first).complete(**fields))
-        kept, live = pair.prefill.side.receiver.kept, pair.decode.side.generations
+        kept, live = kept_by(pair.prefill.side.receiver), pair.decode.side.generations
         await eventually(lambda: len(kept) or live.num_live, "the first to wait")
         (late,) = [await leg.complete(**fields) for leg in legs.values()]
         answers = {first: await early}
@@ -110,7 +108,7 @@ async def test_a_room_is_for_one_request(
 ) -> None:
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
         waiting = asyncio.create_task(pair.prefill.complete(**meet_at(pair, 5)))
-        await eventually(lambda: len(pair.prefill.side.receiver.kept), "prefill to wait")
+        await eventually(lambda: len(kept_by(pair.prefill.side.receiver)), "prefill to wait")
         with pytest.raises(ApiError, match='"room 5" is in use by another request'):
             await pair.prefill.complete(**meet_at(pair, 5))
         with pytest.raises(ApiError, match="received without bootstrap room id"):
@@ -123,7 +121,7 @@ async def test_a_room_is_for_one_request(
 async def test_who_waits_in_vain_fails(
     tiny_checkpoint: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.dialects.sglang.MEETING_SECONDS", 0.2)
+    monkeypatch.setattr("simulation.actors.dialects.sglang.MEETING_SECONDS", 0.2)
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
         for side, room in ((pair.prefill, 1), (pair.decode, 2)):
             with pytest.raises(ApiError) as caught:
@@ -140,7 +138,7 @@ async def test_a_leg_that_is_aborted_while_it_waits_leaves_nothing(
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
         side = {"prefill": pair.prefill, "decode": pair.decode}[aborted]
         waiting = asyncio.create_task(side.complete(**meet_at(pair, 5), rid="r"))
-        kept = pair.prefill.side.receiver.kept
+        kept = kept_by(pair.prefill.side.receiver)
         await eventually(lambda: side.side.generations.num_live and (aborted == "decode" or len(kept)), "it to wait")
         assert side.side.generations.abort_requests(["cmpl-r_0"]) == ["r"]
         assert (await waiting)["choices"][0]["finish_reason"] == "abort"

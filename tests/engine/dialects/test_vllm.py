@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.dialects import VllmDialect
 from engine.protocol import ApiError
+from simulation.actors.dialects import VllmDialect
 from tests.engine.dialects.pairs import Asked, DialectPair, dialect_pair, prompt_of
 from tests.engine.event_loop import in_event_loop
 from tests.engine.pair import HOST
@@ -45,7 +45,6 @@ def tokens_of(whole: Any) -> list[list[int]]:
 def test_an_instance_registers_and_is_known_as_vllms() -> None:
     dialect = VllmDialect(HOST, 7000)
     assert dialect.registration == {"engine": "vllm", "kv_connector": "nixl"}
-    assert dialect.describe_server() == {"/version": {"version": "0.32.0"}}
 
 
 @pytest.mark.parametrize("length", [5, 96, 100])
@@ -95,7 +94,7 @@ async def test_decode_says_that_the_whole_prompt_was_cached_as_vllms_does(
 async def test_a_prompt_is_kept_for_its_lease_only(
     tiny_checkpoint: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.dialects.vllm.LEASE_SECONDS", 0.05)
+    monkeypatch.setattr("simulation.actors.dialects.vllm.LEASE_SECONDS", 0.05)
     async with vllm_pair(tiny_checkpoint, word_tokenizer) as pair:
         params = await prefill(pair.prefill)
         await pair.pair.until_free()

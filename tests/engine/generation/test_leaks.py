@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.dialects import SglangDialect, VllmDialect
+from simulation.actors.dialects import SglangDialect, VllmDialect, kept_by
 from tests.engine.cancelled import CancelledAt
 from tests.engine.dialects.pairs import DialectPair, dialect_pair, prompt_of
 from tests.engine.event_loop import eventually, in_event_loop
@@ -152,7 +152,9 @@ async def until_nothing_is_held(pair: DialectPair) -> None:
     """Wait until no block, reservation, transfer or retained prompt is left."""
     await pair.pair.until_free()
     prefill, decode = pair.prefill.side.receiver, pair.decode.side.receiver
-    await eventually(lambda: not (len(prefill.kept) or prefill.num_pending or decode.num_pending), "nothing pending")
+    await eventually(
+        lambda: not (len(kept_by(prefill)) or prefill.num_pending or decode.num_pending), "nothing pending"
+    )
     assert pair.decode.side.num_reserved == 0
 
 

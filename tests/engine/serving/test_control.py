@@ -17,7 +17,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.apis.completions import Completions
-from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
 from engine.model import model_runner
@@ -45,7 +44,6 @@ class Running:
             engine.core,
             engine.runner,
             self.generations,
-            receiver.kept,
             lambda: self.changes.append(self.control.is_paused),
             has_dynamic_weights=has_dynamic_weights,
         )
@@ -53,10 +51,7 @@ class Running:
             run_lifespan=contextlib.nullcontext,
             core=engine.core,
             metrics=engine.metrics,
-            dialect=FastDeployDialect(),
             tracer=None,
-            explainer=None,
-            pool_url=None,
             control=self.control,
             generations=self.generations,
             completions=Completions(self.generations, tokenizer, "tiny", 200, engine.runner.vocab_size),

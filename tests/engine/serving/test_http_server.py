@@ -17,7 +17,6 @@ import pytest
 import uvicorn
 
 from engine.apis.completions import Completions
-from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
 from engine.serving import http_server
@@ -46,12 +45,9 @@ def app(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Any]:
             run_lifespan=no_lifespan,
             core=engine.core,
             metrics=EngineMetrics(),
-            dialect=FastDeployDialect(),
             tracer=None,
-            explainer=None,
-            pool_url=None,
             generations=generations,
-            control=Control(engine.core, engine.runner, generations, HandoverReceiver().kept, lambda: None),
+            control=Control(engine.core, engine.runner, generations, lambda: None),
             completions=Completions(generations, word_tokenizer, "tiny", 200, engine.runner.vocab_size),
         )
         yield create_app(instance)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-from engine.dialects import FastDeployDialect
 from engine.serving.server import InstanceServer
 
 GO_SECONDS, HTTPX_SECONDS = 90, 5
@@ -20,8 +19,7 @@ async def no_lifespan(_: object) -> AsyncIterator[None]:
 
 
 def test_an_idle_connection_is_the_clients_to_close() -> None:
-    parts = {"generations": None, "completions": None, "explainer": None, "pool_url": None, "tracer": None}
-    core = SimpleNamespace(count_cached_blocks=lambda: 0)
-    instance: Any = SimpleNamespace(run_lifespan=no_lifespan, dialect=FastDeployDialect(), core=core, **parts)
+    parts = {"generations": None, "completions": None, "tracer": None}
+    instance: Any = SimpleNamespace(run_lifespan=no_lifespan, **parts)
     server = InstanceServer(instance)
     assert server.config.timeout_keep_alive > GO_SECONDS > HTTPX_SECONDS

@@ -6,19 +6,45 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
-from engine.disaggregation import KeptPrompt, Prompt
+from engine.disaggregation import Prompt
 from engine.generation.base import Generation, Piece, SharedParts, call_in_loop
-from engine.generation.pair_info import KeepPrompt
 from engine.protocol import ApiError, quote_short
 from engine.scheduling.request import Request
 from engine.telemetry.tracing import Phase
+from simulation.actors.dialects.kept import KeptPrompt, kept_by
 
-__all__ = ["KeptPrefillGeneration"]
+__all__ = ["KeepPrompt", "KeptPrefillGeneration", "key_of"]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeepPrompt:
+    """Compute the prompt and retain its KV, under a key, until a decode instance requests it.
+
+    Args:
+        key: not in use by another retained prompt; each further answer of a request adds its number.
+        seconds: how long to retain it.
+        waits_for_decode: whether the answer waits until decode has the prompt, and is an error if decode does not come.
+        describe: returns the members of the answer by which decode finds the prompt.
+    """
+
+    key: str
+    seconds: float
+    waits_for_decode: bool = False
+    describe: Callable[[KeptPrompt], dict[str, Any]] = lambda _: {}
+
+    def __call__(self, parts: SharedParts, request: Request) -> Generation:
+        return KeptPrefillGeneration(parts, request, dataclasses.replace(self, key=key_of(self.key, request)))
+
+
+def key_of(key: str, request: Request) -> str:
+    """Return the key of a request's prompt; further answers have their own."""
+    return f"{key}_{request.request_id.rpartition('_')[2]}" if request.choice_of else key
 
 
 class KeptPrefillGeneration(Generation):
@@ -32,7 +58,7 @@ class KeptPrefillGeneration(Generation):
         params = dataclasses.replace(request.params, max_tokens=1, min_tokens=min(1, request.params.min_tokens))
         super().__init__(parts, dataclasses.replace(request, params=params))
         self._info = info
-        self._table = parts.receiver.kept
+        self._table = kept_by(parts.receiver)
         self._kept: KeptPrompt | None = None
         self._is_saved = asyncio.Event()
         if self._table.has_key(info.key):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.dialects.base import PairDialect
-from engine.generation import FetchPrompt, KeepPrompt, PairInfo
+from engine.apis.completions import PairDialect
+from engine.generation import PairInfo
 from engine.protocol import ApiError, GenerationBody, quote_short
+from simulation.actors.dialects.fetching_decode import FetchPrompt
+from simulation.actors.dialects.kept_prefill import KeepPrompt
 
 __all__ = ["SglangDialect"]
 
@@ -25,17 +27,11 @@ class SglangDialect(PairDialect):
         port: the port that decode instances connect to.
     """
 
-    owner = "sglang"
-
     def __init__(self, role: str, port: int) -> None:
         self.registration: dict[str, Any] = {"engine": "sglang"}
         if role == "prefill":
             self.registration["bootstrap_port"] = port
-        self._role, self._port = role, port
-
-    def describe_server(self) -> dict[str, dict[str, Any]]:
-        mode = "null" if self._role == "mixed" else self._role
-        return {"/server_info": {"disaggregation_mode": mode, "disaggregation_bootstrap_port": self._port}}
+        self._role = role
 
     def find_request_id(self, body: GenerationBody) -> str | None:
         rid = body.rid[0] if isinstance(body.rid, list) and body.rid else body.rid

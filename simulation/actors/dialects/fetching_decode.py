@@ -8,16 +8,41 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from dataclasses import dataclass
 
-from engine.disaggregation import HandoverResult, ask_for_prompt
-from engine.generation.base import SharedParts
+from engine.disaggregation import HandoverResult
+from engine.generation.base import Generation, SharedParts
 from engine.generation.decode import DecodeGeneration
-from engine.generation.pair_info import FetchPrompt
 from engine.scheduling.request import Request
+from simulation.actors.dialects.kept import ask_for_prompt
+from simulation.actors.dialects.kept_prefill import key_of
 
-__all__ = ["FetchingDecodeGeneration"]
+__all__ = ["FetchPrompt", "FetchingDecodeGeneration"]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FetchPrompt:
+    """Request from a prefill instance the KV of a prompt that it retains, and continue from there, or fail.
+
+    Args:
+        key: the prompt's.
+        host, port: prefill's connector port.
+        takes_token: whether the answer begins with prefill's token; else the first token is chosen here.
+        wait_seconds: how long to wait if prefill does not know the key yet.
+        own_host: this instance's address, as prefill reaches it.
+    """
+
+    key: str
+    host: str
+    port: int
+    takes_token: bool
+    wait_seconds: float = 0.0
+    own_host: str = "127.0.0.1"
+
+    def __call__(self, parts: SharedParts, request: Request) -> Generation:
+        return FetchingDecodeGeneration(parts, request, dataclasses.replace(self, key=key_of(self.key, request)))
 
 
 class FetchingDecodeGeneration(DecodeGeneration):
@@ -37,7 +62,7 @@ class FetchingDecodeGeneration(DecodeGeneration):
 
     async def _receive_prompt(self) -> HandoverResult | None:
         info, parts = self._info, self._parts
-        address = (parts.host, parts.receiver.port)
+        address = (info.own_host, parts.receiver.port)
         reason = await ask_for_prompt(
             info.host, info.port, info.key, self.request.request_id, address, info.wait_seconds
         )

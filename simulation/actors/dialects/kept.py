@@ -16,12 +16,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from engine.disaggregation.memory import BlockMemory
-from engine.disaggregation.prefill import hand_over
+from engine.disaggregation import BlockMemory, HandoverReceiver, hand_over
 from engine.disaggregation.wire import Prompt, open_connection, receive_message, send_message, wait_at_most
 from engine.scheduling.request import TokenLogprobs
 
-__all__ = ["KeptPrompt", "KeptPrompts", "ask_for_prompt"]
+__all__ = ["KeptPrompt", "KeptPrompts", "ask_for_prompt", "keep_prompts", "kept_by"]
 
 log = logging.getLogger(__name__)
 
@@ -212,6 +211,19 @@ class KeptPrompts:
     async def _tell_opened(self) -> None:
         async with self._opened:
             self._opened.notify_all()
+
+
+def keep_prompts(receiver: HandoverReceiver, memory: BlockMemory | None) -> KeptPrompts:
+    """Let the instance with this receiver retain prompts, which decode instances request at its connector port."""
+    kept = KeptPrompts(memory)
+    receiver.others["fetch"] = kept.serve_fetch
+    return kept
+
+
+def kept_by(receiver: HandoverReceiver) -> KeptPrompts:
+    """Return the prompts that the instance with this receiver retains."""
+    kept: KeptPrompts = receiver.others["fetch"].__self__  # type: ignore[attr-defined]
+    return kept
 
 
 async def ask_for_prompt(

@@ -11,16 +11,17 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from engine.dialects.base import PairDialect
-from engine.generation import FetchPrompt, KeepPrompt, KeptPrompt, PairInfo
+from engine.apis.completions import PairDialect
+from engine.generation import PairInfo
 from engine.protocol import ApiError, ChatBody, GenerationBody
+from simulation.actors.dialects.fetching_decode import FetchPrompt
+from simulation.actors.dialects.kept import KeptPrompt
+from simulation.actors.dialects.kept_prefill import KeepPrompt
 
 __all__ = ["VllmDialect"]
 
 log = logging.getLogger(__name__)
 
-VERSION = "0.32.0"
-"""The vLLM version that this dialect emulates."""
 LEASE_SECONDS = 30.0
 """vLLM's ``kv_lease_duration``."""
 _REMOTE_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -33,15 +34,10 @@ class VllmDialect(PairDialect):
         host, port: the address where decode instances request the prompts that are retained here.
     """
 
-    owner = "vllm"
-
     def __init__(self, host: str, port: int) -> None:
         self.registration: dict[str, Any] = {"engine": "vllm", "kv_connector": "nixl"}
         self._host, self._port = host, port
         self._engine_id = str(uuid.uuid4())
-
-    def describe_server(self) -> dict[str, dict[str, Any]]:
-        return {"/version": {"version": VERSION}}
 
     def read_pairs(self, body: GenerationBody, request_id: str, num_prompts: int) -> Sequence[PairInfo | None]:
         # All prompts have the same role: the answer names only the first prompt, and the others are found by their
