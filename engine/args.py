@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from engine.fastdeploy_flags import IN_FLOAT32, add_foreign_flags, expand_abbreviations, read_config_file
 from engine.scheduling.retrieval_config import REPRESENTATIVES, RetrievalConfig
-from kvcommon.hints import did_you_mean
+from kvcommon.hints import did_you_mean, list_flags
 from kvstore_backend import ConfigError
 from kvstore_backend.config import parse_size
 
@@ -108,7 +108,7 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     """
     environ = os.environ if environ is None else environ
     parser = _build_parser()
-    words = expand_abbreviations(sys.argv[1:] if argv is None else argv, parser._option_string_actions)
+    words = expand_abbreviations(sys.argv[1:] if argv is None else argv, list_flags(parser))
     known, unknown = parser.parse_known_args(words)
     remarks: list[str] = []
     if known.config is not None:
@@ -331,7 +331,7 @@ def _check_combinations(args: EngineArgs) -> None:
 
 def _explain_unknown_flag(argument: str, parser: argparse.ArgumentParser) -> str:
     name = argument.partition("=")[0]
-    hint = did_you_mean(name, parser._option_string_actions) or "; see --help"
+    hint = did_you_mean(name, list_flags(parser)) or "; see --help"
     return f"{name!r} is no flag of this program{hint}"
 
 

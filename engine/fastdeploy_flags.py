@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from kvcommon.hints import list_flags
 from kvstore_backend import ConfigError
 
 __all__ = ["IN_FLOAT32", "add_foreign_flags", "expand_abbreviations", "read_config_file"]
@@ -232,7 +233,7 @@ def read_config_file(path: str, parser: argparse.ArgumentParser) -> tuple[list[s
         raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(exc).split())}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"--config {path} must be a mapping of flags' names to values")
-    flags = {name.strip("-").replace("-", "_"): name for name in parser._option_string_actions}
+    flags = {name.strip("-").replace("-", "_"): name for name in list_flags(parser)}
     words: list[str] = []
     unknown: list[str] = []
     for key, value in settings.items():
@@ -240,7 +241,7 @@ def read_config_file(path: str, parser: argparse.ArgumentParser) -> tuple[list[s
         if name is None or name == "--config":
             unknown.append(str(key))
         else:
-            words += _write_words(name, value, parser._option_string_actions, f"--config {path}: {key}")
+            words += _write_words(name, value, list_flags(parser), f"--config {path}: {key}")
     return words, unknown
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-__all__ = ["did_you_mean", "find_nearest", "list_unknown", "suggest_name"]
+__all__ = ["did_you_mean", "find_nearest", "list_flags", "list_unknown", "suggest_name"]
 
 # Accepts one or two letters that are wrong, missing or swapped; --bogus is not near --host.
 _NEAR = 0.65
@@ -34,3 +35,8 @@ def list_unknown(names: Iterable[str], known: Iterable[str]) -> str:
     known = list(known)
     nearest = [(name, find_nearest(name, known)) for name in names]
     return ", ".join(f"{name} (did you mean {near}?)" if near else name for name, near in nearest)
+
+
+def list_flags(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Action]:
+    """Return the flags of a parser with their actions; argparse has no public way to list them."""
+    return parser._option_string_actions

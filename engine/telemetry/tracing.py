@@ -10,14 +10,13 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.scheduling.pool_use import Reason
 from engine.scheduling.request import Sequence
-from kvcommon.spans import LoggingExporter, close_spans, measure_epoch
+from kvcommon.spans import SpanSender, measure_epoch, open_sender
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import SpanContext
 
 __all__ = ["Phase", "RequestTrace", "Tracer", "list_phases", "open_tracer"]
@@ -87,14 +86,7 @@ def open_tracer(receiver: str) -> Tracer | None:
     Args:
         receiver: as the operator wrote it, for the log.
     """
-    try:
-        return Tracer(receiver)
-    except ModuleNotFoundError as exc:
-        log.warning(
-            "no spans are sent to %s, as the package %s is missing: pip install '/path/to/this/repository[tracing]'",
-            *(receiver, exc.name),
-        )
-        return None
+    return open_sender(Tracer, receiver, log)
 
 
 class _Arrival(NamedTuple):
@@ -165,48 +157,17 @@ class RequestTrace:
         self._tracer.add_span(phase, self._arrival.epoch, context, self._context, is_server=False)
 
 
-class Tracer:
-    """Creates spans and passes them to the SDK, which sends them on a thread of its own."""
+class Tracer(SpanSender):
+    """Creates the spans of requests."""
 
     def __init__(self, receiver: str) -> None:
-        """Set up the SDK to send spans to ``receiver``.
-
-        Raises:
-            ModuleNotFoundError: OpenTelemetry's packages are missing.
-        """
-        # None of this is imported unless tracing is requested.
-        from opentelemetry import trace
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME as NAME
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        resource = Resource.create()
-        if str(resource.attributes.get(NAME, "")).startswith("unknown_service"):
-            resource = resource.merge(Resource({NAME: SERVICE_NAME}))
-        self._api, self._span_type = trace, ReadableSpan
-        self._resource, self._scope = resource, InstrumentationScope("engine")
-        # The only way to get the sampler that the standard variables name.
-        self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
-        self._propagator = TraceContextTextMapPropagator()
-        self._exporter = LoggingExporter(OTLPSpanExporter(), receiver, log)
-        self._processor = BatchSpanProcessor(cast("SpanExporter", self._exporter))
+        super().__init__(receiver, SERVICE_NAME, "engine", log)
         # The arrival of the request that a task of the event loop answers.
         self._arrival: ContextVar[_Arrival | None] = ContextVar("arrival", default=None)
 
     def enter_request(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Record that the current task answers a request with these headers: its sequences belong to that trace."""
-        sent: dict[str, list[str]] = {}
-        for name, value in headers:
-            if name in (b"traceparent", b"tracestate"):
-                sent.setdefault(name.decode(), []).append(value.decode("latin-1"))
-        told = self._propagator.extract(sent)
-        parent = self._api.get_current_span(told).get_span_context()
-        trace_id = parent.trace_id if parent.is_valid else random.getrandbits(128) or 1
-        result = self._sampler.should_sample(told, trace_id, "request", self._api.SpanKind.SERVER)
+        parent, trace_id, result = self._sample(headers, "request")
         is_sampled = result.decision.name == "RECORD_AND_SAMPLE"
         at = time.monotonic()
         arrival = _Arrival(trace_id, parent if parent.is_valid else None, at, measure_epoch(time.monotonic))
@@ -226,22 +187,7 @@ class Tracer:
     def add_span(
         self, phase: Phase, epoch: float, context: SpanContext, parent: SpanContext | None, *, is_server: bool
     ) -> None:
-        """Pass an ended span to the SDK, created complete: this costs a third of starting and ending one."""
-        api = self._api
-        span = self._span_type(
-            phase.name,
-            context,
-            parent,
-            self._resource,
-            phase.attributes,
-            kind=api.SpanKind.SERVER if is_server else api.SpanKind.INTERNAL,
-            status=api.Status(api.StatusCode.ERROR, phase.trouble) if phase.trouble else api.Status(),
-            start_time=int((epoch + phase.start) * 1e9),
-            end_time=int((epoch + phase.end) * 1e9),
-            instrumentation_scope=self._scope,
-        )
-        self._processor.on_end(span)
-
-    def close(self) -> None:
-        """Wait a moment for the receiver to accept the last spans."""
-        close_spans(self._processor, self._exporter)
+        """Add the span of a phase; ``epoch`` is when ``time.monotonic`` was 0, in seconds since 1970."""
+        times = epoch + phase.start, epoch + phase.end
+        kind = self._api.SpanKind.SERVER if is_server else None
+        self._add_span(phase.name, context, parent, times, phase.attributes, kind=kind, trouble=phase.trouble)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import NoReturn
 
-from kvcommon.hints import suggest_name
+from kvcommon.hints import list_flags, suggest_name
 from kvcommon.versions import find_version
 from kvstore_backend.backend import KVStoreError
 from kvstore_backend.cli import bench, doctor, master, stats
@@ -101,7 +101,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if unknown and "native" in arguments:
         arguments.native = unknown
     elif unknown:
-        flags = [flag for flag in added[arguments.command]._option_string_actions if flag.startswith("--")]
+        flags = [flag for flag in list_flags(added[arguments.command]) if flag.startswith("--")]
         word = unknown[0].partition("=")[0]
         hint = suggest_name(word, flags) if word.startswith("-") else "; one CONFIG is enough"
         added[arguments.command].error(f"{word!r} is not known{hint}")

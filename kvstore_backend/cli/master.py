@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvcommon.hints import list_flags
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli.native_flags import list_native_flags, parse_native_flags
 from kvstore_backend.config import hide_password, parse_master_address, parse_switch, set_snapshot_folder
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_keeping(parser.add_argument)
     parser.add_argument("--print", action="store_true", help="only print what would be started")
     parser.epilog = "Flags of mooncake_master itself are taken, too, by their own names, and passed on."
-    parser.set_defaults(native=[], own_flags=sorted(parser._option_string_actions))
+    parser.set_defaults(native=[], own_flags=sorted(list_flags(parser)))
 
 
 def _add_addresses(add: Callable[..., object]) -> None:

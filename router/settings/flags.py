@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from kvcommon.hints import suggest_name
+from kvcommon.hints import list_flags, suggest_name
 from kvcommon.versions import find_version
 from router.settings.router_settings import SettingsError
 
@@ -31,7 +31,7 @@ class FlagParser(argparse.ArgumentParser):
         """Parse as argparse does, but report an unknown flag before a missing one."""
         for arg in args:
             flag = arg.partition("=")[0]
-            if flag.startswith("--") and flag != "--" and flag not in self._option_string_actions:
+            if flag.startswith("--") and flag != "--" and flag not in list_flags(self):
                 self._refuse_flag(flag)
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -39,7 +39,7 @@ class FlagParser(argparse.ArgumentParser):
         return known
 
     def _refuse_flag(self, flag: str) -> NoReturn:
-        raise SettingsError(f"{flag} is not a flag of this program{suggest_name(flag, self._option_string_actions)}")
+        raise SettingsError(f"{flag} is not a flag of this program{suggest_name(flag, list_flags(self))}")
 
 
 def parse_port(text: str) -> int:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from kvcommon.spans import LoggingExporter, close_spans, measure_epoch
+from kvcommon.spans import CONTEXT_HEADERS, SpanSender, measure_epoch, open_sender
 from router.telemetry.records import AttemptRecord, LegRecord, RequestRecord, RequestTrace
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import SpanContext
 
     from router.http import ClientRequest
@@ -38,7 +36,6 @@ SERVICE_NAME = "kvrouter"
 # Attribute names by their names in the access log. For sessions, OpenTelemetry's conventions define a name.
 _ID_ATTRIBUTES = {"session_id": "session.id", "req_id": "router.req_id", "x_bd_logid": "router.x_bd_logid"}
 _ID_CHARACTERS = 128
-_CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
 
 def open_tracer(receiver: str) -> Tracer | None:
@@ -47,45 +44,14 @@ def open_tracer(receiver: str) -> Tracer | None:
     Args:
         receiver: as the operator wrote it, for the log.
     """
-    try:
-        return Tracer(receiver)
-    except ModuleNotFoundError as exc:
-        _log.warning(
-            "no spans are sent to %s, as the package %s is missing: pip install '/path/to/this/repository[tracing]'",
-            *(receiver, exc.name),
-        )
-        return None
+    return open_sender(Tracer, receiver, _log)
 
 
-class Tracer:
+class Tracer(SpanSender):
     """Begins traces, and creates the spans of ended requests. Call all methods in the event loop's thread."""
 
     def __init__(self, receiver: str) -> None:
-        """
-        Raises:
-            ModuleNotFoundError: OpenTelemetry's packages are missing.
-        """
-        # Imported only if spans are enabled.
-        from opentelemetry import trace
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME as NAME
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        resource = Resource.create()
-        if str(resource.attributes.get(NAME, "")).startswith("unknown_service"):
-            resource = resource.merge(Resource({NAME: SERVICE_NAME}))
-        self._api = trace
-        self._span_type, self._event_type = ReadableSpan, Event
-        self._resource, self._scope = resource, InstrumentationScope("router")
-        # The only access to the sampler that the standard variables name.
-        self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
-        self._propagator = TraceContextTextMapPropagator()
-        self._exporter = LoggingExporter(OTLPSpanExporter(), receiver, _log)
-        self._processor = BatchSpanProcessor(cast("SpanExporter", self._exporter))
+        super().__init__(receiver, SERVICE_NAME, "router", _log)
         self._pending: deque[RequestRecord] = deque()  # spans are created in the loop's next turns
         self._late: list[RequestRecord] = []  # whose prefill has not ended
         self._epoch = 0.0  # the moment when ``time.perf_counter`` was 0, in seconds since 1970
@@ -95,18 +61,15 @@ class Tracer:
 
         Return None if the client has decided that it is not traced: then the instances get the client's header.
         """
-        api, sent = self._api, _find_context_headers(request)
-        told = self._propagator.extract(sent)
-        parent = api.get_current_span(told).get_span_context()
+        api = self._api
+        parent, trace_id, result = self._sample(request.headers, f"{request.method} {request.path}")
         has_parent = parent.is_valid
-        trace_id = parent.trace_id if has_parent else random.getrandbits(128) or 1
-        result = self._sampler.should_sample(told, trace_id, f"{request.method} {request.path}", api.SpanKind.SERVER)
         is_sampled = result.decision.name == "RECORD_AND_SAMPLE"
         if has_parent and not is_sampled and not parent.trace_flags.sampled:
             return None
-        if sent:
-            # A tracestate is meaningless without a valid traceparent.
-            dropped = _CONTEXT_HEADERS[:1] if has_parent else _CONTEXT_HEADERS
+        # A tracestate is meaningless without a valid traceparent.
+        dropped = CONTEXT_HEADERS[:1] if has_parent else CONTEXT_HEADERS
+        if any(name in CONTEXT_HEADERS for name, _ in request.headers):
             request.headers = [header for header in request.headers if header[0] not in dropped]
         flags = api.TraceFlags(api.TraceFlags.SAMPLED if is_sampled else api.TraceFlags.DEFAULT)
         context = api.SpanContext(trace_id, RequestTrace.make_span_id(), False, flags, parent.trace_state)
@@ -123,7 +86,7 @@ class Tracer:
         """Create the remaining spans, and give the receiver a short time to take them."""
         for record in (*self._pending, *self._late):
             self._make_spans(record)
-        close_spans(self._processor, self._exporter)
+        super().close()
 
     def _make_some(self) -> None:
         for _ in range(min(RECORDS_AT_ONCE, len(self._pending))):
@@ -146,7 +109,7 @@ class Tracer:
         self._epoch = measure_epoch(time.perf_counter)
         end = record.started + record.total_ms / 1e3
         events = [("first byte", record.started + record.first_byte_ms / 1e3)] if record.first_byte_ms else []
-        self._add_span(
+        self._add(
             f"{record.method} {record.path}",
             trace.context,
             trace.parent,
@@ -167,12 +130,12 @@ class Tracer:
         attributes = {"router.request_id": record.request_id, "router.attempt": number, "router.ended": attempt.ended}
         times = (attempt.began_at, attempt.ended_at)
         trouble = "" if is_good else attempt.ended
-        self._add_span("attempt", context, trace.context, times, attributes, trouble=trouble)
+        self._add("attempt", context, trace.context, times, attributes, trouble=trouble)
         for place, (instance, role, exchange, span_id) in enumerate(attempt.legs):
             if not exchange.sent_at and instance not in attempt.ended:
                 continue  # it was not sent yet
             decision = attempt.decisions[place] if place < len(attempt.decisions) else None
-            self._add_span(
+            self._add(
                 f"{role.value} leg",
                 self._derive_context(trace, span_id),
                 context,
@@ -187,7 +150,7 @@ class Tracer:
         own = trace.context
         return self._api.SpanContext(own.trace_id, span_id, False, own.trace_flags, own.trace_state)
 
-    def _add_span(
+    def _add(
         self,
         name: str,
         context: SpanContext,
@@ -195,48 +158,19 @@ class Tracer:
         times: tuple[float, float],
         attributes: Mapping[str, Any],
         *,
-        kind: Any = None,
-        trouble: str = "",
         events: Sequence[tuple[str, float]] = (),
+        **more: Any,
     ) -> None:
-        """Pass a complete ended span to the SDK, at a third of the cost of starting and ending one.
-
-        Args:
-            times: its beginning and end, from ``time.perf_counter``.
-            trouble: why it is an error; "" if it is none.
-        """
-        api, epoch = self._api, self._epoch
-        span = self._span_type(
-            name,
-            context,
-            parent,
-            self._resource,
-            {key: value for key, value in attributes.items() if value not in (None, "")},
-            [self._event_type(what, timestamp=_to_ns(epoch + moment)) for what, moment in events],
-            kind=api.SpanKind.INTERNAL if kind is None else kind,
-            status=api.Status(api.StatusCode.ERROR, trouble) if trouble else api.Status(),
-            start_time=_to_ns(epoch + times[0]),
-            end_time=_to_ns(epoch + times[1]),
-            instrumentation_scope=self._scope,
-        )
-        self._processor.on_end(span)
-
-
-def _find_context_headers(request: ClientRequest) -> dict[str, list[str]]:
-    sent: dict[str, list[str]] = {}
-    for name, value in request.headers:
-        if name in _CONTEXT_HEADERS:
-            sent.setdefault(name.decode(), []).append(value.decode("latin-1"))
-    return sent
+        """Add a span with times of ``time.perf_counter``."""
+        epoch = self._epoch
+        at = epoch + times[0], epoch + times[1]
+        moments = [(what, epoch + moment) for what, moment in events]
+        self._add_span(name, context, parent, at, attributes, events=moments, **more)
 
 
 def _list_legs(record: RequestRecord) -> Iterator[LegRecord]:
     for attempt in record.attempts:
         yield from attempt.legs
-
-
-def _to_ns(seconds: float) -> int:
-    return int(seconds * 1e9)
 
 
 def _describe_request(record: RequestRecord, trace: RequestTrace) -> dict[str, Any]:
