@@ -37,7 +37,7 @@ from router_overhead import ROLES, compiled, family, free_port, heartbeats, post
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kvstore_backend.cli.progress import show_progress
+from kvstore_backend.cli.report import show_progress
 
 CHAT = "/v1/chat/completions"
 EVENTS = 12

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.make_model import WORDS, make_model
 from engine.model.packed_linear import round_up_rows
-from kvstore_backend.cli.progress import show_progress
+from kvstore_backend.cli.report import show_progress
 from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.ports import free_port, free_ports
 from tests.support.processes import Child, child

@@ -28,7 +28,7 @@ from typing import Protocol
 from kvstore_backend.backend import Status, Value
 from kvstore_backend.pool import BlockPool, count_leading
 from kvstore_backend.threads import DaemonThreads
-from kvstore_backend.wrappers.late_calls import call_after_late_calls
+from kvstore_backend.wrappers.wrapper import call_after_late_calls
 
 __all__ = ["DirectMemory", "Event", "Outcome", "ReadBlocks", "ReadLeading", "TransferMemory", "Transfers", "Window"]
 

@@ -94,7 +94,6 @@ TESTED_IN = {
     "kvstore_backend/cli/trial.py": "tests/kvstore_backend/cli/test_doctor.py",
     "kvstore_backend/cli/operator/asking.py": "tests/kvstore_backend/cli/operator/test_why_miss.py",
     # Staging from one end to the other; what it is for, with delays at random; an engine's codec.
-    "kvstore_backend/staging/codec.py": "tests/engine/pool/test_kv_codec.py",
     "kvstore_backend/staging/device.py": "tests/kvstore_backend/staging/test_order.py",
     "kvstore_backend/staging/ring.py": "tests/kvstore_backend/staging/test_memory.py",
     "kvstore_backend/staging/stand_in.py": "tests/kvstore_backend/staging/test_order.py",
@@ -110,7 +109,6 @@ TESTED_IN = {
     "engine/generation/base.py": "tests/engine/generation/test_generation.py",
     "engine/generation/decode.py": "tests/engine/generation/test_generation.py",
     "engine/generation/live.py": "tests/engine/generation/test_generation.py",
-    "engine/generation/mixed.py": "tests/engine/generation/test_generation.py",
     "engine/generation/prefill.py": "tests/engine/generation/test_generation.py",
     # Both sides of a hand-over, in two processes.
     "engine/disaggregation/decode.py": "tests/engine/test_direct_handover.py",

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from engine.generation import Choices, Generations, PairInfo, Piece
-from engine.generation.token_bytes import TokenBytes
+from engine.generation.detokenizer import TokenBytes
 from engine.protocol import (
     MAX_ANSWERS,
     ApiError,

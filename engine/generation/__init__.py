@@ -4,13 +4,11 @@ This is the asyncio side; it reaches the engine's thread through ``EngineCore`` 
 depends on the instance's role and is chosen once, when the instance starts:
 
 base.py         one request while it is answered: its tokens become text; the parts that all requests share
-mixed.py        the instance computes the prompt and the answer
 prefill.py      the instance computes the prompt and transfers it, directly or through the pool
 decode.py       the instance waits for the prompt's KV and continues from there, or computes the prompt itself
 choices.py      the n choices of one request: the prompt is computed once, the answers concurrently
 live.py         all requests that are being answered: created for the role, looked up to be aborted
 detokenizer.py  token ids -> text, piece by piece
-token_bytes.py  token id -> its bytes
 """
 
 from engine.generation.base import Generation, Piece

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from engine.core import EngineCore
 from engine.disaggregation import BlockMemory, HandoverReceiver
-from engine.generation.base import Generation, SharedParts
+from engine.generation.base import Generation, Piece, SharedParts
 from engine.generation.choices import Choices, derive_choice
 from engine.generation.decode import DecodeGeneration
-from engine.generation.mixed import MixedGeneration
 from engine.generation.prefill import PrefillGeneration
 from engine.protocol import ApiError, DisaggregateInfo
 from engine.scheduling.request import Request
 from engine.telemetry.tracing import Tracer
 
-__all__ = ["BROKEN", "Generations", "PairInfo", "list_unknown_ids"]
+__all__ = ["BROKEN", "Generations", "MixedGeneration", "PairInfo", "list_unknown_ids"]
 
 PairInfo: TypeAlias = DisaggregateInfo | Callable[[SharedParts, Request], Generation]
 """The instance's role for a request of a pair: FastDeploy's names decode's address; others begin the generation."""
+
+
+class MixedGeneration(Generation):
+    """A request that one instance answers alone, even if a router names a pair for it."""
+
+    def __init__(self, parts: SharedParts, request: Request, _: DisaggregateInfo | None = None) -> None:
+        super().__init__(parts, request)
+
+    def _answer(self) -> AsyncIterator[Piece]:
+        return self._run_sequence()
+
 
 _FOR_PAIRS: dict[str, Callable[[SharedParts, Request, DisaggregateInfo], Generation]] = {
     "mixed": MixedGeneration,

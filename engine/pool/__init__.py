@@ -1,7 +1,6 @@
 """Transfers between the engine's KV blocks and the pool.
 
 background.py      work during a running step, at low priority
-kept_blocks.py     which blocks this instance pinned in the pool, and when to pin them again
 kv_codec.py        compression of KV blocks in the pool
 pool_connector.py  loads and saves of the engine's blocks, on threads of their own
 saved_blocks.py    cached blocks that the pool had, to save them again if it has lost them

@@ -18,8 +18,7 @@ from itertools import groupby
 
 from engine.model.model_runner import ModelRunner
 from engine.pool.background import yield_to_compute
-from engine.pool.kept_blocks import KeptBlocks
-from engine.pool.saved_blocks import SavedBlocks
+from engine.pool.saved_blocks import KeptBlocks, SavedBlocks
 from engine.pool.staging import open_direct, open_staged
 from engine.scheduling.pool_use import PoolUse, Reason
 from engine.scheduling.request import Sequence

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from kvstore_backend.cli.progress import show_progress
+from kvstore_backend.cli.report import show_progress
 
 KEYS, VALUES, FILLERS = 64, 192, 8
 NUM_VALUES = 4

@@ -6,13 +6,10 @@ doctor.py    kvstore doctor: a diagnosis of a configuration, in the order in whi
 ascend.py    the checks of a machine with Ascend cards
 checks.py    the checks that doctor makes without moving a block, one function a concern
 trial.py     the trial of a pool with one block
-sizing.py    sizes: KV of a model, device memory of HCCL links
 bench.py     kvstore bench: throughput and latency of the bare store and of the full stack
 stats.py     kvstore stats: metrics of a pool and of its instances
 master.py    kvstore master: starts a Mooncake master
-native_flags.py  the flags of mooncake_master itself
 operator/    operator commands on blocks: ls, pin, clear, why-miss
-progress.py  progress of long work: a bar on a terminal, lines in a pipe
 report.py    findings, tables and JSON on standard output
 """
 

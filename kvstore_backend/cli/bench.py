@@ -17,8 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from kvcommon.formats import format_bytes
 from kvstore_backend.backend import ConfigError, PoolUnavailable, Span, Status, StorageBackend, Value
-from kvstore_backend.cli.progress import Tell, show_progress
-from kvstore_backend.cli.report import print_json, print_table
+from kvstore_backend.cli.report import Tell, print_json, print_table, show_progress
 from kvstore_backend.config import PoolConfig, parse_size, read_config
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_pool, open_store

@@ -15,8 +15,8 @@ import httpx
 from kvcommon.formats import format_bytes
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli import ascend, checks
+from kvstore_backend.cli.ascend import context_cost, hccl_sizing, kv_bytes_per_token
 from kvstore_backend.cli.report import Finding, fail, ok, print_findings, print_json, warn
-from kvstore_backend.cli.sizing import context_cost, hccl_sizing, kv_bytes_per_token
 from kvstore_backend.cli.trial import native_log_to, try_pool
 from kvstore_backend.config import (
     FileSettings,

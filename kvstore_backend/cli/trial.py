@@ -14,8 +14,7 @@ from typing import IO
 import numpy as np
 
 from kvstore_backend.backend import PoolUnavailable, Span, Status, StorageBackend
-from kvstore_backend.cli.progress import show_progress
-from kvstore_backend.cli.report import Finding, fail, ok
+from kvstore_backend.cli.report import Finding, fail, ok, show_progress
 from kvstore_backend.config import PoolConfig
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_store

@@ -7,7 +7,6 @@ sources.py       load_config, read_config: explicit values, URL, JSON file, envi
                  except for MOONCAKE_PROTOCOL, which overrides a file
 environment.py   variables that are not settings of a pool: those of other engines and of Mooncake's library
 checkpoints.py   a model's name at a hub -> the folder of its download
-rdma.py          the RDMA devices of this machine
 """
 
 from kvstore_backend.config.checkpoints import find_checkpoint, is_hub_name
@@ -17,8 +16,10 @@ from kvstore_backend.config.environment import (
     binds_address,
     engine_variables,
     fastdeploy_plugins,
+    has_active_port,
     is_named_port_bound,
     library_folders,
+    list_rdma_devices,
     named_model,
     named_protocol,
     named_rdma_devices,
@@ -31,7 +32,6 @@ from kvstore_backend.config.environment import (
     talkative_environment,
     wants_native_log,
 )
-from kvstore_backend.config.rdma import has_active_port, list_rdma_devices
 from kvstore_backend.config.settings import (
     DEFAULT_TENANT,
     FileSettings,

@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvstore_backend.config.rdma import list_rdma_devices
+from kvstore_backend.config.environment import list_rdma_devices
 
 __all__ = [
     "SHARED_MEMORY",

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstore_backend.backend import ConfigError, StorageBackend
-from kvstore_backend.config import PoolConfig, load_config, parse_mindie_pool, read_config
-from kvstore_backend.pool import open_backend
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.config import PoolConfig, parse_mindie_pool, read_config
 
 __all__ = ["MindieServer", "Mistake", "find_mistakes", "is_server_config", "read_server"]
 
@@ -63,19 +62,6 @@ class MindieServer:
     cards: int
     model: Path | None = None
     cards_per_model: int = 1
-
-    def open_pool(self, protocol: str = "") -> StorageBackend:
-        """Open the pool as in the file, or with another ``protocol``: without Ascend cards, ``tcp``.
-
-        Raises:
-            ConfigError: pooling is off.
-            PoolUnavailable: no server answers there, or Mooncake was not built for the protocol.
-        """
-        if self.pool is None:
-            raise ConfigError(f'"BackendConfig.kvPoolConfig" in {self.path} says that there is no pool')
-        explicit = {"protocol": protocol or None}
-        config = load_config(self.pool.backend, explicit=explicit, config_path=self.path, environ={})
-        return open_backend(config, background=False)
 
 
 def is_server_config(path: str | Path) -> bool:

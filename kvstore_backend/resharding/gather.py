@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend, Value, memory_views
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.resharding.family import Extent, ShardingFamily
-from kvstore_backend.wrappers.late_calls import call_after_late_calls
+from kvstore_backend.wrappers.wrapper import call_after_late_calls
 
 __all__ = ["AlignedSpan", "Gatherer"]
 

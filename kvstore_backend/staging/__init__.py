@@ -7,7 +7,6 @@ Only this package of the three needs torch.
 
 memory.py    StagedMemory: KV memory for ``Transfers``; windows, one ring and one stream for each direction
 tensors.py   KVTensors: KV memory of any layout as rows of bytes, one for each block
-codec.py     the interface of another form of blocks in the pool
 ring.py      host buffers, registered with the pool, that are used one after another
 device.py    the interface of a device: streams, events, memory
 cuda.py      a device: CUDA's streams, events and pinned memory
@@ -16,8 +15,7 @@ stand_in.py  a replacement of a device: threads and host memory
 ``docs/internals/staging.md`` describes the path of a block and the rules of order.
 """
 
-from kvstore_backend.staging.codec import Codec
-from kvstore_backend.staging.device import Device, Step, Stream
+from kvstore_backend.staging.device import Codec, Device, Step, Stream
 from kvstore_backend.staging.memory import StagedMemory
 from kvstore_backend.staging.ring import Registry
 from kvstore_backend.staging.stand_in import StandInDevice

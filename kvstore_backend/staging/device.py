@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+from typing import TYPE_CHECKING
 
 from kvstore_backend.transfers import Event
 
-__all__ = ["Device", "Step", "Stream"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Codec", "Device", "Step", "Stream"]
 
 Step = Callable[[], object]
 """Part of a copy: torch operations that do not wait for the device."""
@@ -43,3 +47,19 @@ class Device(Protocol):
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         """Allocate pinned host memory, uint8 ``[nbytes]``: the device copies from and to it directly."""
+
+
+class Codec(Protocol):
+    """Converter of blocks, as rows of bytes, from KV memory's form to the pool's and back.
+
+    Attributes:
+        nbytes: bytes of one encoded block.
+    """
+
+    nbytes: int
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Encode rows of KV memory, uint8 ``[block, bytes]``, to uint8 ``[block, nbytes]``; the input may change."""
+
+    def decode(self, encoded: torch.Tensor) -> torch.Tensor:
+        """Decode rows to KV memory's form; ``encoded`` may have gaps between its rows."""

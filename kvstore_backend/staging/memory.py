@@ -9,9 +9,8 @@ from functools import partial
 import torch
 
 from kvstore_backend.backend import HEADROOM_BYTES
-from kvstore_backend.staging.codec import Codec
 from kvstore_backend.staging.cuda import CudaDevice
-from kvstore_backend.staging.device import Device
+from kvstore_backend.staging.device import Codec, Device
 from kvstore_backend.staging.ring import Buffer, Registry, Ring
 from kvstore_backend.staging.stand_in import StandInDevice
 from kvstore_backend.staging.tensors import KVTensors

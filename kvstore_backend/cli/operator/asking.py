@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 
+from kvcommon.addresses import parse_address
+from kvcommon.secret_files import read_token
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.manifest import Manifest, ManifestError, parse_manifest
 
@@ -30,7 +32,6 @@ __all__ = [
 _TIMEOUT_SECONDS = 30.0
 _ROLES = ("mixed", "prefill", "decode")
 _CLEAR_PATHS = ("/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache")
-_ADDRESS = re.compile(r"(?:https?://)?(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class CacheState:
 
 def is_address(text: str) -> bool:
     """Return whether the text is HOST:PORT or a URL of HOST:PORT, and not a digest."""
-    return _ADDRESS.fullmatch(text) is not None
+    with contextlib.suppress(ValueError):
+        return bool(parse_address(text))
+    return False
 
 
 def read_instance(address: str) -> Manifest:
@@ -160,7 +163,10 @@ def detokenize(address: str, tokens: Sequence[int]) -> str:
 
 
 def _authorise(token_file: Path | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {_read_token(token_file)}"} if token_file else {}
+    try:
+        return {"Authorization": f"Bearer {read_token(token_file)}"} if token_file else {}
+    except ValueError as exc:
+        raise ConfigError(f"--token-file {exc}") from None
 
 
 def _ask(
@@ -176,9 +182,10 @@ def _request(
     address: str, kind: str, method: str, path: str, *, body: object = None, headers: Mapping[str, str] | None = None
 ) -> tuple[httpx.Response, object]:
     """Return the response and its JSON content; None for content that is not JSON."""
-    if not is_address(address):
-        raise ConfigError(f"--{kind} is {address!r}; it must be HOST:PORT, or http://HOST:PORT")
-    url = address.rstrip("/") if "://" in address else f"http://{address.rstrip('/')}"
+    try:
+        url = parse_address(address).url
+    except ValueError:
+        raise ConfigError(f"--{kind} is {address!r}; it must be HOST:PORT, or http://HOST:PORT") from None
     try:
         answer = httpx.request(
             method, f"{url}{path}", json=body, headers=headers, timeout=_TIMEOUT_SECONDS, trust_env=False
@@ -197,16 +204,3 @@ def _explain_refusal(answer: httpx.Response, content: object) -> str:
     if isinstance(message, str) and message.isprintable() and "no path" not in message:
         return f"answered {answer.status_code}: {message[:300]}"
     return f"answered {answer.status_code}: it is other software, or an older version"
-
-
-def _read_token(path: Path) -> str:
-    """Return the only word of the file, apart from comments."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = getattr(exc, "strerror", None) or "it is not UTF-8"
-        raise ConfigError(f"--token-file {path} cannot be read: {reason}") from None
-    words = [word for line in lines if not line.lstrip().startswith("#") for word in line.split()]
-    if len(words) != 1:
-        raise ConfigError(f"--token-file {path} must have the token as its only line, with no space in it")
-    return words[0]

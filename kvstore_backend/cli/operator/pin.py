@@ -15,8 +15,7 @@ from typing import NamedTuple
 from kvstore_backend.backend import ConfigError, PoolUnavailable, Status, split_by_size
 from kvstore_backend.cli.operator.pool import add_pool_arguments, open_holdings
 from kvstore_backend.cli.operator.scope import Scope, add_scope_arguments, find_scope
-from kvstore_backend.cli.progress import show_progress
-from kvstore_backend.cli.report import print_json
+from kvstore_backend.cli.report import print_json, show_progress
 from kvstore_backend.stores.holdings import Holdings, StoredBytes
 from kvstore_backend.wrappers.checked import find_fault
 

@@ -11,7 +11,6 @@ memory.py     the addresses of a vLLM block's bytes
 route.py      the route of blocks to the pool: through host buffers, or direct
 clock.py      the duration of steps, on the host and on a GPU
 cached.py     vLLM's cached blocks that were saved to the pool, to put them again if the pool loses them
-names.py      the hashes of a request's blocks
 fields.py     which of vLLM's settings are part of the namespace, and why the others are not
 settings.py   those settings of one instance
 adapters.py   LoRA adapters: which bytes vLLM computes with

@@ -14,12 +14,12 @@ import hashlib
 import logging
 import queue
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Adapter", "KnownAdapters", "LoadedAdapters", "name_adapter"]
+__all__ = ["Adapter", "KnownAdapters", "LoadedAdapters", "name_adapter", "name_blocks"]
 
 logger = logging.getLogger(__name__)
 
@@ -170,4 +170,28 @@ def _digest_files(path: str, kind: bytes) -> bytes | None:
                     digest.update(chunk)
     except OSError:
         return None
+    return digest.digest()
+
+
+_TAG = b"kvstore.vllm.v1\0"
+
+
+def name_blocks(block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: bytes = b"") -> list[bytes]:
+    """Return a name of 32 bytes for each block.
+
+    Args:
+        block_hashes: vLLM's own, of 32 bytes.
+        adapter: digest of the request's LoRA adapter; empty: it has none.
+        epoch: random bytes that separate this instance's blocks after its weights were changed in place; empty: they
+            were not changed.
+    """
+    if not adapter and not epoch:
+        return list(block_hashes)
+    root = hashlib.sha256(_TAG + len(adapter).to_bytes(1, "little") + adapter + epoch)
+    return [_extend_hash(root, block_hash) for block_hash in block_hashes]
+
+
+def _extend_hash(root: hashlib._Hash, block_hash: bytes) -> bytes:
+    digest = root.copy()
+    digest.update(block_hash)
     return digest.digest()

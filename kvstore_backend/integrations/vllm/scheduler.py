@@ -35,11 +35,10 @@ from itertools import filterfalse
 from typing import Any, NamedTuple, Protocol
 
 from kvstore_backend.backend import Status, StorageBackend
-from kvstore_backend.integrations.vllm.adapters import KnownAdapters, name_adapter
+from kvstore_backend.integrations.vllm.adapters import KnownAdapters, name_adapter, name_blocks
 from kvstore_backend.integrations.vllm.cached import CachedBlocks
 from kvstore_backend.integrations.vllm.counts import Counts
 from kvstore_backend.integrations.vllm.messages import Plan, Report, Transfer
-from kvstore_backend.integrations.vllm.names import name_blocks
 from kvstore_backend.load_or_compute import Decision, LoadOrCompute
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool

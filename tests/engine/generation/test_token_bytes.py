@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.generation.token_bytes import TokenBytes
+from engine.generation.detokenizer import TokenBytes
 from tests.engine.checkpoints import byte_fallback_tokenizer
 
 TEXT = "the river \u20ac of Zo\u00eb\n\x00\x7f\U0001f600"

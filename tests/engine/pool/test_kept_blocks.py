@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.pool.kept_blocks import KeptBlocks
+from engine.pool.saved_blocks import KeptBlocks
 from engine.scheduling.cache_hints import CacheHint
 from engine.scheduling.request import Request, SamplingParams, Sequence
 from tests.engine.running import Engine

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
-from kvstore_backend.cli.native_flags import list_native_flags, parse_native_flags
+from kvstore_backend.cli.master import list_native_flags, parse_native_flags
 
 NATIVE = {"enable_offload": True, "client_ttl": False, "allocation_strategy": False}
 OWN = ["--port", "--lease"]

@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from kvstore_backend.cli import progress
-from kvstore_backend.cli.progress import show_progress
+from kvstore_backend.cli import report
+from kvstore_backend.cli.report import show_progress
 from kvstore_backend.cli.trial import try_pool
 from kvstore_backend.config import MemorySettings, PoolConfig
 
@@ -19,7 +19,7 @@ class _Terminal(io.StringIO):
 
 def test_a_pipe_gets_a_line_each_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, pipe = 100.0, io.StringIO()
-    monkeypatch.setattr("kvstore_backend.cli.progress.time.monotonic", lambda: clock)
+    monkeypatch.setattr("kvstore_backend.cli.report.time.monotonic", lambda: clock)
     with show_progress("bench", 8, pipe) as tell:
         for done in range(1, 9):
             clock += 2
@@ -51,7 +51,7 @@ def test_a_terminal_gets_a_bar_that_goes_when_all_is_done(monkeypatch: pytest.Mo
 def test_a_trial_tells_its_steps_where_standard_error_was(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(report, "LINE_SECONDS", 0.0)
     store = MemorySettings(size=1 << 20)
     assert [each.level for each in try_pool(PoolConfig(store))] == ["ok"]
     assert capfd.readouterr().err.startswith("trial: ")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.cli.sizing import context_cost, hccl_sizing, kv_bytes_per_token
+from kvstore_backend.cli.ascend import context_cost, hccl_sizing, kv_bytes_per_token
 
 QWEN2 = {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896}
 

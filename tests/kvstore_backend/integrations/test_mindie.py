@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from kvstore_backend.backend import ConfigError, Status
+from kvstore_backend.backend import ConfigError
 from kvstore_backend.cli import doctor, main
 from kvstore_backend.cli.report import ok
 from kvstore_backend.config import MooncakeSettings
 from kvstore_backend.integrations.mindie import find_mistakes, read_server
 from tests.support.ascend import AscendMachine
-from tests.support.memory import Memory
 from tests.support.mooncake import MooncakeMaster
-from tests.support.mooncake import mooncake_master as running_master
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "mindie"
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
@@ -81,24 +79,12 @@ def test_an_empty_backend_turns_pooling_off_and_asks_for_nothing_else(tmp_path: 
         backend["kvPoolConfig"].update(backend="", configPath="")
         models(backend)[0].pop("plugin_params")
 
-    server = read_server(pair(tmp_path, off))
-    assert server.pool is None
-    with pytest.raises(ConfigError, match="there is no pool"):
-        server.open_pool()
+    assert read_server(pair(tmp_path, off)).pool is None
 
 
 def test_another_file_is_no_servers_configuration() -> None:
     with pytest.raises(ConfigError, match="no configuration of a MindIE server"):
         read_server(EXAMPLE / "mooncake.json")
-
-
-def test_the_pool_it_names_opens_by_another_protocol_where_there_are_no_cards(tmp_path: Path) -> None:
-    with running_master(tmp_path / "log") as master:
-        path = pair(tmp_path, lambda _, m: m.update(master_server_address=master.address, global_segment_size="64MB"))
-        pool = read_server(path).open_pool("tcp")
-        source = Memory(b"a block")
-        assert pool.put(["key"], [source.value]) == [Status.OK]
-        pool.close()
 
 
 @pytest.mark.parametrize("as_text", [False, True])

@@ -5,9 +5,8 @@ import threading
 import pytest
 
 from kvstore_backend.stores.memory import MemoryStore
-from kvstore_backend.wrappers import late_calls
-from kvstore_backend.wrappers.late_calls import call_after_late_calls
-from kvstore_backend.wrappers.wrapper import Wrapper
+from kvstore_backend.wrappers import wrapper
+from kvstore_backend.wrappers.wrapper import Wrapper, call_after_late_calls
 
 
 class Late(Wrapper):
@@ -37,7 +36,7 @@ def test_memory_is_taken_back_when_the_late_call_has_ended_and_not_before(taken_
 def test_a_call_that_stays_late_is_told_of_again_and_again(
     taken_back: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(late_calls, "_WARN_AFTER_SECONDS", 0.01)
+    monkeypatch.setattr(wrapper, "_WARN_AFTER_SECONDS", 0.01)
     stack = Late()
     call_after_late_calls(stack, taken_back.set)
     assert not taken_back.wait(0.2)
@@ -53,7 +52,7 @@ def test_memory_for_which_no_thread_can_wait_is_never_used_again(
         raise RuntimeError("can't start new thread")
 
     kept: list[object] = []
-    monkeypatch.setattr(late_calls, "_KEPT_FOR_GOOD", kept)
+    monkeypatch.setattr(wrapper, "_KEPT_FOR_GOOD", kept)
     monkeypatch.setattr(threading.Thread, "start", fail)
     call_after_late_calls(Late(), taken_back.set)
     assert kept == [taken_back.set]

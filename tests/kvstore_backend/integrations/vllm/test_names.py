@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore_backend.integrations.vllm.names import name_blocks
+from kvstore_backend.integrations.vllm.adapters import name_blocks
 
 
 def test_names_of_adapter_and_reset_differ_from_the_plain_ones() -> None:
