@@ -23,7 +23,7 @@ from engine.model.attention import paged
 from engine.model.attention.block_index import width_of
 from engine.model.attention.retrieval import Retrieval, SparseState, reads_host_memory
 from engine.model.device_copies import wait_for_device
-from engine.model.memory_budget import LEAVE_ROOM, LEAVE_ROOM_BESIDE, told_if_too_large
+from engine.model.out_of_memory import LEAVE_ROOM, LEAVE_ROOM_BESIDE, told_if_too_large
 from engine.model.packed_linear import pack_linears
 from engine.model.sampler import Choice, SeenTokens, sample
 from engine.model.weights import name_weights, read_version

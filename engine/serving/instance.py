@@ -31,7 +31,7 @@ from engine.disaggregation import (
     list_protocols,
 )
 from engine.generation import BROKEN, Generations
-from engine.model.memory_budget import LEAVE_ROOM_BESIDE, choose_num_blocks, told_if_too_large
+from engine.model.memory_budget import choose_num_blocks
 from engine.model.model_runner import (
     ModelRunner,
     check_length,
@@ -40,6 +40,7 @@ from engine.model.model_runner import (
     load_model_config,
     load_tokenizer,
 )
+from engine.model.out_of_memory import LEAVE_ROOM_BESIDE, told_if_too_large
 from engine.pool.background import in_background
 from engine.pool.kv_codec import quantised_namespace
 from engine.pool.staging import open_direct, stage_handovers

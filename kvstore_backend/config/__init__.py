@@ -16,10 +16,8 @@ from kvstore_backend.config.environment import (
     binds_address,
     engine_variables,
     fastdeploy_plugins,
-    has_active_port,
     is_named_port_bound,
     library_folders,
-    list_rdma_devices,
     named_model,
     named_protocol,
     named_rdma_devices,
@@ -49,7 +47,9 @@ from kvstore_backend.config.sources import (
     read_config,
 )
 from kvstore_backend.config.values import (
+    has_active_port,
     hide_password,
+    list_rdma_devices,
     parse_master_address,
     parse_size,
     parse_switch,

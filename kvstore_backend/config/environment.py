@@ -9,15 +9,12 @@ from pathlib import Path
 from kvstore_backend.config.settings import MooncakeSettings, PoolConfig
 
 __all__ = [
-    "DEVICES_FOLDER",
     "ascend_buffer_pool",
     "binds_address",
     "engine_variables",
     "fastdeploy_plugins",
-    "has_active_port",
     "is_named_port_bound",
     "library_folders",
-    "list_rdma_devices",
     "named_model",
     "named_protocol",
     "named_rdma_devices",
@@ -156,17 +153,3 @@ def set_snapshot_folder(folder: str) -> dict[str, str]:
     }
     os.environ.update(variables)
     return variables
-
-
-DEVICES_FOLDER = Path("/sys/class/infiniband")
-"""Folder with one entry per device, such as ``mlx5_0``; missing if the kernel has no RDMA."""
-
-
-def list_rdma_devices() -> list[str]:
-    """Return the names of all devices, sorted; empty: this machine has none."""
-    return sorted(device.name for device in DEVICES_FOLDER.iterdir()) if DEVICES_FOLDER.is_dir() else []
-
-
-def has_active_port(device: str) -> bool:
-    """Return whether at least one port of ``device`` has a working cable and driver."""
-    return any("ACTIVE" in state.read_text() for state in (DEVICES_FOLDER / device).glob("ports/*/state"))

@@ -15,15 +15,16 @@ from fractions import Fraction
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvstore_backend.config.environment import list_rdma_devices
-
 __all__ = [
+    "DEVICES_FOLDER",
     "SHARED_MEMORY",
     "MissingDeviceError",
     "default_folder",
     "default_metadata_server",
     "default_protocol",
+    "has_active_port",
     "hide_password",
+    "list_rdma_devices",
     "parse_device_names",
     "parse_folder",
     "parse_kv_form",
@@ -242,3 +243,17 @@ def default_metadata_server() -> str:
     """Return ``P2PHANDSHAKE``, and log it, because all clients of a pool must agree on it."""
     logger.info("metadata_server is not given: using P2PHANDSHAKE, as every other client of the pool must")
     return "P2PHANDSHAKE"
+
+
+DEVICES_FOLDER = Path("/sys/class/infiniband")
+"""Folder with one entry per device, such as ``mlx5_0``; missing if the kernel has no RDMA."""
+
+
+def list_rdma_devices() -> list[str]:
+    """Return the names of all devices, sorted; empty: this machine has none."""
+    return sorted(device.name for device in DEVICES_FOLDER.iterdir()) if DEVICES_FOLDER.is_dir() else []
+
+
+def has_active_port(device: str) -> bool:
+    """Return whether at least one port of ``device`` has a working cable and driver."""
+    return any("ACTIVE" in state.read_text() for state in (DEVICES_FOLDER / device).glob("ports/*/state"))

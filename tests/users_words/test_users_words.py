@@ -19,7 +19,7 @@ import pytest
 
 from engine.args import parse_args
 from kvstore_backend import ConfigError
-from kvstore_backend.config import PoolConfig, load_config, rdma, read_config
+from kvstore_backend.config import PoolConfig, load_config, read_config, values
 from router.settings import load_settings
 from tests.examples.script import EXAMPLES, ROOT
 from tests.support import plain_http
@@ -110,7 +110,7 @@ def test_a_hubs_name_that_is_not_here_says_where_it_was_looked_for(
 def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands in for the machine's RDMA devices; none at first."""
     folder = tmp_path / "infiniband"
-    monkeypatch.setattr(rdma, "DEVICES_FOLDER", folder)
+    monkeypatch.setattr(values, "DEVICES_FOLDER", folder)
     return folder
 
 

@@ -277,8 +277,8 @@ def hints_of(completions: Completions, **fields: Any) -> list[tuple[int, float]]
     """The hints of a chat's request: tokens and seconds."""
 
     async def begin() -> list[tuple[int, float]]:
-        choices = await completions.begin_chat_choices(ChatBody(max_tokens=1, **fields))
-        return [(hint.num_tokens, hint.seconds) for hint in choices.request.hints]
+        response = await completions.begin_chat(ChatBody(max_tokens=1, **fields))
+        return [(hint.num_tokens, hint.seconds) for hint in response.request.hints]
 
     return asyncio.run(begin())
 

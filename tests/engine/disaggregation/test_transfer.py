@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from engine.disaggregation import Transfer, choose_protocol, list_protocols
-from kvstore_backend.config import environment
+from kvstore_backend.config import values
 
 
 @pytest.fixture
 def rdma_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Stands in for /sys/class/infiniband, so that these tests say the same on every machine; empty at first."""
-    monkeypatch.setattr(environment, "DEVICES_FOLDER", tmp_path)
+    monkeypatch.setattr(values, "DEVICES_FOLDER", tmp_path)
     return tmp_path
 
 

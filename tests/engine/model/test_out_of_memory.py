@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.memory_budget import is_out_of_memory, told_if_too_large
+from engine.model.out_of_memory import is_out_of_memory, told_if_too_large
 from kvstore_backend import ConfigError
 
 OUT_OF_MEMORY = [

@@ -18,7 +18,7 @@ from engine.model.model_runner import ModelRunner
 from engine.serving import instance as instance_module
 from engine.serving.instance import Instance
 from engine.serving.surroundings import find_surroundings
-from kvstore_backend.config import environment
+from kvstore_backend.config import values
 
 
 def instance_of(model: Path, *flags: str) -> Instance:
@@ -93,7 +93,7 @@ def test_the_rdma_devices_that_the_environment_names_are_those_of_hand_overs(
             raise TransferUnavailable("none here")
 
     monkeypatch.setattr(instance_module, "Transfer", Refusing)
-    monkeypatch.setattr(environment, "DEVICES_FOLDER", tmp_path)
+    monkeypatch.setattr(values, "DEVICES_FOLDER", tmp_path)
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setenv("MOONCAKE_RDMA_DEVICES", " mlx5_0,mlx5_1 ")
     instance_of(word_model, "--splitwise-role", role, "--cache-transfer-protocol", "rdma")
@@ -116,7 +116,7 @@ def test_beside_a_gpu_memory_is_lent_to_hand_overs_by_decode_alone(
 def test_the_router_is_told_the_protocol_that_hand_overs_have_not_the_one_that_was_wanted(
     word_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(environment, "DEVICES_FOLDER", tmp_path)
+    monkeypatch.setattr(values, "DEVICES_FOLDER", tmp_path)
     instance = instance_of(word_model, "--splitwise-role", "prefill", "--cache-transfer-protocol", "rdma")
     monkeypatch.setattr(type(instance.receiver), "port", 7000)  # it does not listen here
     assert instance.registration_payload()["transfer_protocol"] == ["tcp"]

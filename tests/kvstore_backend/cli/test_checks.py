@@ -10,7 +10,7 @@ import pytest
 
 from kvstore_backend.cli import checks
 from kvstore_backend.cli.report import Finding
-from kvstore_backend.config import MooncakeSettings, rdma
+from kvstore_backend.config import MooncakeSettings
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     state = tmp_path / "mlx5_0" / "ports" / "1" / "state"
     state.parent.mkdir(parents=True)
     state.write_text("4: ACTIVE\n")
-    monkeypatch.setattr(rdma, "DEVICES_FOLDER", tmp_path)
+    monkeypatch.setattr(values, "DEVICES_FOLDER", tmp_path)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return state
 
