@@ -10,7 +10,7 @@ import pytest
 
 from kvstore_backend.cli import checks
 from kvstore_backend.cli.report import Finding
-from kvstore_backend.config import MooncakeSettings
+from kvstore_backend.config import MooncakeSettings, values
 
 
 @pytest.fixture
