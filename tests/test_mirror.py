@@ -71,7 +71,6 @@ TESTED_IN = {
     **{
         f"kvstore_backend/cli/operator/{name}.py": f"tests/kvstore_backend/cli/operator/test_{tested}.py"
         for name, tested in (
-            ("catalogue", "ls"),
             ("pin", "mooncake"),
             ("pool", "clear"),
             ("scope", "clear"),
@@ -91,7 +90,6 @@ TESTED_IN = {
     "kvstore_backend/cli/master.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/report.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/stats.py": "tests/kvstore_backend/cli/test_commands.py",
-    "kvstore_backend/cli/trial.py": "tests/kvstore_backend/cli/test_doctor.py",
     "kvstore_backend/cli/operator/asking.py": "tests/kvstore_backend/cli/operator/test_why_miss.py",
     # Staging from one end to the other; what it is for, with delays at random; an engine's codec.
     "kvstore_backend/staging/device.py": "tests/kvstore_backend/staging/test_order.py",

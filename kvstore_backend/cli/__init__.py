@@ -5,7 +5,6 @@ commands.py  the list of commands, and the exit status of their errors
 doctor.py    kvstore doctor: a diagnosis of a configuration, in the order in which to repair it
 ascend.py    the checks of a machine with Ascend cards
 checks.py    the checks that doctor makes without moving a block, one function a concern
-trial.py     the trial of a pool with one block
 bench.py     kvstore bench: throughput and latency of the bare store and of the full stack
 stats.py     kvstore stats: metrics of a pool and of its instances
 master.py    kvstore master: starts a Mooncake master

@@ -5,19 +5,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
+import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import httpx
+import numpy as np
 
 from kvcommon.formats import format_bytes
-from kvstore_backend.backend import ConfigError, PoolUnavailable
+from kvstore_backend.backend import ConfigError, PoolUnavailable, Span, Status, StorageBackend
 from kvstore_backend.cli import ascend, checks
 from kvstore_backend.cli.ascend import context_cost, hccl_sizing, kv_bytes_per_token
-from kvstore_backend.cli.report import Finding, fail, ok, print_findings, print_json, warn
-from kvstore_backend.cli.trial import native_log_to, try_pool
+from kvstore_backend.cli.report import Finding, fail, ok, print_findings, print_json, show_progress, warn
 from kvstore_backend.config import (
     FileSettings,
     MemorySettings,
@@ -28,12 +33,13 @@ from kvstore_backend.config import (
     read_config,
 )
 from kvstore_backend.integrations.mindie import find_mistakes, is_server_config, read_server
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import open_store
 from kvstore_backend.pool_timing import Comparison, InstanceUnavailable, time_computing, time_loading
 from kvstore_backend.stores.file.ledger import find_size
 from kvstore_backend.stores.mooncake_admin import find_admin
 
-__all__ = ["add_arguments", "diagnose", "run"]
-
+__all__ = ["TRIAL_NAMESPACE", "add_arguments", "diagnose", "native_log_to", "run", "try_pool"]
 
 # Tokens; the smallest unit that engines share is a block.
 _SMALLEST_BLOCK = 16
@@ -280,3 +286,99 @@ def _describe_config(config: PoolConfig) -> str:
         case MemorySettings() as store:
             text = f"memory: {format_bytes(store.size)}"
     return f"{text}{', asynchronous writes' if config.async_write else ''}{', a fast tier' if config.fast else ''}"
+
+
+TRIAL_NAMESPACE = Namespace("kvstore-doctor", "uint8", 1, 1, 1, 1, "bytes")
+_BLOCK_BYTES = 64 << 10
+_DEADLINE_SECONDS = 60.0
+_STEPS = ("joining the pool", "put", "exists", "get", "remove")
+
+
+def try_pool(config: PoolConfig) -> list[Finding]:
+    """Put, find, get and remove a block; a pool that hangs is given up after a minute."""
+    findings: list[Finding] = []
+    steps: list[str] = []
+    # A daemon thread, because a native call that never returns must not prevent the end of the process.
+    thread = threading.Thread(target=lambda: findings.extend(_run_trial(config, steps.append)), daemon=True)
+    with tempfile.TemporaryFile() as native_log:
+        with native_log_to(native_log) as outside, show_progress("trial", len(_STEPS), outside) as tell:
+            thread.start()
+            give_up_at = time.monotonic() + _DEADLINE_SECONDS
+            while True:
+                thread.join(0.1)
+                if steps:
+                    tell(len(steps) - 1, steps[-1])
+                if not thread.is_alive() or time.monotonic() >= give_up_at:
+                    break
+        native_log.seek(0)
+        complaints = native_log.read().decode(errors="replace")
+    if thread.is_alive():
+        findings.append(
+            fail("trial", f"the pool hangs: no answer within {_DEADLINE_SECONDS:.0f} s", "restart its master")
+        )
+    if any(finding.level == "fail" for finding in findings):
+        sys.stderr.write(complaints)
+    return findings
+
+
+@contextlib.contextmanager
+def native_log_to(file: IO[bytes]) -> Iterator[IO[str]]:
+    """Redirect standard error to ``file``, because Mooncake writes to it even without an error; yield the original."""
+    sys.stderr.flush()
+    outside = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    with open(outside, "w") as before:
+        try:
+            yield before
+        finally:
+            os.dup2(outside, 2)
+
+
+def _run_trial(config: PoolConfig, on_step: Callable[[str], None]) -> Iterator[Finding]:
+    on_step(_STEPS[0])
+    try:
+        store = open_store(config)
+    except PoolUnavailable as exc:
+        yield fail("trial", str(exc))
+        return
+    try:
+        yield _round_trip(store, on_step)
+    finally:
+        store.close()
+
+
+def _round_trip(store: StorageBackend, on_step: Callable[[str], None]) -> Finding:
+    source = np.frombuffer(os.urandom(_BLOCK_BYTES), dtype=np.uint8).copy()
+    target = np.zeros_like(source)
+    key = TRIAL_NAMESPACE.key(os.urandom(32))
+    for memory in (source, target):
+        store.register(memory.ctypes.data, memory.nbytes)
+    try:
+        on_step("put")
+        if not store.put([key], [[Span(source.ctypes.data, source.nbytes)]])[0]:
+            return fail(
+                "trial",
+                f"a block of {_BLOCK_BYTES >> 10} KiB could not be put",
+                "the pool is full of blocks in use, no client gives it memory, or a client that died is still listed; "
+                "kvstore stats shows which",
+            )
+        on_step("exists")
+        found = store.exists([key])[0]
+        on_step("get")
+        read = store.get([key], [[Span(target.ctypes.data, target.nbytes)]])[0]
+        on_step("remove")
+        removed = store.remove([key], force=True)[0]
+    finally:
+        for memory in (source, target):
+            store.unregister(memory.ctypes.data, memory.nbytes)
+    if not found or not read:
+        return fail(
+            "trial",
+            f"a block was put, but exists said {found.value} and get {read.value}",
+            "the client that holds it cannot be reached: check local_hostname, and firewalls between the machines",
+        )
+    if not np.array_equal(source, target):
+        return fail("trial", "a block came back with other bytes", "do not use this pool; report it with its versions")
+    if removed is Status.FAILED:
+        return fail("trial", "put, exists and get work, but the block could not be removed", "look at the master's log")
+    return ok("trial", f"put, exists, get and remove of {_BLOCK_BYTES >> 10} KiB work, bytes equal")

@@ -6,6 +6,5 @@ why_miss.py   kvstore why-miss: why two configurations do not share blocks, or w
 pin.py        kvstore pin, unpin: protects blocks from eviction for a time
 asking.py     HTTP requests to instances and routers
 pool.py       which pool: arguments, and its opened holdings
-scope.py      which blocks of the pool: namespaces, or those of a prefix
-catalogue.py  the contents of a pool, namespace by namespace
+scope.py      which blocks of the pool: namespaces, or those of a prefix; and what a pool holds
 """

@@ -18,9 +18,8 @@ from kvstore_backend.cli.operator.asking import (
     list_instances,
     read_cache,
 )
-from kvstore_backend.cli.operator.catalogue import read_catalogue
 from kvstore_backend.cli.operator.pool import add_pool_arguments, open_holdings
-from kvstore_backend.cli.operator.scope import Scope, add_scope_arguments, find_scope, names_prefix
+from kvstore_backend.cli.operator.scope import Scope, add_scope_arguments, find_scope, names_prefix, read_catalogue
 from kvstore_backend.cli.report import print_json
 from kvstore_backend.namespace import BLOCK_PREFIX, key_prefix
 from kvstore_backend.stores.holdings import Holdings

@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcommon.formats import format_bytes
-from kvstore_backend.cli.operator.catalogue import NamespaceEntry, read_catalogue
 from kvstore_backend.cli.operator.pool import add_pool_arguments, open_holdings
-from kvstore_backend.cli.operator.scope import Scope, add_scope_arguments, find_scope, names_prefix
+from kvstore_backend.cli.operator.scope import (
+    NamespaceEntry,
+    Scope,
+    add_scope_arguments,
+    find_scope,
+    names_prefix,
+    read_catalogue,
+)
 from kvstore_backend.cli.report import print_json, print_table
 from kvstore_backend.stores.holdings import Holdings
 

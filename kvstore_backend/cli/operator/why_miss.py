@@ -11,9 +11,8 @@ from typing import Any
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.cli.operator.asking import detokenize, is_address, read_instance, tokenize
-from kvstore_backend.cli.operator.catalogue import Catalogue, read_catalogue
 from kvstore_backend.cli.operator.pool import add_pool_arguments, open_holdings
-from kvstore_backend.cli.operator.scope import open_tokenizer
+from kvstore_backend.cli.operator.scope import Catalogue, open_tokenizer, read_catalogue
 from kvstore_backend.cli.report import print_json
 from kvstore_backend.manifest import Manifest
 from kvstore_backend.why_miss import Verdict, compare_prompts, compare_setups

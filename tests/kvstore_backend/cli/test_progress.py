@@ -7,8 +7,8 @@ import io
 import pytest
 
 from kvstore_backend.cli import report
+from kvstore_backend.cli.doctor import try_pool
 from kvstore_backend.cli.report import show_progress
-from kvstore_backend.cli.trial import try_pool
 from kvstore_backend.config import MemorySettings, PoolConfig
 
 
