@@ -19,7 +19,7 @@ async def no_lifespan(_: object) -> AsyncIterator[None]:
 
 
 def test_an_idle_connection_is_the_clients_to_close() -> None:
-    parts = {"generations": None, "completions": None, "tracer": None}
+    parts = {"generations": None, "completions": None, "core": None, "tracer": None}
     instance: Any = SimpleNamespace(run_lifespan=no_lifespan, **parts)
     server = InstanceServer(instance)
     assert server.config.timeout_keep_alive > GO_SECONDS > HTTPX_SECONDS
