@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from engine.fastdeploy_flags import IN_FLOAT32, add_foreign_flags, expand_abbreviations, read_config_file
 from engine.scheduling.retrieval_config import REPRESENTATIVES, RetrievalConfig
 from kvcommon.hints import did_you_mean, list_flags
+from kvcommon.spans import find_trace_receiver
 from kvstore_backend import ConfigError
 from kvstore_backend.config import parse_size
 
@@ -27,7 +28,6 @@ _TRANSFERS = ("ipc", "rdma", "tcp")
 _LOG_LEVELS = ("debug", "info", "warn", "error")
 
 _TOKEN_VARIABLE = "FD_ROUTER_TOKEN_FILE"
-_TRACE_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _RETRIEVAL_VARIABLES = {
     "init_tokens": "VLLM_RETRIEVAL_INIT_TOKENS_NUM",
     "local_tokens": "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM",
@@ -142,7 +142,7 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     values["log_level"] = values["log_level"] or ("debug" if _read_debug(environ) else "info")
     values["router_token_file"] = _find_token_file(values, environ)
     values["retrieval"] = _read_retrieval(values, environ)
-    values["trace_receiver"] = _find_trace_receiver(environ)
+    values["trace_receiver"] = find_trace_receiver(environ)
     args = EngineArgs(**{field.name: values[field.name] for field in fields(EngineArgs)})
     _check_combinations(args)
     return args
@@ -351,14 +351,6 @@ def _find_token_file(values: Mapping[str, Any], environ: Mapping[str, str]) -> P
         return None
     named = environ.get(_TOKEN_VARIABLE)
     return values["router_token_file"] or (Path(named) if named else None)
-
-
-def _find_trace_receiver(environ: Mapping[str, str]) -> str:
-    """Return the receiver of spans from OpenTelemetry's variables. The SDK reads its other variables itself."""
-    is_off = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-    if is_off or environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none":
-        return ""
-    return next((environ[name].strip() for name in _TRACE_VARIABLES if environ.get(name, "").strip()), "")
 
 
 def _read_debug(environ: Mapping[str, str]) -> bool:

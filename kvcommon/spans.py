@@ -15,11 +15,19 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import SamplingResult
     from opentelemetry.trace import SpanContext
 
-__all__ = ["CONTEXT_HEADERS", "LoggingExporter", "SpanSender", "measure_epoch", "open_sender"]
+__all__ = [
+    "CONTEXT_HEADERS",
+    "LoggingExporter",
+    "SpanSender",
+    "find_trace_receiver",
+    "measure_epoch",
+    "open_sender",
+]
 
 CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 """The headers with a client's span."""
 
+_RECEIVERS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _Sender = TypeVar("_Sender")
 
 # Time that the receiver has to take the last spans when the process stops.
@@ -173,6 +181,17 @@ class SpanSender:
             instrumentation_scope=self._scope,
         )
         self._processor.on_end(span)
+
+
+def find_trace_receiver(environ: Mapping[str, str]) -> str:
+    """Return the receiver of spans, as the operator wrote it in OpenTelemetry's variables; "" if spans are disabled.
+
+    The SDK itself reads the other variables: names, samplers, headers, certificates, limits.
+    """
+    is_off = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if is_off or environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none":
+        return ""
+    return next((environ[name].strip() for name in _RECEIVERS if environ.get(name, "").strip()), "")
 
 
 def open_sender(make: Callable[[str], _Sender], receiver: str, log: logging.Logger) -> _Sender | None:

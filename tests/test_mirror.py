@@ -18,7 +18,6 @@ TESTED_IN = {
     "kvcommon/formats.py": "tests/router/console/dashboard/test_words.py",
     "kvcommon/mooncake.py": "tests/router/console/dashboard/test_figures.py",
     "kvcommon/request_ids.py": "tests/engine/serving/test_http_server.py",
-    "kvcommon/spans.py": "tests/engine/telemetry/test_tracing.py",
     "kvcommon/versions.py": "tests/kvstore_backend/cli/test_commands.py",
     "router/fleet/events.py": "tests/router/fleet/test_registry.py",
     "router/serving/services.py": "tests/router/serving/test_attempt.py",

@@ -6,7 +6,6 @@ flags.py             FlagParser: a command line
 yaml_file.py         read_yaml: an operator's YAML file
 secret_file.py       read_token, read_keys: files with the admin token and with API keys; a key's limit and priority
 tls_files.py         load_certificate, read_authorities: files with certificates and keys
-tracing.py           find_trace_receiver: the receiver of spans according to OpenTelemetry's variables
 served_certificate.py  ServedCertificate: the certificate of the port, loaded again when its files change
 """
 
@@ -14,9 +13,8 @@ from router.settings.flags import FlagParser, parse_port
 from router.settings.router_settings import ROUTER_GONE_SECONDS, RouterSettings, SettingsError
 from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token, stamp_file
 from router.settings.served_certificate import ServedCertificate
-from router.settings.sources import load_settings, make_parser
+from router.settings.sources import find_trace_receiver, load_settings, make_parser
 from router.settings.tls_files import CERTIFICATE_REMEDY, is_certificate_refused, load_certificate, read_authorities
-from router.settings.tracing import find_trace_receiver
 from router.settings.yaml_file import YamlFileError, read_yaml
 
 __all__ = [

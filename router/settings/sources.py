@@ -14,12 +14,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcommon import spans
 from kvcommon.hints import find_nearest, list_unknown, suggest_name
 from router.settings.flags import FlagParser
 from router.settings.router_settings import SETTINGS, RouterSettings, SettingsError
 from router.settings.yaml_file import YamlFileError, read_yaml
 
-__all__ = ["load_settings", "make_parser"]
+__all__ = ["find_trace_receiver", "load_settings", "make_parser"]
 
 _ENV_PREFIX = "KVROUTER__"
 
@@ -305,3 +306,8 @@ def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any
         kind
     ]
     raise SettingsError(f"{where} is {value!r}; it must be {expected}")
+
+
+def find_trace_receiver() -> str:
+    """Return the receiver of spans according to OpenTelemetry's variables; "" if spans are disabled."""
+    return spans.find_trace_receiver(os.environ)

@@ -1,10 +1,10 @@
-"""OpenTelemetry's standard variables, as far as the router reads them itself."""
+"""OpenTelemetry's standard variables, as far as the programs read them themselves."""
 
 from __future__ import annotations
 
 import pytest
 
-from router.settings import find_trace_receiver
+from kvcommon.spans import find_trace_receiver
 
 ALL = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
