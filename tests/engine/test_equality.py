@@ -145,7 +145,7 @@ def test_answers_with_everything_on_are_those_of_transformers(checkpoint: Path, 
 async def test_answers_of_a_pair_that_hands_over_directly_are_those_of_transformers(
     checkpoint: Path, reference: Reference, word_tokenizer: Any
 ) -> None:
-    sizes = {"num_blocks": ROOMY, "prefill_blocks": ROOMY, "max_num_seqs": 16}
+    sizes: dict[str, Any] = {"num_blocks": ROOMY, "prefill_blocks": ROOMY, "max_num_seqs": 16}
     async with pair_of(checkpoint, word_tokenizer, store=MemoryStore(64 << 20), **sizes, **SETTINGS) as pair:
         prefill, decode = pair.prefill.engine, pair.decode.engine
         answers = await asked_of_pair_at_once(pair, PROMPTS)
