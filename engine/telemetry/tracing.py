@@ -182,7 +182,8 @@ class Tracer(SpanSender):
         """Create a new span's context in the trace of a request."""
         state = arrival.parent.trace_state if arrival.parent is not None else None
         flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
-        return self._api.SpanContext(arrival.trace_id, random.getrandbits(64) or 1, False, flags, state)
+        context: SpanContext = self._api.SpanContext(arrival.trace_id, random.getrandbits(64) or 1, False, flags, state)
+        return context
 
     def add_span(
         self, phase: Phase, epoch: float, context: SpanContext, parent: SpanContext | None, *, is_server: bool

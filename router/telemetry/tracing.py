@@ -148,7 +148,8 @@ class Tracer(SpanSender):
 
     def _derive_context(self, trace: RequestTrace, span_id: int) -> SpanContext:
         own = trace.context
-        return self._api.SpanContext(own.trace_id, span_id, False, own.trace_flags, own.trace_state)
+        derived: SpanContext = self._api.SpanContext(own.trace_id, span_id, False, own.trace_flags, own.trace_state)
+        return derived
 
     def _add(
         self,
