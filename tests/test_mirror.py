@@ -19,7 +19,6 @@ TESTED_IN = {
     "kvcommon/mooncake.py": "tests/router/console/dashboard/test_figures.py",
     "kvcommon/request_ids.py": "tests/engine/serving/test_http_server.py",
     "kvcommon/versions.py": "tests/kvstore_backend/cli/test_commands.py",
-    "router/fleet/events.py": "tests/router/fleet/test_registry.py",
     "router/serving/services.py": "tests/router/serving/test_attempt.py",
     "router/telemetry/records.py": "tests/router/telemetry/test_audit.py",
     # A pooled connection, an exchange on it and its errors are one thing to their users.

@@ -1,7 +1,6 @@
 """The instances: which ones have registered, which are healthy, which may be paired.
 
 registration.py   Registration: the fields that an instance sends about itself, parsed
-events.py         Signal: events of instances, and their subscribers
 instance.py       Instance: one registered instance, its health and its load
 kept_responses.py KeptResponses: which instance stores which answer of /v1/responses
 breaker.py        Breaker: excludes an instance from selection after failed live requests

@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec
 
 from router.fleet.breaker import Breaker
-from router.fleet.events import Signal
 from router.fleet.registration import Registration, Role
 
 if TYPE_CHECKING:
@@ -51,6 +51,24 @@ SLOW_START_SECONDS = 10.0
 _HEALTH, _MODELS, _DRAIN, _PAUSE, _WEIGHT = "health", "models", "drain", "pause", "weight"
 # An instance may list any number of adapters.
 MAX_MODELS_LOGGED = 10
+
+_P = ParamSpec("_P")
+
+
+class Signal(Generic[_P]):
+    """One kind of event. Its callbacks are called in the order in which they subscribed."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[_P, None]] = []
+
+    def subscribe(self, callback: Callable[_P, None]) -> None:
+        """Call ``callback`` at each event from now on."""
+        self._callbacks.append(callback)
+
+    def emit(self, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """Call all subscribers."""
+        for callback in self._callbacks:
+            callback(*args, **kwargs)
 
 
 class FleetEvents:
