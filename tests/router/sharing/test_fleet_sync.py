@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from router.fleet import Instance, Snapshot
-from router.sharing import Link, fleet_sync
+from router.fleet import Instance, Role, Snapshot
+from router.policies.cache_aware import CacheAware
+from router.sharing import Link, PrefixSync, fleet_sync
 from router.sharing.records import STALE_SECONDS
 from tests.router.conftest import RouterUnderTest
+from tests.router.sharing.links import until
 from tests.router.stand_in import Received, Responder, StandIn
 from tests.support.waiting import wait_until
 
@@ -452,6 +455,21 @@ def test_the_log_has_each_change_once_though_each_process_sees_it(
     ]
     counts = {change: sum(f"{instance.key} {change}" in line for line in caplog.messages) for change in told}
     assert counts == dict.fromkeys(told, 1) | {"is unhealthy": 2}
+
+
+def test_many_placed_prompts_are_sent_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> list[int]:
+        link, policy = Link(), CacheAware()
+        sizes: list[int] = []
+        link.is_alone = False
+        monkeypatch.setattr(link, "publish_event", lambda topic, placed: sizes.append(len(placed)))
+        PrefixSync(link, {Role.MIXED: policy})
+        for start in range(0, 100 * 64, 64):
+            policy._add_chain(range(start, start + 64), "10.0.0.1:1")
+        await until(lambda: sum(sizes) == 100)
+        return sizes
+
+    assert asyncio.run(run()) == [32, 32, 32, 4]
 
 
 async def leave(worker: RouterUnderTest) -> None:
