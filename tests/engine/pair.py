@@ -78,7 +78,7 @@ class Side:
         memory = self.transfer.staged if staged else self.transfer.direct
         assert memory, "the host cannot read a device's memory"
         self.memory = BlockMemory(engine.core, engine.runner, self.transfer, memory)
-        self.receiver = HandoverReceiver(self.memory, 30.0, expiry_seconds)
+        self.receiver = HandoverReceiver(self.memory, max(30.0, expiry_seconds), expiry_seconds)
         self.generations = Generations(engine.core, tokenizer, role, engine.block_size, self.receiver, self.memory)
         self._before = {way: self._handed_over(way) for way in ("direct", "pool", "computed")}
         self._bytes_before = engine.metric("kvstore_handed_over_bytes_total")

@@ -49,13 +49,15 @@ assert len(PROMPTS) >= 50
 QUESTION = random_tokens(9, "a second question")
 ROOMY = 1200
 """Blocks for all prompts and answers: none is evicted, and no save is given up because too many blocks wait for it."""
+PATIENCE_SECONDS = 250.0
 SETTINGS: dict[str, Any] = {"block_size": BLOCK, "budget": CHUNK, "save_outputs": True}
 
 
 @pytest.fixture(autouse=True)
-def loads_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that the pool has is loaded, also where a busy machine makes computing quicker."""
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, too, everything in the pool is loaded, and prefill and decode wait for each other."""
     monkeypatch.setattr(LoadOrCompute, "decide", lambda *_: "load")
+    monkeypatch.setattr("engine.disaggregation.prefill.SILENCE_SECONDS", PATIENCE_SECONDS)
 
 
 class Reference:
@@ -141,11 +143,13 @@ def test_answers_with_everything_on_are_those_of_transformers(checkpoint: Path, 
     assert sum(same) > 0.95 * len(same)
 
 
+@pytest.mark.parametrize("checkpoint", ["qwen2-grouped-untied", "llama-multiquery-untied"], indirect=True)
 @in_event_loop
 async def test_answers_of_a_pair_that_hands_over_directly_are_those_of_transformers(
     checkpoint: Path, reference: Reference, word_tokenizer: Any
 ) -> None:
     sizes: dict[str, Any] = {"num_blocks": ROOMY, "prefill_blocks": ROOMY, "max_num_seqs": 16}
+    sizes["expiry_seconds"] = PATIENCE_SECONDS
     async with pair_of(checkpoint, word_tokenizer, store=MemoryStore(64 << 20), **sizes, **SETTINGS) as pair:
         prefill, decode = pair.prefill.engine, pair.decode.engine
         answers = await asked_of_pair_at_once(pair, PROMPTS)

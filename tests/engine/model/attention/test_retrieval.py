@@ -28,7 +28,7 @@ from tests.support.waiting import wait_until
 BLOCK = 16
 LAYERS = 2
 PROMPTS = [random.Random(i).choices(range(300), k=length) for i, length in enumerate((200, 37, 300, 128))]
-MAX_TOKENS = 40
+MAX_TOKENS = 24
 
 
 def config(**changes: Any) -> RetrievalConfig:
@@ -203,7 +203,7 @@ def test_without_host_memory_blocks_stay_where_they_are_and_answers_are_the_same
 
 
 def test_a_preempted_sequence_finds_its_way_back(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
-    with Engine(tiny_checkpoint, num_blocks=24, retrieval=config(topk_percent=1.0)) as engine:
+    with Engine(tiny_checkpoint, num_blocks=22, retrieval=config(topk_percent=1.0)) as engine:
         begun = [engine.begin(PROMPTS[i], MAX_TOKENS) for i in (0, 3)]
         assert [answering.wait() for answering in begun] == [dense[0], dense[3]]
         engine.wait_until_idle()
@@ -250,7 +250,7 @@ def check_that_all_is_exact(folder: Path, blocks: dict[int, torch.Tensor], seque
 
 @pytest.mark.parametrize(
     ("offload_boundary", "num_blocks", "prompts"),
-    [(10_000, 100, PROMPTS), (100, 100, PROMPTS), (10_000, 24, [PROMPTS[0], PROMPTS[3]])],
+    [(10_000, 100, PROMPTS), (100, 100, PROMPTS), (10_000, 22, [PROMPTS[0], PROMPTS[3]])],
     ids=["sparse", "offloaded", "preempted"],
 )
 def test_only_exact_kv_is_in_the_pool_with_output_caching(
@@ -269,7 +269,7 @@ def test_only_exact_kv_is_in_the_pool_with_output_caching(
         for answering in begun:
             answering.wait()
             assert answering.saved.wait(60)
-        assert (engine.metric("kvstore_preemptions_total") > 0) == (num_blocks == 24)
+        assert (engine.metric("kvstore_preemptions_total") > 0) == (num_blocks == 22)
         for answering in begun:
             sequence, blocks = answering.sequence, read_pool(store, engine, answering.sequence)
             is_dense = sequence.regime is Regime.DENSE

@@ -30,7 +30,7 @@ from tests.support.waiting import wait_until
 
 StartPairs = Callable[..., PairFleet]
 
-REQUESTS = 32
+REQUESTS = 16
 # They take seconds of waiting, and are tried on one dialect that asks prefill first, and one that asks both at once.
 SLOW = {"hangs, and its probes too", "accepts no connection"}
 ROWS = [
