@@ -436,7 +436,12 @@ class RouterWorld(World):
             instance.crash(silently=kind == "power_loss")
             self.orders.forget(instance.key, process_only=seconds < 15.0)
             self.troubles.add(self.now, self.now + seconds + 10.0, kind)
-            later(seconds, instance.start)
+
+            def restart() -> None:
+                self.orders.forget(instance.key, process_only=True)  # orders that came while it was down
+                instance.start()
+
+            later(seconds, restart)
         elif kind == "pause":
             process = instance.process
             process.pause()

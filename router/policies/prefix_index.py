@@ -114,7 +114,7 @@ class PrefixIndex:
         ages = []
         end = 0
         for _, end, entry in self._find_runs(chunks):
-            age = now - self._time_of(entry)
+            age = max(0.0, now - self._time_of(entry))  # entries' times are rounded
             ages.append((end, age))
             if age <= kept_seconds:
                 # Later runs are longer, and their sets are subsets of the earlier ones.

@@ -85,6 +85,14 @@ def test_a_chain_not_used_for_its_lifetime_is_forgotten_and_a_used_one_kept() ->
     assert index.look_up([3, 4]).pool == 0
 
 
+@given(now=st.floats(0, 1e7))
+def test_chunks_that_were_used_at_this_moment_are_not_younger_than_nothing(now: float) -> None:
+    index = PrefixIndex(clock=lambda: now)
+    index.add_chain([1, 2], "a")
+    [(_, age)] = index.look_up([1, 2]).ages
+    assert 0.0 <= age < 1e-5
+
+
 def test_all_is_stale_after_a_long_pause() -> None:
     now = 0.0
     index = PrefixIndex(lifetime_seconds=100, clock=lambda: now)
