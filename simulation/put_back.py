@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = f"{found.seed} | {found.oracle}" if found.seed is not None else "not found | "
         print(
             f"| {defect.area} | {defect.name} | {defect.commit or 'mutation'} | {defect.world} | {outcome} | "
-            f"{found.seconds:.0f} | {found.cpu_seconds:.0f} | {found.num_seeds} |",
+            f"{found.seconds:.0f} | {found.cpu_seconds:.0f} | {found.num_seeds or '-'} |",
             flush=True,
         )
     print(f"{num_found} of {len(chosen)} found")
