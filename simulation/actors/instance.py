@@ -311,6 +311,10 @@ class Instance:
             is_last = position + count >= len(ids) and finish != "pd_reschedule"
             await reply.chunk(script.tokens(group, is_first=position == 0, is_last=is_last))
             position += len(group)
+        if draws.random() < 0.3:
+            await _sleep_unless(stop, self.token_seconds)
+            if stop.is_set():
+                raise ConnectionError("aborted")
         if finish == "pd_reschedule" and draws.random() < 0.5:
             await reply.chunk(script.error("PD Error: decode preempted the request", 500) + b"data: [DONE]\n\n")
         else:
