@@ -49,14 +49,14 @@ class Defect(NamedTuple):
 DEFECTS = (
     # Retry.
     Defect(
-        "decode-after-end",
+        "same-id-again",
         "retry",
         "router",
-        "4bfc06a",
-        "race: decode is asked although the request ended while prefill answered",
-        "router/serving/attempt.py",
-        "            if not self.answering.is_finished:  # else",
-        "            if True:  # else",
+        "36b3e6e",
+        "race: an attempt has the id of the one before, which its engine may still run",
+        "router/serving/retry_loop.py",
+        '            request_id += f"-retry{self.number}"\n',
+        "            pass\n",
     ),
     Defect(
         "third-death",
@@ -64,7 +64,7 @@ DEFECTS = (
         "router",
         "04bb9e4",
         "race: both instances of a pair die, and only the one that is noticed first counts",
-        "router/serving/attempts.py",
+        "router/serving/retry_loop.py",
         "                await self.current.await_prefill_end()\n"
         "            deaths = max(deaths, self.current.deaths)\n",
         "                pass\n",
@@ -75,8 +75,8 @@ DEFECTS = (
         "router",
         "73c62ec",
         "race: a request that its client aborted is sent to another instance",
-        "router/serving/attempts.py",
-        "        if self.is_aborted:\n            raise RequestEnded(ABORTED) from failure\n",
+        "router/serving/proxy.py",
+        "        self._retry_loop.is_aborted = True\n",
         "",
     ),
     Defect(
@@ -233,8 +233,8 @@ DEFECTS = (
         "1fc854c",
         "race: a request that ends as the supervisor admits it is counted for ever",
         "router/sharing/link.py",
-        "        elif refusal is None:  # it left",
-        "        elif False:  # it left",
+        "self._entering.get(number), refusal) and refusal is None:",
+        "self._entering.get(number), refusal) and False:",
     ),
     Defect(
         "slots-of-dead-worker",
@@ -242,7 +242,7 @@ DEFECTS = (
         "fleet",
         "1fc854c",
         "requests of a worker that died are counted for ever",
-        "router/sharing/gate.py",
+        "router/sharing/admission_server.py",
         "            for _ in range(count):\n                self._admission.leave(client)\n",
         "            pass\n",
     ),
