@@ -1,7 +1,7 @@
 """Base package: helpers that the router, the storage backend and the engine share. It imports nothing of theirs.
 
 addresses.py     HOST:PORT in flags; this machine's address as another host sees it
-formats.py       bytes as people read them
+formats.py       bytes, and lines of a timeline, as people read them
 hints.py         "did you mean": the known name that is nearest to a mistyped one
 mooncake.py      the metrics page and the segments of a Mooncake master
 ports.py         binding a port that a closed connection still holds

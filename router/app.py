@@ -66,9 +66,17 @@ from router.serving import (
     list_unknown_ids,
     read_asked_ids,
 )
-from router.settings import RouterSettings, find_trace_receiver, read_authorities
+from router.settings import RouterSettings, SettingsError, find_trace_receiver, read_authorities
 from router.sharing import FleetSync, Link, LoadSync, PrefixSync
-from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, InstancesNeeded, RouterMetrics, open_tracer
+from router.telemetry import (
+    CONTENT_TYPE,
+    MAX_RECORDS,
+    Audit,
+    FlightRecorder,
+    InstancesNeeded,
+    RouterMetrics,
+    open_tracer,
+)
 
 __all__ = ["RouterApp"]
 
@@ -152,6 +160,7 @@ class RouterApp:
         self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(self._gather_services())
         self.registry.events.failures.subscribe(self.proxy.on_instance_failure)
+        self.recorder = self._make_recorder()
         self._answer_other_processes()
         self.control = _control_plane(self)
 
@@ -228,6 +237,23 @@ class RouterApp:
             return None
         return Snapshot(Path(path), self.registry, self.selector.policies, versions=self.fleet_sync)
 
+    def _make_recorder(self) -> FlightRecorder | None:
+        """
+        Raises:
+            SettingsError: the recorder's folder cannot be written.
+        """
+        if not self.settings.flight_recorder:
+            return None
+        try:
+            recorder = FlightRecorder(self.settings, self.registry, self.link.name, self.proxy.list_progress)
+        except SettingsError as exc:
+            if not self.link.is_replacement:
+                raise
+            _log.error("%s; this process records nothing", exc)  # it replaces one that died: requests wait for it
+            return None
+        self.audit.subscribe_to_batches(recorder.on_batch)
+        return recorder
+
     def find_unreadiness(self) -> str:
         """Return why requests should go to other routers, in one sentence; ``""`` if this router can take them."""
         return "the router is about to end" if self.proxy.is_leaving else self.selector.find_obstacle()
@@ -296,6 +322,8 @@ def _control_plane(router: RouterApp) -> FastAPI:
             work.append(router.discovery.keep_discovering())
         if router.snapshot and router.link.is_first:
             work.append(router.snapshot.keep_writing(router.settings.snapshot_interval_secs))
+        if router.recorder is not None:
+            work.append(router.recorder.keep_recording())
         running = [asyncio.ensure_future(each) for each in work]
         yield
         for task in running:
@@ -305,6 +333,8 @@ def _control_plane(router: RouterApp) -> FastAPI:
         await router.tasks.close(CLOSING_SECONDS)
         router.upstream.close()
         router.audit.close()
+        if router.recorder is not None:
+            router.recorder.close()
         if router.tracer is not None:
             router.tracer.close()
 

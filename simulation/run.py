@@ -57,8 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = find_world(arguments.world)
     if arguments.shrink is not None:
         return _shrink_and_show(kind, arguments.shrink)
+    plan = None
+    if arguments.replay:
+        from simulation.replay import RecordingError, read_plan  # which load the router
+
+        arguments.seed, arguments.trace = arguments.seed or 0, True
+        try:
+            plan = read_plan(arguments.replay)
+        except RecordingError as exc:
+            print(f"scripts/simulate-faults: {exc}", file=sys.stderr)
+            return 1
     if arguments.seed is not None:
-        (outcome,) = run_all([(kind, arguments.seed, None)], 1)
+        (outcome,) = run_all([(kind, arguments.seed, plan)], 1)
         if arguments.trace:
             sys.stdout.write(outcome.trace)
         return _report([outcome], arguments)
@@ -80,11 +90,20 @@ def _read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help="run this seed")
     parser.add_argument("--trace", action="store_true", help="with --seed: print its timeline")
+    parser.add_argument(
+        "--replay",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="run what a router's flight recorder has written, as a world of the router, and print its timeline",
+    )
     parser.add_argument("--shrink", type=int, metavar="SEED", help="find fewer events with the same failure")
     parser.add_argument("--regressions", action="store_true", help="run the seeds of simulation/regressions.txt")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="children at once")
     parser.add_argument("--stop", action="store_true", help="stop at the first seed that fails")
     arguments = parser.parse_args(argv)
+    if arguments.replay and arguments.world != "router":
+        parser.error("--replay runs the world router")
     if not (arguments.seeds or arguments.minutes):
         arguments.seeds = 100
     return arguments

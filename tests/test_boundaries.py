@@ -53,8 +53,9 @@ SPEAKERS = {
 # the figure for autoscalers one, and the end of a router that says so first another. The attempts at a request, and the
 # scan of a large body, once parts of serving/proxy.py, have one each; asking instances why a request was a miss
 # has one, to router/http; the supervisor's clock, which is that of the probes of instances, one. The services of a
-# request and the records of telemetry, once in other files, have four.
-MAX_ARROWS = 103
+# request and the records of telemetry, once in other files, have four. The flight recorder has one, to the settings;
+# the program that shows its files has two, to their reader and to the flags.
+MAX_ARROWS = 106
 MAX_ENTRIES = 14
 
 # Each reads it for a reason of its own: config/ and settings/ are the places for it; args.py sets a variable that

@@ -26,6 +26,7 @@ READERS = {
     "router/console/dashboard/collector.py": (1, "the time that a chart shows"),
     "router/console/dashboard/views/frame.py": (1, "how long ago this program itself has looked"),
     "router/console/dashboard/views/request.py": (1, "how long ago a request was, as text"),
+    "router/telemetry/flight_recorder.py": (3, "when something happened, for a person, and the name of a file"),
     "router/fleet/snapshot.py": (1, "the age of a file of another start of the machine, where no other clock lasts"),
     "router/serving/proxy.py": (1, "when a request came, for logs"),
     "router/serving/timeline.py": (1, "when a request came, for logs"),

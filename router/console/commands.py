@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "dashboard": "router.console.dashboard",
     "drain": "router.console.drain",
+    "replay": "router.console.replay",
     "simulate": "router.console.simulate",
     "top": "router.console.top",
 }

@@ -79,6 +79,8 @@ class FleetEvents:
         """Increases whenever the instances that may be selected or paired change."""
         self.arrivals = Signal[[Instance]]()
         """An instance was added, or replaced by another kind of instance."""
+        self.changes = Signal[[]]()
+        """The generation has increased."""
         self.failures = Signal[[Instance]]()
         """The probes of an instance keep failing; sent at each failed probe."""
         self.logged = Signal[[Instance]]()
@@ -95,6 +97,7 @@ class FleetEvents:
     def bump_generation(self) -> None:
         """Invalidate prepared selections."""
         self.generation += 1
+        self.changes.emit()
 
 
 class Orders(NamedTuple):

@@ -49,7 +49,7 @@ from router.serving.relay import ClientResponse
 from router.serving.retry_loop import ABORTED, RetryLoop
 from router.serving.services import Services
 from router.serving.timeline import RequestTimeline
-from router.telemetry import RequestRecord
+from router.telemetry import RequestRecord, RunningRequest
 
 __all__ = ["Proxy", "ServingRequest"]
 
@@ -104,6 +104,16 @@ class Proxy:
         """Note a request that was answered with ``error`` without being read."""
         record = RequestRecord(method, path, time.time(), request_id=request_id, status=error.status, error=error.code)
         self._services.audit.add_record(record)
+
+    def list_progress(self, since: float) -> list[RunningRequest]:
+        """Return the requests in progress that began, or were sent to an instance, since this time of
+        ``time.perf_counter``.
+        """
+        return [
+            serving.describe_progress()
+            for serving in self._live
+            if serving.started >= since or (serving.attempt is not None and serving.attempt.sent_at >= since)
+        ]
 
     def stop(self) -> None:
         """End every request in progress with a clear error: the router is stopping."""
@@ -272,6 +282,11 @@ class ServingRequest:
             self._wait(self._resume(error.with_traceback(None)))
         else:
             self._end_after(error)
+
+    def describe_progress(self) -> RunningRequest:
+        """Return what is known of it before its end."""
+        retry_loop = self._retry_loop
+        return self._timeline.describe_progress(self._request, self._parsed, retry_loop.current, retry_loop.number)
 
     def end_early(self, error: ApiError | None) -> None:
         """End the request, with ``error`` for its client."""
@@ -560,7 +575,8 @@ class ServingRequest:
         if retry_loop.current is not None:
             retry_loop.current.give_up()
         if retry_loop.number > timeline.num_ended:
-            timeline.end_attempt(retry_loop.current, error.message if error else "the client left")
+            how, trouble = (error.message, error.code) if error else ("the client left", "client_left")
+            timeline.end_attempt(retry_loop.current, how, trouble)
         if error is not None and not self._request.response_started:
             settings = self._services.settings
             error = to_dialect(settings.dialect, error, timeline.request_id, splitwise=settings.splitwise)

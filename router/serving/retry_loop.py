@@ -216,12 +216,12 @@ class RetryLoop:
             attempt.break_off(exc)
             role = instance.role.value
             error = ApiError(502, f"{role} instance failed in the middle of its answer: {exc}", f"{role}_failed")
-        self._timeline.end_attempt(attempt, f"broke off: {exc}")
+        trouble = Trouble.STALL if is_stall else Trouble.DEATH
+        self._timeline.end_attempt(attempt, f"broke off: {exc}", trouble.value)
         merger = response.merger if isinstance(response.merger, StreamMerger) else None
         if not response.is_event_stream or parsed.body is None or not services.settings.stream_resume_count:
             raise RequestEnded(error) from exc
         reached = Reached.RELAYED if response.bytes_sent else Reached.HEAD
-        trouble = Trouble.STALL if is_stall else Trouble.DEATH
         retries = self._note_retry()
         end_reason = retries.find_end(reached, trouble, deaths=not is_stall)
         self.resumption = self.resumption or Resumption(services.settings)
@@ -362,7 +362,7 @@ class RetryLoop:
             self.current.give_up(culprit=failure.instance)
         if selection.prefill is not None:
             self._services.pairs.forget_prefill(selection.prefill)
-        self._timeline.end_attempt(self.current, str(failure))
+        self._timeline.end_attempt(self.current, str(failure), failure.trouble.value)
         if self.is_aborted:
             raise RequestEnded(ABORTED)
         is_broken = failure.response is None or failure.response.status >= 500

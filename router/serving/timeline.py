@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from router.http import read_usage
-from router.telemetry import AttemptRecord, LegRecord, RequestRecord, RequestTrace
+from router.telemetry import AttemptRecord, LegRecord, RequestRecord, RequestTrace, RunningRequest
 
 if TYPE_CHECKING:
     from router.fleet import Instance
@@ -37,14 +37,16 @@ class RequestTimeline:
     """Timeline of one request, from its arrival on."""
 
     __slots__ = (
-        *("_last", "_records", "_services", "_started_unix"),
-        *("client", "client_ids", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started", "tag"),
-        *("trace", "trace_id"),
+        *("_last", "_records", "_services"),
+        *("client", "client_ids", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started"),
+        *("started_unix", "tag", "trace", "trace_id"),
     )
 
     def __init__(self, services: Services) -> None:
         self.started = time.perf_counter()
         """Time of arrival, from ``time.perf_counter``."""
+        self.started_unix = time.time()
+        """The same moment in seconds since 1970."""
         self.client: str | None = None
         """Name of the client, once admitted."""
         self.tag = ""
@@ -63,7 +65,6 @@ class RequestTimeline:
         self.pair: Pair | None = None
         """The instances of the last attempt, and how they were used as a pair."""
         self._services = services
-        self._started_unix = time.time()
         self._records: list[AttemptRecord] = []
         self._last: Attempt | None = None  # the last one among the records
 
@@ -83,8 +84,12 @@ class RequestTimeline:
         if self.selection is not None:
             _log_choice(self.request_id, len(self._records) + 1, self.selection, prompt_tokens)
 
-    def end_attempt(self, attempt: Attempt | None, how: str) -> None:
-        """Store the reasons of the attempt that has just ended, and its result."""
+    def end_attempt(self, attempt: Attempt | None, how: str, trouble: str = "") -> None:
+        """Store the reasons of the attempt that has just ended, and its result.
+
+        Args:
+            trouble: as in ``AttemptRecord``.
+        """
         decisions = self.selection.decisions if self.selection else ()
         ended_at = time.perf_counter()
         if attempt is None or attempt is self._last:  # it failed before a request was sent to an instance
@@ -97,7 +102,7 @@ class RequestTimeline:
             if prefill is not None:
                 first = (prefill.instance.key, prefill.instance.role, prefill.exchange.record, prefill.span_id)
                 legs = (first, *legs)
-        self._records.append(AttemptRecord(decisions, how, began_at, ended_at, legs))
+        self._records.append(AttemptRecord(decisions, how, began_at, ended_at, legs, trouble))
         if self._services.is_debugging:
             _log_attempt_end(self.request_id, len(self._records), attempt, how)
 
@@ -117,6 +122,30 @@ class RequestTimeline:
             lines += prefill + selection.answering.head_line + reason.encode()
         return lines
 
+    def describe_progress(
+        self, request: ClientRequest, parsed: ParsedRequest | None, attempt: Attempt | None, number: int
+    ) -> RunningRequest:
+        """Return what is known before the end.
+
+        Args:
+            parsed: the request, if it was parsed.
+            attempt: the last attempt, if there was any.
+            number: its number, or 0.
+        """
+        legs = () if attempt is None else (attempt.prefill, attempt.answering)
+        return RunningRequest(
+            self.request_id,
+            request.method,
+            request.path,
+            self.client or "",
+            parsed.features.model if parsed is not None else "",
+            self.started_unix,
+            self.started,
+            number,
+            0.0 if attempt is None else attempt.sent_at,
+            [leg.instance.key for leg in legs if leg is not None],
+        )
+
     def write_record(
         self, request: ClientRequest, response: ClientResponse, parsed: ParsedRequest | None, attempt: Attempt | None
     ) -> None:
@@ -129,7 +158,7 @@ class RequestTimeline:
         record = RequestRecord(
             request.method,
             request.path,
-            self._started_unix,
+            self.started_unix,
             request_id=self.request_id,
             started=self.started,
             client=self.client or "",
@@ -137,6 +166,7 @@ class RequestTimeline:
             client_ids=self.client_ids,
             status=response.status,
             error=response.error_code,
+            model=parsed.features.model if parsed is not None else "",
             streamed=response.is_event_stream,
             first_byte_ms=(response.first_byte_at - self.started) * 1e3 if response.first_byte_at else 0.0,
             total_ms=(time.perf_counter() - self.started) * 1e3,
@@ -147,7 +177,7 @@ class RequestTimeline:
         )
         if self.trace is not None:
             record.trace = self.trace
-            self.trace.model = parsed.features.model if parsed is not None else ""
+            self.trace.model = record.model
         selection = self.selection
         if selection is not None and attempt is not None and parsed is not None and parsed.body is not None:
             self._note_outcome(record, response, parsed, selection, attempt)

@@ -44,8 +44,8 @@ class SettingsError(ValueError):
     """A setting that cannot be used. The message is one sentence with its source, its value and a right value."""
 
 
-def _declare(default: Any, key: str, help: str, choices: Iterable[str] = ()) -> Any:
-    metadata = {"key": key, "help": help, "choices": tuple(choices)}
+def _declare(default: Any, key: str, help: str, choices: Iterable[str] = (), metavar: str = "") -> Any:
+    metadata = {"key": key, "help": help, "choices": tuple(choices), "metavar": metavar}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -185,6 +185,13 @@ class RouterSettings:
         "log.access-log",
         "where one line of JSON for each request goes: stderr, stdout, off, or a file to append to",
     )
+    flight_recorder: float = _declare(
+        0.0,
+        "log.flight-recorder",
+        "minutes of decisions and outcomes to keep in files for kvrouter replay, without prompts and keys; 0: none",
+        metavar="MINUTES",
+    )
+    flight_recorder_path: str = _declare("logs", "log.flight-recorder-path", "folder of those files")
     max_concurrent_requests: int = _declare(
         0, "server.max-concurrent-requests", "maximum number of concurrent requests; others are queued; 0: no limit"
     )
@@ -341,6 +348,15 @@ class RouterSettings:
     def model_aliases(self) -> dict[str, str]:
         """The model of each alias."""
         return dict(entry.split("=", 1) for entry in self.model_alias)
+
+    @property
+    def plain_values(self) -> dict[str, Any]:
+        """The settings that are numbers, switches or choices: no paths, and no addresses, which may have passwords."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in SETTINGS
+            if isinstance(field.default, (bool, int, float)) or field.metadata["choices"]
+        }
 
     @property
     def policy_options(self) -> PolicyOptions:

@@ -139,7 +139,7 @@ def make_parser() -> FlagParser:
             )
         else:
             is_number = type(field.default) is int and field.name != "port"
-            metavar = "N" if is_number else field.name.split("_")[-1].upper()
+            metavar = field.metadata["metavar"] or ("N" if is_number else field.name.split("_")[-1].upper())
             parser.add_argument(flag, metavar=metavar, help=about)
     return parser
 

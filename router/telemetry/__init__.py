@@ -2,6 +2,7 @@
 
 records.py   RequestRecord: data of one request at its end
 audit.py     Audit: one record per request, its line in the access log, and its explanation
+flight_recorder.py  FlightRecorder: the last minutes of records and of the fleet's changes, in files for after a crash
 metrics.py   RouterMetrics: metrics for Prometheus
 tracing.py   Tracer: spans for OpenTelemetry
 merge.py     merges the metrics of several processes
@@ -9,10 +10,11 @@ need.py      InstancesNeeded: how many instances the traffic needs, for autoscal
 """
 
 from router.telemetry.audit import MAX_RECORDS, Audit
+from router.telemetry.flight_recorder import FlightRecorder, RecordingError, find_recordings, find_ring, read_recording
 from router.telemetry.merge import add_counts
 from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
 from router.telemetry.need import InstancesNeeded
-from router.telemetry.records import AttemptRecord, LegRecord, RequestRecord, RequestTrace
+from router.telemetry.records import AttemptRecord, LegRecord, RequestRecord, RequestTrace, RunningRequest
 from router.telemetry.tracing import Tracer, open_tracer
 
 __all__ = [
@@ -20,12 +22,18 @@ __all__ = [
     "MAX_RECORDS",
     "AttemptRecord",
     "Audit",
+    "FlightRecorder",
     "InstancesNeeded",
     "LegRecord",
+    "RecordingError",
     "RequestRecord",
     "RequestTrace",
     "RouterMetrics",
+    "RunningRequest",
     "Tracer",
     "add_counts",
+    "find_recordings",
+    "find_ring",
     "open_tracer",
+    "read_recording",
 ]

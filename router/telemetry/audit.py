@@ -15,7 +15,7 @@ import select
 import stat
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -36,7 +36,7 @@ BATCH_RECORDS = 150
 MAX_BACKLOG_LINES = 10_000
 _FILE_PIECE_BYTES = 65536
 # Longer values are cut, so that a line fits into PIPE_BUF even if every character is escaped.
-_PATH_CHARACTERS, _ID_CHARACTERS = 300, 128
+PATH_CHARACTERS, ID_CHARACTERS = 300, 128
 
 
 class Audit:
@@ -170,6 +170,14 @@ class _Output:
             backlog.popleft()
 
 
+def encode_line(fields: Mapping[str, Any]) -> bytes:
+    """Encode ``fields`` as a line of JSON."""
+    try:
+        return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # an engine may report a number above 64 bits, and an id may be invalid Unicode
+        return json.dumps(fields).encode() + b"\n"
+
+
 def _open_log(destination: str) -> _Output | None:
     if destination == "off":
         return None
@@ -192,10 +200,10 @@ def _format_line(record: RequestRecord) -> bytes:
         # Faster than ``round``, which converts to text, and than ``int`` of a whole number.
         "time": (record.started_unix * 1e3 + 0.5) // 1.0 / 1e3,
         "method": record.method,
-        "path": record.path[:_PATH_CHARACTERS],
+        "path": record.path[:PATH_CHARACTERS],
         "status": record.status,
         "error": record.error,
-        "request_id": record.request_id[:_ID_CHARACTERS],
+        "request_id": record.request_id[:ID_CHARACTERS],
         "client": record.client,
         "trace_id": record.trace_id,
         "mixed": record.mixed,
@@ -213,11 +221,8 @@ def _format_line(record: RequestRecord) -> bytes:
         "bytes_sent": record.bytes_sent,
     }
     if record.client_ids:
-        fields |= {name: value[:_ID_CHARACTERS] for name, value in record.client_ids.items()}
-    try:
-        return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # an engine may report a number above 64 bits, and an id may be invalid Unicode
-        return json.dumps(fields).encode() + b"\n"
+        fields |= {name: value[:ID_CHARACTERS] for name, value in record.client_ids.items()}
+    return encode_line(fields)
 
 
 def _build_explanation(record: RequestRecord) -> dict[str, Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from router.http import ExchangeRecord
     from router.policies import Decision
 
-__all__ = ["AttemptRecord", "LegRecord", "RequestRecord", "RequestTrace"]
+__all__ = ["AttemptRecord", "LegRecord", "RequestRecord", "RequestTrace", "RunningRequest"]
 
 
 class RequestTrace:
@@ -70,6 +70,8 @@ class AttemptRecord(NamedTuple):
     """Start time, from ``time.perf_counter``."""
     legs: Sequence[LegRecord] = ()
     """Legs, prefill's first in a pair; empty if it failed before a request was sent."""
+    trouble: str = ""
+    """What kind of failure it was, without text of the instance or the client; ``""`` if it answered or preempted."""
 
 
 @dataclass(slots=True)
@@ -94,6 +96,8 @@ class RequestRecord:
     """Status that the client got; 499 if the client left before it had the whole response."""
     error: str = ""
     """The code of the error that ended it; ``""`` if none did."""
+    model: object = ""
+    """The ``model`` in the request, as the client sent it; ``""`` if it names none."""
     mixed: str = ""
     prefill: str = ""
     decode: str = ""
@@ -121,3 +125,23 @@ class RequestRecord:
     attempts: list[AttemptRecord] = field(default_factory=list)
     trace: RequestTrace | None = None
     """The request's trace, if it is traced."""
+
+
+class RunningRequest(NamedTuple):
+    """A request that has not ended."""
+
+    request_id: str
+    method: str
+    path: str
+    client: str
+    model: object
+    started_unix: float
+    """Seconds since 1970 when its head had been read."""
+    started: float
+    """The same moment, from ``time.perf_counter``."""
+    attempt: int
+    """Number of its attempt; 0 before the first."""
+    sent_at: float
+    """When that attempt was sent, from ``time.perf_counter``; 0 before."""
+    instances: Sequence[str]
+    """Keys of that attempt's instances, prefill's first in a pair."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from simulation.world.scheduler import SECOND
+from kvcommon.formats import format_event
 
 if TYPE_CHECKING:
     from simulation.world.scheduler import Scheduler
@@ -28,6 +28,4 @@ class Trace:
 
     def text(self) -> str:
         """The timeline, a line for each entry: seconds, who, what."""
-        return "".join(
-            f"{at // SECOND:6d}.{at % SECOND // 1000:06d} {who:<14} {what}\n" for at, who, what in self.entries
-        )
+        return "".join(f"{format_event(*entry)}\n" for entry in self.entries)

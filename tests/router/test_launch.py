@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from router.console import main
 from router.launch import INTERRUPT_GRACE_SECONDS, fd_router
 from tests.router.stand_in import Received, Responder, StandIn, stalls, streams_until
 from tests.support import plain_http
@@ -74,6 +75,12 @@ def test_help_names_every_flag_of_fastdeploys_router() -> None:
         (["--host", "a..b"], "--host a..b is not an address"),
         (["--ssl-certfile", "/no/such"], "server.ssl-certfile /no/such: No such file or directory"),
         (["--ssl-keyfile", "/no/such"], "but there is no certificate; name its file with server.ssl-certfile"),
+        (["--flight-recorder", "-1"], "log.flight-recorder is -1; it must be a number from 0 on"),
+        (["--flight-recorder", "x"], "--flight-recorder is 'x'; it must be a number"),
+        (
+            ["--flight-recorder", "1", "--flight-recorder-path", "/no/such"],
+            "log.flight-recorder-path is '/no/such', but",
+        ),
         (["--snapshot-path", "."], "manager.snapshot-path is '.', which is a folder; it must be a file"),
     ],
 )
@@ -247,6 +254,43 @@ def test_stopping_that_takes_long_says_what_it_waits_for(running: Child, stand_i
         may_end.set()
         assert b"".join(pieces) == b"data: [DONE]\n\n"
     assert running.wait() == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_killed_router_has_done_is_replayed(
+    tmp_path: Path, stand_in: MakeStandIn, capfd: pytest.CaptureFixture[str], workers: int
+) -> None:
+    good, hanging = stand_in(), stand_in("mixed", stalls("1"))
+    folder = tmp_path / "flight"
+    flags = ["--flight-recorder", "5", "--flight-recorder-path", str(folder), "--workers", str(workers)]
+    command = [*LAUNCH, "--host", "127.0.0.1", "--port", "0", "--access-log", "off", *flags]
+
+    def show() -> str:
+        main(["replay", str(folder)])
+        return capfd.readouterr().out
+
+    with child(command, tmp_path / "router.log", is_forked=True) as process:
+        process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
+        url = url_of(process)
+        good.register(url)
+        plain_http.post(f"{url}/v1/chat/completions", json={"request_id": "ended", "messages": []})
+        hanging.register(url)
+        plain_http.post(f"{url}/admin/drain", json={"instance": good.key})
+        with plain_http.stream(
+            "POST", f"{url}/v1/chat/completions", json={"request_id": "cut", "messages": []}, timeout=30
+        ) as response:
+            pieces = response.iter_raw()
+            assert next(pieces) == b"data: 1\n\n"
+            wait_until(lambda: "request cut arrives" in show() and "ended ends" in show(), "the entries")
+            process.signal(signal.SIGKILL)
+    shown = show()
+    assert "request ended ends: 200; tokens: 1 prompt" in shown
+    assert f"request cut attempt 1 goes to {hanging.key}" in shown
+    assert f"mixed instance {good.key} drains" in shown
+    assert shown.count("the recording begins") == workers
+    if workers == 1:  # workers end by themselves when their supervisor is gone
+        assert "request cut had not ended" in shown
+        assert shown.endswith("the recording ends here: the process still runs, or was killed\n")
 
 
 @pytest.mark.parametrize("switch", ["flag", "variable"])

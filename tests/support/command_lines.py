@@ -13,6 +13,7 @@ from engine.args import parse_args
 from kvstore_backend.cli import commands
 from kvstore_backend.cli import main as run_kvstore
 from kvstore_backend.config import load_config
+from router.console import replay
 from router.console.client import RouterClient
 from router.console.commands import COMMANDS
 from router.console.commands import main as run_kvrouter
@@ -49,7 +50,10 @@ def _check_router(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def _check_console(arguments: Sequence[str]) -> None:
-    """Every program there first reads its flags, and then makes its client of them."""
+    """Every program there first reads its flags, and then makes its client of them, or reads files that they name."""
+    if arguments[0] == "replay":
+        replay.make_parser().parse_args(arguments[1:])
+        return
     stopped = SettingsError("the flags are read")
     output = io.StringIO()
     from_flags = mock.patch.object(RouterClient, "from_flags", side_effect=stopped)

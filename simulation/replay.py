@@ -1,0 +1,201 @@
+"""A flight recorder's files as a plan of the world ``router``: the recorded instances, arrivals, orders and failures.
+
+Prompts and answers are not recorded: the world makes up its own, of the recorded sizes. So the plan repeats what came
+to the router and when, not what it decided; docs/simulation.md says what else is lost.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from router.telemetry import RecordingError, find_recordings, find_ring, read_recording
+from simulation.router_world import BEGIN_SECONDS, PATHS
+from simulation.world import Event, Plan
+
+__all__ = ["RecordingError", "read_plan"]
+
+# The world's time is limited, and so is a run's: the end of a longer recording is taken.
+MAX_SECONDS, MAX_REQUESTS = 600.0, 2000
+# The world's answers have at most so many tokens; a longer prompt takes long to hash.
+MAX_TOKENS, MAX_WORDS = 40, 4000
+# How an instance fails while an attempt runs that ended like this. Failures of an instance that are less than a second
+# apart are one.
+MOODS = {"error": "answers_500", "death": "closes_unasked", "stall": "hangs_in_stream"}
+JOINED_SECONDS = 1.0
+SETTINGS = (
+    *("policy", "prefill_policy", "decode_policy", "dialect", "max_concurrent_requests", "max_queued_requests"),
+    *("stream_stall_secs", "sse_keepalive_secs", "stream_resume_count", "preempt_retry_count"),
+    *("preempt_retry_exclude_decode", "health_failure_threshold", "health_success_threshold"),
+)
+NEW = {"healthy": True, "draining": False, "paused": False, "weight": 1.0}
+
+Entry = dict[str, Any]
+
+
+class _Change(NamedTuple):
+    """Since ``time``, a member of an instance's state has this value."""
+
+    time: float
+    key: str
+    member: str
+    value: Any
+
+
+def read_plan(paths: Iterable[Path]) -> Plan:
+    """The plan of a recording.
+
+    Raises:
+        RecordingError: a file cannot be read, or no instance is recorded.
+    """
+    rings: dict[str, list[Entry]] = {}
+    for path in find_recordings(paths):
+        rings.setdefault(find_ring(path), []).extend(read_recording(path)[0])
+    entries = [entry for ring in rings.values() for entry in ring]
+    states = {key: state for entry in entries for key, state in _list_states(entry)}
+    recorded: Entry = next((entry["settings"] for entry in entries if entry["kind"] == "begin"), {})
+    if not states:
+        raise RecordingError("the recording names no instance, so there is no world to make of it")
+    roles = sorted((state["role"], key) for key, state in states.items())
+    names = {key: f"{role}{number}" for number, (role, key) in enumerate(roles)}
+    requests = _take_requests(entries)
+    end = max(entry["time"] + entry.get("total_us", 0) / 1e6 for entry in entries)
+    start = max(end - MAX_SECONDS, min(entry["time"] for entry in entries))
+    events = [
+        *(_make_request(number, entry, start) for number, entry in enumerate(requests) if entry["time"] >= start),
+        *_make_moods(requests, names, start),
+        *_make_faults(_list_changes(rings.values()), names, start, end),
+    ]
+    # The world has instances of one engine.
+    engine, connector = Counter((state["engine"], state["connector"]) for state in states.values()).most_common(1)[0][0]
+    speeds = [
+        (entry["total_us"] - entry["first_byte_us"]) / 1e6 / min(entry["completion_tokens"], MAX_TOKENS)
+        for entry in requests
+        if entry.get("completion_tokens") and entry["streamed"] and not entry["error"]
+    ]
+    settings = {
+        "splitwise": bool(recorded.get("splitwise")),
+        "engine": engine,
+        "connector": connector,
+        "roles": [role for role, _ in roles],
+        "split": 0.0,
+        "latency": 0.0005,
+        "jitter": 0.0,
+        "idle_seconds": 60.0,
+        "token_seconds": min(1.0, max(0.001, statistics.median(speeds))) if speeds else 0.02,
+        "router": {name: value for name, value in recorded.items() if name in SETTINGS},
+        "has_keys": False,
+        "buffer_bytes": 262144,
+    }
+    return Plan(settings, sorted(events, key=lambda event: event.at))
+
+
+def _list_states(entry: Entry) -> list[tuple[str, Entry]]:
+    """The instances, with their states, that an entry names."""
+    if entry["kind"] == "begin":
+        return list(entry["instances"].items())
+    return [(entry["instance"], entry)] if entry["kind"] == "instance" else []
+
+
+def _take_requests(entries: list[Entry]) -> list[Entry]:
+    """The last requests at paths that the world has, by their arrival; each once, also if it had not ended."""
+    found: dict[tuple[float, str], Entry] = {}
+    for kind in ("running", "request"):
+        found.update({(each["time"], each["id"]): each for each in entries if each["kind"] == kind})
+    return [found[key] for key in sorted(found) if found[key]["path"] in PATHS][-MAX_REQUESTS:]
+
+
+def _make_request(number: int, entry: Entry, start: float) -> Event:
+    path, tokens = entry["path"], entry.get("completion_tokens")
+    text = f"request-{number} " + "word " * min(MAX_WORDS, _count_prompt(entry))
+    body: dict[str, Any] = {"model": "m"}
+    if path in ("/v1/chat/completions", "/v1/messages"):
+        body["messages"] = [{"role": "user", "content": text}]
+    else:
+        body["prompt" if path == "/v1/completions" else "input"] = text
+    if path != "/v1/embeddings":
+        limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+        body |= {"temperature": 0, limit: min(tokens or MAX_TOKENS, MAX_TOKENS), "stream": entry.get("streamed", True)}
+    details: dict[str, Any] = {"number": number, "path": path, "body": body}
+    if entry["id"].isascii() and entry["id"].isprintable():
+        details["id"] = entry["id"]
+    if entry.get("status") == 499:
+        details["leaves_after"] = entry["total_us"] / 1e6
+    return Event(_place(entry["time"], start), "request", "client", details)
+
+
+def _count_prompt(entry: Entry) -> int:
+    """The tokens of a prompt, as the engine counted them or a policy estimated them."""
+    choices = [choice for attempt in entry.get("attempts", ()) for choice in attempt["choices"]]
+    estimated = max((round(work) + cached for _, work, cached, _ in choices), default=20)
+    return int(entry.get("prompt_tokens") or estimated)
+
+
+def _make_moods(requests: list[Entry], names: dict[str, str], start: float) -> list[Event]:
+    """The times in which instances failed requests."""
+    spans: dict[tuple[str, str], list[list[float]]] = {}
+    for entry in requests:
+        for attempt in entry.get("attempts", ()):
+            # The leg with an error, or else the one without an answer, or else the one that answered.
+            legs = sorted(attempt["legs"], key=lambda leg: (leg[2] < 400, leg[2] > 0))
+            if attempt["ended"] in MOODS and legs and legs[0][0] in names and entry["time"] >= start:
+                times = [_place(entry["time"], start) + attempt[end] / 1e6 for end in ("began_us", "ended_us")]
+                joined = spans.setdefault((names[legs[0][0]], MOODS[attempt["ended"]]), [])
+                if joined and times[0] < joined[-1][1] + JOINED_SECONDS:
+                    joined[-1][1] = max(times[1], joined[-1][1])
+                else:
+                    joined.append(times)
+    return [
+        Event(began - 0.01, "mood", name, {"seconds": round(ended - began + 0.02, 3), "mood": mood})
+        for (name, mood), joined in spans.items()
+        for began, ended in joined
+    ]
+
+
+def _list_changes(rings: Iterable[list[Entry]]) -> list[_Change]:
+    """The changes of instances, once each, although each process of a router has noticed them."""
+    changes = []
+    for ring in rings:
+        known: dict[tuple[str, str], Any] = {}
+        for entry in ring:
+            for key, state in _list_states(entry):
+                for member, value in NEW.items():
+                    if known.get((key, member), value) != state[member]:
+                        changes.append(_Change(entry["time"], key, member, state[member]))
+                    known[key, member] = state[member]
+    latest: dict[tuple[str, str], Any] = {}
+    once = []
+    for change in sorted(changes, key=lambda change: change.time):
+        if latest.get((change.key, change.member)) != change.value:
+            once.append(change)
+        latest[change.key, change.member] = change.value
+    return once
+
+
+def _make_faults(changes: list[_Change], names: dict[str, str], start: float, end: float) -> list[Event]:
+    """The orders of operators, and the end of each instance that was unhealthy, until it was healthy again."""
+    events = []
+    for number, change in enumerate(changes):
+        at, name, body = _place(change.time, start), names[change.key], {"instance": f"{names[change.key]}:8000"}
+        if change.member == "healthy":
+            if not change.value:
+                later = [each.time for each in changes[number + 1 :] if each[1:3] == change[1:3]]
+                events.append(
+                    Event(at, "kill", name, {"seconds": round(max(0.1, (later or [end])[0] - change.time), 3)})
+                )
+            continue
+        path = {"draining": "/admin/drain", "paused": "/admin/pause", "weight": "/admin/weight"}[change.member]
+        if change.member == "weight":
+            body |= {"weight": change.value}
+        elif not change.value:
+            path = "/admin/resume"
+        events.append(Event(at, "order", name, {"path": path, "body": body}))
+    return events
+
+
+def _place(moment: float, start: float) -> float:
+    """Seconds of the world for a recorded time; what was before the start comes just before the first request."""
+    return round(max(BEGIN_SECONDS - 1.0, BEGIN_SECONDS + moment - start), 6)
