@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -575,3 +576,20 @@ def test_a_stream_of_an_instance_that_answers_no_probes_is_given_up_once_it_is_s
         router.thread.run(fail_probes())
         rest = b"".join(pieces)
     assert (b"stopped answering" in rest) is (silence == 0.0)
+
+
+def test_a_client_that_leaves_before_another_attempt_ends_its_request_at_once(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = threading.Event()
+
+    async def pause(seconds: float) -> None:
+        paused.set()
+        await asyncio.sleep(3600.0)
+
+    monkeypatch.setattr("router.serving.retry_loop.sleep", pause)
+    router = make_router(*(stand_in("mixed", answers(503, b"busy")) for _ in range(3)))
+    sock = _send_chat(router.port, {"messages": []})
+    assert paused.wait(10)
+    sock.close()
+    wait_until(lambda: router.app.proxy.num_requests == 0, "the end of the request")
