@@ -7,7 +7,10 @@ same work, which differs between versions of Python, changes nothing outside.
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import heapq
 from asyncio import base_events, events
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +23,27 @@ if TYPE_CHECKING:
 
 __all__ = ["SimulatedLoop"]
 
+# Timers that were cancelled are removed once there are so many, and more than half of all are.
+MIN_CANCELLED = 100
+RESOLUTION = 1 / SECOND
+
 
 class SimulatedLoop(base_events.BaseEventLoop):
     """The event loop of one simulated thread."""
 
-    _selector: _Selector
+    _ready: deque[_Handle]
+    _scheduled: list[tuple[float, int, _TimerHandle]]  # type: ignore[assignment]
+    _stopping: bool
+    _closed: bool
 
     def __init__(self, process: Process) -> None:
         super().__init__()
         self.process = process
-        self._selector = _Selector(self)
-        self._clock_resolution = 1 / SECOND
+        self._clock = process.clock
+        self._thread: SimThread | None = None
+        """The thread that waits for events."""
+        self._num_scheduled = 0
+        self._num_cancelled = 0
         self.set_exception_handler(_report)
 
     def run_main(self, main: Coroutine[Any, Any, Any]) -> Any:
@@ -48,8 +61,42 @@ class SimulatedLoop(base_events.BaseEventLoop):
     def __del__(self) -> None:
         return None  # one of a process that crashed was never closed
 
+    get_debug = staticmethod(bool)  # False; asyncio asks for each future
+
     def time(self) -> float:
-        return self.process.clock.monotonic_ns() / SECOND
+        return self._clock.monotonic_ns() / SECOND
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> _Handle:
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> _Handle:
+        handle = self.call_soon(callback, *args, context=context)
+        if self._thread is not None:
+            current().wake(self._thread)
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> _TimerHandle:
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> _TimerHandle:
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+        timer = _TimerHandle(callback, args, self, context, when)
+        self._num_scheduled += 1
+        heapq.heappush(self._scheduled, (when, self._num_scheduled, timer))
+        return timer
 
     def run_forever(self) -> None:
         self._check_closed()  # type: ignore[attr-defined]
@@ -57,18 +104,70 @@ class SimulatedLoop(base_events.BaseEventLoop):
         self._thread_id = get_ident()
         events._set_running_loop(self)
         try:
-            while True:
-                self._run_once()  # type: ignore[attr-defined]
-                if self._stopping:  # type: ignore[has-type]
-                    break
+            self._run()
         finally:
             self._stopping = False
             self._thread_id = None  # type: ignore[assignment]
             events._set_running_loop(None)
 
+    def _run(self) -> None:
+        """Run callbacks until ``stop``, in the order of asyncio's loop; timers of one moment in theirs."""
+        scheduler, ready, clock = current(), self._ready, self.process.clock
+        turns, turned_at = 0, -1
+        while True:
+            if self._num_cancelled > MIN_CANCELLED and 2 * self._num_cancelled > len(self._scheduled):
+                self._remove_cancelled()
+            scheduled = self._scheduled
+            while scheduled and scheduled[0][2]._cancelled:
+                heapq.heappop(scheduled)
+                self._num_cancelled -= 1
+            if ready or self._stopping:
+                if scheduler.now != turned_at:
+                    turns, turned_at = 0, scheduler.now
+                turns += 1
+                if turns > MAX_TURNS:
+                    raise Livelock(f"the loop of {self.process.name} turns and turns")
+            else:
+                self._thread = scheduler.running
+                wait = scheduled[0][0] - clock.monotonic_ns() / SECOND if scheduled else None
+                if wait is None or wait > 0:
+                    scheduler.block(wait, "events")
+                self._thread = None
+                process = self.process
+                if process.lag_seconds and process.lags.random() < 0.5:
+                    # What happens meanwhile is seen in the same turn.
+                    scheduler.block(process.lags.expovariate(1 / process.lag_seconds), "lag")
+            if scheduled:
+                due = clock.monotonic_ns() / SECOND + RESOLUTION
+                while scheduled and scheduled[0][0] < due:
+                    timer = heapq.heappop(scheduled)[2]
+                    if timer._cancelled:
+                        self._num_cancelled -= 1
+                    else:
+                        timer._is_due = True
+                        ready.append(timer)
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    try:
+                        handle._context.run(handle._callback, *handle._args)
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException as exc:
+                        context = {"message": f"Exception in callback {handle._callback}", "exception": exc}
+                        self.call_exception_handler({**context, "handle": handle})
+            handle = None  # type: ignore[assignment]  # or it would keep what has ended in memory
+            if self._stopping:
+                return
+
+    def _remove_cancelled(self) -> None:
+        self._scheduled[:] = [entry for entry in self._scheduled if not entry[2]._cancelled]
+        heapq.heapify(self._scheduled)
+        self._num_cancelled = 0
+
     def post(self, callback: Callable[..., Any], *args: Any) -> None:
         """Have ``callback`` run in the loop, from outside: what the operating system tells it."""
-        if not self._closed and self.process.is_alive:  # type: ignore[attr-defined]
+        if not self._closed and self.process.is_alive:
             self.call_soon_threadsafe(callback, *args)
 
     def run_in_executor(  # type: ignore[override]
@@ -83,7 +182,7 @@ class SimulatedLoop(base_events.BaseEventLoop):
                 done, value = future.set_result, func(*args)
             except BaseException as exc:
                 done, value = future.set_exception, exc
-            if not self._closed:  # type: ignore[attr-defined]
+            if not self._closed:
                 self.call_soon_threadsafe(lambda: None if future.done() else done(value))
 
         Thread(target=run, name=f"executor-{getattr(func, '__name__', 'call')}").start()
@@ -94,12 +193,6 @@ class SimulatedLoop(base_events.BaseEventLoop):
 
     async def shutdown_asyncgens(self) -> None:
         return None
-
-    def _process_events(self, event_list: list[Any]) -> None:
-        return None
-
-    def _write_to_self(self) -> None:
-        self._selector.wake()
 
     def close(self) -> None:
         if not self.is_closed():
@@ -174,46 +267,56 @@ class SimulatedLoop(base_events.BaseEventLoop):
         raise NotImplementedError("processes are not started from a simulated loop")
 
 
-class _Selector:
-    """What a loop asks for events: it waits in virtual time."""
+class _Handle(asyncio.Handle):
+    """``asyncio.Handle`` without its debug mode."""
 
-    def __init__(self, loop: SimulatedLoop) -> None:
+    __slots__ = ()
+
+    def __init__(
+        self, callback: Callable[..., Any], args: tuple[Any, ...], loop: Any, context: contextvars.Context | None
+    ) -> None:
+        self._context = contextvars.copy_context() if context is None else context
         self._loop = loop
-        self._thread: SimThread | None = None
-        self._is_told = False
-        self._turns, self._turned_at = 0, -1
+        self._callback: Any = callback
+        self._args: Any = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
 
-    def select(self, timeout: float | None) -> list[Any]:
-        scheduler = current()
-        if timeout is not None and timeout <= 0:
-            if scheduler.now != self._turned_at:
-                self._turns, self._turned_at = 0, scheduler.now
-            self._turns += 1
-            if self._turns > MAX_TURNS:
-                raise Livelock(f"the loop of {self._loop.process.name} turns and turns")
-            return []
-        if self._is_told:
-            self._is_told = False
-            return []
-        self._thread = scheduler.running
-        scheduler.block(timeout, "events")
-        self._thread, self._is_told = None, False
-        process = self._loop.process
-        if process.lag_seconds and process.lags.random() < 0.5:
-            # What happens meanwhile is seen in the same turn.
-            scheduler.block(process.lags.expovariate(1 / process.lag_seconds), "lag")
-        return []
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback = self._args = None
 
-    def wake(self) -> None:
-        self._is_told = True
-        if self._thread is not None:
-            current().wake(self._thread)
 
-    def get_map(self) -> dict[Any, Any]:
-        return {}
+class _TimerHandle(_Handle):
+    """``asyncio.TimerHandle``; of two for one moment the one that was made first comes first."""
 
-    def close(self) -> None:
-        return None
+    __slots__ = ("_is_due", "_when")
+
+    def __init__(
+        self,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        loop: Any,
+        context: contextvars.Context | None,
+        when: float,
+    ) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = self._is_due = False
+        self._repr = self._source_traceback = None
+        self._when = when
+
+    def when(self) -> float:
+        return self._when
+
+    def cancel(self) -> None:
+        if not self._cancelled:
+            self._loop._num_cancelled += not self._is_due
+            self._cancelled = True
+            self._callback = self._args = None
 
 
 def _number_of(task: Any) -> tuple[int, str]:

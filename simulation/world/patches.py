@@ -27,7 +27,7 @@ from typing import Any
 from simulation.world import threads
 from simulation.world.network import Network
 from simulation.world.process import EPOCH, Process
-from simulation.world.scheduler import SECOND, Scheduler, current
+from simulation.world.scheduler import MAX_CLOCK_READS, SECOND, Scheduler, current
 
 __all__ = ["patched", "this_process"]
 
@@ -112,18 +112,22 @@ def _replacements(scheduler: Scheduler, network: Network, spare: random.Random) 
 
 def _clocks(scheduler: Scheduler) -> Iterator[tuple[Any, str, Any]]:
     def monotonic_ns() -> int:
-        scheduler.note_clock_read()
         thread = scheduler.running
-        if thread is None or thread.process is None:
+        if thread is None:
             return scheduler.now
-        return thread.process.clock.monotonic_ns()
+        thread.clock_reads += 1
+        if thread.clock_reads > MAX_CLOCK_READS:
+            scheduler.wait_for_time()
+        return scheduler.now if thread.process is None else thread.process.clock.monotonic_ns()
 
     def time_ns() -> int:
-        scheduler.note_clock_read()
         thread = scheduler.running
-        if thread is None or thread.process is None:
+        if thread is None:
             return EPOCH * SECOND + scheduler.now
-        return thread.process.clock.time_ns()
+        thread.clock_reads += 1
+        if thread.clock_reads > MAX_CLOCK_READS:
+            scheduler.wait_for_time()
+        return EPOCH * SECOND + scheduler.now if thread.process is None else thread.process.clock.time_ns()
 
     def monotonic() -> float:
         return monotonic_ns() / SECOND

@@ -39,7 +39,8 @@ class Clock:
 
     def monotonic_ns(self) -> int:
         """``time.monotonic_ns`` there."""
-        return self._uptime + self._elapsed()
+        now = self._scheduler.now
+        return self._uptime + (now if self.rate == 1.0 else round(now * self.rate))
 
     def time_ns(self) -> int:
         """``time.time_ns`` there."""

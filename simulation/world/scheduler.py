@@ -178,7 +178,7 @@ class Scheduler:
         """Call ``callback`` at this virtual nanosecond, on no thread."""
         timer = Timer(callback)
         self._num_timers += 1
-        heapq.heappush(self._heap, (max(at, self.now), self._num_timers, timer))
+        heapq.heappush(self._heap, (at if at > self.now else self.now, self._num_timers, timer))
         return timer
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
@@ -218,13 +218,9 @@ class Scheduler:
             self._make_ready(thread)
             self._switch(thread)
 
-    def note_clock_read(self) -> None:
-        """A clock was read: a thread that does nothing else waits for time to pass."""
-        thread = self.running
-        if thread is not None:
-            thread.clock_reads += 1
-            if thread.clock_reads > MAX_CLOCK_READS:
-                self.block(SPIN_NS / SECOND, "spinning on a clock")
+    def wait_for_time(self) -> None:
+        """Let time pass: the thread has read clocks ``MAX_CLOCK_READS`` times and done nothing else."""
+        self.block(SPIN_NS / SECOND, "spinning on a clock")
 
     def stop(self) -> None:
         """End ``run`` once the thread or the callback that calls this gives up control."""
@@ -238,11 +234,12 @@ class Scheduler:
         """
         self._hub, self._is_stopped = greenlet.getcurrent(), False
         turns, turned_at = 0, self.now
+        heap = self._heap
         try:
             while not self._is_stopped:
                 ready = self._ready
                 # What arrives at one moment has all arrived before a thread looks.
-                if ready and not (self._heap and self._heap[0][0] <= self.now):
+                if ready and not (heap and heap[0][0] <= self.now):
                     if turned_at != self.now:
                         turns, turned_at = 0, self.now
                     turns += 1
@@ -253,10 +250,10 @@ class Scheduler:
                     thread.greenlet.switch()
                     self.running = None
                     continue
-                if not self._heap or self._heap[0][0] > until:
+                if not heap or heap[0][0] > until:
                     self.now = max(self.now, until)
                     return
-                at, _, timer = heapq.heappop(self._heap)
+                at, _, timer = heapq.heappop(heap)
                 if not timer.is_cancelled:
                     self.now = at
                     timer.callback()
