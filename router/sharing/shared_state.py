@@ -214,7 +214,7 @@ class SharedState:
 
     async def _exchange_records(self) -> None:
         """Load the records in Redis, and store those that it lacks."""
-        members: list[Any] = list(await self._redis.smembers(self._instances))
+        members: list[Any] = sorted(await self._redis.smembers(self._instances))  # in an order that no hash decides
         names = [self._record.encode() + member for member in members]
         stored: list[Any] = await self._redis.mget(names) if members else []
         known: dict[str, Any] = {}

@@ -168,7 +168,8 @@ class SimulatedLoop(base_events.BaseEventLoop):
     def post(self, callback: Callable[..., Any], *args: Any) -> None:
         """Have ``callback`` run in the loop, from outside: what the operating system tells it."""
         if not self._closed and self.process.is_alive:
-            self.call_soon_threadsafe(callback, *args)
+            # The greenlet that runs may be that of any thread, and so may its context.
+            self.call_soon_threadsafe(callback, *args, context=contextvars.Context())
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any

@@ -4,7 +4,8 @@ A simulated thread is a greenlet. It runs until it blocks (``Scheduler.block``),
 probability that the seed decides. Code takes no virtual time: time passes only when every thread waits. So the trace
 does not depend on how often a loop of asyncio turns, which differs between versions of Python.
 
-Timers' callbacks (deliveries of the network, faults) run between threads, on no thread.
+Timers' callbacks (deliveries of the network, faults) run between threads, on no thread: on the greenlet of the thread that
+waits, in whose place the next one is chosen.
 """
 
 from __future__ import annotations
@@ -134,6 +135,7 @@ class Scheduler:
         self._draws = self.stream("schedule")
         self._streams: dict[str, random.Random] = {}
         self._is_stopped = False
+        self._until = self._num_turns = self._turned_at = 0
 
     def stream(self, *purpose: str) -> random.Random:
         """A stream of random numbers of its own for this purpose: more draws of one do not change another."""
@@ -232,33 +234,41 @@ class Scheduler:
         Raises:
             Livelock: time stands still.
         """
-        self._hub, self._is_stopped = greenlet.getcurrent(), False
-        turns, turned_at = 0, self.now
-        heap = self._heap
+        self._hub, self._is_stopped, self._until = greenlet.getcurrent(), False, until
+        self._num_turns, self._turned_at = 0, self.now
         try:
-            while not self._is_stopped:
-                ready = self._ready
-                # What arrives at one moment has all arrived before a thread looks.
-                if ready and not (heap and heap[0][0] <= self.now):
-                    if turned_at != self.now:
-                        turns, turned_at = 0, self.now
-                    turns += 1
-                    if turns > MAX_TURNS:
-                        raise Livelock(f"threads run on and on: {ready[:5]}")
-                    thread = ready.pop(self._draws.randrange(len(ready)) if len(ready) > 1 else 0)
-                    self.running = thread
-                    thread.greenlet.switch()
-                    self.running = None
-                    continue
-                if not heap or heap[0][0] > until:
-                    self.now = max(self.now, until)
-                    return
-                at, _, timer = heapq.heappop(heap)
-                if not timer.is_cancelled:
-                    self.now = at
-                    timer.callback()
+            while (thread := self._find_next()) is not None:
+                self.running = thread
+                thread.greenlet.switch()
+                self.running = None
         finally:
             self.running = None
+
+    def _find_next(self) -> SimThread | None:
+        """Let time pass until a thread can run, and draw one; None if ``run`` is to end.
+
+        Raises:
+            Livelock: time stands still.
+        """
+        heap = self._heap
+        while not self._is_stopped:
+            ready = self._ready
+            # What arrives at one moment has all arrived before a thread looks.
+            if ready and not (heap and heap[0][0] <= self.now):
+                if self._turned_at != self.now:
+                    self._num_turns, self._turned_at = 0, self.now
+                self._num_turns += 1
+                if self._num_turns > MAX_TURNS:
+                    raise Livelock(f"threads run on and on: {ready[:5]}")
+                return ready.pop(self._draws.randrange(len(ready)) if len(ready) > 1 else 0)
+            if not heap or heap[0][0] > self._until:
+                self.now = max(self.now, self._until)
+                return None
+            at, _, timer = heapq.heappop(heap)
+            if not timer.is_cancelled:
+                self.now = at
+                timer.callback()
+        return None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -295,9 +305,21 @@ class Scheduler:
             process.waiting.append(thread)
 
     def _switch(self, thread: SimThread) -> None:
+        """Let the next thread run, which may be the same one, until it is this one's turn again."""
         thread.saved_loop = _get_running_loop()
         _set_running_loop(None)
-        self._hub.switch()
+        self.running = None
+        try:
+            following = self._find_next()
+        except BaseException as exc:  # of a timer's callback, which is not this thread's
+            self._hub.throw(exc)
+            raise
+        if following is None:
+            self._hub.switch()
+        elif following is not thread:
+            self.running = following
+            following.greenlet.switch()
+        self.running = thread
         _set_running_loop(thread.saved_loop)
         thread.saved_loop = None
 
