@@ -406,10 +406,13 @@ class Instance:
                 self._events.failures.emit(self)
 
     def _note_answer(self) -> None:
-        """Note that it has answered a probe."""
+        """Note that it has answered a probe.
+
+        After a refused connection that shows another process, if its ``start_id`` will not: a firewall refuses, too.
+        """
         if self._has_refused:
             self._has_refused = False
-            if self.drains_until_restart:
+            if self.drains_until_restart and not self.registration.start_id:
                 self._on_restart()
 
     def _on_restart(self) -> None:

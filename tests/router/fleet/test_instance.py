@@ -151,6 +151,14 @@ def test_a_process_that_refused_connections_and_answers_again_has_restarted(refu
     assert instance.state == ("healthy" if refuses else "draining")
 
 
+def test_refusals_do_not_end_the_drain_of_a_process_that_has_told_its_start_id() -> None:
+    instance = Registry(splitwise=True).register(registration(start_id="a"), now=0.0)
+    instance.set_draining(True, until_restart=True)
+    instance.record_failed_probe("a firewall refused", threshold=3, may_finish=True)
+    instance.record_passed_probe(1.0, threshold=1)
+    assert instance.state == "draining"
+
+
 def test_refusals_from_before_the_order_do_not_end_it() -> None:
     instance = Registry(splitwise=True).register(registration(), now=0.0)
     instance.record_failed_probe("it refused", threshold=3, may_finish=True)
