@@ -6,7 +6,7 @@ or had been there less than ``RECOVERY_SECONDS`` before the request's end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from simulation.actors.client import Client, Result
@@ -44,41 +44,60 @@ class Troubles:
     """When something was wrong, and for how long: what may justify an error."""
 
     def __init__(self) -> None:
-        self._spans: list[tuple[float, float, str]] = []
+        self._spans: list[tuple[float, float, str, str]] = []
 
-    def add(self, start: float, end: float, kind: str) -> None:
-        """Something was wrong for this time."""
-        self._spans.append((start, end, kind))
+    def add(self, start: float, end: float, kind: str, target: str = "") -> None:
+        """Something was wrong for this time; with one instance alone, if it is the ``target``."""
+        self._spans.append((start, end, kind, target))
 
     def between(self, start: float, end: float, kinds: Iterable[str] = ()) -> bool:
         """Whether anything, or one of these kinds, was wrong then, or shortly before."""
         wanted = tuple(kinds)
         return any(
             begun <= end and start <= ended + RECOVERY_SECONDS and (not wanted or kind in wanted)
-            for begun, ended, kind in self._spans
+            for begun, ended, kind, _ in self._spans
         )
+
+    def find_single(self, start: float, end: float, kinds: Iterable[str]) -> str:
+        """The one instance with which anything was wrong then, or shortly before, if it was of these kinds; or ``""``."""
+        near = [each for each in self._spans if each[0] <= end and start <= each[1] + RECOVERY_SECONDS]
+        targets = {target for *_, kind, target in near if kind in kinds}
+        is_single = len(targets) == 1 and all(kind in kinds for *_, kind, _ in near)
+        return targets.pop() if is_single else ""
 
     @property
     def last(self) -> float:
         """When the last one ended."""
-        return max((end for _, end, _ in self._spans), default=0.0)
+        return max((end for _, end, *_ in self._spans), default=0.0)
 
 
 class Requests:
     """Judges how clients' requests end. Faults of these kinds may cut answers: ``cutting``."""
 
     CUTTING = ("router", "client_link")
+    # After these another instance serves the request, or goes on with its answer.
+    SURVIVED = ("kill", "cuts", "closes_unasked", "half_head", "engine_dies", "answers_500", "answers_503")
 
-    def __init__(self, world: World, troubles: Troubles, closings: Troubles, *, patience: float) -> None:
+    def __init__(
+        self,
+        world: World,
+        troubles: Troubles,
+        closings: Troubles,
+        *,
+        patience: float,
+        survives: Callable[[Result, str], bool],
+    ) -> None:
         """
         Args:
             closings: when operators let instances take nothing, so that there may be none.
             patience: the seconds within which a request must end, by the documented time-outs.
+            survives: whether a request is one of those that end well although an instance fails.
         """
         self._world = world
         self._troubles = troubles
         self._closings = closings
         self._patience = patience
+        self._survives = survives
         self._judged: set[int] = set()
         self._late: set[int] = set()
 
@@ -127,6 +146,10 @@ class Requests:
             return
         if not self._troubles.between(result.began, ended):
             self._world.fail("unjustified", f"nothing was wrong from {result.began:.3f} to {ended:.3f}: {told}")
+            return
+        single = self._troubles.find_single(result.began, ended, self.SURVIVED)
+        if single and self._survives(result, single):
+            self._world.fail("survives", f"something was wrong with {single} alone: {told}")
 
 
 class Orders:
