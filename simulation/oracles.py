@@ -59,7 +59,7 @@ class Troubles:
         )
 
     def find_single(self, start: float, end: float, kinds: Iterable[str]) -> str:
-        """The one instance with which anything was wrong then, or shortly before, if it was of these kinds; or ``""``."""
+        """Return the only instance that had troubles then, or shortly before, if all were of these kinds; or ``""``."""
         near = [each for each in self._spans if each[0] <= end and start <= each[1] + RECOVERY_SECONDS]
         targets = {target for *_, kind, target in near if kind in kinds}
         is_single = len(targets) == 1 and all(kind in kinds for *_, kind, _ in near)

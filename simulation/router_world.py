@@ -394,7 +394,9 @@ class RouterWorld(World):
             self.operator.order(details["path"], details["body"], details.get("key", ""))
         else:
             kind = details.get("mood", event.kind)
-            self.troubles.add(self.now, self.now + seconds, kind, event.target if event.target in self.instances else "")
+            self.troubles.add(
+                self.now, self.now + seconds, kind, event.target if event.target in self.instances else ""
+            )
             self.break_down(event.kind, event.target, seconds, details)
 
     def ask(self, details: dict[str, Any]) -> None:
@@ -413,7 +415,7 @@ class RouterWorld(World):
                 self.by_prompt[tuple(result.generation.prompt)] = result
 
     def survives_an_instance(self, result: Result, name: str) -> bool:
-        """Whether a request must end well although one instance fails: another one can repeat it, or go on with it."""
+        """Return whether another instance can repeat a request, or go on with it, when this one fails."""
         settings, generation = self.plan.settings, result.generation
         if settings["roles"].count(self.instances[name].role) < 2 or generation is None:
             return False

@@ -128,15 +128,15 @@ class SimulatedLoop(base_events.BaseEventLoop):
                 if turns > MAX_TURNS:
                     raise Livelock(f"the loop of {self.process.name} turns and turns")
             else:
-                self._thread = scheduler.running
                 wait = scheduled[0][0] - clock.monotonic_ns() / SECOND if scheduled else None
                 if wait is None or wait > 0:
+                    self._thread = scheduler.running
                     scheduler.block(wait, "events")
-                self._thread = None
-                process = self.process
-                if process.lag_seconds and process.lags.random() < 0.5:
-                    # What happens meanwhile is seen in the same turn.
-                    scheduler.block(process.lags.expovariate(1 / process.lag_seconds), "lag")
+                    self._thread = None
+                    process = self.process
+                    if process.lag_seconds and process.lags.random() < 0.5:
+                        # What happens meanwhile is seen in the same turn.
+                        scheduler.block(process.lags.expovariate(1 / process.lag_seconds), "lag")
             if scheduled:
                 due = clock.monotonic_ns() / SECOND + RESOLUTION
                 while scheduled and scheduled[0][0] < due:

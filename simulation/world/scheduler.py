@@ -4,8 +4,8 @@ A simulated thread is a greenlet. It runs until it blocks (``Scheduler.block``),
 probability that the seed decides. Code takes no virtual time: time passes only when every thread waits. So the trace
 does not depend on how often a loop of asyncio turns, which differs between versions of Python.
 
-Timers' callbacks (deliveries of the network, faults) run between threads, on no thread: on the greenlet of the thread that
-waits, in whose place the next one is chosen.
+Timers' callbacks (deliveries of the network, faults) run between threads, on no thread. They use the greenlet of the
+thread that begins to wait, which also chooses the next one.
 """
 
 from __future__ import annotations
