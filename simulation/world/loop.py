@@ -32,7 +32,7 @@ class SimulatedLoop(base_events.BaseEventLoop):
     """The event loop of one simulated thread."""
 
     _ready: deque[_Handle]
-    _scheduled: list[tuple[float, int, _TimerHandle]]  # type: ignore[assignment]
+    _scheduled: list[tuple[float, int, _TimerHandle]]
     _stopping: bool
     _closed: bool
 
