@@ -174,9 +174,12 @@ def _digest_files(path: str, kind: bytes) -> bytes | None:
 
 
 _TAG = b"kvstore.vllm.v1\0"
+_GROUP_TAG = b"kvstore.vllm.group.v1\0"
 
 
-def name_blocks(block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: bytes = b"") -> list[bytes]:
+def name_blocks(
+    block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: bytes = b"", group: bytes = b""
+) -> list[bytes]:
     """Return a name of 32 bytes for each block.
 
     Args:
@@ -184,10 +187,13 @@ def name_blocks(block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: byte
         adapter: digest of the request's LoRA adapter; empty: it has none.
         epoch: random bytes that separate this instance's blocks after its weights were changed in place; empty: they
             were not changed.
+        group: identifies the KV cache group of a model that has several; empty: it has one, with full attention.
     """
-    if not adapter and not epoch:
+    if not adapter and not epoch and not group:
         return list(block_hashes)
     root = hashlib.sha256(_TAG + len(adapter).to_bytes(1, "little") + adapter + epoch)
+    if group:
+        root = hashlib.sha256(_GROUP_TAG + len(group).to_bytes(1, "little") + group + root.digest())
     return [_extend_hash(root, block_hash) for block_hash in block_hashes]
 
 

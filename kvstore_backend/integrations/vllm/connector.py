@@ -18,10 +18,13 @@ is recorded then, on the stream of the step.
 
 from __future__ import annotations
 
+import collections
 import hashlib
+import itertools
 import json
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,17 +38,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupRole,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvcommon.hints import suggest_name
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config import MemorySettings, MooncakeSettings, PoolConfig, read_config
 from kvstore_backend.integrations.vllm.clock import DeviceClock, HostClock
 from kvstore_backend.integrations.vllm.counts import OUTCOMES, add_counts
-from kvstore_backend.integrations.vllm.memory import KVMemory
+from kvstore_backend.integrations.vllm.groups import Group
+from kvstore_backend.integrations.vllm.hybrid import HybridSchedulerHalf
+from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
 from kvstore_backend.integrations.vllm.route import choose_route, open_route, read_route
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
@@ -65,7 +79,8 @@ logger = logging.getLogger("vllm.kvstore")  # a child of vLLM's logger, whose ha
 _OPTIONS = ("memory", "pool", "prefill_wait_s", "weights_version")
 _HASHES = ("sha256", "sha256_cbor")
 # With these a token's KV depends on no later token. Classes derived from them are refused, because they may differ.
-_SPECS = (FullAttentionSpec, MLAAttentionSpec)
+_FULL = (FullAttentionSpec, MLAAttentionSpec)
+_SPECS = (*_FULL, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 # The minimum for Mooncake; a client that only looks up needs none.
 _LOOKUP_BUFFER = 16 << 20
 
@@ -140,6 +155,11 @@ class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             "operation",
             "outcome",
         )
+        self._missing = counter(
+            "group_blocks_missing",
+            "Blocks that one group of layers lacked of a prefix that full attention has, so that a hit was shorter",
+            "group",
+        )
         self._bytes = counter("bytes", "Bytes loaded", "operation")
         self._seconds = counter("seconds", "Seconds that calls to the pool took", "operation")
         self._decisions = counter(
@@ -154,13 +174,15 @@ class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 operation, figure = name.split()
                 if figure in DECISIONS:
                     self._decisions.labels(*labels, figure).inc(number)
+                elif figure == "missing":
+                    self._missing.labels(*labels, operation).inc(number)
                 elif figure in OUTCOMES:
                     self._blocks.labels(*labels, operation, figure).inc(number)
                 else:
                     (self._bytes if figure == "bytes" else self._seconds).labels(*labels, operation).inc(number)
 
 
-class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Connector for both halves; ``role`` selects one.
 
     Raises:
@@ -169,7 +191,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _check_support(vllm_config, kv_cache_config)
+        self._groups = _check_support(vllm_config, kv_cache_config)
+        # The common case: then everything is as if there were no groups.
+        self._is_plain = len(self._groups) == 1 and self._groups[0].kind == "full"
         self._config = _read_pool_config(self._kv_transfer_config.kv_connector_extra_config)
         self._route = read_route(self._kv_transfer_config.kv_connector_extra_config)
         prefill_wait_s = _read_prefill_wait(self._kv_transfer_config)
@@ -179,13 +203,17 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
             _require_recompute(self._kv_transfer_config)
-            self._scheduler = SchedulerHalf(
-                open_backend(_lookup_only(self._config)),
-                vllm_config.cache_config.block_size,
-                loads=self._kv_transfer_config.is_kv_consumer,
-                saves=self._kv_transfer_config.is_kv_producer,
-                prefill_wait_s=prefill_wait_s,
-            )
+            backend = open_backend(_lookup_only(self._config))
+            options = {
+                "loads": self._kv_transfer_config.is_kv_consumer,
+                "saves": self._kv_transfer_config.is_kv_producer,
+                "prefill_wait_s": prefill_wait_s,
+            }
+            if self._is_plain:
+                self._scheduler = SchedulerHalf(backend, vllm_config.cache_config.block_size, **options)
+            else:
+                hash_size = kv_cache_config.hash_block_size
+                self._scheduler = HybridSchedulerHalf(backend, self._groups, hash_size, **options)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -222,6 +250,10 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         ranks = [metadata[rank] for rank in sorted(metadata)]
         self._planner.learn_namespaces([rank.namespace for rank in ranks], ranks[0].family)
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], _Rank]) -> None:
+        # A block counts only if all ranks of all pipeline stages have their layers' part of it.
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata[rank] for rank in sorted(metadata))))
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._planner.bind_blocks(gpu_block_pool)
 
@@ -230,19 +262,26 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return matched, bool(matched)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._planner.on_allocation(request, lambda: blocks.get_block_ids()[0], num_external_tokens)
+        self._planner.on_allocation(request, lambda: self._pick(blocks.get_block_ids()), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> _Plan:
         state = scheduler_output.kv_connector_block_state
         scheduled = scheduler_output.num_scheduled_tokens
-        return _Plan(self._planner.plan_step(scheduled, lambda request_id: state.get_block_ids(request_id)[0]))
+        if not self._is_plain:
+            self._planner.offer_states(state.boundary_state_offloads)
+        return _Plan(self._planner.plan_step(scheduled, lambda request_id: self._pick(state.get_block_ids(request_id))))
 
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.kv_connector_worker_meta is not None:
             self._planner.on_report(connector_output.kv_connector_worker_meta.report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._planner.on_request_end(request, block_ids)
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._planner.on_request_end(request, self._pick(block_ids))
         return False, None  # blocks still to be saved are pinned, so vLLM may free its own references
 
     def has_pending_push_work(self) -> bool:
@@ -258,17 +297,22 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Calls in a worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        memory = KVMemory(kv_caches, self._kv_cache_config.num_blocks)
+        memory = _find_memory(self._kv_cache_config, self._is_plain, kv_caches)
         route = choose_route(self._route, memory, self._config)
         is_summed = route == "staged" or not memory.is_on_device
-        namespace = _build_namespace(self._vllm_config, self._kv_cache_config, memory, kv_caches)
+        namespace = _build_namespace(self._vllm_config, self._kv_cache_config, self._groups, memory, kv_caches)
         if not is_summed:  # clients that verify bytes must not find blocks without a checksum
             namespace = replace(namespace, layout=f"{namespace.layout} unverified")
         logger.info("KV blocks of this worker: %s, namespace %s", namespace, namespace.digest)
         logger.info("They lie on %s, and their route to the pool is %s", memory.tensors[0].device, route)
         # The host assembles blocks of another sharding.
-        family = _find_family(self._vllm_config, namespace, memory) if is_summed else None
-        pool = open_pool(self._config, namespace, facts=_collect_facts(self._vllm_config), is_summed=is_summed)
+        family = None
+        if is_summed and isinstance(memory, KVMemory):
+            family = _find_family(self._vllm_config, namespace, memory)
+        facts = _collect_facts(self._vllm_config)
+        if not self._is_plain:
+            facts = {"groups": _describe_groups(self._groups), **facts}
+        pool = open_pool(self._config, namespace, facts=facts, is_summed=is_summed)
         clock = DeviceClock(memory.make_mark) if memory.is_on_device else HostClock()
         self._worker = WorkerHalf(pool, memory, family, route=open_route(route, memory, pool), clock=clock)
         if self._vllm_config.lora_config is not None:
@@ -322,6 +366,10 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> _Report | None:
         return None if self._report.is_empty else _Report(self._report)
 
+    def _pick(self, block_ids: Any) -> Any:
+        """Return the block ids as the scheduler's half takes them: those of the only group, or of each group."""
+        return block_ids[0] if self._is_plain else block_ids
+
     @property
     def _planner(self) -> SchedulerHalf:
         assert self._scheduler is not None, "a worker's connector was asked a question for the scheduler's"
@@ -368,13 +416,9 @@ def _lookup_only(config: PoolConfig) -> PoolConfig:
     return PoolConfig(store)
 
 
-def _check_support(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse settings that this connector does not support, with a message of one sentence."""
+def _check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
+    """Return the model's groups; refuse settings that this connector does not support, with one sentence."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "--pipeline-parallel-size is more than 1; KVStoreConnector shares blocks that hold all layers"
-        )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("context parallelism is on; KVStoreConnector shares blocks that hold all their tokens")
     if cache.prefix_caching_hash_algo not in _HASHES:
@@ -384,11 +428,82 @@ def _check_support(vllm_config: Any, kv_cache_config: Any) -> None:
         )
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError("--calculate-kv-scales gives each instance scales of its own; blocks cannot be shared")
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or type(groups[0].kv_cache_spec) not in _SPECS:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise ConfigError(f"this model stores its KV as {kinds}; KVStoreConnector needs full attention in all layers")
-    _require_causal(vllm_config, groups[0].kv_cache_spec)
+    specs = [_list_specs(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    if not specs or not all(type(spec) in _SPECS for each in specs for spec in each):
+        kinds = ", ".join(dict.fromkeys(type(spec).__name__ for each in specs for spec in each)) or "nothing"
+        raise ConfigError(
+            f"this model stores its KV as {kinds}; KVStoreConnector knows full attention, MLA, sliding windows, "
+            "chunked local attention and Mamba states, so leave --kv-transfer-config out"
+        )
+    for spec in itertools.chain.from_iterable(specs):
+        _require_causal(vllm_config, spec)
+    groups = [_read_group(each) for each in specs]
+    if len(groups) > 1 or groups[0].kind != "full":
+        _require_plain_groups(vllm_config, kv_cache_config, list(itertools.chain.from_iterable(specs)))
+    return groups
+
+
+def _list_specs(spec: Any) -> list[Any]:
+    """Return the specs of a group's layers.
+
+    A worker's group may have one for each layer; vLLM gives the scheduler the first of them for the whole group.
+    """
+    return list(spec.kv_cache_specs.values()) if type(spec) is UniformTypeKVCacheSpecs else [spec]
+
+
+def _read_group(specs: Sequence[Any]) -> Group:
+    """Return the group of layers with these specs."""
+    first = specs[0]
+    kinds = {(type(spec) in _FULL, type(spec), _read_span(spec), spec.block_size) for spec in specs}
+    if len({(is_full or kind, span, size) for is_full, kind, span, size in kinds}) > 1:
+        names = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+        raise ConfigError(
+            f"one group of layers stores its KV as {names} with different windows or block sizes; KVStoreConnector "
+            "needs one kind in a group"
+        )
+    if type(first) in _FULL:
+        return Group("full", first.block_size)
+    if type(first) is MambaSpec:
+        return Group("state", first.block_size)
+    return Group("window" if type(first) is SlidingWindowSpec else "chunk", first.block_size, _read_span(first))
+
+
+def _read_span(spec: Any) -> int:
+    if type(spec) is SlidingWindowSpec:
+        return int(spec.sliding_window)
+    return int(spec.attention_chunk_size) if type(spec) is ChunkedLocalAttentionSpec else 0
+
+
+def _require_plain_groups(vllm_config: Any, kv_cache_config: Any, specs: Sequence[Any]) -> None:
+    """Refuse what is not known to be right for a model with several groups, or without full attention."""
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        raise ConfigError(
+            "speculative decoding is on, and this model's layers store their KV in several ways; KVStoreConnector "
+            "supports the two only one at a time"
+        )
+    if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
+        raise ConfigError(
+            "vLLM stores this model's recurrent states only for the last token; KVStoreConnector needs states at block "
+            "boundaries, so add --enable-prefix-caching (mamba_cache_mode align)"
+        )
+    attention = [spec for spec in specs if type(spec) is not MambaSpec]
+    odd = (
+        len({(spec.dtype, spec.kv_quant_mode) for spec in attention}) > 1,
+        any(spec.tokens_per_state != 1 for spec in attention),
+        any(getattr(spec, "extra_retained_tokens", 0) for spec in specs),
+        any(getattr(spec, "num_speculative_blocks", 0) for spec in specs),
+    )
+    if any(odd):
+        raise ConfigError(
+            "this model's groups of layers store their KV in several dtypes, or several tokens as one; "
+            "KVStoreConnector needs one dtype and a state for each token"
+        )
+    for group in kv_cache_config.kv_cache_groups:
+        is_usual = group.enable_kv_transfer and not group.host_resident and not group.is_eagle_group
+        if not is_usual or group.role is not KVCacheGroupRole.DEFAULT or not group.kv_cache_spec.prefix_cacheable:
+            raise ConfigError(
+                "vLLM marks a group of this model's layers as not for transfer; KVStoreConnector needs all of them"
+            )
 
 
 def _require_causal(vllm_config: Any, spec: Any) -> None:
@@ -398,7 +513,7 @@ def _require_causal(vllm_config: Any, spec: Any) -> None:
     """
     model, attention = vllm_config.model_config, vllm_config.attention_config
     flags = (
-        spec.non_causal,
+        getattr(spec, "non_causal", False),
         getattr(spec, "non_causal_multi_token_decode", False),
         attention.use_non_causal,
         model.is_diffusion,
@@ -428,10 +543,71 @@ def _require_recompute(transfer: Any) -> None:
         transfer.kv_load_failure_policy = "recompute"
 
 
-def _build_namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, kv_caches: dict[str, Any]) -> Namespace:
+def _find_memory(kv_cache_config: Any, is_plain: bool, kv_caches: dict[str, Any]) -> KVMemory | GroupedMemory:
+    """Return the KV memory of a worker."""
+    groups, num_blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
+    if is_plain:
+        if type(groups[0].kv_cache_spec) is UniformTypeKVCacheSpecs:
+            return KVMemory(kv_caches, num_blocks, is_mixed=True)
+        return KVMemory(kv_caches, num_blocks)
+    owned = {name for group in groups for name in group.layer_names}
+    # A layer that reads another layer's KV has the same tensor, and no blocks of its own.
+    places = {tensor.data_ptr() for name, tensor in kv_caches.items() if name in owned}
+    unknown = [name for name, tensor in kv_caches.items() if name not in owned and tensor.data_ptr() not in places]
+    lacking = sorted(owned - kv_caches.keys())
+    if unknown or lacking or not all(group.layer_names for group in groups):
+        raise ConfigError(
+            f"vLLM's groups of layers do not match this worker's KV memory ({(unknown + lacking)[:3]}, or a group has "
+            "no layer in this pipeline stage); KVStoreConnector needs each group in each worker"
+        )
+    return GroupedMemory(
+        [
+            KVMemory({name: kv_caches[name] for name in group.layer_names if name in owned}, num_blocks, is_mixed=True)
+            for group in groups
+        ]
+    )
+
+
+def _describe_groups(groups: Sequence[Group]) -> str:
+    """Return a line for operators, such as ``5 x sliding window 256, 1 x full attention``."""
+    counted = collections.Counter(f"{group.name} (blocks of {group.block_size} tokens)" for group in groups)
+    return ", ".join(f"{count} x {name}" for name, count in counted.items())
+
+
+def _describe_layout(
+    kv_cache_config: Any, groups: Sequence[Group], memory: KVMemory | GroupedMemory, parallel: Any
+) -> str:
+    """Return the part of a namespace's layout that depends on the groups and the pipeline stage."""
+    is_staged = parallel.pipeline_parallel_size > 1
+    if isinstance(memory, KVMemory) and not is_staged:
+        return memory.layout
+    layers = [sorted(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+    stage = ""
+    if is_staged:
+        # The stage's layers, because a block has only their part.
+        digest = hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:16]
+        stage = f" stage {get_pp_group().rank_in_group} of {parallel.pipeline_parallel_size} layers {digest}"
+    if isinstance(memory, KVMemory):
+        return f"{memory.layout}{stage}"
+    parts = [
+        (group.kind, group.span, group.block_size, names, part.layout)
+        for group, names, part in zip(groups, layers, memory.groups, strict=True)
+    ]
+    return f"{len(parts)} groups {hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}{stage}"
+
+
+def _build_namespace(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    groups: Sequence[Group],
+    memory: KVMemory | GroupedMemory,
+    kv_caches: dict[str, Any],
+) -> Namespace:
     """Build the namespace from everything that determines the blocks' bytes."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _list_specs(group.kv_cache_spec)]
+    spec = next((spec for spec in specs if type(spec) is not MambaSpec), None)
+    is_plain = isinstance(memory, KVMemory)
     layers = vllm_config.compilation_config.static_forward_context
     backends = {
         f"{layers[name].get_attn_backend().get_name()} {getattr(layers[name], 'isa', '')}".strip() for name in kv_caches
@@ -441,13 +617,14 @@ def _build_namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, k
     digest.update(json.dumps(_collect_settings(vllm_config), sort_keys=True).encode())
     return Namespace(
         model=digest.hexdigest()[:32],
-        kv_dtype=f"{cache.cache_dtype} {spec.dtype}".replace("torch.", ""),
-        block_size=cache.block_size,
+        kv_dtype=f"{cache.cache_dtype} {getattr(spec, 'dtype', 'states')}".replace("torch.", ""),
+        block_size=cache.block_size if is_plain else math.lcm(*(group.block_size for group in groups)),
         num_layers=memory.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
+        num_kv_heads=getattr(spec, "num_kv_heads", 0),
+        head_size=getattr(spec, "head_size", 0),
         # A backend arranges a block's bytes in its own way, which may change with the version.
-        layout=f"vllm {vllm.__version__} {'+'.join(sorted(backends))} {memory.layout}",
+        layout=f"vllm {vllm.__version__} {'+'.join(sorted(backends))} "
+        f"{_describe_layout(kv_cache_config, groups, memory, parallel)}",
         weights_version=str(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_version", "")),
         tp_size=parallel.tensor_parallel_size,
         tp_rank=get_tensor_model_parallel_rank(),
@@ -458,7 +635,8 @@ def _find_family(vllm_config: Any, namespace: Namespace, memory: KVMemory) -> Sh
     """Return the family for reads of other tensor-parallel sizes; none if the bytes of a head cannot be located."""
     model = vllm_config.model_config
     heads = dict(memory.axes).get(HEAD)
-    if model.use_mla or vllm_config.speculative_config is not None or heads != namespace.num_kv_heads:
+    is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
+    if model.use_mla or vllm_config.speculative_config is not None or heads != namespace.num_kv_heads or is_staged:
         logger.info("Blocks are shared with instances of the same tensor-parallel size only")
         return None
     prefix = namespace.layout.removesuffix(memory.layout)

@@ -4,6 +4,9 @@ vLLM gives each layer a tensor ``[kernel block, head, token, content]`` whose ax
 attention backend needs (``KVCacheLayout``): NHD, HND, heads before blocks, or all layers of a block in one piece, in
 which case the tensors are views of one allocation. MLA has one head; FP8 has elements of one byte. A block of the
 scheduler is one or several successive kernel blocks.
+
+If a model has several KV cache groups (``groups.py``), the layers of different groups share the same memory: the bytes
+of a block are those of the layers of the group that owns it. Then a block is given here as ``group * num_blocks + id``.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import mmap
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from kvstore_backend.backend import ConfigError, Span, Value
@@ -21,7 +25,7 @@ from kvstore_backend.integrations.vllm.clock import Mark
 from kvstore_backend.resharding.family import HEAD
 from kvstore_backend.transfers import Event
 
-__all__ = ["KVMemory"]
+__all__ = ["GroupedMemory", "KVMemory"]
 
 # Devices whose memory can be a source or target of blocks: the host, and GPUs (ROCm's are also called cuda).
 _DEVICES = ("cpu", "cuda")
@@ -38,11 +42,12 @@ class _Layer:
 
 
 class KVMemory:
-    """KV memory of one worker; describes it without copying it.
+    """KV memory of one group of layers of a worker; describes it without copying it.
 
     Args:
         tensors: vLLM's ``kv_caches``: layer name -> tensor. Layers that share one tensor count once.
         num_blocks: number of the scheduler's blocks.
+        is_mixed: whether layers may differ in layout, such as MLA and its indexer; then ``axes`` is empty.
 
     Attributes:
         tensors: the tensors of layers with their own memory, in the order of the layers.
@@ -57,7 +62,7 @@ class KVMemory:
         ConfigError: the memory is neither the host's nor a GPU's, or its layers differ in an unsupported way.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], num_blocks: int) -> None:
+    def __init__(self, tensors: Mapping[str, Any], num_blocks: int, *, is_mixed: bool = False) -> None:
         unique = {tensor.data_ptr(): tensor for tensor in tensors.values()}
         for name, tensor in tensors.items():
             if tensor.device.type not in _DEVICES:
@@ -72,13 +77,15 @@ class KVMemory:
         self.tensors = tuple(unique.values())
         self.num_blocks = num_blocks
         self.is_on_device = self.tensors[0].device.type != "cpu"
-        self._per_block = self.tensors[0].shape[0] // num_blocks
-        layouts = {_describe_layout(self._order_axes(tensor), str(tensor.dtype)) for tensor in self.tensors}
-        if len(layouts) > 1:
-            raise ConfigError(f"layers differ in layout ({', '.join(sorted(layouts))}); KVStoreConnector needs one")
-        self.layout = layouts.pop()
+        layouts = [_describe_layout(self._order_axes(tensor), str(tensor.dtype)) for tensor in self.tensors]
+        is_one = len(set(layouts)) == 1
+        if not is_one and not is_mixed:
+            raise ConfigError(
+                f"layers differ in layout ({', '.join(sorted(set(layouts)))}); KVStoreConnector needs one"
+            )
+        self.layout = layouts[0] if is_one else " ".join(f"{len([*run])}x{name}" for name, run in groupby(layouts))
         self.num_layers = len(self.tensors)
-        self.axes = self._list_axes(self.tensors[0])
+        self.axes = self._list_axes(self.tensors[0]) if is_one else ()
         self._layers = [self._locate_layer(tensor) for tensor in self.tensors]
         self.block_bytes = sum(len(layer.offsets) * layer.nbytes for layer in self._layers)
         if not self.is_on_device:
@@ -99,11 +106,13 @@ class KVMemory:
         first = self.tensors[0]
         offsets = [tensor.storage_offset() for tensor in self.tensors]
         distance = offsets[1] - offsets[0] if len(offsets) > 1 else 0
-        sizes, strides = (self._per_block, *first.shape[1:]), first.stride()
+        sizes, strides = (self._count_kernel_blocks(first), *first.shape[1:]), first.stride()
         extent = max(size * stride for size, stride in zip(sizes, strides, strict=True) if size > 1)
         is_regular = all(
             tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
             and tensor.stride() == strides
+            and tensor.shape == first.shape
+            and tensor.dtype == first.dtype
             and offset == offsets[0] + number * distance
             for number, (tensor, offset) in enumerate(zip(self.tensors, offsets, strict=True))
         )
@@ -122,6 +131,10 @@ class KVMemory:
             ]
             for block in blocks
         ]
+
+    def count_bytes(self, blocks: Sequence[int]) -> int:
+        """Return the total size of these blocks."""
+        return len(blocks) * self.block_bytes
 
     def record_event(self) -> Event | None:
         """Record an event for all GPU work that the calling thread has queued; return None on the host."""
@@ -153,9 +166,14 @@ class KVMemory:
     def clear_blocks(self, blocks: Iterable[int]) -> None:
         """Zero blocks after a failed read: attention multiplies masked positions by 0, and 0 * NaN is NaN."""
         for block, tensor in itertools.product(blocks, self.tensors):
-            tensor[block * self._per_block : (block + 1) * self._per_block].zero_()
+            size = self._count_kernel_blocks(tensor)
+            tensor[block * size : (block + 1) * size].zero_()
         if (cleared := self.record_event()) is not None:
             cleared.synchronize()
+
+    def _count_kernel_blocks(self, tensor: Any) -> int:
+        """Return how many kernel blocks a block of the scheduler has in this tensor."""
+        return int(tensor.shape[0]) // self.num_blocks
 
     def _list_axes(self, tensor: Any) -> tuple[tuple[str, int], ...]:
         if tensor.dim() != 4:
@@ -170,7 +188,7 @@ class KVMemory:
         """
         size: int = tensor.element_size()
         names = ("k", "h", "n", "c", *map(str, range(tensor.dim())))
-        sizes = (self._per_block, *tensor.shape[1:])
+        sizes = (self._count_kernel_blocks(tensor), *tensor.shape[1:])
         axes = [(name, n, stride * size) for name, n, stride in zip(names, sizes, tensor.stride(), strict=False)]
         return sorted((axis for axis in axes if axis[1] > 1 or axis[0] == keep), key=lambda axis: (-axis[2], -axis[1]))
 
@@ -181,8 +199,56 @@ class KVMemory:
             nbytes *= outer.pop()[1]
         steps: Sequence[range] = [range(0, n * stride, stride) for _, n, stride in outer]
         offsets = tuple(sum(step) for step in itertools.product(*steps))
-        stride = self._per_block * tensor.stride(0) * tensor.element_size()
+        stride = self._count_kernel_blocks(tensor) * tensor.stride(0) * tensor.element_size()
         return _Layer(tensor.data_ptr(), stride, offsets, nbytes)
+
+
+class GroupedMemory:
+    """KV memory of several groups of layers in the same allocation; a block is ``group * num_blocks + id``.
+
+    Args:
+        groups: the memory of each group.
+    """
+
+    def __init__(self, groups: Sequence[KVMemory]) -> None:
+        self.groups = tuple(groups)
+        self.num_blocks = groups[0].num_blocks
+        self.is_on_device = groups[0].is_on_device
+        # Events and threads belong to the device, which is the same for all groups.
+        self.record_event = groups[0].record_event
+        self.make_mark = groups[0].make_mark
+        self.bind_thread = groups[0].bind_thread
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The tensors of all groups, some of them in the same memory."""
+        return tuple(itertools.chain.from_iterable(group.tensors for group in self.groups))
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers with their own blocks."""
+        return sum(group.num_layers for group in self.groups)
+
+    def list_allocations(self) -> list[Span]:
+        """Return all memory that spans may be in, each allocation once."""
+        return list(dict.fromkeys(span for group in self.groups for span in group.list_allocations()))
+
+    def locate_blocks(self, blocks: Iterable[int]) -> list[Value]:
+        """Return the spans of each block, in an order that is the same in every instance with these layouts."""
+        return [value for number, block in self._split(blocks) for value in self.groups[number].locate_blocks([block])]
+
+    def count_bytes(self, blocks: Iterable[int]) -> int:
+        """Return the total size of these blocks."""
+        return sum(self.groups[number].block_bytes for number, _ in self._split(blocks))
+
+    def clear_blocks(self, blocks: Iterable[int]) -> None:
+        """Zero blocks after a failed read, in the layers of their group."""
+        for number, block in self._split(blocks):
+            self.groups[number].clear_blocks([block])
+
+    def _split(self, blocks: Iterable[int]) -> Iterable[tuple[int, int]]:
+        """Return group and id of each block."""
+        return (divmod(block, self.num_blocks) for block in blocks)
 
 
 def _prefer_large_pages(span: Span) -> None:

@@ -26,9 +26,11 @@ class Transfer:
         number: identifies it within one scheduler.
         request_id: the request.
         names: the pool's names of the blocks, 32 bytes each.
-        blocks: vLLM's ids of the same blocks.
+        blocks: vLLM's ids of the same blocks; if the model has several groups, as in ``memory.py``.
         run: for a load with some blocks from another sharding of the model, those blocks.
         adapter: the LoRA adapter that the blocks belong to; None: only the model's weights.
+        num_units: for a load of blocks of several groups, which is complete or has failed: number of the scheduler's
+            blocks that it brings; 0: one for each name, and the leading ones are of use alone.
     """
 
     number: int
@@ -37,6 +39,7 @@ class Transfer:
     blocks: Sequence[int]
     run: Run | None = None
     adapter: Adapter | None = None
+    num_units: int = 0
 
 
 @dataclass(frozen=True)

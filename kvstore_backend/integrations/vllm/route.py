@@ -8,15 +8,16 @@ direct  the pool itself reads and writes vLLM's memory. On a GPU Mooncake does t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Literal
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config import MooncakeSettings, PoolConfig
-from kvstore_backend.integrations.vllm.memory import KVMemory
+from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
 from kvstore_backend.pool import BlockPool
-from kvstore_backend.transfers import DirectMemory, TransferMemory
+from kvstore_backend.transfers import DirectMemory, Event, TransferMemory, Window
 
 __all__ = ["Route", "choose_route", "open_route", "read_route"]
 
@@ -45,7 +46,7 @@ def read_route(extra: Mapping[str, object]) -> Route | None:
     )
 
 
-def choose_route(named: Route | None, memory: KVMemory, config: PoolConfig) -> Route:
+def choose_route(named: Route | None, memory: KVMemory | GroupedMemory, config: PoolConfig) -> Route:
     """Return the named route, or the best one if none was named: staged on a GPU, direct in host memory.
 
     Raises:
@@ -56,15 +57,44 @@ def choose_route(named: Route | None, memory: KVMemory, config: PoolConfig) -> R
     return named or ("staged" if memory.is_on_device else "direct")
 
 
-def open_route(route: Route, memory: KVMemory, pool: BlockPool) -> TransferMemory:
+def open_route(route: Route, memory: KVMemory | GroupedMemory, pool: BlockPool) -> TransferMemory:
     """Return ``memory`` as transfers reach it on this route, and register everything that the pool will touch."""
     if route == "staged":
-        from kvstore_backend.staging import KVTensors, StagedMemory  # this import loads torch
-
-        return StagedMemory(KVTensors(memory.merge_layers(), memory.num_blocks), pool)
+        if isinstance(memory, GroupedMemory):
+            return _StagedGroups([_stage(group, pool) for group in memory.groups], memory.num_blocks)
+        return _stage(memory, pool)
     for span in memory.list_allocations():
         pool.register(*span)
     return DirectMemory(memory.locate_blocks, memory.clear_blocks, memory.record_event)
+
+
+def _stage(memory: KVMemory, pool: BlockPool) -> TransferMemory:
+    from kvstore_backend.staging import KVTensors, StagedMemory  # this import loads torch
+
+    return StagedMemory(KVTensors(memory.merge_layers(), memory.num_blocks), pool)
+
+
+class _StagedGroups:
+    """Memory of several groups: a window has blocks of one group, whose buffers fit its size of blocks."""
+
+    def __init__(self, groups: Sequence[TransferMemory], num_blocks: int) -> None:
+        self._groups = groups
+        self._num_blocks = num_blocks
+        self.record_event = groups[0].record_event
+
+    def open_incoming(self, blocks: Sequence[int], after: Event | None) -> Window:
+        number, own = self._take_group(blocks)
+        return self._groups[number].open_incoming(own, after)
+
+    def open_outgoing(self, blocks: Sequence[int], after: Event | None) -> Window:
+        number, own = self._take_group(blocks)
+        return self._groups[number].open_outgoing(own, after)
+
+    def _take_group(self, blocks: Sequence[int]) -> tuple[int, list[int]]:
+        """Return the group of the first block, and the ids of the leading blocks of that group."""
+        number = blocks[0] // self._num_blocks
+        leading = itertools.takewhile(lambda block: block // self._num_blocks == number, blocks)
+        return number, [block % self._num_blocks for block in leading]
 
 
 def _require_device_access(config: PoolConfig) -> None:

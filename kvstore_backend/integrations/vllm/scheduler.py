@@ -265,24 +265,26 @@ class SchedulerHalf:
             return None
         return found * self._block_size if found and self._decide(question, found) == "load" else 0
 
-    def on_allocation(self, request: Request, blocks: Callable[[], Sequence[int]], num_external: int) -> None:
+    def on_allocation(self, request: Request, blocks: Callable[[], Any], num_external: int) -> None:
         """Record that a request has its ``blocks``; ``num_external`` of their tokens are from the pool."""
         self._is_empty = False
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
         question = self._questions.pop(request.request_id, None)
         if not num_external or question is None:
             return
-        found = question.names[: num_external // self._block_size]
         tracked.is_loading = True
-        tracked.num_saved = question.first + len(found)
-        wanted = blocks()[question.first : tracked.num_saved]
-        load = self._pin_blocks(request, found, wanted, is_load=True)
-        self._planned_loads.append(replace(load, run=question.run))
+        tracked.num_saved = question.first + num_external // self._block_size
+        self._planned_loads.append(self._pin_load(request, question, tracked.num_saved, blocks()))
         if question.run is not None:  # the own sharding lacks some of them, which is not a loss
             tracked.num_noted = tracked.num_saved
 
-    def plan_step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Plan:
-        """Return the workers' transfers in the step that computes ``scheduled`` tokens of each request."""
+    def plan_step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Any]) -> Plan:
+        """Return the workers' transfers in the step that computes ``scheduled`` tokens of each request.
+
+        Args:
+            scheduled: number of tokens by request.
+            blocks_of: returns the ids of a request's blocks.
+        """
         self._patience = _PATIENCE_SECONDS
         self._run_posts()
         prefilled: set[str] = set()
@@ -303,7 +305,14 @@ class SchedulerHalf:
         awaited = [number for number, pin in self._pins.items() if pin.request_id in prefilled and not pin.is_load]
         return Plan(loads, saves, awaited, sum(scheduled.values()) if computes_prompt else 0)
 
-    def on_request_end(self, request: Request, blocks: Sequence[int]) -> None:
+    def offer_states(self, offers: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
+        """Take the states that the next planned step computes at block boundaries; called before ``plan_step``.
+
+        Args:
+            offers: by request: group, block, and number of tokens before the boundary. A model with one group has none.
+        """
+
+    def on_request_end(self, request: Request, blocks: Any) -> None:
         """Record the end of a request, before its blocks are freed, and save its last full blocks."""
         self._questions.pop(request.request_id, None)
         self._barred.discard(request.request_id)
@@ -311,7 +320,7 @@ class SchedulerHalf:
         if tracked is None or tracked.is_loading:
             return
         # The last token was sampled; its KV was not computed.
-        computed = min(request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block_size)
+        computed = min(request.num_computed_tokens, request.num_tokens - 1, self._count_covered(blocks))
         self._plan_save(tracked, computed, lambda: blocks)
         if self._find_adapter(request) is None:
             return  # not cached, so no save was dropped
@@ -389,7 +398,7 @@ class SchedulerHalf:
     def _reset_cache(self, reset: Callable[[], bool]) -> bool:
         """Reset vLLM's own cache, although transfers pin blocks; they stay pinned."""
         assert self._blocks is not None
-        held = [[self._blocks.blocks[block] for block in pin.blocks] for pin in self._pins.values()]
+        held = [self._find_blocks(pin.blocks) for pin in self._pins.values()]
         for blocks in held:
             self._blocks.free_blocks(blocks)
         try:
@@ -513,13 +522,30 @@ class SchedulerHalf:
         """Return how many blocks are full and have a name once ``computed`` tokens are computed."""
         return min(computed // self._block_size, len(tracked.request.block_hashes))
 
-    def _plan_save(self, tracked: _Tracked, computed: int, blocks: Callable[[], Sequence[int]]) -> None:
-        full = self._num_full(tracked, computed)
-        if not self._saves or full <= tracked.num_saved or not self._may_save or tracked.is_stale or self._is_stale:
-            return
+    def _count_covered(self, blocks: Any) -> int:
+        """Return how many leading tokens a request's blocks can hold."""
+        return len(blocks) * self._block_size
+
+    def _pin_load(self, request: Request, question: _Question, end: int, blocks: Any) -> Transfer:
+        """Return the pinned load of the blocks up to ``end`` that were looked up."""
+        names = question.names[: end - question.first]
+        return replace(self._pin_blocks(request, names, blocks[question.first : end], is_load=True), run=question.run)
+
+    def _may_plan_save(self, tracked: _Tracked) -> bool:
+        return self._saves and self._may_save and not tracked.is_stale and not self._is_stale
+
+    def _count_save_room(self) -> int:
+        """Return how many more blocks may be in saves now."""
         assert self._blocks is not None
         held = sum(len(pin.blocks) for pin in self._pins.values() if not pin.is_load)
-        end = min(full, tracked.num_saved + int(_SAVE_SHARE * len(self._blocks.blocks)) - held)
+        return int(_SAVE_SHARE * len(self._blocks.blocks)) - held
+
+    def _plan_save(self, tracked: _Tracked, computed: int, blocks: Callable[[], Any]) -> None:
+        full = self._num_full(tracked, computed)
+        if full <= tracked.num_saved or not self._may_plan_save(tracked):
+            return
+        assert self._blocks is not None
+        end = min(full, tracked.num_saved + self._count_save_room())
         if end <= tracked.num_saved or not (named := self._name_blocks(tracked.request, tracked.num_saved, end)):
             return  # they may get names later: the digest of an adapter is still being computed
         (first, tracked.num_saved), table = (tracked.num_saved, end), blocks()
@@ -538,17 +564,27 @@ class SchedulerHalf:
         """Return a transfer of ``blocks``, pinned until it ends; ``request`` is None after the request's end."""
         assert self._blocks is not None
         self._last_number += 1
-        self._blocks.touch([self._blocks.blocks[block] for block in blocks])
+        self._blocks.touch(self._find_blocks(blocks))
         request_id = "" if request is None else request.request_id
         adapter = None if request is None or request.lora_request is None else name_adapter(request.lora_request)
         self._pins[self._last_number] = _Pin(request_id, blocks, len(self._pools), is_load)
         return Transfer(self._last_number, request_id, named, blocks, adapter=adapter)
 
+    def _find_blocks(self, blocks: Sequence[int]) -> list[Any]:
+        """Return vLLM's objects of these blocks."""
+        assert self._blocks is not None
+        return [self._blocks.blocks[block] for block in blocks]
+
+    def _list_all_blocks(self) -> Sequence[Any]:
+        """Return vLLM's objects of all blocks, at the numbers that transfers use."""
+        assert self._blocks is not None
+        return self._blocks.blocks
+
     def _watch_for_losses(self) -> None:
         """Begin to save blocks again that the pool has lost, once pools and blocks are known."""
         if self._pools and self._blocks is not None and self._saves and self._refill is None:
             self._cached = CachedBlocks(
-                self._pools, self._blocks.blocks, self._posts.put, self._save_again, self._touch_in_order
+                self._pools, self._list_all_blocks(), self._posts.put, self._save_again, self._touch_in_order
             )
             digests = [pool.namespace.digest for pool in self._pools]
             self._refill = Refill(self._pools[0], self._cached, lambda _: None, digests=digests)
@@ -567,14 +603,14 @@ class SchedulerHalf:
 
     def _touch_in_order(self, blocks: Sequence[int]) -> None:
         assert self._blocks is not None
-        touched = [self._blocks.blocks[block] for block in blocks]
+        touched = self._find_blocks(blocks)
         self._blocks.touch(touched)
         self._blocks.free_blocks(touched)
 
     def _free_pin(self, pin: _Pin) -> None:
         assert self._blocks is not None
         # The last blocks of a sequence are evicted first, as when vLLM frees a request.
-        self._blocks.free_blocks([self._blocks.blocks[block] for block in reversed(pin.blocks)])
+        self._blocks.free_blocks(self._find_blocks(list(reversed(pin.blocks))))
         pin.on_end()
         tracked = self._requests.get(pin.request_id)
         if pin.is_load and tracked is not None:

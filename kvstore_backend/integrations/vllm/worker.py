@@ -15,7 +15,7 @@ from functools import partial
 from kvstore_backend.integrations.vllm.adapters import LoadedAdapters
 from kvstore_backend.integrations.vllm.clock import HostClock, StepClock
 from kvstore_backend.integrations.vllm.counts import Counts
-from kvstore_backend.integrations.vllm.memory import KVMemory
+from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
 from kvstore_backend.integrations.vllm.messages import Report, Transfer
 from kvstore_backend.integrations.vllm.route import open_route
 from kvstore_backend.pool import BlockPool
@@ -63,7 +63,7 @@ class WorkerHalf:
     def __init__(
         self,
         pool: BlockPool,
-        memory: KVMemory,
+        memory: KVMemory | GroupedMemory,
         family: ShardingFamily | None = None,
         *,
         route: TransferMemory | None = None,
@@ -176,12 +176,20 @@ class WorkerHalf:
         if load.adapter is not None and not self.adapters.is_unchanged(load.adapter):
             outcome = replace(outcome, count=0)  # the engine may read other weights for the rest of the prompt
         missing = load.blocks[outcome.count :]
-        nbytes = outcome.count * self._memory.block_bytes
+        nbytes = self._memory.count_bytes(load.blocks[: outcome.count])
         self._counts.add_operation("load", outcome.seconds, nbytes, ok=outcome.count, failed=len(missing))
-        self._report.loads.append((outcome.count, outcome.seconds))
+        num_units = load.num_units if load.num_units and not missing else outcome.count
+        self._report.loads.append((num_units, outcome.seconds))
         if load.run:
             self._counts.add_operation("gather", ok=load.run.count_foreign(outcome.count))
         self._loaded.requests.add(load.request_id)
+        if load.num_units:
+            # vLLM takes no single blocks back from a request of several groups: it restarts in others. A load without
+            # blocks is of a request that did not get the blocks that it needs.
+            if missing or not load.blocks:
+                self._report.short.add(load.request_id)
+                self._loaded.failed.add(load.request_id)
+            return
         if missing:
             self._report.short.add(load.request_id)
         if outcome.is_released:

@@ -25,7 +25,14 @@ from vllm.config import KVTransferConfig
 from vllm.config import ModelConfig as ModelConfigOfVllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvstore_backend import ConfigError, Namespace
 from kvstore_backend.backend import Status
@@ -76,8 +83,7 @@ def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, An
         attention_config=SimpleNamespace(use_non_causal=changes.get("use_non_causal", False)),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=changes.get("enable_chunked_prefill", True)),
     )
-    groups = [SimpleNamespace(kv_cache_spec=spec)]
-    return vllm_config, SimpleNamespace(kv_cache_groups=groups, num_blocks=8)
+    return vllm_config, SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec([], spec)], num_blocks=8, hash_block_size=16)
 
 
 @pytest.fixture
@@ -136,7 +142,6 @@ def make_plain(kind: Any) -> Any:
         ({"pool": "file:///tmp/pool", "prefill_wait_s": "long"}, {}, "prefill_wait_s .* must be a number of seconds"),
         ({"pool": "file:///tmp/pool", "memory": "gpu"}, {}, "memory in .* is 'gpu'; it must be \"staged\""),
         ({"pool": "memory:"}, {}, "a memory pool is one process's own"),
-        ({}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size is more than 1"),
         ({}, {"decode_context_parallel_size": 2}, "context parallelism is on"),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "it must be sha256 or sha256_cbor"),
         ({}, {"calculate_kv_scales": True}, "scales of its own"),
@@ -186,10 +191,19 @@ def test_only_specs_that_are_known_to_be_causal_are_taken(tmp_path: Any) -> None
     taken = []
     for kind in _list_subclasses(interface.KVCacheSpec):
         made: Any = object.__new__(kind)  # with defaults alone, which the type decides before
+        sizes = {"block_size": 16, "sliding_window": 64, "attention_chunk_size": 64, "mamba_cache_mode": "align"}
+        for name, value in {**sizes, "dtype": torch.float32, "kv_cache_specs": {}}.items():
+            object.__setattr__(made, name, value)
         with contextlib.suppress(ConfigError):
             KVStoreConnector(*_ordered(config(made, {"pool": f"file://{tmp_path}/pool"}))).shutdown()
             taken.append(kind.__name__)
-    assert sorted(taken) == ["FullAttentionSpec", "MLAAttentionSpec"]
+    assert sorted(taken) == [
+        "ChunkedLocalAttentionSpec",
+        "FullAttentionSpec",
+        "MLAAttentionSpec",
+        "MambaSpec",
+        "SlidingWindowSpec",
+    ]
 
 
 @pytest.mark.parametrize("flag", ["non_causal", "non_causal_multi_token_decode"])
@@ -628,11 +642,73 @@ def test_a_wait_that_is_no_number_of_seconds_is_refused(seconds: object) -> None
         connector_module._read_prefill_wait(transfer(prefill_wait_s=seconds))
 
 
-def test_models_of_several_kinds_of_layers_are_refused(spec: Any) -> None:
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda config, group: setattr(config, "speculative_config", object()), "speculative decoding is on"),
+        (lambda config, group: setattr(group, "kv_cache_spec", make_state("none")), "add --enable-prefix-caching"),
+        (lambda config, group: setattr(group, "kv_cache_spec", make_window(torch.float16)), "in several dtypes"),
+        (lambda config, group: setattr(group, "kv_cache_spec", make_window(extra_retained_tokens=1)), "several tokens"),
+        (lambda config, group: setattr(group, "is_eagle_group", True), "as not for transfer"),
+        (lambda config, group: setattr(group, "enable_kv_transfer", False), "as not for transfer"),
+        (lambda config, group: setattr(group, "host_resident", True), "as not for transfer"),
+    ],
+)
+def test_models_of_several_groups_are_refused_where_they_are_not_known_to_be_right(
+    spec: Any, change: Any, sentence: str
+) -> None:
     vllm_config, kv_cache_config = config(spec, {})
-    kv_cache_config.kv_cache_groups *= 2
-    with pytest.raises(ConfigError, match="stores its KV as FullAttentionSpec, FullAttentionSpec"):
+    kv_cache_config.kv_cache_groups.append(KVCacheGroupSpec([], make_window()))
+    change(vllm_config, kv_cache_config.kv_cache_groups[1])
+    with pytest.raises(ConfigError, match=sentence):
         KVStoreConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
+
+
+def make_window(dtype: torch.dtype = torch.float32, **changes: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=dtype, sliding_window=64, **changes)
+
+
+def make_state(mode: str = "align") -> MambaSpec:
+    return MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+
+
+def test_a_group_of_layers_with_different_windows_is_refused(spec: Any) -> None:
+    specs = {"a": make_window(), "b": dataclasses.replace(make_window(), sliding_window=32)}
+    mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
+    with pytest.raises(ConfigError, match="with different windows or block sizes"):
+        KVStoreConnector(*_ordered(config(mixed, {})))
+
+
+def test_cross_attention_is_refused() -> None:
+    cross = CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="stores its KV as CrossAttentionSpec"):
+        KVStoreConnector(*_ordered(config(cross, {})))
+
+
+def test_a_layer_that_is_in_no_group_is_refused(spec: Any) -> None:
+    _, cache = config(spec, {})
+    cache.kv_cache_groups = [KVCacheGroupSpec(["a"], spec), KVCacheGroupSpec(["b"], make_window())]
+    tensors = {name: torch.zeros(8, 2, 16, 16) for name in "abc"}
+    shared = {**tensors, "c": tensors["a"]}
+    assert connector_module._find_memory(cache, False, shared).num_layers == 2
+    with pytest.raises(ConfigError, match="do not match this worker's KV memory"):
+        connector_module._find_memory(cache, False, tensors)
+
+
+def test_ranks_of_all_pipeline_stages_are_looked_up(spec: Any, tmp_path: Path) -> None:
+    connector = KVStoreConnector(*_ordered(config(spec, {"pool": f"file://{tmp_path}/pool"}, pipeline_parallel_size=2)))
+    try:
+        given: list[Any] = []
+        connector._planner.learn_namespaces = lambda *told: given.append(told[0])  # type: ignore[method-assign]
+        ranks = {
+            (pp, tp): connector_module._Rank(make_namespace(tp_rank=tp, layout=f"stage {pp}"), None)
+            for pp in (1, 0)
+            for tp in (1, 0)
+        }
+        connector.set_xfer_handshake_metadata_pp_aware(ranks)
+        assert given == [[ranks[at].namespace for at in ((0, 0), (0, 1), (1, 0), (1, 1))]]
+    finally:
+        connector.shutdown()
 
 
 def test_reports_of_workers_add_up() -> None:

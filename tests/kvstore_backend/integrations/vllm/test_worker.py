@@ -67,7 +67,7 @@ class Half:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
         monkeypatch.setattr(module, "Transfers", Begun)
         self.pool = Pool()
-        memory: Any = SimpleNamespace(block_bytes=BLOCK_BYTES, bind_thread=lambda: None)
+        memory: Any = SimpleNamespace(count_bytes=lambda blocks: len(blocks) * BLOCK_BYTES, bind_thread=lambda: None)
         self.worker = WorkerHalf(self.pool, memory, **{"route": "the route", **more})  # type: ignore[arg-type]
         self.transfers: Any = self.worker._transfers
 

@@ -1,0 +1,281 @@
+"""The scheduler's half for models with several KV cache groups; ``groups.py`` explains what a hit is there.
+
+The unit of look-ups, loads and saves is the least common multiple of the groups' block sizes: a resume point is a
+multiple of it. In transfers a block is ``group * num_blocks + id`` (``memory.py``). A transfer lists full-attention
+groups last: a reader that finds their blocks finds the other groups' blocks, too. It would load nothing otherwise.
+
+A block of a window is saved when it is full, if vLLM has not dropped it before: a later prompt may end its common
+prefix anywhere. vLLM makes states only where a step ends at a block boundary, and reports each of them once, in the
+step that computes it (``offer_states``).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+from kvstore_backend.backend import Status, StorageBackend
+from kvstore_backend.integrations.vllm.adapters import name_blocks
+from kvstore_backend.integrations.vllm.groups import Exists, Group, Resume, find_resume_point
+from kvstore_backend.integrations.vllm.messages import Transfer
+from kvstore_backend.integrations.vllm.scheduler import Request, SchedulerHalf, _Found, _Question, _Tracked
+
+__all__ = ["HybridSchedulerHalf"]
+
+logger = logging.getLogger(__name__)
+
+Tables = Sequence[Sequence[int]]
+"""Ids of a request's blocks, for each group."""
+
+
+class HybridSchedulerHalf(SchedulerHalf):
+    """Planner of loads and saves of a model with several groups.
+
+    Args:
+        backend: as for ``SchedulerHalf``.
+        groups: the groups, in vLLM's order.
+        hash_block_size: tokens in each of a request's ``block_hashes``.
+        options: the other arguments of ``SchedulerHalf``.
+    """
+
+    def __init__(self, backend: StorageBackend, groups: Sequence[Group], hash_block_size: int, **options: Any) -> None:
+        super().__init__(backend, math.lcm(*(group.block_size for group in groups)), **options)
+        self._namer = _Namer(groups, hash_block_size)
+        self._groups = groups
+        # Full attention last: see above.
+        self._order = sorted(range(len(groups)), key=lambda number: groups[number].kind == "full")
+        self._states: list[tuple[str, int, int, int]] = []
+
+    def offer_states(self, offers: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
+        for request_id, states in offers.items():
+            self._states += [(request_id, *state) for state in states]
+
+    def plan_step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Any]) -> Any:
+        states, self._states = self._states, []
+        for request_id, number, block, num_tokens in states:
+            tracked = self._requests.get(request_id)
+            # A state within a unit is at no resume point; what was loaded or saved is in the pool.
+            if tracked is not None and num_tokens % self._block_size == 0:
+                self._plan_state(tracked, number, block, num_tokens)
+        return super().plan_step(scheduled, blocks_of)
+
+    def matched_tokens(self, request: Request, num_computed: int) -> int | None:
+        if num_computed % self._block_size:
+            return 0  # vLLM reports only multiples; a state in the middle of a unit could not be continued
+        return super().matched_tokens(request, num_computed)
+
+    def _name_blocks(self, request: Request, first: int, end: int) -> Sequence[bytes]:  # type: ignore[override]
+        adapter = self._find_adapter(request)
+        if adapter is None:
+            return []
+        return _Wanted(self._namer, list(request.block_hashes), first, end, adapter, self._epoch)
+
+    def _num_full(self, tracked: _Tracked, computed: int) -> int:
+        return min(computed // self._block_size, self._namer.count_units(len(tracked.request.block_hashes)))
+
+    def _count_covered(self, blocks: Tables) -> int:
+        return min(
+            len(table) * group.block_size
+            for table, group in zip(blocks, self._groups, strict=True)
+            if group.kind != "state" or len(self._groups) == 1
+        )
+
+    def _look_up(self, wanted: Sequence[bytes], found_before: int | None = None) -> _Found:
+        assert self._counts is not None
+        assert isinstance(wanted, _Wanted)
+        start, unit = time.monotonic(), self._block_size
+        first = wanted.first * unit
+        resume = Resume(first, first, [0] * len(self._groups), [0] * len(self._groups), 0)
+        unknown: set[Status] = set()
+        try:
+            end = (wanted.first + len(wanted)) * unit
+            resume = find_resume_point(self._groups, first, end, self._look_up_in(wanted, unknown))
+        except Exception:
+            logger.exception("Looking up %d blocks failed; they will be computed", len(wanted))
+        seconds = time.monotonic() - start
+        count = (resume.num_tokens - first) // unit
+        if found_before is None:
+            self._counts.add_operation("lookup", seconds, ok=count, absent=len(wanted) - count)
+        else:
+            self._counts.add_operation("lookup", seconds, ok=max(0, count - found_before))
+        if resume.num_tokens < resume.num_reached and not unknown:
+            for group, missing in zip(self._groups, resume.missing, strict=True):
+                self._counts.add_operation(group.name.replace(" ", "_"), missing=missing)
+            logger.info("A hit is shorter than full attention allows: %s", resume.describe(self._groups))
+        return _Found(count, None)
+
+    def _look_up_in(self, wanted: _Wanted, unknown: set[Status]) -> Exists:
+        """Return a function that looks up blocks of every rank; it adds ``FAILED`` to ``unknown`` if a pool fails."""
+
+        def exists(blocks: Sequence[tuple[int, int]]) -> list[bool]:
+            names = [wanted.name(number, place) for number, place in blocks]
+            present = [True] * len(names)
+            for pool in self._pools:
+                # A rank is asked only for blocks that the ranks before it have.
+                places = [i for i, has in enumerate(present) if has]
+                for i, status in zip(places, pool.exists([names[i] for i in places]) if places else (), strict=True):
+                    present[i] = bool(status)
+                    if status is Status.FAILED:
+                        unknown.add(status)
+            return present
+
+        return exists
+
+    def _pin_load(self, request: Request, question: _Question, end: int, blocks: Tables) -> Transfer:
+        wanted, num_tokens = question.names, end * self._block_size
+        assert isinstance(wanted, _Wanted)
+        names: list[bytes] = []
+        targets: list[int] = []
+        for number in self._order:
+            group = self._groups[number]
+            begin = question.first * self._block_size // group.block_size
+            needed = [place for place in group.list_needed(num_tokens) if place >= begin]
+            if needed and (needed[-1] >= len(blocks[number]) or self._has_null(blocks[number][needed[0] :])):
+                # An empty load fails, and the request computes its tokens.
+                logger.error("vLLM gave %s no blocks of %s to load into", request.request_id, group.name)
+                names, targets = [], []
+                break
+            names += [wanted.name(number, place) for place in needed]
+            targets += [self._number_block(number, blocks[number][place]) for place in needed]
+        return replace(self._pin_blocks(request, names, targets, is_load=True), num_units=end - question.first)
+
+    def _plan_save(self, tracked: _Tracked, computed: int, blocks: Callable[[], Tables]) -> None:
+        full = self._num_full(tracked, computed)
+        if full <= tracked.num_saved or not self._may_plan_save(tracked):
+            return
+        per_unit = sum(self._block_size // group.block_size for group in self._groups if group.kind != "state")
+        end = min(full, tracked.num_saved + self._count_save_room() // max(1, per_unit))
+        if end <= tracked.num_saved or not (wanted := self._name_blocks(tracked.request, tracked.num_saved, end)):
+            return  # they may get names later: the digest of an adapter is still being computed
+        assert isinstance(wanted, _Wanted)
+        first, tracked.num_saved = tracked.num_saved, end
+        tables = blocks()
+        names: list[bytes] = []
+        sources: list[int] = []
+        for number in self._order:
+            group, table = self._groups[number], tables[number]
+            places = range(first * self._block_size // group.block_size, end * self._block_size // group.block_size)
+            if group.kind == "state":
+                continue
+            if group.kind == "full" and self._has_null(table[places.start : places.stop]):
+                tracked.is_stale = True  # vLLM dropped blocks that it still names; the null block may have any bytes
+                return
+            # vLLM has dropped blocks before the window; no later step of this request reads them.
+            kept = [place for place in places if place < len(table) and not self._has_null([table[place]])]
+            names += [wanted.name(number, place) for place in kept]
+            sources += [self._number_block(number, table[place]) for place in kept]
+        self._begin_save(tracked, names, sources)
+
+    def _plan_state(self, tracked: _Tracked, number: int, block: int, num_tokens: int) -> None:
+        """Plan to save the state after ``num_tokens`` tokens, which is in ``block`` after this step."""
+        end = num_tokens // self._block_size
+        if end <= tracked.num_saved or not self._may_plan_save(tracked) or self._count_save_room() < 1:
+            return
+        if self._groups[number].kind != "state" or self._has_null([block]):
+            return
+        if end > self._namer.count_units(len(tracked.request.block_hashes)):
+            return
+        if wanted := self._name_blocks(tracked.request, end - 1, end):
+            assert isinstance(wanted, _Wanted)
+            name = wanted.name(number, num_tokens // self._groups[number].block_size - 1)
+            self._begin_save(tracked, [name], [self._number_block(number, block)])
+
+    def _begin_save(self, tracked: _Tracked, names: Sequence[bytes], sources: Sequence[int]) -> None:
+        if not names:
+            return
+        self._planned_saves.append(self._pin_blocks(tracked.request, names, sources, is_load=False))
+        # Not with an adapter, because a worker may refuse the save.
+        if self._cached is not None and tracked.request.lora_request is None:
+            self._cached.note_blocks(names, sources)
+
+    def _has_null(self, blocks: Sequence[int]) -> bool:
+        assert self._blocks is not None
+        return any(self._blocks.blocks[block].is_null for block in blocks)
+
+    def _number_block(self, number: int, block: int) -> int:
+        assert self._blocks is not None
+        return number * len(self._blocks.blocks) + block
+
+    def _find_blocks(self, blocks: Sequence[int]) -> list[Any]:
+        assert self._blocks is not None
+        own = self._blocks.blocks
+        return [own[block % len(own)] for block in blocks]
+
+    def _list_all_blocks(self) -> Sequence[Any]:
+        assert self._blocks is not None
+        return _Repeated(self._blocks.blocks, len(self._groups))
+
+
+class _Namer:
+    """Names of the blocks of each group."""
+
+    def __init__(self, groups: Sequence[Group], hash_block_size: int) -> None:
+        self._groups = groups
+        self._hash_size = hash_block_size
+        self._unit = math.lcm(*(group.block_size for group in groups))
+        self._tags = [
+            f"{number} {group.kind} {group.span} {group.block_size}".encode() for number, group in enumerate(groups)
+        ]
+
+    def count_units(self, num_hashes: int) -> int:
+        """Return how many whole units have names."""
+        return num_hashes * self._hash_size // self._unit
+
+    def name(self, hashes: Sequence[bytes], number: int, place: int, adapter: bytes, epoch: bytes) -> bytes:
+        """Return the name of the block at ``place`` of a group: the last hash in a block covers its whole prefix."""
+        last = (place + 1) * self._groups[number].block_size // self._hash_size - 1
+        (name,) = name_blocks([hashes[last]], adapter, epoch, self._tags[number])
+        return name
+
+
+@dataclass(frozen=True)
+class _Wanted(Sequence[bytes]):
+    """Units of a request from ``first`` to ``end``, each as the hash of its last tokens; names blocks of all groups."""
+
+    namer: _Namer
+    hashes: Sequence[bytes]
+    first: int
+    end: int
+    adapter: bytes
+    epoch: bytes
+
+    def __len__(self) -> int:
+        return max(0, self.end - self.first)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+        raise TypeError("the blocks of several groups are named one at a time")
+
+    def name(self, number: int, place: int) -> bytes:
+        """Return the name of the block at ``place`` of a group."""
+        return self.namer.name(self.hashes, number, place, self.adapter, self.epoch)
+
+
+class _Repeated(Sequence[Any]):
+    """vLLM's blocks once for each group: the numbers of blocks in transfers are indices here."""
+
+    def __init__(self, blocks: Sequence[Any], times: int) -> None:
+        self._blocks = blocks
+        self._times = times
+
+    def __len__(self) -> int:
+        return len(self._blocks) * self._times
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        assert isinstance(index, int)
+        return self._blocks[index % len(self._blocks)]

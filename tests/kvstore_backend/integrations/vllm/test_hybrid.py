@@ -1,0 +1,402 @@
+"""Models with several KV cache groups: vLLM's own scheduler and cache manager, our connector, and a model that checks.
+
+The model writes to each block what its group would hold there, and before it computes a token it compares everything
+that the token's layers read. So a wrong, missing or half-loaded block fails the test that caused it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvstore_backend import Namespace
+from kvstore_backend.backend import StorageBackend
+from kvstore_backend.integrations.vllm.connector import KVStoreConnector
+from kvstore_backend.integrations.vllm.groups import Group
+from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
+from kvstore_backend.integrations.vllm.route import Route, open_route
+from kvstore_backend.integrations.vllm.worker import WorkerHalf
+from kvstore_backend.pool import BlockPool
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.checked import CheckedBackend
+from tests.kvstore_backend.test_namespace import checkpoint
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NUM_BLOCKS = 160
+WORDS = 8  # int64 that a token has in each layer
+
+
+def full(size: int) -> Any:
+    return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=WORDS // 2, dtype=torch.int64)
+
+
+def window(size: int, span: int) -> Any:
+    return SlidingWindowSpec(
+        block_size=size, num_kv_heads=1, head_size=WORDS // 2, dtype=torch.int64, sliding_window=span
+    )
+
+
+def chunk(size: int, span: int) -> Any:
+    return ChunkedLocalAttentionSpec(
+        block_size=size, num_kv_heads=1, head_size=WORDS // 2, dtype=torch.int64, attention_chunk_size=span
+    )
+
+
+def state(size: int) -> Any:
+    return MambaSpec(block_size=size, shapes=((size, WORDS),), dtypes=(torch.int64,), mamba_cache_mode="align")
+
+
+MODELS = {
+    "window": [full(16), window(16, 40)],
+    "two windows": [full(16), window(16, 40), window(16, 40)],
+    "window only": [window(16, 40)],
+    "block sizes": [full(32), window(16, 56)],
+    "chunk": [full(16), chunk(16, 64)],
+    "state": [full(16), state(16)],
+    "state and window": [full(16), state(16), window(16, 33)],
+}
+"""Models by name -> the specs of their groups."""
+
+
+def mix(tokens: Sequence[int], salt: object) -> int:
+    """A number that depends on all tokens; what a layer stores for the last of them."""
+    digest = hashlib.sha256(f"{salt} {list(tokens)}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+class Instance:
+    """One vLLM instance without a model: its scheduler, our connector in it, and a worker half over KV memory."""
+
+    def __init__(
+        self, folder: Path, specs: Sequence[Any], store: StorageBackend, tmp_path: Path, route: Route = "direct"
+    ) -> None:
+        groups = [
+            KVCacheGroupSpec([f"l{number}.{part}" for part in range(2)], spec) for number, spec in enumerate(specs)
+        ]
+        transfer = KVTransferConfig(
+            kv_connector="KVStoreConnector",
+            kv_connector_module_path="kvstore_backend.integrations.vllm",
+            kv_role="kv_both",
+            kv_connector_extra_config={"pool": f"file://{tmp_path}/pool"},
+        )
+        config = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            max_model_len=2048,
+            max_num_batched_tokens=96,
+            max_num_seqs=4,
+            block_size=min(spec.block_size for spec in specs),
+            enable_prefix_caching=True,
+            async_scheduling=False,
+            kv_transfer_config=transfer,
+        ).create_engine_config()
+        config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        if any(isinstance(spec, MambaSpec) for spec in specs):
+            config.cache_config.mamba_cache_mode = "align"
+        register_all_kvcache_specs(config)
+        sizes = [spec.page_size_bytes for spec in specs]
+        assert len({spec.page_size_bytes // spec.block_size for spec in specs}) == 1
+        page = max(sizes)
+        # Groups overlay each other: layer ``part`` of every group has the same memory.
+        self.raw = torch.zeros(2, NUM_BLOCKS, page // 8, dtype=torch.int64)
+        cache = KVCacheConfig(
+            num_blocks=NUM_BLOCKS,
+            kv_cache_tensors=[
+                KVCacheTensor(self.raw.nbytes, [f"l{number}.{part}"], 0, page, part * NUM_BLOCKS * page)
+                for number in range(len(specs))
+                for part in range(2)
+            ],
+            kv_cache_groups=groups,
+        )
+        scheduler_size, hash_size = resolve_kv_cache_block_sizes(cache, config)
+        cache.hash_block_size = hash_size
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(hash_size, sha256)
+        self.views = [
+            [
+                self.raw[part, :, : spec.block_size * WORDS].view(NUM_BLOCKS, 1, spec.block_size, WORDS)
+                for part in range(2)
+            ]
+            for spec in specs
+        ]
+        memory = GroupedMemory(
+            [KVMemory({str(part): view for part, view in enumerate(views)}, NUM_BLOCKS) for views in self.views]
+        )
+        layout = json.dumps([repr(spec) for spec in specs])[:200]
+        pool = BlockPool(store, Namespace("m", "int64", scheduler_size, 2, 1, WORDS, layout))
+        self.scheduler = Scheduler(
+            config, cache, StructuredOutputManager(config), block_size=scheduler_size, hash_block_size=hash_size
+        )
+        self.connector: Any = self.scheduler.connector
+        assert isinstance(self.connector, KVStoreConnector)
+        assert self.connector.role is KVConnectorRole.SCHEDULER
+        self.half: Any = self.connector._scheduler
+        self.half._backend.close()
+        self.half._backend = store
+        self.half._load_or_compute.decide = lambda *_: "load"
+        self.worker = WorkerHalf(pool, memory, route=open_route(route, memory, pool))
+        self.half.learn_namespaces([pool.namespace])
+        self.groups: Sequence[Group] = self.connector._groups
+        self.specs = specs
+        self.num_external = 0
+        self.answers: dict[str, list[int]] = {}
+
+    def ask(self, prompts: dict[str, list[int]], max_tokens: int = 20) -> dict[str, list[int]]:
+        """The answers to some prompts at once."""
+        for name, prompt in prompts.items():
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+            self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher))
+        self.answers = {name: [] for name in prompts}
+        wait_until(self.step, "all answers", 60.0)
+        return self.answers
+
+    def step(self) -> bool:
+        """One step of the engine; whether there is nothing left to do."""
+        planned = self.scheduler.schedule()
+        plan = planned.kv_connector_metadata.plan
+        self.worker.start_loads(plan.loads)
+        sampled = []
+        for name, count in planned.num_scheduled_tokens.items():
+            sampled.append(self.compute(name, count))
+        self.worker.start_saves(plan.saves)
+        loaded, report = self.worker.take_outcomes()
+        assert not loaded.blocks or len(self.specs) == 1, "vLLM takes no single blocks back"
+        names = list(planned.num_scheduled_tokens)
+        output = KVConnectorOutput(
+            finished_recving=loaded.requests or None,
+            failed_recving=loaded.failed,
+            invalid_block_ids=loaded.blocks,
+            kv_connector_worker_meta=None if report.is_empty else type(self).wrap(report),
+        )
+        result = ModelRunnerOutput(
+            names, {name: i for i, name in enumerate(names)}, sampled, kv_connector_output=output
+        )
+        self.scheduler.update_from_output(planned, result)
+        return not self.scheduler.has_unfinished_requests() and not self.half.has_pins
+
+    @staticmethod
+    def wrap(report: Any) -> Any:
+        from kvstore_backend.integrations.vllm import connector
+
+        return connector._Report(report)
+
+    def compute(self, name: str, count: int) -> list[int]:
+        """Compute ``count`` tokens of a request, after a comparison of all that they read."""
+        request = self.scheduler.requests[name]
+        end = request.num_computed_tokens
+        begin = end - count
+        tokens = list(request.all_token_ids)
+        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+        for number, (spec, table) in enumerate(zip(self.specs, tables, strict=True)):
+            size = spec.block_size
+            for part, view in enumerate(self.views[number]):
+                if isinstance(spec, MambaSpec):
+                    if begin:
+                        held = view[table[(begin - 1) // size], 0]
+                        assert (held == mix(tokens[:begin], (number, part))).all(), (name, number, begin)
+                    view[table[(end - 1) // size], 0] = mix(tokens[:end], (number, part))
+                    continue
+                group = self.groups[number]
+                first = {"full": 0, "window": max(0, begin - group.span + 1)}.get(
+                    group.kind, begin // group.span * group.span if group.span else 0
+                )
+                for token in range(first, begin):
+                    held = view[table[token // size], 0, token % size]
+                    assert table[token // size], (name, number, token, "the null block")
+                    assert (held == mix(tokens[: token + 1], (number, part))).all(), (name, number, token)
+                for token in range(begin, end):
+                    view[table[token // size], 0, token % size] = mix(tokens[: token + 1], (number, part))
+        if end < request.num_tokens:
+            return []
+        answer = mix(tokens, "answer") % 1000
+        self.answers[name].append(answer)
+        return [answer]
+
+    def count_all(self) -> dict[str, float]:
+        """All counters since the last call."""
+        total: Counter[str] = Counter()
+        for half in (self.half, self.worker):
+            for numbers in half.take_counts().values():
+                total.update(numbers)
+        return total  # type: ignore[return-value]
+
+    def close(self) -> None:
+        self.worker.close()
+        self.half.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = checkpoint(tmp_path_factory.mktemp("model") / "m")
+    (made / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "vocab_size": 2048,
+                "max_position_embeddings": 4096,
+                "torch_dtype": "float32",
+            }
+        )
+    )
+    return made
+
+
+class Pair:
+    """Two instances of one model over one store, whose blocks may be removed."""
+
+    def __init__(self, folder: Path, name: str, tmp_path: Path, route: Route = "direct") -> None:
+        self.memory = MemoryStore(64 << 20)
+        self.store = CheckedBackend(self.memory)
+        self.specs = MODELS[name]
+        self.first, self.second = (Instance(folder, self.specs, self.store, tmp_path, route) for _ in range(2))
+
+    def list_keys(self) -> list[str]:
+        return [key for key in self.memory._values if key.startswith("kv1-")]
+
+    def close(self) -> None:
+        self.first.close()
+        self.second.close()
+
+
+@pytest.fixture(params=MODELS)
+def pair(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Iterator[Pair]:
+    with contextlib.closing(Pair(folder, request.param, tmp_path)) as made:
+        yield made
+
+
+def make_prompts(count: int, seed: str) -> dict[str, list[int]]:
+    """Prompts of 20 to 400 tokens; every second one continues another."""
+    chooser = random.Random(seed)
+    prompts: list[list[int]] = []
+    for number in range(count):
+        fresh = chooser.choices(range(1000), k=chooser.randrange(20, 200))
+        prompts.append((chooser.choice(prompts) if number % 2 else []) + fresh)
+    return {f"{seed}{number}": prompt for number, prompt in enumerate(prompts)}
+
+
+def answer(prompt: list[int], max_tokens: int = 20) -> list[int]:
+    """The answer by definition."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(mix(tokens, "answer") % 1000)
+    return tokens[len(prompt) :]
+
+
+def test_what_one_instance_computes_another_loads(pair: Pair) -> None:
+    prompts = make_prompts(8, "a")
+    expected = {name: answer(prompt) for name, prompt in prompts.items()}
+    assert pair.first.ask(prompts) == expected
+    assert pair.second.ask(prompts) == expected
+    counts = pair.second.count_all()
+    assert counts["load ok"] > 0
+    assert not counts.get("load failed")
+    unit = pair.second.half._block_size
+    if not any(isinstance(spec, MambaSpec) for spec in pair.specs):  # states are only where a step ended
+        assert counts["lookup ok"] == sum((len(prompt) - 1) // unit for prompt in prompts.values())
+
+
+def test_blocks_of_one_group_that_are_lost_never_make_a_wrong_answer(pair: Pair) -> None:
+    """Whatever is lost before a look-up makes a shorter hit, and what is lost after it is computed."""
+    prompts = make_prompts(8, "b")
+    expected = {name: answer(prompt) for name, prompt in prompts.items()}
+    assert pair.first.ask(prompts) == expected
+    chooser = random.Random(1)
+    for turn in range(4):
+        lost = [key for key in pair.list_keys() if chooser.random() < (turn + 1) / 12]
+        pair.store.remove(lost)
+        again = {f"{turn} {name}": prompt for name, prompt in prompts.items()}
+        assert pair.second.scheduler.reset_prefix_cache()
+        assert list(pair.second.ask(again).values()) == list(expected.values())
+
+
+def test_blocks_that_are_lost_between_look_up_and_load_are_computed(pair: Pair) -> None:
+    prompts = make_prompts(6, "c")
+    expected = {name: answer(prompt) for name, prompt in prompts.items()}
+    assert pair.first.ask(prompts) == expected
+    load = pair.second.worker._pool.load_by_deadline
+    chooser = random.Random(2)
+
+    def lose_and_load(hashes: Sequence[bytes], targets: Any) -> int:
+        if chooser.random() < 0.5:
+            pair.second.worker._pool.remove_blocks([chooser.choice(hashes)], force=True)
+        return load(hashes, targets)
+
+    pair.second.worker._pool.load_by_deadline = lose_and_load  # type: ignore[method-assign]
+    assert pair.second.ask(prompts) == expected
+    counts = pair.second.count_all()
+    assert counts["load failed"] > 0
+
+
+def test_a_group_that_lost_blocks_is_named(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with contextlib.closing(Pair(folder, "window", tmp_path)) as pair:
+        prompt = list(range(330))
+        assert pair.first.ask({"a": prompt}) == {"a": answer(prompt)}
+        wanted = pair.first.half._name_blocks(make_plain_request(pair.first, prompt), 0, 20)
+        pair.first.worker._pool.remove_blocks([wanted.name(1, 18), wanted.name(1, 19)], force=True)
+        assert pair.second.ask({"b": prompt}) == {"b": answer(prompt)}
+        assert pair.second.count_all()["sliding_window_40 missing"] == 2
+
+
+def make_plain_request(instance: Instance, prompt: list[int]) -> Request:
+    return Request("name", prompt, SamplingParams(max_tokens=1), None, block_hasher=instance._hasher)
+
+
+@pytest.mark.parametrize("name", ["two windows", "block sizes", "state and window"])
+def test_the_route_through_host_buffers_moves_the_same_blocks(folder: Path, tmp_path: Path, name: str) -> None:
+    with contextlib.closing(Pair(folder, name, tmp_path, route="staged")) as pair:
+        prompts = make_prompts(6, "d")
+        expected = {name: answer(prompt) for name, prompt in prompts.items()}
+        assert pair.first.ask(prompts) == expected
+        assert pair.second.ask(prompts) == expected
+        assert pair.second.count_all()["load ok"] > 0
+
+
+def test_blocks_of_other_groups_are_never_found(folder: Path, tmp_path: Path) -> None:
+    """Two models that differ only in a window share no block."""
+    prompt = list(range(330))
+    with contextlib.closing(Pair(folder, "window", tmp_path)) as pair:
+        assert pair.first.ask({"a": prompt}) == {"a": answer(prompt)}
+        with contextlib.closing(Instance(folder, [full(16), window(16, 56)], pair.store, tmp_path)) as other:
+            other.half.learn_namespaces([pair.first.worker.namespace])
+            assert other.ask({"b": prompt}, max_tokens=1) == {"b": answer(prompt, 1)}
+            assert not other.count_all().get("load ok")
