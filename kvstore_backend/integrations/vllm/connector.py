@@ -81,6 +81,14 @@ _HASHES = ("sha256", "sha256_cbor")
 # With these a token's KV depends on no later token. Classes derived from them are refused, because they may differ.
 _FULL = (FullAttentionSpec, MLAAttentionSpec)
 _SPECS = (*_FULL, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+# Settings of ``CacheConfig`` that determine the bytes of recurrent states, in addition to the specs of their groups.
+_STATE_FIELDS = (
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+    "use_replayssm",
+    "replayssm_buffer_len",
+    "use_kda_recoverssm",
+)
 # The minimum for Mooncake; a client that only looks up needs none.
 _LOOKUP_BUFFER = 16 << 20
 
@@ -575,25 +583,32 @@ def _describe_groups(groups: Sequence[Group]) -> str:
 
 
 def _describe_layout(
-    kv_cache_config: Any, groups: Sequence[Group], memory: KVMemory | GroupedMemory, parallel: Any
+    vllm_config: Any, kv_cache_config: Any, groups: Sequence[Group], memory: KVMemory | GroupedMemory
 ) -> str:
     """Return the part of a namespace's layout that depends on the groups and the pipeline stage."""
-    is_staged = parallel.pipeline_parallel_size > 1
-    if isinstance(memory, KVMemory) and not is_staged:
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    if isinstance(memory, KVMemory) and num_stages == 1:
         return memory.layout
     layers = [sorted(group.layer_names) for group in kv_cache_config.kv_cache_groups]
     stage = ""
-    if is_staged:
+    if num_stages > 1:
         # The stage's layers, because a block has only their part.
-        digest = hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:16]
-        stage = f" stage {get_pp_group().rank_in_group} of {parallel.pipeline_parallel_size} layers {digest}"
+        stage = f" stage {get_pp_group().rank_in_group} of {num_stages} {_digest(layers)}"
     if isinstance(memory, KVMemory):
         return f"{memory.layout}{stage}"
-    parts = [
-        (group.kind, group.span, group.block_size, names, part.layout)
-        for group, names, part in zip(groups, layers, memory.groups, strict=True)
-    ]
-    return f"{len(parts)} groups {hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}{stage}"
+    specs = [list(map(repr, _list_specs(group.kv_cache_spec))) for group in kv_cache_config.kv_cache_groups]
+    layouts = [part.layout for part in memory.groups]
+    states = [getattr(vllm_config.cache_config, name, None) for name in _STATE_FIELDS] if _has_states(groups) else []
+    states += [repr(getattr(vllm_config, "mamba_config", None))] if _has_states(groups) else []
+    return f"{len(groups)} groups {_digest([list(map(repr, groups)), layers, specs, layouts, states])}{stage}"
+
+
+def _has_states(groups: Sequence[Group]) -> bool:
+    return any(group.kind == "state" for group in groups)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, default=repr).encode()).hexdigest()[:32]
 
 
 def _build_namespace(
@@ -624,7 +639,7 @@ def _build_namespace(
         head_size=getattr(spec, "head_size", 0),
         # A backend arranges a block's bytes in its own way, which may change with the version.
         layout=f"vllm {vllm.__version__} {'+'.join(sorted(backends))} "
-        f"{_describe_layout(kv_cache_config, groups, memory, parallel)}",
+        f"{_describe_layout(vllm_config, kv_cache_config, groups, memory)}",
         weights_version=str(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_version", "")),
         tp_size=parallel.tensor_parallel_size,
         tp_rank=get_tensor_model_parallel_rank(),

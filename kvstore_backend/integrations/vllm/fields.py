@@ -27,6 +27,7 @@ _WIRES = "how processes find and call each other"
 _WATCHED = "what is logged and measured"
 _TOKENS = "how prompts become tokens and inputs, which are in the keys"
 _NAMESPACE = "a field of Namespace of its own"
+_STATES = "of models with recurrent states, and part of their Namespace.layout"
 _REFUSED = "the connector refuses models and settings where it matters"
 _DERIVED = "made of other settings"
 _CHECKPOINT = "what is in the files counts, as fingerprint_model"
@@ -53,7 +54,7 @@ FIELDS: Mapping[str, Kind] = {
             _ROUNDING: "compilation_config optimization_level performance_mode",
             _OUTPUT: "aux_output_config watermark_config structured_outputs_config reasoning_config",
             _WATCHED: "observability_config logging_config profiler_config",
-            _REFUSED: "mamba_config",
+            _STATES: "mamba_config",
             _DERIVED: "quant_config",
             _EVENTS: "kv_events_config",
             "how many encoder outputs are cached": "ec_manager_config",
@@ -106,7 +107,7 @@ FIELDS: Mapping[str, Kind] = {
             "kv_cache_memory_bytes kv_offloading_size kv_offloading_backend mamba_page_size_padded "
             "skip_page_size_padded",
             "what an instance itself caches": "enable_prefix_caching prefix_cache_retention_interval",
-            _REFUSED: "mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode "
+            _STATES: "mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode "
             "enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm use_kda_recoverssm",
         },
     ),
@@ -114,8 +115,8 @@ FIELDS: Mapping[str, Kind] = {
         "all2all_backend worker_cls worker_extension_cls",
         "",
         {
-            _NAMESPACE: "tensor_parallel_size",
-            _REFUSED: "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size "
+            _NAMESPACE: "tensor_parallel_size pipeline_parallel_size",
+            _REFUSED: "prefill_context_parallel_size decode_context_parallel_size "
             "dcp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate cp_kv_cache_interleave_size "
             "_allow_auto_resolve_cp_interleave_size",
             _DERIVED: "is_moe_model world_size rank",
