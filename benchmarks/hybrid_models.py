@@ -74,6 +74,9 @@ def _lfm2() -> tuple[Any, Any]:
         num_attention_heads=4,
         num_key_value_heads=2,
         layer_types=["conv", "conv", "full_attention", "conv"],
+        block_dim=128,
+        conv_dim=128,
+        conv_dim_out=128,
         max_position_embeddings=8192,
         initializer_range=_STD,
     )
@@ -94,10 +97,10 @@ def _deepseek_v2() -> tuple[Any, Any]:
         n_shared_experts=1,
         num_experts_per_tok=2,
         first_k_dense_replace=1,
-        kv_lora_rank=64,
+        kv_lora_rank=512,
         q_lora_rank=None,
         qk_nope_head_dim=32,
-        qk_rope_head_dim=32,
+        qk_rope_head_dim=64,  # vLLM supports MLA with 512 + 64 elements only
         v_head_dim=32,
         n_group=1,
         topk_group=1,

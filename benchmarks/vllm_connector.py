@@ -1,13 +1,14 @@
 """What the pool is worth to vLLM, and what it costs: two real instances on CPU with our connector, one without.
 
     python benchmarks/vllm_connector.py [--prompts 100] [--pairs 9] [--json FILE] [--only PART] [--memory staged]
-        [--flags="--max-num-seqs 4"]
+        [--flags="--max-num-seqs 4"] [--family gemma3]
 
 Run it with a Python that has this project and mooncake_master; VLLM names vLLM's program where it is not on the PATH.
 Parts: ``hits``, ``answers``, ``throughput``, ``strangers``. Every instance is a process of its own with one compute
 thread; answers are greedy and compared with those of the instance without connector, token by token. The model is
 make_model's: its best word leads clearly, so answers do not depend on how the work was cut. ``--memory staged`` has
-blocks pass through the stand-in for a GPU's memory.
+blocks pass through the stand-in for a GPU's memory. ``--family`` takes a small random model of another kind instead
+(``hybrid_models.py``).
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,9 +31,11 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples" / "vllm"))
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "vllm")]
 
-from cluster import Cluster, Connector, fail, find_model, metric, namespaces, scratch  # noqa: E402
+from cluster import Cluster, Connector, _vllm, fail, find_model, metric, namespaces, scratch  # noqa: E402
+
+from benchmarks.hybrid_models import FAMILIES  # noqa: E402
 
 BLOCK = 128
 LONG = 2000  # tokens
@@ -188,10 +194,20 @@ class Bench:
         asked = mixed_prompts(self._num_prompts, "answers")
         truth = await self._client.answers([self._plain], asked)
         loaded = blocks(self._second, "load", "ok")
+        known = {kind: metric(self._second, f"vllm:{kind}prefix_cache_hits_total") for kind in ("", "external_")}
         for name, port in (("first", self._first), ("second", self._second)):
             self._compare(name, truth, await self._client.answers([port], asked))
         loaded = blocks(self._second, "load", "ok") - loaded
-        self.figures["answers"] = {"prompts": len(asked), "equal": len(asked), "blocks the second loaded": loaded}
+        hits = sum(
+            metric(self._second, f"vllm:{kind}prefix_cache_hits_total") - before for kind, before in known.items()
+        )
+        allowed = sum((len(each) - 1) // BLOCK * BLOCK for each in asked)
+        self.figures["answers"] = {
+            "prompts": len(asked),
+            "equal": len(asked),
+            "blocks the second loaded": loaded,
+            "tokens that the second did not compute, of those in full blocks": round(hits / allowed, 3),
+        }
         if not loaded:
             fail("the second instance loaded nothing")
 
@@ -272,7 +288,19 @@ def make_parser(text: str) -> argparse.ArgumentParser:
         "--flags", type=shlex.split, default=[], help="more of vLLM's, for all instances, in one string"
     )
     parser.add_argument("--json", type=Path, help="where the figures go, too")
+    parser.add_argument("--family", choices=FAMILIES, help="of a small random model; default: this project's own model")
     return parser
+
+
+def choose_model(family: str | None) -> Path:
+    """The checkpoint of a family of ``hybrid_models.py``, which is made if need be; default: this project's own."""
+    if family is None:
+        return find_model(None)
+    folder = Path(tempfile.gettempdir()) / "kvstore-hybrid-models" / family
+    made = Path(_vllm()).with_name("python")  # vLLM's environment has a transformers that knows the family
+    argv = [str(made), str(ROOT / "benchmarks" / "hybrid_models.py"), family, str(folder)]
+    subprocess.run(argv, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return folder
 
 
 def main() -> None:
@@ -284,7 +312,7 @@ def main() -> None:
     options = parser.parse_args()
     parts = options.only or list(PARTS)
     wanted = {name for part in parts for name in PARTS[part]}
-    with scratch("benchmark") as folder, Cluster(folder, find_model(None)) as cluster:
+    with scratch("benchmark") as folder, Cluster(folder, choose_model(options.family)) as cluster:
         ports = {}
         for name in sorted(wanted):
             own = {"memory": options.memory} if options.memory else {}

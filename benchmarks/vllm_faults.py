@@ -1,6 +1,7 @@
 """Prompts that two real vLLM instances on CPU answer while their pool is broken: none fails, none differs.
 
     python benchmarks/vllm_faults.py [--prompts 100] [--memory staged] [--json FILE] [--flags="--max-num-seqs 4"]
+        [--family gemma3]
 
 Run it with a Python that has this project and mooncake_master; VLLM names vLLM's program where it is not on the PATH.
 ``--memory staged`` has blocks pass through the stand-in for a GPU's memory. An instance without connector says what is
@@ -27,8 +28,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "vllm")]
 
-from cluster import Cluster, fail, find_model, namespaces, scratch  # noqa: E402
-from vllm_connector import Client, Prompt, blocks, ended, make_parser, mixed_prompts, prompt, until  # noqa: E402
+from cluster import Cluster, fail, namespaces, scratch  # noqa: E402
+from vllm_connector import (  # noqa: E402
+    Client,
+    Prompt,
+    blocks,
+    choose_model,
+    ended,
+    make_parser,
+    mixed_prompts,
+    prompt,
+    until,
+)
 
 from kvstore_backend.backend import StorageBackend  # noqa: E402
 from kvstore_backend.config import read_config  # noqa: E402
@@ -192,7 +203,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--memory", choices=("staged", "direct"), default="direct", help="of both instances")
     options = parser.parse_args()
-    with scratch(f"faults_{options.memory}") as folder, Cluster(folder, find_model(None)) as cluster:
+    with scratch(f"faults_{options.memory}") as folder, Cluster(folder, choose_model(options.family)) as cluster:
         plain = cluster.start_vllm("plain", *options.flags, connector=None)
         # As if the other were a prefill instance: whatever the pool has is loaded, however long that takes.
         own = {"memory": options.memory, "prefill_wait_s": 0.05}

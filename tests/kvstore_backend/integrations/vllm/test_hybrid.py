@@ -7,9 +7,9 @@ that the token's layers read. So a wrong, missing or half-loaded block fails the
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import random
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -92,10 +92,18 @@ MODELS = {
 """Models by name -> the specs of their groups."""
 
 
-def mix(tokens: Sequence[int], salt: object) -> int:
-    """A number that depends on all tokens; what a layer stores for the last of them."""
-    digest = hashlib.sha256(f"{salt} {list(tokens)}".encode()).digest()
-    return int.from_bytes(digest[:7], "little")
+def chain(tokens: Sequence[int]) -> torch.Tensor:
+    """For each token a number that depends on it and all tokens before it, int64 ``[token]``."""
+    numbers, last = [], 1
+    for token in tokens:
+        last = zlib.crc32(token.to_bytes(4, "little"), last) | (last % 65521) << 32
+        numbers.append(last)
+    return torch.tensor(numbers)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The token that the model generates after these."""
+    return int(chain(tokens)[-1]) % 1000
 
 
 class Instance:
@@ -164,6 +172,7 @@ class Instance:
         self.connector: Any = self.scheduler.connector
         assert isinstance(self.connector, KVStoreConnector)
         assert self.connector.role is KVConnectorRole.SCHEDULER
+        self.connector.get_kv_connector_stats = lambda: None  # vLLM would take the counts
         self.half: Any = self.connector._scheduler
         self.half._backend.close()
         self.half._backend = store
@@ -181,7 +190,7 @@ class Instance:
             sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
             self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher))
         self.answers = {name: [] for name in prompts}
-        wait_until(self.step, "all answers", 60.0)
+        wait_until(self.step, "all answers", pause_s=0.001)
         return self.answers
 
     def step(self) -> bool:
@@ -220,29 +229,28 @@ class Instance:
         end = request.num_computed_tokens
         begin = end - count
         tokens = list(request.all_token_ids)
+        numbers = chain(tokens)
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         for number, (spec, table) in enumerate(zip(self.specs, tables, strict=True)):
-            size = spec.block_size
+            size, group, ids = spec.block_size, self.groups[number], torch.tensor(table)
             for part, view in enumerate(self.views[number]):
+                held = numbers + 1000 * number + part  # what this layer holds for each token
                 if isinstance(spec, MambaSpec):
                     if begin:
-                        held = view[table[(begin - 1) // size], 0]
-                        assert (held == mix(tokens[:begin], (number, part))).all(), (name, number, begin)
-                    view[table[(end - 1) // size], 0] = mix(tokens[:end], (number, part))
+                        assert (view[table[(begin - 1) // size]] == held[begin - 1]).all(), (name, number, begin)
+                    view[table[(end - 1) // size]] = held[end - 1]
                     continue
-                group = self.groups[number]
                 first = {"full": 0, "window": max(0, begin - group.span + 1)}.get(
                     group.kind, begin // group.span * group.span if group.span else 0
                 )
-                for token in range(first, begin):
-                    held = view[table[token // size], 0, token % size]
-                    assert table[token // size], (name, number, token, "the null block")
-                    assert (held == mix(tokens[: token + 1], (number, part))).all(), (name, number, token)
-                for token in range(begin, end):
-                    view[table[token // size], 0, token % size] = mix(tokens[: token + 1], (number, part))
+                read = torch.arange(first, begin)
+                assert ids[read // size].all(), (name, number, "the null block is read")
+                assert (view[ids[read // size], 0, read % size] == held[read, None]).all(), (name, number, begin)
+                new = torch.arange(begin, end)
+                view[ids[new // size], 0, new % size] = held[new, None].expand(-1, WORDS)
         if end < request.num_tokens:
             return []
-        answer = mix(tokens, "answer") % 1000
+        answer = int(numbers[-1]) % 1000
         self.answers[name].append(answer)
         return [answer]
 
@@ -318,7 +326,7 @@ def answer(prompt: list[int], max_tokens: int = 20) -> list[int]:
     """The answer by definition."""
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(mix(tokens, "answer") % 1000)
+        tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
 
 
@@ -330,9 +338,8 @@ def test_what_one_instance_computes_another_loads(pair: Pair) -> None:
     counts = pair.second.count_all()
     assert counts["load ok"] > 0
     assert not counts.get("load failed")
-    unit = pair.second.half._block_size
     if not any(isinstance(spec, MambaSpec) for spec in pair.specs):  # states are only where a step ended
-        assert counts["lookup ok"] == sum((len(prompt) - 1) // unit for prompt in prompts.values())
+        assert not counts.get("lookup absent")
 
 
 def test_blocks_of_one_group_that_are_lost_never_make_a_wrong_answer(pair: Pair) -> None:
@@ -353,15 +360,15 @@ def test_blocks_that_are_lost_between_look_up_and_load_are_computed(pair: Pair) 
     prompts = make_prompts(6, "c")
     expected = {name: answer(prompt) for name, prompt in prompts.items()}
     assert pair.first.ask(prompts) == expected
-    load = pair.second.worker._pool.load_by_deadline
+    load = pair.second.worker._pool.get_blocks
     chooser = random.Random(2)
 
-    def lose_and_load(hashes: Sequence[bytes], targets: Any) -> int:
+    def lose_and_load(hashes: Sequence[bytes], targets: Any, **options: Any) -> Any:
         if chooser.random() < 0.5:
             pair.second.worker._pool.remove_blocks([chooser.choice(hashes)], force=True)
-        return load(hashes, targets)
+        return load(hashes, targets, **options)
 
-    pair.second.worker._pool.load_by_deadline = lose_and_load  # type: ignore[method-assign]
+    pair.second.worker._pool.get_blocks = lose_and_load  # type: ignore[method-assign]
     assert pair.second.ask(prompts) == expected
     counts = pair.second.count_all()
     assert counts["load failed"] > 0
