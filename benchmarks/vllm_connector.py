@@ -34,8 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "vllm")]
 
 from cluster import Cluster, Connector, _vllm, fail, find_model, metric, namespaces, scratch  # noqa: E402
-
-from benchmarks.hybrid_models import FAMILIES  # noqa: E402
+from hybrid_models import FAMILIES  # noqa: E402
 
 BLOCK = 128
 LONG = 2000  # tokens

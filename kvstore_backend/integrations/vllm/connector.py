@@ -315,7 +315,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         logger.info("They lie on %s, and their route to the pool is %s", memory.tensors[0].device, route)
         # The host assembles blocks of another sharding.
         family = None
-        if is_summed and isinstance(memory, KVMemory):
+        if is_summed and not isinstance(memory, GroupedMemory):
             family = _find_family(self._vllm_config, namespace, memory)
         facts = _collect_facts(self._vllm_config)
         if not self._is_plain:
@@ -437,7 +437,7 @@ def _check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError("--calculate-kv-scales gives each instance scales of its own; blocks cannot be shared")
     specs = [_list_specs(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    if not specs or not all(type(spec) in _SPECS for each in specs for spec in each):
+    if not specs or not all(each and all(type(spec) in _SPECS for spec in each) for each in specs):
         kinds = ", ".join(dict.fromkeys(type(spec).__name__ for each in specs for spec in each)) or "nothing"
         raise ConfigError(
             f"this model stores its KV as {kinds}; KVStoreConnector knows full attention, MLA, sliding windows, "
@@ -587,14 +587,14 @@ def _describe_layout(
 ) -> str:
     """Return the part of a namespace's layout that depends on the groups and the pipeline stage."""
     num_stages = vllm_config.parallel_config.pipeline_parallel_size
-    if isinstance(memory, KVMemory) and num_stages == 1:
+    if not isinstance(memory, GroupedMemory) and num_stages == 1:
         return memory.layout
     layers = [sorted(group.layer_names) for group in kv_cache_config.kv_cache_groups]
     stage = ""
     if num_stages > 1:
         # The stage's layers, because a block has only their part.
         stage = f" stage {get_pp_group().rank_in_group} of {num_stages} {_digest(layers)}"
-    if isinstance(memory, KVMemory):
+    if not isinstance(memory, GroupedMemory):
         return f"{memory.layout}{stage}"
     specs = [list(map(repr, _list_specs(group.kv_cache_spec))) for group in kv_cache_config.kv_cache_groups]
     layouts = [part.layout for part in memory.groups]
@@ -622,7 +622,7 @@ def _build_namespace(
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _list_specs(group.kv_cache_spec)]
     spec = next((spec for spec in specs if type(spec) is not MambaSpec), None)
-    is_plain = isinstance(memory, KVMemory)
+    is_plain = not isinstance(memory, GroupedMemory)
     layers = vllm_config.compilation_config.static_forward_context
     backends = {
         f"{layers[name].get_attn_backend().get_name()} {getattr(layers[name], 'isa', '')}".strip() for name in kv_caches
