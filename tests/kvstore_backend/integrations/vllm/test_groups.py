@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings, strategies
 
-from kvstore_backend.integrations.vllm.groups import Group, Resume, find_resume_point
+from kvstore_backend.integrations.vllm.groups import Group, Kind, Resume, find_resume_point
 
 BLOCK_SIZES = (2, 4, 6, 8)
 
@@ -18,7 +18,7 @@ def models(draw: strategies.DrawFn) -> list[Group]:
     """Some groups, of one block size or of several."""
     groups = []
     for _ in range(draw(strategies.integers(1, 4))):
-        kind = draw(strategies.sampled_from(("full", "window", "chunk", "state")))
+        kind: Kind = draw(strategies.sampled_from(("full", "window", "chunk", "state")))
         span = draw(strategies.integers(1, 40)) if kind in ("window", "chunk") else 0
         groups.append(Group(kind, draw(strategies.sampled_from(BLOCK_SIZES)), span))
     return groups
