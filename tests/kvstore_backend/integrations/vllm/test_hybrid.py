@@ -43,7 +43,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstore_backend import Namespace
 from kvstore_backend.backend import StorageBackend
-from kvstore_backend.integrations.vllm.connector import KVStoreConnector
 from kvstore_backend.integrations.vllm.groups import Group
 from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
 from kvstore_backend.integrations.vllm.route import Route, open_route
@@ -170,7 +169,6 @@ class Instance:
             config, cache, StructuredOutputManager(config), block_size=scheduler_size, hash_block_size=hash_size
         )
         self.connector: Any = self.scheduler.connector
-        assert isinstance(self.connector, KVStoreConnector)
         assert self.connector.role is KVConnectorRole.SCHEDULER
         self.connector.get_kv_connector_stats = lambda: None  # vLLM would take the counts
         self.half: Any = self.connector._scheduler
