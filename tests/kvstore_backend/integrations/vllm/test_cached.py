@@ -25,7 +25,7 @@ class Scheduler:
         self.touched: list[list[int]] = []
         pools: list[Any] = [
             SimpleNamespace(
-                exists_for_all=lambda names, most=most: ([Status.OK] * most + [Status.ABSENT] * 9)[: len(names)]
+                exists=lambda names, for_all, most=most: ([Status.OK] * most + [Status.ABSENT] * 9)[: len(names)]
             )
             for most in there or (9,)
         ]
