@@ -11,7 +11,7 @@ import torch
 
 from kvstore_backend import ConfigError
 from kvstore_backend.backend import Span
-from kvstore_backend.integrations.vllm.memory import KVMemory, _prefer_large_pages
+from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory, _prefer_large_pages
 from kvstore_backend.resharding.family import HEAD
 
 
@@ -295,3 +295,36 @@ class TestLargePages:
         monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
         KVMemory({"l": torch.zeros(64, 2, 64, 64)}, 4)
         assert len(advised) == 1
+
+
+class TestGroups:
+    """Groups of layers in the same memory: a block is ``group * num_blocks + id``."""
+
+    def make_memory(self) -> tuple[torch.Tensor, GroupedMemory]:
+        raw = torch.zeros(2, 4, 24)
+        large = KVMemory({"a": raw[0].view(4, 1, 4, 6), "b": raw[1].view(4, 1, 4, 6)}, 4)
+        small = KVMemory({"c": raw[0, :, :12].view(4, 1, 2, 6)}, 4)
+        return raw, GroupedMemory([large, small])
+
+    def test_a_block_is_the_bytes_of_its_groups_layers(self) -> None:
+        raw, memory = self.make_memory()
+        two, one = memory.locate_blocks([3, 4 + 1])
+        assert [span.address - raw.data_ptr() for span in two] == [3 * 96, 4 * 96 + 3 * 96]
+        assert [(span.address - raw.data_ptr(), span.nbytes) for span in one] == [(96, 48)]
+        assert memory.count_bytes([3, 4 + 1, 4 + 2]) == 2 * 96 + 2 * 48
+        assert memory.list_allocations() == [Span(raw.data_ptr(), raw.nbytes)]
+        assert memory.num_layers == 3
+
+    def test_only_the_layers_of_its_group_are_zeroed(self) -> None:
+        raw, memory = self.make_memory()
+        raw.fill_(1.0)
+        memory.clear_blocks([4 + 1])
+        assert raw[0, 1].tolist() == [0.0] * 12 + [1.0] * 12
+        assert raw.sum() == raw.numel() - 12
+
+    def test_layers_of_a_group_may_differ_where_vllm_says_so(self) -> None:
+        layers = {"a": torch.zeros(4, 1, 2, 6), "b": torch.zeros(4, 1, 2, 6), "i": torch.zeros(4, 1, 2, 3)}
+        memory = KVMemory(layers, 4, is_mixed=True)
+        assert memory.layout == "2xtorch.float32[n2,c6] 1xtorch.float32[n2,c3]"
+        assert memory.axes == ()
+        assert memory.block_bytes == 2 * 48 + 24

@@ -29,3 +29,11 @@ def test_an_adapter_is_not_taken_for_a_reset() -> None:
     plain = [bytes(32)]
     assert name_blocks(plain, b"a" * 16) != name_blocks(plain, b"", b"a" * 16)
     assert name_blocks(plain, b"ab", b"c") != name_blocks(plain, b"a", b"bc")
+
+
+def test_groups_adapters_and_epochs_never_give_two_blocks_one_name() -> None:
+    more = ((), (b"a" * 32,), (b"", b"e" * 16), (b"a" * 32, b"e" * 16))
+    named = [
+        name_blocks([bytes(32)], *given, group=group)[0] for given in more for group in (b"", b"0 full", b"1 window")
+    ]
+    assert len(set(named)) == len(named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,20 @@ class TestLoads:
         assert (loaded.requests, loaded.blocks, loaded.failed) == ({"a"}, {8, 9}, set())
         assert report.short == {"a"}
         assert half.counts() == {"load ok": 1, "load failed": 2, "load bytes": BLOCK_BYTES, "load seconds": 0.5}
+
+    @pytest.mark.parametrize(("count", "is_released"), [(2, True), (2, False), (3, True)])
+    def test_one_of_several_groups_is_whole_or_has_failed(self, half: Half, count: int, is_released: bool) -> None:
+        half.worker.start_loads([replace(transfer(), num_units=2)])
+        half.transfers.end(half.transfers.loads[0], Outcome(count, 0.5, is_released))
+        loaded, report = half.worker.take_outcomes()
+        missing = {"a"} if count < 3 else set()
+        assert (loaded.requests, loaded.blocks, loaded.failed, report.short) == ({"a"}, set(), missing, missing)
+        assert report.loads == [(2, 0.5)], "two units, whatever the number of names"
+
+    def test_one_without_blocks_has_failed(self, half: Half) -> None:
+        half.worker.start_loads([replace(transfer(), names=[], blocks=[], num_units=2)])
+        half.transfers.end(half.transfers.loads[0], Outcome(0, 0.0, True))
+        assert half.worker.take_outcomes()[0].failed == {"a"}
 
     def test_a_request_whose_blocks_are_still_written_to_starts_in_others(self, half: Half) -> None:
         half.worker.start_loads([transfer()])
