@@ -5,6 +5,8 @@ then.
 
 connector.py  KVStoreConnector, the class that vLLM loads: configuration, and calls to one of the two halves
 scheduler.py  the half in vLLM's scheduler process: decides which blocks to load and to save
+hybrid.py     the same half for models with several KV cache groups
+groups.py     those groups, and the longest prefix at which every group can resume
 worker.py     the half in a worker: moves blocks between vLLM's memory and the pool
 messages.py   the messages between the halves, once a step
 memory.py     the addresses of a vLLM block's bytes
