@@ -427,6 +427,10 @@ def _lookup_only(config: PoolConfig) -> PoolConfig:
 def _check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     """Return the model's groups; refuse settings that this connector does not support, with one sentence."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--pipeline-parallel-size is more than 1; KVStoreConnector was not verified with vLLM's pipeline stages yet"
+        )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("context parallelism is on; KVStoreConnector shares blocks that hold all their tokens")
     if cache.prefix_caching_hash_algo not in _HASHES:

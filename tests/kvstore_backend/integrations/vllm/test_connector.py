@@ -142,6 +142,7 @@ def make_plain(kind: Any) -> Any:
         ({"pool": "file:///tmp/pool", "prefill_wait_s": "long"}, {}, "prefill_wait_s .* must be a number of seconds"),
         ({"pool": "file:///tmp/pool", "memory": "gpu"}, {}, "memory in .* is 'gpu'; it must be \"staged\""),
         ({"pool": "memory:"}, {}, "a memory pool is one process's own"),
+        ({}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size is more than 1"),
         ({}, {"decode_context_parallel_size": 2}, "context parallelism is on"),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "it must be sha256 or sha256_cbor"),
         ({}, {"calculate_kv_scales": True}, "scales of its own"),
@@ -696,7 +697,7 @@ def test_a_layer_that_is_in_no_group_is_refused(spec: Any) -> None:
 
 
 def test_ranks_of_all_pipeline_stages_are_looked_up(spec: Any, tmp_path: Path) -> None:
-    connector = KVStoreConnector(*_ordered(config(spec, {"pool": f"file://{tmp_path}/pool"}, pipeline_parallel_size=2)))
+    connector = KVStoreConnector(*_ordered(config(spec, {"pool": f"file://{tmp_path}/pool"})))
     try:
         given: list[Any] = []
         connector._planner.learn_namespaces = lambda *told: given.append(told[0])  # type: ignore[method-assign]

@@ -32,8 +32,10 @@ def test_an_adapter_is_not_taken_for_a_reset() -> None:
 
 
 def test_groups_adapters_and_epochs_never_give_two_blocks_one_name() -> None:
-    more = ((), (b"a" * 32,), (b"", b"e" * 16), (b"a" * 32, b"e" * 16))
     named = [
-        name_blocks([bytes(32)], *given, group=group)[0] for given in more for group in (b"", b"0 full", b"1 window")
+        name_blocks([bytes(32)], adapter, epoch, group)[0]
+        for adapter in (b"", b"a" * 32)
+        for epoch in (b"", b"e" * 16)
+        for group in (b"", b"0 full", b"1 window")
     ]
     assert len(set(named)) == len(named)
