@@ -56,7 +56,7 @@ ATTRIBUTES = {
     "transport",
     "url",
 }
-FLOW_CONTROL = {"drain", "pause_reading", "read_paused", "resume_reading", "resume_writing", "write_paused"}
+FLOW_CONTROL = {"pause_reading", "read_paused", "resume_reading", "write_paused"}
 # Members of a request of uvicorn's own (the control plane's) that the router reads or sets.
 CYCLE = {"disconnected", "more_body", "response_complete", "response_started"}
 SERVER = {
