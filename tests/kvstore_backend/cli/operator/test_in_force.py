@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -141,7 +142,13 @@ def test_what_clear_removes_stays_removed(
     traffic: Traffic, named: tuple[str, list[str]], kvstore: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, there = named
-    monkeypatch.setattr(clear, "_SETTLE_SECONDS", PERIODS * PERIOD)
+
+    def settle(_: float) -> None:
+        """Wait for what the pause of ``clear`` is long enough for: instances see the mark and write their queues."""
+        traffic.wait_for_periods(3)
+        assert traffic.pool.flush_writes(30.0)
+
+    monkeypatch.setattr(clear, "time", SimpleNamespace(sleep=settle))
 
     def check() -> None:
         assert traffic.count(HASHES) == 0
