@@ -25,6 +25,8 @@ __all__ = ["main", "make_parser"]
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
 # As in the timeline, the state of an instance that was not seen before.
 _NEW: Mapping[str, Any] = {"draining": False, "paused": False, "breaker": "closed", "weight": 1.0}
+# What is raised for an entry that is damaged: JSON's numbers may be too large for a float, or infinite.
+_DAMAGES = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
 
 
 class _Line(NamedTuple):
@@ -114,7 +116,7 @@ def _read_lines(paths: Iterable[Path]) -> tuple[list[_Line], bool]:
         for entry in entries:
             try:
                 lines += list(ring.describe(entry))
-            except (AttributeError, KeyError, TypeError, ValueError):
+            except _DAMAGES:
                 num_damaged += 1
         if num_damaged:
             what = "1 damaged line was" if num_damaged == 1 else f"{num_damaged} damaged lines were"
@@ -138,7 +140,7 @@ class _Ring:
         """Yield the lines of an entry.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is damaged.
+            KeyError, TypeError, ValueError, AttributeError, OverflowError: it is damaged.
         """
         moment = entry["time"]
         match entry["kind"]:
@@ -150,12 +152,12 @@ class _Ring:
                 self._fleet.pop(entry["instance"], None)
                 yield _Line(moment, self._process, f"instance {entry['instance']} is gone")
             case "running":
-                self._running[moment, entry["id"]] = entry
-                moment += entry["sent_us"] / 1e6
+                began, moment = moment, moment + _to_seconds(entry["sent_us"])
+                self._running[began, entry["id"]] = entry
             case "request":
                 self._running.pop((moment, entry["id"]), None)
                 yield from _describe_request(self._process, entry)
-                moment += entry["total_us"] / 1e6
+                moment += _to_seconds(entry["total_us"])
             case "lost":
                 yield _Line(moment, self._process, f"{entry['entries']} entries are lost: the disk was too slow")
             case "stop":
@@ -168,7 +170,7 @@ class _Ring:
         for entry in self._running.values():
             try:
                 yield from _describe_running(self._process, entry, self._last)
-            except (AttributeError, KeyError, TypeError, ValueError):
+            except _DAMAGES:
                 continue
         if not self._has_stopped:
             text = "the recording ends here: the process still runs, or was killed"
@@ -212,11 +214,11 @@ def _describe_request(process: str, entry: dict[str, Any]) -> Iterator[_Line]:
         if attempt["choices"]:
             goes_to = "; ".join(_describe_choice(*choice) for choice in attempt["choices"])
             text = f"{name} attempt {number} goes to {goes_to}"
-            yield _Line(began + attempt["began_us"] / 1e6, process, text, ids)
+            yield _Line(began + _to_seconds(attempt["began_us"]), process, text, ids)
         legs = "".join(f"; {_describe_leg(*leg)}" for leg in attempt["legs"])
         text = f"{name} attempt {number} ends: {attempt['ended']}{legs}"
-        yield _Line(began + attempt["ended_us"] / 1e6, process, text, ids)
-    yield _Line(began + entry["total_us"] / 1e6, process, f"{name} ends: {_describe_outcome(entry)}", ids)
+        yield _Line(began + _to_seconds(attempt["ended_us"]), process, text, ids)
+    yield _Line(began + _to_seconds(entry["total_us"]), process, f"{name} ends: {_describe_outcome(entry)}", ids)
 
 
 def _describe_running(process: str, entry: dict[str, Any], last: float) -> Iterator[_Line]:
@@ -224,8 +226,15 @@ def _describe_running(process: str, entry: dict[str, Any], last: float) -> Itera
     yield _Line(began, process, _describe_arrival(entry), ids)
     if entry["sent_us"]:
         text = f"{name} attempt {entry['attempt']} goes to {' and '.join(entry['instances'])}"
-        yield _Line(began + entry["sent_us"] / 1e6, process, text, ids)
+        yield _Line(began + _to_seconds(entry["sent_us"]), process, text, ids)
     yield _Line(last, process, f"{name} had not ended", ids)
+
+
+def _to_seconds(microseconds: float) -> float:
+    seconds = microseconds / 1e6
+    if not abs(seconds) < 1e11:  # as the times of entries
+        raise ValueError(f"{seconds} seconds")
+    return seconds
 
 
 def _name_request(entry: dict[str, Any]) -> str:

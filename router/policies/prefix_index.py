@@ -136,7 +136,8 @@ class PrefixIndex:
             current[chunk & _PART_BITS][chunk] = entry
         self._most_in_current += len(chunks)
         if self._retired:
-            self._retired.pop()
+            # In proportion to what was added: so all are freed before a current generation that fills replaces another.
+            del self._retired[-1 - 2 * _NUM_PARTS * len(chunks) // self._max_in_generation :]
 
     def forget_holder(self, key: str) -> None:
         """Note that the instance has lost its chunks; the pool has not."""
@@ -232,9 +233,9 @@ class PrefixIndex:
             self._most_in_current = _count_entries(self._current)  # repeated chunks were counted each time
             if self._most_in_current + coming <= self._max_in_generation:
                 return now
-        self._retired += self._previous
+        self._retired = self._previous  # what is left of earlier ones is freed now: else it would grow without bound
         if age >= 2 * self._half_life:
-            self._retired += self._current
+            self._retired = self._retired + self._current
         self._previous = self._current if age < 2 * self._half_life else _make_generation()
         self._current, self._most_in_current = _make_generation(), 0
         # If a generation begins late, use the time at which it was due, so that delays do not add up.

@@ -272,6 +272,7 @@ class ServingRequest:
         try:
             self._go_on(attempt, self._response.relay_piece(attempt, data, is_end), is_end)
         except UpstreamError as exc:
+            attempt.answering.exchange.receiver = None  # it may report more before the task runs that ends this attempt
             self.on_failed(exc)
         except Exception as exc:
             self._end_after(exc)

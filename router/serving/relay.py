@@ -147,8 +147,10 @@ class ClientResponse:
         if not self.first_byte_at:
             self.first_byte_at = time.perf_counter()
         if not request.response_started:
-            self.status = exchange.status
-            request.start_response(exchange.status, exchange.headers, router_headers)
+            self.status, headers = exchange.status, exchange.headers
+            if self.is_event_stream:  # its length may change: the events are changed, and may continue elsewhere
+                headers = [header for header in headers if header[0] != b"content-length"]
+            request.start_response(exchange.status, headers, router_headers)
 
     def relay_piece(self, attempt: Attempt, data: bytes, is_end: bool) -> bool:
         """Send the next bytes of an attempt's response to the client; a slow client slows the instance down.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -146,7 +147,10 @@ def test_a_torn_last_line_is_skipped_with_one_sentence(tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize(
     "change",
-    [{"attempts": 7}, {"attempts": [[]]}, {"total_us": "x"}, {"id": 1}, {"client_ids": []}, {"path": None}],
+    [
+        *({"attempts": 7}, {"attempts": [[]]}, {"total_us": "x"}, {"id": 1}, {"client_ids": []}, {"path": None}),
+        *({name: each} for name in ("total_us", "sent_us") for each in (10**400, math.inf, math.nan, 1e300)),
+    ],
 )
 def test_an_entry_with_wrong_members_does_not_hide_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]

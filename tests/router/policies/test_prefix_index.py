@@ -67,6 +67,17 @@ def test_it_never_holds_more_than_its_bound() -> None:
         assert len(index) <= 100
 
 
+@pytest.mark.parametrize(("seconds", "chunks"), [(60, 300), (0, 4000)], ids=["few prompts", "long prompts"])
+def test_what_it_has_dropped_is_freed_however_few_prompts_follow(seconds: float, chunks: int) -> None:
+    now = 0.0
+    index = PrefixIndex(max_entries=100_000, lifetime_seconds=1800, clock=lambda: now)
+    for number in range(200):
+        now += seconds
+        index.add_chain(range(number * chunks, (number + 1) * chunks), "a")
+    assert sum(map(len, index._retired)) <= 50_000  # one generation
+    assert len(index._retired) <= 2 * 256
+
+
 def test_a_chain_longer_than_the_index_is_known_as_far_as_it_goes() -> None:
     index = PrefixIndex(max_entries=100)
     index.add_chain(range(1000), "a")

@@ -214,3 +214,55 @@ def test_what_was_held_of_an_event_is_not_searched_again() -> None:
 def test_an_event_without_end_is_not_held_for_ever() -> None:
     endless = b"x" * (EVENT_BYTES + 1)
     assert _split_whole_events(endless) == (endless, b"")
+
+
+def test_a_stream_of_announced_length_that_continues_elsewhere_is_longer_than_that(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    def announces(length: int, *events: bytes) -> Behaviour:
+        async def behave(request: Received, respond: Responder) -> None:
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+            await respond.raw(head % length + b"".join(events))
+            await asyncio.sleep(0.01)
+            respond.cut()
+
+        return behave
+
+    first, last = chat_event("a", 1), chat_event("b", 2)
+    bad = stand_in("mixed", announces(len(first + last), first))
+    good = stand_in("mixed", sends(chat_event("again, and longer", 2), b"data: [DONE]\n\n"))
+    router = make_router(bad, good, stream_resume_count=1)
+    counts = set()
+    while not bad.received:
+        with router.stream(return_token_ids=True) as response:
+            counts.add(response.read().count(b"again, and longer"))
+    assert counts == {1}
+
+
+def test_an_engine_failure_with_broken_http_after_it_is_one_failure(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    error = b'data: {"error": {"message": "EngineCore encountered an issue", "code": 500}}\n\n'
+
+    async def fails_twice(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.chunk(chat_event("a", 1))
+        await asyncio.sleep(0.01)
+        await respond.raw(b"%x\r\n%s\r\nno chunk\r\n" % (len(error), error))
+        await respond.peer_left.wait()
+
+    bad = stand_in("mixed", fails_twice)
+    good = stand_in("mixed", sends(chat_event("b", 2), b"data: [DONE]\n\n"))
+    router = make_router(bad, good, stream_resume_count=1)
+    have_failed = set()
+    while not bad.received:
+        with router.stream(return_token_ids=True) as response:
+            have_failed.add(b"error" in response.read())
+    assert have_failed == {False}
+
+
+def chat_event(text: str, token: int) -> bytes:
+    """A piece of a chat's answer, with its token's id."""
+    choice = {"index": 0, "delta": {"content": text}, "token_ids": [token], "finish_reason": None}
+    chunk = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
+    return b"data: %s\n\n" % json.dumps(chunk).encode()
