@@ -54,6 +54,8 @@ PREFIXES_SECONDS = 1.5
 MAX_PREFIXES_BYTES = 64 * 1024 * 1024
 KEPT_PREFIXES_SECONDS = 10
 
+# What routers send each other; see ``hub.py``.
+_KINDS = frozenset({"publish", "keep", "gone", "ask", "answers", "hello", "limits", "want_prefixes"})
 _PATH = re.compile(r"rediss?://[^/?#]*/([^?#]+)")
 
 
@@ -273,6 +275,8 @@ class SharedState:
     def _take_batch(self, data: bytes) -> None:
         try:
             sender, batch = unpack(data)
+            if not isinstance(sender, str) or not isinstance(batch, list):
+                raise TypeError("it is not a name and messages")
         except (ValueError, TypeError) as exc:
             _log.error("what another router sent is left aside: %s", exc)
             return
@@ -289,6 +293,8 @@ class SharedState:
                 _log.exception("a message of router %s was not understood: %s", sender, reprlib.repr(message))
 
     def _take_message(self, sender: str, message: list[Any]) -> None:
+        if message[0] not in _KINDS:  # the hub takes others, too, but only from its own processes
+            raise ValueError("routers send no such message")
         if message[0] == "publish":
             self._processes.setdefault(sender, set()).add(message[1])
         elif message[0] == "gone":

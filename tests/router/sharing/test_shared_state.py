@@ -149,6 +149,26 @@ def test_what_stands_in_redis_and_is_no_record_does_not_keep_a_router_from_start
     assert "a record of old is left aside" in caplog.text
 
 
+def test_what_is_no_message_of_a_router_changes_nothing(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(first: Router, second: Router) -> None:
+        settings = RouterSettings(max_concurrent_requests=1)
+        admission = Admission(settings, {})
+        second.hub.admission = AdmissionServer(admission, second.hub.send_limits)
+        client: Any = first.shared._redis
+        for batch in (["x", [["enter", 1, "client", 0, 1], ["state", "none"], ["leave"]]], [["x"], []], ["x", 5], 5):
+            await client.publish(first.shared._channel, pack(batch))
+        first.link.publish_event("news", 1)
+        await until(lambda: second.heard == [("a-0", 1)])
+        assert "a" in second.shared.list_routers()
+        assert second.link.trouble == ""
+        assert admission.running == 0
+        assert "begins anew" not in caplog.text
+
+    run_two(redis, work)
+
+
 def test_redis_drops_a_record_that_nobody_renews_and_a_router_then_drops_its_key(redis: RedisServer) -> None:
     async def run() -> None:
         async with router("a", redis.url) as first:
