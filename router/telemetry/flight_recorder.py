@@ -333,7 +333,7 @@ def _remove_rings(folder: Path, prefix: str) -> None:
 def _has_ended(path: Path) -> bool:
     """Return whether no process has this file locked."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may be a pipe that nobody writes
     except OSError as exc:
         return exc.errno == errno.ENOENT
     try:

@@ -149,9 +149,7 @@ def test_what_stands_in_redis_and_is_no_record_does_not_keep_a_router_from_start
     assert "a record of old is left aside" in caplog.text
 
 
-def test_what_is_no_message_of_a_router_changes_nothing(
-    redis: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_no_message_of_a_router_changes_nothing(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     async def work(first: Router, second: Router) -> None:
         settings = RouterSettings(max_concurrent_requests=1)
         admission = Admission(settings, {})

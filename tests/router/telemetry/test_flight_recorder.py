@@ -263,6 +263,15 @@ def test_a_worker_that_replaces_another_serves_without_a_recorder_if_the_folder_
     assert "this process records nothing" in caplog.text
 
 
+def test_a_pipe_among_the_files_does_not_keep_a_router_from_starting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "flight-1-20260101-router.jsonl")
+    code = (
+        "import sys; from tests.router.telemetry.test_flight_recorder import *\n"
+        "make_recorder(RouterSettings(port=1, flight_recorder=5.0, flight_recorder_path=sys.argv[1])).close()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=30)
+
+
 def test_the_rings_of_the_last_ended_processes_remain(tmp_path: Path) -> None:
     code = (
         "import sys; from tests.router.telemetry.test_flight_recorder import *\n"
