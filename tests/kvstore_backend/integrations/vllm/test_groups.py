@@ -51,7 +51,7 @@ def try_all(groups: Sequence[Group], first: int, end: int, lost: set[tuple[int, 
     return first
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     models(), strategies.integers(0, 200), strategies.integers(0, 200), strategies.randoms(), strategies.floats(0, 1)
 )
