@@ -491,7 +491,13 @@ def _require_plain_groups(vllm_config: Any, kv_cache_config: Any, specs: Sequenc
     if getattr(vllm_config, "speculative_config", None) is not None:
         raise ConfigError(
             "speculative decoding is on, and this model's layers store their KV in several ways; KVStoreConnector "
-            "supports the two only one at a time"
+            "supports the two only one at a time: add --disable-hybrid-kv-cache-manager, which treats windows as full "
+            "attention (vLLM has no such setting for recurrent layers)"
+        )
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        raise ConfigError(
+            "--use-replayssm is on; vLLM then keeps a part of the recurrent states outside of their blocks, so leave it "
+            "or --kv-transfer-config out"
         )
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
         raise ConfigError(

@@ -646,7 +646,11 @@ def test_a_wait_that_is_no_number_of_seconds_is_refused(seconds: object) -> None
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda config, group: setattr(config, "speculative_config", object()), "speculative decoding is on"),
+        (
+            lambda config, group: setattr(config, "speculative_config", object()),
+            "speculative decoding is on.*add --disable-hybrid-kv-cache-manager",
+        ),
+        (lambda config, group: setattr(config.cache_config, "use_replayssm", True), "--use-replayssm is on"),
         (lambda config, group: setattr(group, "kv_cache_spec", make_state("none")), "add --enable-prefix-caching"),
         (lambda config, group: setattr(group, "kv_cache_spec", make_window(torch.float16)), "in several dtypes"),
         (lambda config, group: setattr(group, "kv_cache_spec", make_window(extra_retained_tokens=1)), "several tokens"),
