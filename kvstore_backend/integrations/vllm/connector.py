@@ -496,8 +496,14 @@ def _require_plain_groups(vllm_config: Any, kv_cache_config: Any, specs: Sequenc
         )
     if getattr(vllm_config.cache_config, "use_replayssm", False):
         raise ConfigError(
-            "--use-replayssm is on; vLLM then keeps a part of the recurrent states outside of their blocks, so leave it "
+            "--use-replayssm is on; vLLM then keeps a part of the recurrent states outside of their blocks: leave it "
             "or --kv-transfer-config out"
+        )
+    # vLLM ends chunks of prompts at multiples of its smallest block; a longer block's state is then at another token.
+    if any(type(spec) is MambaSpec and spec.block_size > min(each.block_size for each in specs) for spec in specs):
+        raise ConfigError(
+            "blocks of this model's recurrent layers have more tokens than those of its other layers; vLLM's states "
+            "may then be at other tokens than their hashes say: leave --kv-transfer-config out"
         )
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
         raise ConfigError(

@@ -654,6 +654,10 @@ def test_a_wait_that_is_no_number_of_seconds_is_refused(seconds: object) -> None
         (lambda config, group: setattr(group, "kv_cache_spec", make_state("none")), "add --enable-prefix-caching"),
         (lambda config, group: setattr(group, "kv_cache_spec", make_window(torch.float16)), "in several dtypes"),
         (lambda config, group: setattr(group, "kv_cache_spec", make_window(extra_retained_tokens=1)), "several tokens"),
+        (
+            lambda config, group: setattr(group, "kv_cache_spec", dataclasses.replace(make_state(), block_size=32)),
+            "recurrent layers have more tokens",
+        ),
         (lambda config, group: setattr(group, "is_eagle_group", True), "as not for transfer"),
         (lambda config, group: setattr(group, "enable_kv_transfer", False), "as not for transfer"),
         (lambda config, group: setattr(group, "host_resident", True), "as not for transfer"),
