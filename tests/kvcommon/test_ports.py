@@ -8,6 +8,7 @@ import struct
 import pytest
 
 from kvcommon.ports import bind_patiently
+from tests.support.ports import free_port
 
 
 def test_a_port_where_a_server_listens_is_refused_at_once() -> None:
@@ -23,7 +24,8 @@ def test_a_port_where_a_server_listens_is_refused_at_once() -> None:
 
 def test_a_port_of_the_client_of_a_connection_is_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as bound:
-        client = socket.create_connection(server.getsockname())
+        # Not a port that the kernel may give to a client of another test as soon as it is free.
+        client = socket.create_connection(server.getsockname(), source_address=("127.0.0.1", free_port()))
         address = client.getsockname()
         waits: list[None] = []
 
