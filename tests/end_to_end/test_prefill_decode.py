@@ -130,6 +130,27 @@ def read_stream(url: str, path: str, body: dict[str, Any], on_line: Callable[[],
     return text, usage, headers.get("x-router-request-id"), headers.get("x-router-decode")
 
 
+def test_after_the_own_caches_are_cleared_the_same_prompt_comes_from_the_pool(shared: System) -> None:
+    url, messages = shared.router.url, conversation("cleared")
+    first = ask(url, messages, max_tokens=10)
+    shared.prefill.wait_for_saves()
+    again = ask(url, messages, max_tokens=10)["usage"]["prompt_tokens_details"]
+    assert (again["own_cached_tokens"] > 0, again["pool_cached_tokens"]) == (True, 0)
+
+    cleared = plain_http.post(f"{url}/admin/clear_prefix_cache")
+    assert (cleared.status_code, cleared.json()["status"]) == (200, "success"), cleared.text
+
+    after = ask(url, messages, max_tokens=10, request_id="after-clearing")
+    details = after["usage"]["prompt_tokens_details"]
+    assert (details["own_cached_tokens"], details["pool_cached_tokens"] > 0) == (0, True)
+    assert text(after) == text(first)
+    line = wait_until(
+        lambda: next((each for each in shared.prefill.log.splitlines() if "request_id=after-clearing" in each), ""),
+        "the request's line in the log",
+    )
+    assert f"storage_cache_token_num={details['pool_cached_tokens']}" in line
+
+
 def test_a_stream_whose_decode_instance_is_killed_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, model: Path, shared: System, cold: Instance
 ) -> None:
@@ -157,27 +178,6 @@ def test_a_stream_whose_decode_instance_is_killed_goes_on_as_if_nothing_had_happ
     assert (text, decode) == (right, f"127.0.0.1:{victim.port}")
     assert usage.pop("prompt_tokens_details")["cached_tokens"] == find_logged([shared.prefill.log])[request_id]
     assert usage.items() <= right_usage.items()
-
-
-def test_after_the_own_caches_are_cleared_the_same_prompt_comes_from_the_pool(shared: System) -> None:
-    url, messages = shared.router.url, conversation("cleared")
-    first = ask(url, messages, max_tokens=10)
-    shared.prefill.wait_for_saves()
-    again = ask(url, messages, max_tokens=10)["usage"]["prompt_tokens_details"]
-    assert (again["own_cached_tokens"] > 0, again["pool_cached_tokens"]) == (True, 0)
-
-    cleared = plain_http.post(f"{url}/admin/clear_prefix_cache")
-    assert (cleared.status_code, cleared.json()["status"]) == (200, "success"), cleared.text
-
-    after = ask(url, messages, max_tokens=10, request_id="after-clearing")
-    details = after["usage"]["prompt_tokens_details"]
-    assert (details["own_cached_tokens"], details["pool_cached_tokens"] > 0) == (0, True)
-    assert text(after) == text(first)
-    line = wait_until(
-        lambda: next((each for each in shared.prefill.log.splitlines() if "request_id=after-clearing" in each), ""),
-        "the request's line in the log",
-    )
-    assert f"storage_cache_token_num={details['pool_cached_tokens']}" in line
 
 
 def test_clients_are_told_the_cached_tokens_that_prefill_has_in_its_log(shared: System) -> None:
