@@ -1,12 +1,16 @@
-"""Base package: helpers that the router, the storage backend and the engine share. It imports nothing of theirs.
+"""Helpers that the router, the storage backend and the engine share. This package imports none of these three.
 
-addresses.py     HOST:PORT in flags; this machine's address as another host sees it
-formats.py       bytes, and lines of a timeline, as people read them
-hints.py         "did you mean": the known name that is nearest to a mistyped one
-mooncake.py      the metrics page and the segments of a Mooncake master
-ports.py         binding a port that a closed connection still holds
-request_ids.py   the header X-Request-Id
-secret_files.py  files with one token
-spans.py         the exporter of OpenTelemetry's spans, with a log line where the receiver is gone
-versions.py      the version of this distribution
+addresses.py     parses HOST:PORT; finds the address at which another host reaches this machine
+formats.py       formats numbers of bytes, and lines of a timeline, for display
+hints.py         "did you mean": finds the known name that is nearest to a mistyped one
+http_limits.py   limits for HTTP requests, and the errors for request heads that exceed them
+kv_events.py     KV events of instances, in the format of vLLM and SGLang
+mooncake.py      reads the metrics page and the memory segments of a Mooncake master
+ports.py         binds a port that a closed connection still holds
+request_ids.py   reads and writes the header X-Request-Id
+secret_files.py  reads files with one token
+shutdown.py      messages of a server that takes long to stop
+spans.py         sends OpenTelemetry spans; logs when the receiver does not accept them
+versions.py      finds the installed version of this project
+waiting.py       waits for an event, with a time limit
 """

@@ -1,4 +1,4 @@
-"""HOST:PORT in flags, and this machine's address as another host sees it."""
+"""Parses addresses such as HOST:PORT, and finds the address at which another host reaches this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ADDRESS = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.
 
 
 class ServerAddress(NamedTuple):
-    """An HTTP server's address; ``host`` has the brackets of an IPv6 address."""
+    """Address of an HTTP server. An IPv6 address in ``host`` has its brackets."""
 
     scheme: str
     host: str
@@ -28,7 +28,7 @@ def parse_address(text: str) -> ServerAddress:
     """Parse ``host:port`` or ``http(s)://host:port``.
 
     Raises:
-        ValueError: the text has another form; the message is one sentence.
+        ValueError: the text has another form, or the port is not between 1 and 65535; the message is one sentence.
     """
     found = _ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found["port"]) < 65536:
@@ -37,10 +37,12 @@ def parse_address(text: str) -> ServerAddress:
 
 
 def find_own_address(url: str) -> str:
-    """Return this machine's address as the host of ``url`` sees it; an IPv6 address has no brackets.
+    """Return the address of this machine that it uses to connect to the host of ``url``.
+
+    An IPv6 address is returned without brackets.
 
     Raises:
-        OSError: that host is not known, or there is no route to it.
+        OSError: the host of ``url`` is not known, or there is no route to it.
         ValueError: ``parse_address`` cannot parse ``url``.
     """
     server = parse_address(url)

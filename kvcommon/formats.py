@@ -1,4 +1,4 @@
-"""Numbers, and lines of a timeline, as people read them."""
+"""Formats numbers of bytes, and lines of a timeline, for display."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["format_bytes", "format_event"]
 
 
 def format_bytes(nbytes: float) -> str:
-    """Format a number of bytes with four digits, in the largest unit with a digit before the point: ``1.5 GiB``."""
+    """Format a number of bytes with at most four digits and a unit: ``1.5 GiB`` for 1,610,612,736 bytes."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.4g} {unit}"
@@ -15,6 +15,12 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_event(nanoseconds: int, who: str, what: str) -> str:
-    """Format a line of a timeline: seconds since its beginning, the process, and what happened there."""
+    """Format one line of a timeline.
+
+    Args:
+        nanoseconds: time since the beginning of the timeline.
+        who: the process in which the event happened.
+        what: description of the event.
+    """
     seconds, rest = divmod(nanoseconds, 1_000_000_000)
     return f"{seconds:6d}.{rest // 1000:06d} {who:<14} {what}"

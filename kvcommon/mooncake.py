@@ -1,4 +1,4 @@
-"""The metrics page and the segments of a Mooncake master."""
+"""Reads the metrics page and the memory segments of a Mooncake master."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Segment", "parse_plain_metrics", "read_segment"]
 
 @dataclass(frozen=True)
 class Segment:
-    """Memory that one client gives to the pool.
+    """Memory segment: memory that one client gives to the pool.
 
     Attributes:
-        name: the client's host and port; other clients use it as the client's name.
+        name: host and port of the client; other clients use them as the client's name.
         client: the client's id at the master; one client may give several segments.
-        endpoint: with ``P2PHANDSHAKE``, the address at which the client listens.
-        used: bytes.
-        capacity: bytes.
+        endpoint: with ``P2PHANDSHAKE``, the address at which the client listens; else the same as ``name``.
+        used: bytes of blocks in the segment.
+        capacity: size of the segment in bytes.
     """
 
     name: str
@@ -31,17 +31,17 @@ class Segment:
     def is_handshaking(self) -> bool:
         """Whether the client joined with ``P2PHANDSHAKE``, not with a metadata server.
 
-        Mooncake does not report this. With ``P2PHANDSHAKE`` the endpoint differs from the segment's name (seen with
-        0.3.13).
+        Mooncake does not report how a client joined. With ``P2PHANDSHAKE`` the endpoint differs from the segment's
+        name (seen with Mooncake 0.3.13).
         """
         return self.endpoint != self.name
 
 
 def read_segment(entry: Mapping[str, Any]) -> Segment:
-    """Read an entry of a master's ``/get_segments_detail``.
+    """Read one entry of the list that a master returns for ``/get_segments_detail``.
 
     Raises:
-        KeyError, TypeError, ValueError: the entry lacks a member.
+        KeyError, TypeError, ValueError: a member of the entry is missing or is not a number.
     """
     name = entry["segment_name"]
     used, capacity = int(entry["allocator_used_bytes"]), int(entry["allocator_capacity_bytes"])
@@ -49,12 +49,12 @@ def read_segment(entry: Mapping[str, Any]) -> Segment:
 
 
 def parse_plain_metrics(text: str) -> dict[str, float]:
-    """Return the metrics without labels from a page in Prometheus' text format.
+    """Return the metrics that have no labels, by name, from a page in Prometheus' text format.
 
-    Prometheus' own parser cannot be used: some of Mooncake's counters lack the suffix that it requires.
+    Prometheus' own parser cannot read the page: it requires a suffix that some of Mooncake's counters lack.
 
     Raises:
-        ValueError: the page has another format.
+        ValueError: a value on the page is not a number.
     """
     lines = (line.split(" ") for line in text.splitlines() if line and not line.startswith("#"))
     return {line[0]: float(line[1]) for line in lines if len(line) == 2 and "{" not in line[0]}

@@ -1,4 +1,4 @@
-"""Binding of a port that the client's end of a closed connection still holds."""
+"""Binds a port that the client's end of a closed connection still holds."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any
 
 __all__ = ["bind_patiently"]
 
-# Linux takes clients' ports from 32768 to 60999, and reserves each for 60 s after its connection is closed.
+# Linux gives clients the ports from 32768 to 60999, and reserves each for 60 s after its connection is closed.
 CLOSED_CONNECTION_SECONDS = 70.0
 _PAUSE_SECONDS = 0.2
 
 
 def bind_patiently(bound: socket.socket, address: tuple[Any, ...], on_wait: Callable[[], None]) -> None:
-    """Bind a socket; wait for the end of a closed connection that still holds the port.
+    """Bind a socket to an address. If a closed connection still holds the port, wait until Linux releases the port.
 
     Args:
-        on_wait: called once, if there is a wait.
+        on_wait: called once, before the first wait.
 
     Raises:
-        OSError: a server listens there, the address is not this machine's, or the port stays in use.
+        OSError: a server listens at the address, the address does not belong to this machine, or the port is still
+            in use after ``CLOSED_CONNECTION_SECONDS``.
     """
     give_up_at, has_waited = time.monotonic() + CLOSED_CONNECTION_SECONDS, False
     while True:

@@ -1,4 +1,4 @@
-"""The header ``X-Request-Id``, with which clients name their requests."""
+"""Reads and writes the header ``X-Request-Id``, in which a client gives its request an id."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable
 __all__ = ["MAX_ID_CHARACTERS", "REQUEST_ID", "encode_request_id", "find_request_id"]
 
 REQUEST_ID = b"x-request-id"
-# Longer ids are refused: they are stored in records, and sent back in a header.
+# Longer ids are refused, because an id is stored in records and sent back in a header.
 MAX_ID_CHARACTERS = 256
 
 
 def find_request_id(headers: Iterable[tuple[bytes, bytes]], server: str) -> str:
-    """Return the id in the header; "" if there is none.
+    """Return the request's id from the header ``X-Request-Id``; "" if the header is missing.
 
     Args:
-        headers: headers with lower-case names.
+        headers: headers of the request, with lower-case names.
         server: ``this router`` or ``this instance``, for the message.
 
     Raises:
-        ValueError: the header is not a valid id; the message is one sentence.
+        ValueError: the header's value is not a valid id; the message is one sentence.
     """
     for name, value in headers:
         if name == REQUEST_ID:
@@ -28,13 +28,15 @@ def find_request_id(headers: Iterable[tuple[bytes, bytes]], server: str) -> str:
             except UnicodeDecodeError:
                 text = "\0"
             if not text.isprintable():
-                raise ValueError(f"X-Request-Id is {value!r}; it must be a text of printable characters")
+                raise ValueError(f"X-Request-Id is {value!r}; it must consist of printable characters in UTF-8")
             if len(text) > MAX_ID_CHARACTERS:
-                raise ValueError(f"X-Request-Id is longer than the {MAX_ID_CHARACTERS} characters {server} takes")
+                raise ValueError(
+                    f"X-Request-Id is longer than the {MAX_ID_CHARACTERS} characters that {server} accepts"
+                )
             return text
     return ""
 
 
 def encode_request_id(request_id: str) -> tuple[bytes, bytes]:
-    """Encode the header of a response."""
+    """Return name and value of the header ``X-Request-Id`` for a response."""
     return REQUEST_ID, request_id.encode()

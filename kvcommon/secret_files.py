@@ -1,4 +1,4 @@
-"""Files with one token. No error message repeats their content."""
+"""Reads files with secrets. No error message contains text from such a file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["read_lines", "read_token"]
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a file that are neither empty nor a comment.
+    """Return the lines of a file, without empty lines and comments (lines that begin with ``#``).
 
     Raises:
-        ValueError: the file cannot be read; the message is one sentence that begins with its path.
+        ValueError: the file cannot be read; the message is one sentence that begins with the file's path.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -23,11 +23,11 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_token(path: Path) -> str:
-    """Return the token from a file that has only a token.
+    """Return the only word of a file, which is a secret token.
 
     Raises:
         ValueError: the file cannot be read, is empty, or has more than one word; the message is one sentence that
-            begins with its path.
+            begins with the file's path.
     """
     words = [word for line in read_lines(path) for word in line.split()]
     if not words:

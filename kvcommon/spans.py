@@ -1,8 +1,9 @@
-"""Sender of OpenTelemetry spans, which logs when the receiver is not available."""
+"""Sends OpenTelemetry spans to a receiver, and logs when the receiver does not accept them."""
 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
@@ -19,25 +20,26 @@ __all__ = [
     "CONTEXT_HEADERS",
     "LoggingExporter",
     "SpanSender",
+    "emits_latest_names",
     "find_trace_receiver",
     "measure_epoch",
     "open_sender",
 ]
 
 CONTEXT_HEADERS = (b"traceparent", b"tracestate")
-"""The headers with a client's span."""
+"""Request headers in which a client sends its span."""
 
 _RECEIVERS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _Sender = TypeVar("_Sender")
 
-# Time that the receiver has to take the last spans when the process stops.
+# Time in which the receiver must accept the last spans when the process stops.
 CLOSING_SECONDS = 1.0
 
 
 class LoggingExporter:
-    """Wrapper of the SDK's exporter, for logs.
+    """Wraps the exporter of OpenTelemetry's SDK.
 
-    It logs once when the receiver takes no spans, and once when it takes them again.
+    Logs once when the receiver stops accepting spans, and once when the receiver accepts them again.
     """
 
     def __init__(self, exporter: Any, receiver: str, log: logging.Logger) -> None:
@@ -45,14 +47,14 @@ class LoggingExporter:
 
         Args:
             exporter: the SDK's exporter.
-            receiver: the receiver as the operator wrote it, for the log.
+            receiver: the receiver's URL as the operator wrote it, for the log.
         """
         self._exporter = exporter
         self._receiver = receiver
         self._log = log
         self._lost = 0
         self._is_over = False
-        # These loggers would repeat the message for each batch, with messages of the libraries below them.
+        # These loggers would log a failure for each batch of spans.
         for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -61,52 +63,53 @@ class LoggingExporter:
         result = self._exporter.export(spans)
         if not result.value:
             if self._lost:
-                self._log.info("%s takes spans again; %d were lost", self._receiver, self._lost)
+                self._log.info("%s accepts spans again; %d were lost", self._receiver, self._lost)
             self._lost = 0
         elif not self._is_over:
             if not self._lost:
-                text = "%s does not take the spans sent to it by OTLP over HTTP (usually port 4318); they are dropped"
+                text = "%s does not accept spans by OTLP over HTTP (usually port 4318); they are dropped"
                 self._log.warning(text, self._receiver)
             self._lost += len(spans)
         return result
 
     def give_up(self) -> None:
-        """Stop without the last spans, because the receiver did not take them in time."""
+        """Drop the last spans, which the receiver did not accept in time, and stop the exporter."""
         if not self._lost:
-            text = "%s did not take the last spans within %g s; they are lost"
+            text = "%s did not accept the last spans within %g s; they are lost"
             self._log.warning(text, self._receiver, CLOSING_SECONDS)
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Stop the exporter, and drop spans that wait for another try."""
+        """Stop the exporter, and drop the spans that it would send again."""
         if not self._is_over:
             self._is_over = True
             self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Return True: this exporter buffers nothing."""
+        """Return True, because this exporter buffers no spans."""
         return True
 
 
 class SpanSender:
-    """Base of a program's tracer: OpenTelemetry's SDK, which sends spans on its own thread.
+    """Base class of a program's tracer. OpenTelemetry's SDK sends the spans on its own thread.
 
-    Spans are passed to it complete, when they have ended: that costs a third of starting and ending one.
+    A subclass passes each span to the SDK once, when the span has ended. This takes a third of the time of the SDK's
+    own calls to start and to end a span.
     """
 
     def __init__(self, receiver: str, service: str, scope: str, log: logging.Logger) -> None:
         """Set up the SDK.
 
         Args:
-            receiver: the receiver as the operator wrote it, for the log.
-            service: name of the service, unless the environment names it.
-            scope: name of the program's part that creates the spans.
+            receiver: the receiver's URL as the operator wrote it, for the log.
+            service: name of the service, used if the environment does not name the service.
+            scope: name of the part of the program that creates the spans.
             log: the program's logger.
 
         Raises:
             ModuleNotFoundError: OpenTelemetry's packages are missing.
         """
-        # Imported only if spans are enabled.
+        # Imported here, because a program without spans does not need these packages.
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -119,24 +122,43 @@ class SpanSender:
         if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: service}))
         self._api = trace
+        self._service = service
         self._span_type, self._event_type = ReadableSpan, Event
         self._resource, self._scope = resource, InstrumentationScope(scope)
-        # The only access to the sampler that the standard variables name.
+        # The SDK gives access to the sampler of the standard variables only through a provider.
         self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
         self._propagator = TraceContextTextMapPropagator()
         self._exporter = LoggingExporter(OTLPSpanExporter(), receiver, log)
         self._processor = BatchSpanProcessor(cast("SpanExporter", self._exporter))
+        self._emits_latest = emits_latest_names(os.environ)
 
     def close(self) -> None:
-        """Give the receiver ``CLOSING_SECONDS`` to take the last spans."""
+        """Send the last spans. Spans that the receiver has not accepted after ``CLOSING_SECONDS`` are lost."""
         closing = threading.Thread(target=self._processor.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(CLOSING_SECONDS)
         if closing.is_alive():
             self._exporter.give_up()
 
+    def _name_usage(
+        self, input_tokens: int | None, output_tokens: int | None, cached_tokens: int | None, operation: str
+    ) -> dict[str, Any]:
+        """Return a span's attributes for token counts; those that are new in the conventions only for who has opted in.
+
+        Source of the names: opentelemetry.io/docs/specs/semconv/gen-ai. ``input_tokens`` includes the cached tokens.
+        """
+        named = {"gen_ai.usage.input_tokens": input_tokens, "gen_ai.usage.output_tokens": output_tokens}
+        if not self._emits_latest:
+            return named
+        return {
+            **named,
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": self._service,
+            "gen_ai.usage.cache_read.input_tokens": cached_tokens,
+        }
+
     def _sample(self, headers: Iterable[tuple[bytes, bytes]], name: str) -> tuple[SpanContext, int, SamplingResult]:
-        """Return the client's span, which may be invalid, the id of the trace, and whether it is sampled."""
+        """Return the client's span, which may be invalid, the id of the trace, and the decision whether to sample."""
         sent: dict[str, list[str]] = {}
         for key, value in headers:
             if key in CONTEXT_HEADERS:
@@ -161,10 +183,10 @@ class SpanSender:
         """Pass an ended span to the SDK.
 
         Args:
-            times: its beginning and end, in seconds since 1970, as the times of ``events``.
-            attributes: those with None or "" are left out.
-            kind: default: internal.
-            trouble: why it is an error; "" if it is none.
+            times: beginning and end of the span, in seconds since 1970; the times of ``events`` have the same unit.
+            attributes: attributes of the span; an attribute with the value None or "" is omitted.
+            kind: kind of the span; None: internal.
+            trouble: reason why the operation failed; "" if it succeeded.
         """
         api = self._api
         span = self._span_type(
@@ -183,8 +205,13 @@ class SpanSender:
         self._processor.on_end(span)
 
 
+def emits_latest_names(environ: Mapping[str, str]) -> bool:
+    """Return whether the operator has opted in to the newest names of the semantic conventions for GenAI."""
+    return "gen_ai_latest_experimental" in map(str.strip, environ.get("OTEL_SEMCONV_STABILITY_OPT_IN", "").split(","))
+
+
 def find_trace_receiver(environ: Mapping[str, str]) -> str:
-    """Return the receiver of spans, as the operator wrote it in OpenTelemetry's variables; "" if spans are disabled.
+    """Read from OpenTelemetry's variables the URL to which spans are sent; return "" if spans are disabled.
 
     The SDK itself reads the other variables: names, samplers, headers, certificates, limits.
     """
@@ -195,26 +222,27 @@ def find_trace_receiver(environ: Mapping[str, str]) -> str:
 
 
 def open_sender(make: Callable[[str], _Sender], receiver: str, log: logging.Logger) -> _Sender | None:
-    """Return the tracer that ``make`` makes; None if OpenTelemetry's packages are missing, which is logged.
+    """Return the tracer that ``make`` creates. If OpenTelemetry's packages are missing, log a warning and return None.
 
     Args:
-        make: takes the receiver.
-        receiver: as the operator wrote it, for the log.
+        make: called with ``receiver``.
+        receiver: the receiver's URL as the operator wrote it.
     """
     try:
         return make(receiver)
     except ModuleNotFoundError as exc:
         log.warning(
-            "no spans are sent to %s, as the package %s is missing: pip install '/path/to/this/repository[tracing]'",
+            "no spans are sent to %s because the package %s is missing; run pip install "
+            "'/path/to/this/repository[tracing]'",
             *(receiver, exc.name),
         )
         return None
 
 
 def measure_epoch(clock: Callable[[], float]) -> float:
-    """Return the time when ``clock`` was 0, in seconds since 1970.
+    """Return the time at which ``clock`` was 0, in seconds since 1970.
 
-    Takes the best of several readings, because a thread may be suspended between the readings of the two clocks.
+    Reads both clocks three times and uses the fastest reading, because the thread may be suspended between the clocks.
     """
     readings = [(clock(), time.time(), clock()) for _ in range(3)]
     before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])

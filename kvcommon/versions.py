@@ -1,4 +1,4 @@
-"""The version of this distribution."""
+"""Finds the installed version of this project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DISTRIBUTION = "fastdeploy-kvstore"
 
 
 def find_version() -> str:
-    """Return the installed version, or a remark that the code runs from its folder."""
+    """Return the installed version, or ``(not installed: run from its folder)``."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
