@@ -1,4 +1,4 @@
-"""KV blocks in one shared pool: put, get and look up. Answers are reliable even if the pool fails.
+"""Stores KV blocks in one shared pool, and reads them. Answers are reliable even if the pool fails.
 
 >>> config = load_config("memory")
 >>> namespace = Namespace("fingerprint", "float32", 64, 24, 2, 64, "layer,kv,head,token,dim")
@@ -6,28 +6,29 @@
 ...     pool.lookup([b"hash of the first block"])
 0
 
-An engine uses a ``BlockPool``. Below it are wrappers, one around the other, and at the bottom a store:
+An engine uses a ``BlockPool``. A ``BlockPool`` calls wrappers, one around the other, and the innermost calls a store:
 
-pool.py        BlockPool: the engine's view, block hashes in and block bytes out; open_pool puts the parts together
-block_hash.py  token ids -> chained block hashes
-namespace.py   Namespace: everything that makes blocks interchangeable; only this file builds and parses keys
-manifest.py    the manifest of a namespace: a small JSON object in the pool that explains the namespace's digest
+pool.py        BlockPool: looks up, loads and saves blocks by their hashes; open_pool opens the store with its wrappers
+block_hash.py  computes block hashes from token ids
+groups.py      KV cache groups of a model: finds the longest prefix at which all groups can resume
+namespace.py   Namespace: everything that can change the bytes of blocks; only this module builds and parses keys
+manifest.py    Manifest: a small JSON object in the pool with the fields of a namespace
 manifest_keeper.py  writes the manifest on its own thread, and writes it again if the pool loses it
 backend.py     StorageBackend, the interface of stores and wrappers; Status, its three answers; Span; the errors
-threads.py     threads that the end of the process does not wait for; the state of a process after a fork
-transfers.py   asynchronous loads and saves, for engines that do not wait for the pool
-staging/       KV in a device's memory, copied through host memory; needs torch, so only its users import it
-resharding/    blocks of the same model under another tensor-parallel size or block size: found, and gathered
-load_or_compute.py  whether loading blocks from the pool is quicker than computing them
-pool_timing.py  the same decision for a whole pool and an instance, measured: kvstore doctor --instance
-refill.py      puts blocks that the pool has lost again, from an instance that still has them
-clear_marks.py  marks that an operator's clear leaves; no instance puts older blocks again after it
-wrappers/      backends around a backend, one concern each: headers, deadlines, writes in the background, tiers, metrics
-stores/        where bytes are stored: a Mooncake cluster, a folder, this process's memory
-config/        every dialect of configuration -> one PoolConfig
-integrations/  adapters that let other engines use this pool
-why_miss.py    why blocks were not shared: compares two configurations, or two prompts
-cli/           kvstore doctor, bench, stats, master, and for operators: ls, pin, clear, why-miss
+threads.py     threads for which the end of the process does not wait; changes of objects after a fork
+transfers.py   Transfers: asynchronous loads and saves, for engines that do not wait for the pool
+staging/       moves KV between a device's memory and the pool through host memory; needs torch
+resharding/    reads blocks of the same model with another tensor-parallel size or block size
+load_or_compute.py  decides for a request whether loading blocks is faster than computing them
+pool_timing.py  measures whether loading is faster than computing, for kvstore doctor --instance
+refill.py      saves blocks again that the pool has lost, from an instance that still has them
+clear_marks.py  marks of an operator's clear, after which no instance saves older blocks again
+wrappers/      backends around a backend: headers, deadlines, writes in the background, tiers, metrics
+stores/        stores of bytes: a Mooncake cluster, a folder, this process's memory
+config/        reads the configuration of a pool in every dialect, and returns a PoolConfig
+integrations/  adapters that let other engines use the pool
+why_miss.py    explains why blocks were not shared: compares two configurations, or two prompts
+cli/           kvstore doctor, bench, stats, master, certify, and for operators: ls, pin, clear, why-miss
 """
 
 from kvstore_backend.backend import (

@@ -1,13 +1,13 @@
-"""The interface that every store and every wrapper implements, and the answers it may give.
+"""Interface of stores and wrappers, and the types in its calls: statuses, spans, values, errors.
 
 Exceptions that leave this package::
 
     KVStoreError
-    ├── ConfigError        a configuration that cannot be used; also a ValueError
+    ├── ConfigError        a configuration cannot be used; also a ValueError
     └── PoolUnavailable    the store could not be opened (no master, no folder, library missing)
 
-A *caller's* mistake in a call of ``BlockPool`` (lengths that differ, a negative size) raises a plain ``ValueError``
-immediately. A *pool's* failure never raises: the call returns a ``Status``.
+A mistake of the *caller* of ``BlockPool`` (different lengths, a negative size) raises a plain ``ValueError``
+immediately. A failure of the *pool* never raises an exception: the call returns a ``Status``.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ __all__ = [
 ]
 
 HEADROOM_BYTES = 128
-"""Free bytes before each value in memory that is registered with ``headroom``. Values stay aligned to this size."""
+"""Number of free bytes before each value in memory that is registered with ``headroom``; keeps values aligned."""
 
 
 class KVStoreError(Exception):
-    """Base of every exception that this package itself raises."""
+    """Base class of the exceptions of this package."""
 
 
 class ConfigError(KVStoreError, ValueError):
-    """A configuration that cannot be used. The message is one sentence with the key, the value and a correct value."""
+    """Error: a configuration cannot be used. The message is one sentence with the key, the value and a valid value."""
 
 
 class PoolUnavailable(KVStoreError):
-    """The store could not be opened. The message is one sentence with the address or folder and a remedy.
+    """Error: the store could not be opened. The message is one sentence with the address or folder, and a remedy.
 
     Attributes:
-        pause_seconds: the failed opening stopped the whole process for a while; callers should wait this long before
-            the next try.
+        pause_seconds: time that callers should wait before the next try, because a failed try stops the whole process
+            for a moment.
     """
 
     def __init__(self, message: str, pause_seconds: float = 0.0) -> None:
@@ -61,34 +61,32 @@ class PoolUnavailable(KVStoreError):
 
 
 class Status(enum.Enum):
-    """Answer for one key. Only ``OK`` is true, so ``if status:`` never takes a failure for a hit."""
+    """Answer for one key. Only ``OK`` is true, so ``if status:`` never treats a failure as a hit."""
 
     OK = "ok"
-    """The value was stored, read in full, present, or removed."""
+    """The value was stored, was read completely, is present, or was removed."""
     ABSENT = "absent"
-    """The pool answered, and it does not have this value: the key is absent or, for a read, the value has another
-    size.
-    """
+    """The pool does not have the value: the key is absent or, in a read, the value has another size than the target."""
     FAILED = "failed"
-    """The state is not known: an error, a time-out, or no capacity."""
+    """The state of the key is not known, because of an error or a timeout; or the store had no space for the value."""
 
     def __bool__(self) -> bool:
         return self is Status.OK
 
 
 class Span(NamedTuple):
-    """A piece of memory: ``nbytes`` bytes at ``address``. Its owner keeps it alive during the call."""
+    """Piece of memory: ``nbytes`` bytes at ``address``. The caller must not free it during a call."""
 
     address: int
     nbytes: int
 
 
 Value = Sequence[Span]
-"""A value as scatter/gather list: its bytes are the bytes of the spans, one after another."""
+"""Memory of a value: the bytes of the value are the bytes of the spans, one after another (scatter/gather)."""
 
 
 class Health(NamedTuple):
-    """State of a store as the store sees it: ``ok``, and one sentence of detail for an operator."""
+    """State of a store: whether it works, and a sentence about its state for an operator."""
 
     ok: bool
     detail: str
@@ -96,10 +94,13 @@ class Health(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Measurements that a store has of itself; ``None`` where it cannot know.
+    """Measurements of a store. A measurement is ``None`` if the store does not know it.
 
-    ``keys`` and ``used_bytes`` count the values in this store (for Mooncake: in the whole cluster, as its master
-    reports it). The store evicts when ``capacity_bytes`` is reached.
+    Attributes:
+        kind: kind of the store, such as ``file``.
+        keys: number of values in the store.
+        used_bytes: bytes of all values in the store.
+        capacity_bytes: number of bytes at which the store evicts values.
     """
 
     kind: str
@@ -109,121 +110,122 @@ class StoreStats:
 
 
 class StorageBackend(abc.ABC):
-    """Batched put / get / exists / remove of immutable values.
+    """Interface of stores and wrappers: puts, gets, look-ups and removals of immutable values, in batches.
 
-    ``BlockPool`` checks the arguments of its callers; stores and wrappers trust theirs. Keys are non-empty, each has
-    one value, and a value has at least one byte.
+    ``BlockPool`` checks the arguments of its callers; stores and wrappers do not check them again. A key is not empty,
+    has one value, and a value has at least one byte.
 
-    Rules that every implementation follows, and that ``tests/kvstore_backend/conformance`` checks:
+    All implementations follow these rules, which ``tests/kvstore_backend/conformance`` checks:
 
-    - All calls are batches. They return one ``Status`` per key, in the order of the keys. An empty batch gives ``[]``.
+    - All calls are batches. They return one ``Status`` per key, in the order of the keys. An empty batch returns
+      ``[]``.
     - A value is immutable: a put of a key that is present returns ``OK`` and changes nothing.
-    - ``get`` fills *all* of the target's bytes or does not return ``OK``. A stored value of another size than the
-      target is ``ABSENT``. After an answer other than ``OK`` the target's contents are unspecified.
-    - The caller owns the memory: spans are read (put) or written (get) only while the call runs. (A backend that gives
-      calls up is the exception; ``wait_for_late_calls`` reports when they have ended.)
-    - ``register`` announces memory that later spans are in; stores that need no registration ignore it.
-    - Several threads may call concurrently.
-    - After ``close`` every call returns ``FAILED`` for each key, and a second ``close`` does nothing.
+    - ``get`` returns ``OK`` only if it has written *all* bytes of the target. If the stored value has another size than
+      the target, the status is ``ABSENT``. If the status is not ``OK``, the contents of the target are not defined.
+    - A call reads (put) or writes (get) the memory of its spans only while it runs. The exception is a backend with
+      late calls: ``wait_for_late_calls`` reports when they have ended.
+    - ``register`` declares memory that later spans use. Stores that need no registration ignore it.
+    - Several threads may call the methods at the same time.
+    - After ``close`` all calls return ``FAILED`` for each key, and a second ``close`` does nothing.
     """
 
     @abc.abstractmethod
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        """Store ``values[i]`` under ``keys[i]``; ``OK`` means that clients can read it now.
+        """Store ``values[i]`` under ``keys[i]``. ``OK`` means that all clients can read the value now.
 
-        The exception is Mooncake: it also returns ``OK`` for a key that another client is still writing. That key is
-        readable a moment later, or never if that client dies.
+        The exception is Mooncake, which also returns ``OK`` for a key that another client is writing. Its value can be
+        read a moment later, or never if that client dies.
         """
 
     def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        """Store ``values[i]`` under ``keys[i]``, also if the key is present, and protect it from eviction for a time.
+        """Store ``values[i]`` under ``keys[i]``, even if the key is present, and pin the values for a time.
 
-        A protected value is evicted only if there is nothing else to evict. A store without this feature stores only
-        the values that are absent.
+        A pinned value is evicted only if the store has no other value to evict. A store that cannot pin values stores
+        only the values that are absent.
 
         Args:
-            keys: keys of the values to protect.
-            values: the values, whether or not they are already stored.
-            seconds: duration from now; with 0 the value can be evicted like any other again.
+            keys: keys of the values.
+            values: the values; they may be stored already.
+            seconds: duration of the pin from now; 0 removes the pin.
         """
         return self.put(keys, values)
 
     @abc.abstractmethod
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        """Read ``keys[i]`` into the memory of ``targets[i]``."""
+        """Read the value of ``keys[i]`` to the memory of ``targets[i]``."""
 
     def get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        """Call ``get`` without using or creating copies that only this instance has."""
+        """Read values like ``get``, but do not use or create copies that only this instance has."""
         return self.get(keys, targets)
 
     @abc.abstractmethod
     def exists(self, keys: Sequence[str]) -> list[Status]:
-        """Return which keys are present now; a present value may still be evicted before it is read."""
+        """Return ``OK`` for each key that is present now. Its value may still be evicted before it is read."""
 
     def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
-        """Return the ``exists`` that another instance would get: without the copies that only this instance has."""
+        """Return ``OK`` for each key that other instances can read now; ignore copies that only this instance has."""
         return self.exists(keys)
 
     @abc.abstractmethod
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        """Remove keys; ``ABSENT`` where there was nothing to remove.
+        """Remove keys and their values; the status is ``ABSENT`` for a key that is not stored.
 
-        ``force`` also removes values that a client may be reading now: for values that no client should read.
+        With ``force``, also remove values that a client may be reading now.
         """
 
     def clear(self, prefix: str) -> Status:
-        """Remove every key that begins with ``prefix``, also values that a client may be reading now.
+        """Remove all keys that begin with ``prefix``, also if a client may be reading their values now.
 
         Returns:
-            ``OK`` if only values that were put during the call are left; ``FAILED`` if that is not certain, as from a
-            store that cannot list its keys.
+            ``OK`` if all keys were removed, except keys that were put during the call; ``FAILED`` if that is not
+            certain, or if the store cannot do it.
         """
         return Status.FAILED
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:  # noqa: B027 - many need nothing
-        """Announce ``nbytes`` bytes at ``address`` that later spans will be in (RDMA needs this).
+        """Declare memory that later spans use. RDMA needs this.
 
         Args:
-            address: start of the memory.
+            address: beginning of the memory.
             nbytes: size of the memory.
-            headroom: whether the memory has ``HEADROOM_BYTES`` bytes before the first span of every value, which calls
-                may overwrite. A header then travels in one piece with its value. Over TCP this saves the time of a
+            headroom: whether there are ``HEADROOM_BYTES`` free bytes before the first span of each value. A call may
+                write a header there, and move header and value in one piece. Over TCP, this saves as much time as the
                 transfer of 50 KiB.
         """
 
     def unregister(self, address: int, nbytes: int) -> None:  # noqa: B027 - most stores need nothing
-        """Undo a ``register`` of the same memory, before that memory is freed."""
+        """Undo ``register`` for the same memory. Must be called before the memory is freed."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether calls reach the store. While False, calls return ``FAILED`` immediately, so callers can skip them."""
+        """Whether calls reach the store. While it is False, all calls return ``FAILED`` immediately."""
         return True
 
     def wait_for_late_calls(self, seconds: float) -> bool:
-        """Wait until no call that was given up can still touch callers' memory.
+        """Wait until no late call can read or write the callers' memory.
 
-        After a put or get returned ``FAILED``, its memory may be used again only once this returns True. Only wrappers
-        that give calls up (``guarded.py``) ever wait here.
+        After a put or get that returned ``FAILED``, its memory may be used again only after this method has returned
+        True. Only the wrapper with deadlines (``guarded.py``) has late calls.
 
         Returns:
-            False if a call still runs after ``seconds``.
+            False if a late call still runs after ``seconds``.
         """
         return True
 
     def flush_writes(self, seconds: float) -> bool:
-        """Wait until every earlier put has ended: other clients of the pool can read the value, or it was given up.
+        """Wait until all earlier puts have ended: other clients can read the values, or the writes have failed.
 
-        Only wrappers that write later (``write_behind.py``) ever wait here.
+        Only the wrapper that writes in the background (``write_behind.py``) needs to wait.
 
         Returns:
-            False if ``seconds`` were not enough.
+            False if puts still run after ``seconds``.
         """
         return True
 
     def drop_own_copies(self, prefix: str) -> bool:
-        """Drop everything that only this process has for keys that begin with ``prefix``: copies, and queued writes.
+        """Drop the copies and the queued writes of this process for all keys that begin with ``prefix``.
 
-        The shared pool does not change; a write that is being sent continues.
+        The shared pool does not change. A write that has begun continues.
 
         Returns:
             False if some copies may be left.
@@ -232,11 +234,11 @@ class StorageBackend(abc.ABC):
 
     @abc.abstractmethod
     def health(self) -> Health:
-        """Report whether the store works now, as far as it can know without moving data."""
+        """Return whether the store works now. No data is moved."""
 
     @abc.abstractmethod
     def stats(self) -> StoreStats:
-        """Return the store's own measurements."""
+        """Return the measurements of the store."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -244,23 +246,26 @@ class StorageBackend(abc.ABC):
 
 
 def check_values(keys: Sequence[str], values: Sequence[Value]) -> None:
-    """Raise ``ValueError`` unless there is one non-empty value with valid spans for each key."""
+    """Raise ``ValueError`` if there is not one value for each key, or a value is empty or has an invalid span."""
     if len(keys) != len(values):
-        raise ValueError(f"{len(keys)} keys but {len(values)} values; they must correspond one to one")
+        raise ValueError(f"{len(keys)} keys but {len(values)} values; each key must have one value")
     for i, value in enumerate(values):
         total = 0
         for address, nbytes in value:
             if address <= 0 or nbytes < 0:
                 raise ValueError(
-                    f"values[{i}] has {Span(address, nbytes)}; an address is positive and a size not negative"
+                    f"values[{i}] has {Span(address, nbytes)}; an address must be positive, and a size not negative"
                 )
             total += nbytes
         if total == 0:
-            raise ValueError(f"values[{i}] is empty; a value has at least one byte")
+            raise ValueError(f"values[{i}] is empty; a value must have at least one byte")
 
 
 def split_by_size(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Split ``sizes``, in order, into parts that each have one member or add up to at most ``most``."""
+    """Split a list of ``sizes`` into successive slices. The sizes in a slice add up to at most ``most``.
+
+    A size that is larger than ``most`` has its own slice.
+    """
     first = total = 0
     for i, size in enumerate(sizes):
         if i > first and total + size > most:
@@ -272,5 +277,5 @@ def split_by_size(sizes: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def memory_views(value: Value) -> list[memoryview]:
-    """Return one writable view of bytes per non-empty span. Views are valid only while the caller's memory is."""
+    """Return a writable ``memoryview`` of each span that is not empty. It is valid until the memory is freed."""
     return [memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") for address, nbytes in value if nbytes]

@@ -1,11 +1,10 @@
-"""Token ids -> chained block hashes: the name of a KV block is a digest of all tokens up to its end.
+"""Computes block hashes from token ids. The hash of a block is a digest of all tokens up to the end of the block.
 
     root   = SHA-256("kvstore.root.v1" || length of salt || salt || extra)
     hash_i = SHA-256(hash_{i-1} || tokens of block i as little-endian uint32)
 
-A block's KV depends on every token before it, so its hash does too: equal hashes mean equal prefixes, and a look-up of
-the longest present prefix reads one list from its start. SHA-256 is used because a collision would give one user's KV
-to another user (vLLM chose SHA-256 for the same reason).
+The KV of a block depends on all tokens before it, so its hash depends on them too: equal hashes mean equal prefixes.
+The hashes are SHA-256, because a collision would give one user's KV to another user.
 """
 
 from __future__ import annotations
@@ -15,38 +14,37 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["HASH_BYTES", "extend_block_hashes", "root_hash"]
-
-HASH_BYTES = 32
+__all__ = ["extend_block_hashes", "root_hash"]
 
 _ROOT_TAG = b"kvstore.root.v1\0"
 
 
 def root_hash(salt: str = "", extra: bytes = b"") -> bytes:
-    """Return the parent of a sequence's first block.
+    """Return the root of a sequence: the hash that is used as parent of its first block.
 
     Args:
-        salt: a request's ``cache_salt`` (as in vLLM): requests share blocks only if their salts are equal.
-        extra: anything else that the whole sequence's KV depends on, such as the name of a LoRA adapter.
+        salt: the request's ``cache_salt`` (as in vLLM). Requests share blocks only if their salts are equal.
+        extra: other data on which the KV of the whole sequence depends, such as the name of a LoRA adapter.
     """
-    salt_bytes = salt.encode(errors="surrogatepass")  # JSON can carry text that is not valid Unicode
+    salt_bytes = salt.encode(errors="surrogatepass")  # text from JSON may be invalid Unicode
     return hashlib.sha256(_ROOT_TAG + len(salt_bytes).to_bytes(8, "little") + salt_bytes + extra).digest()
 
 
 def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, root: bytes) -> list[bytes]:
-    """Append to ``hashes`` the hashes of the full blocks of ``token_ids`` that it does not cover yet; return it.
+    """Append the hashes of further full blocks of a sequence to ``hashes``, and return ``hashes``.
 
-    Callers call this again as a sequence grows; only new full blocks are hashed. A partial last block has no hash.
+    Call this again when the sequence has become longer: only the new full blocks are hashed. The last block has no hash
+    until it is full.
 
     Args:
-        hashes: the hashes of the first ``len(hashes)`` blocks of ``token_ids``; changed in place.
+        hashes: hashes of the first ``len(hashes)`` blocks of the sequence; changed in place.
         token_ids: all tokens of the sequence, integers in ``[0, 2**32)``.
         block_size: tokens in a block.
-        root: ``root_hash(...)`` of this sequence.
+        root: result of ``root_hash`` for the sequence.
 
     Raises:
-        ValueError: ``block_size`` is not positive, ``hashes`` covers more than ``token_ids`` has, or a token id is
-            not an integer or does not fit in 32 bits.
+        ValueError: ``block_size`` is not positive, there are more ``hashes`` than full blocks, or a token id is not an
+            integer of 32 bits.
     """
     if block_size <= 0:
         raise ValueError(f"block_size is {block_size}; it must be positive")

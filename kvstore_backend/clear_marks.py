@@ -1,12 +1,12 @@
-"""Marks that ``kvstore clear`` leaves in a pool, so that no instance puts again what an operator has removed.
+"""Marks that ``kvstore clear`` writes to a pool, so that no instance saves removed blocks again.
 
-    kvstore-cleared/<32 hex digits: digest of the Namespace>      that namespace was cleared, or a part of it
-    kvstore-cleared/all                                           all namespaces were
+    kvstore-cleared/<32 hex digits: digest of the Namespace>      the namespace, or a part of it, was cleared
+    kvstore-cleared/all                                           all namespaces were cleared
 
-An instance cannot distinguish a pool that lost blocks from a pool that was cleared, and it puts lost blocks again
-(``refill.py``). The value of a mark is an id that no other clear has. An instance that finds a new id stops putting the
-blocks that it had saved before. It remembers the id, so a mark that the pool loses later changes nothing for an
-instance that has seen it. No clocks are compared.
+An instance saves blocks again that the pool has lost (``refill.py``). Without marks, it could not distinguish lost
+blocks from removed blocks. The value of a mark is a new id for each clear. An instance that finds a new id does not
+save its earlier blocks again. It remembers the id, so it does not matter if the pool loses the mark later. No clocks
+are compared.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ __all__ = ["ALL", "MARK_PREFIX", "ClearMarks", "ClearWatch", "Pool", "make_mark"
 logger = logging.getLogger(__name__)
 
 MARK_PREFIX = "kvstore-cleared/"
-"""Beginning of the keys of all marks; no block's key begins with it."""
+"""Beginning of the keys of all marks. Keys of blocks have another beginning."""
 
 ALL = "all"
-"""Text in the place of a digest that means all namespaces."""
+"""Text in place of a digest, for a clear of all namespaces."""
 
 _PERIOD_SECONDS = 5.0
-# Longer than the deadline of a read; after that the instance does not wait for a hung pool.
+# Maximum wait for the thread to end, longer than the deadline of a read.
 _CLOSE_SECONDS = 2.0
 _ID_BYTES = 32
 _ID = re.compile(rb"[0-9a-f]{32}")
 
 
 def mark_key(digest: str) -> str:
-    """Return the key of the mark of the namespace with this digest, or of ``ALL``."""
+    """Return the key of the mark for the namespace with this digest, or for ``ALL``."""
     return f"{MARK_PREFIX}{digest}"
 
 
 def make_mark(key: str) -> NDArray[np.uint8]:
-    """Return the bytes to store under ``key`` for a clear that begins now."""
+    """Return the value of a new mark for ``key``: a random id, with the header of a block."""
     return seal_bytes(key, secrets.token_hex(_ID_BYTES // 2).encode())
 
 
 class Pool(Protocol):
-    """Part of ``BlockPool`` that this module uses."""
+    """Members of ``BlockPool`` that this module uses."""
 
     namespace: Namespace
 
@@ -63,21 +63,21 @@ class Pool(Protocol):
 
     @property
     def stack(self) -> StorageBackend:
-        """The backend of the pool, with its wrappers."""
+        """Backend of the pool, with its wrappers."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Register memory that reads write to."""
+        """Register memory for later reads."""
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Undo a ``register``."""
+        """Undo ``register`` for the same memory."""
 
 
 class ClearMarks:
-    """Marks of some namespaces, as an instance knows them.
+    """Reads the marks of namespaces in a pool, and remembers which marks are known.
 
     Args:
-        pool: the pool with the marks.
-        digests: digests of the namespaces whose blocks the instance saves.
+        pool: the pool.
+        digests: digests of the namespaces of the instance's blocks.
     """
 
     def __init__(self, pool: Pool, digests: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ class ClearMarks:
         self._found: dict[str, bytes] = {}
 
     def look(self) -> bool | None:
-        """Return whether the pool was cleared since the last ``accept``; None if the pool does not answer."""
+        """Read the marks; return whether one of them is new since the last ``accept``; None if a read failed."""
         base: int = self._memory.ctypes.data
         targets = [[Span(base + i * _ID_BYTES, _ID_BYTES)] for i in range(len(self._keys))]
         statuses = self._pool.stack.get_for_all(self._keys, targets)
@@ -101,22 +101,21 @@ class ClearMarks:
         return any(self._known.get(key) != text for key, text in self._found.items())
 
     def close(self) -> None:
-        """Unregister the memory; callers do not call ``look`` after this."""
+        """Unregister the memory for the marks. ``look`` must not be called after this."""
         self._pool.unregister(self._memory.ctypes.data, self._memory.nbytes)
 
     def accept(self) -> None:
-        """Remember the marks that the last ``look`` found."""
+        """Remember the marks that the last ``look`` found as known."""
         self._known |= self._found
 
 
 class ClearWatch:
-    """Watcher that, after a clear, drops everything that only this process has: its fast tier, and queued writes.
+    """Thread that reads the marks, and after a clear drops the copies of this process: its fast tier and queued writes.
 
-    It reads the marks on its own thread. A mark that exists at the first look counts as new, because a fast tier in a
-    folder may hold older copies.
+    Marks that exist when the thread starts count as new, because a fast tier in a folder may have older copies.
 
     Args:
-        pool: a pool of one namespace, which may change; the copies of all namespaces are dropped.
+        pool: the pool. Its namespace may change. The copies of all namespaces are dropped.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -127,7 +126,7 @@ class ClearWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread, and wait until it has unregistered the memory of the marks, unless the pool hangs."""
+        """Stop the thread, and wait until it has ended, for at most ``_CLOSE_SECONDS``."""
         self._closed.set()
         self._thread.join(_CLOSE_SECONDS)
 
@@ -139,10 +138,10 @@ class ClearWatch:
                 try:
                     self._look(marks)
                 except Exception:
-                    logger.exception("Looking for the marks of a clear failed; it is tried again")
+                    logger.exception("Reading the marks of cleared blocks failed; it is tried again")
             marks.close()
 
     def _look(self, marks: ClearMarks) -> None:
         if self._pool.is_ready and marks.look() and self._pool.stack.drop_own_copies(BLOCK_PREFIX):
-            marks.accept()  # otherwise it tries again in the next period
-            logger.info("An operator cleared the pool: the copies that only this process has were dropped")
+            marks.accept()  # otherwise the copies are dropped in the next period
+            logger.info("An operator cleared the pool, so this process dropped its blocks that wait to be written")

@@ -1,7 +1,7 @@
-"""Decision whether to load the pool's blocks: with a slow pool, computing them is quicker.
+"""Decides whether blocks are loaded from the pool or computed. With a slow pool, computing is faster.
 
-It is based on the recent durations of loads and steps. Until enough is known, and at intervals after that, blocks are
-loaded. The reference engine and the vLLM connector use it for each request.
+The decision is based on the durations of recent loads and steps. Blocks are loaded until enough durations are known,
+and again from time to time, to measure the pool. The reference engine and the vLLM connector decide for each request.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ __all__ = ["DECISIONS", "Decision", "LoadOrCompute"]
 Decision = Literal["load", "compute"]
 
 DECISIONS: tuple[Decision, ...] = ("load", "compute")
-"""Possible decisions, as labels of a metric."""
+"""All decisions, as labels of a metric."""
 
-# The quickest of the last four loads counts: one slow load says little about the pool, four say enough.
+# The fastest of this number of last loads is used, because a single load may be slow by chance.
 _NUM_LOADS = 4
-# Number of decisions to compute after which a load is tried again: the pool may have recovered.
+# After this number of decisions to compute, a load is tried again, because the pool may have become faster.
 _TRY_AGAIN_AFTER = 15
-# The weight of a step is halved when this many prompt tokens were computed after it.
+# The weight of a step is halved when this number of prompt tokens was computed after it.
 _HALF_LIFE_TOKENS = 4096
-# Loads that are expected to be shorter are never skipped: computing would save no time.
+# A load that is expected to take less time is always made, because computing would save too little time.
 _NEGLIGIBLE_SECONDS = 0.05
 
 
 class LoadOrCompute:
-    """Comparison of loading with computing.
+    """Compares the time to load blocks with the time to compute them, and decides.
 
-    The loading thread calls ``record_load`` and ``decide``, the computing thread ``record_step``. They need no lock,
-    because a measurement that is one step old is good enough for both.
+    The loading thread calls ``record_load`` and ``decide``, and the computing thread calls ``record_step``. They need
+    no lock, because a measurement may be one step old.
 
     Args:
         block_size: tokens in a block.
@@ -43,28 +43,27 @@ class LoadOrCompute:
         self._times_skipped = 0
 
     def record_load(self, num_blocks: int, seconds: float) -> None:
-        """Record that ``num_blocks`` arrived in ``seconds``.
-
-        A load without blocks is ignored: ``GuardedBackend`` handles it.
-        """
+        """Record that a load brought ``num_blocks`` blocks in ``seconds``. A load without blocks is ignored."""
         if num_blocks:
             self._seconds_per_block.append(seconds / num_blocks)
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """Record that a step with chunks of prompts took ``seconds`` for ``num_tokens`` tokens."""
+        """Record that a step that computed parts of prompts took ``seconds`` for ``num_tokens`` tokens."""
         latest = seconds / num_tokens
         known = latest if self._seconds_per_token is None else self._seconds_per_token
         self._seconds_per_token = known + (latest - known) * (1 - 0.5 ** (num_tokens / _HALF_LIFE_TOKENS))
 
     def decide(self, num_blocks: int, num_running: int) -> Decision:
-        """Decide to load ``num_blocks``, or to compute their tokens.
+        """Decide whether to load ``num_blocks`` blocks or to compute their tokens.
 
-        Computing them would also delay ``num_running`` other requests.
+        Args:
+            num_blocks: number of blocks that the pool has.
+            num_running: number of other running requests, which computing would delay.
         """
         if len(self._seconds_per_block) < _NUM_LOADS or self._seconds_per_token is None:
             return "load"
         load = num_blocks * min(self._seconds_per_block)
-        # A load runs concurrently with computing, but computing delays all other requests.
+        # Loading does not delay other requests, but computing delays all of them.
         compute = num_blocks * self._block_size * self._seconds_per_token * (1 + num_running)
         if load <= max(compute, _NEGLIGIBLE_SECONDS) or self._times_skipped == _TRY_AGAIN_AFTER:
             self._times_skipped = 0

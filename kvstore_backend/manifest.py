@@ -1,14 +1,14 @@
-"""Manifest of a namespace: a small JSON object in the pool that explains a namespace's digest.
+"""Manifest of a namespace: a small JSON object in the pool that explains the namespace's digest.
 
     kvstore-manifest/<32 hex digits: digest of the Namespace>
 
-A namespace is a digest, which does not show why another one differs. Its manifest has the fields from which the digest
-was made, and *facts* for operators, such as the model's name. The instances of the namespace write it
-(``manifest_keeper.py``), and ``kvstore why-miss`` and ``kvstore ls`` read it.
+Keys contain only the digest of a namespace, and two digests do not show why they differ. The manifest has the fields of
+the namespace, from which the digest is computed, and *facts* for operators, such as the model's name. The instances of
+the namespace write the manifest (``manifest_keeper.py``); ``kvstore why-miss`` and ``kvstore ls`` read it.
 
-A pool may return anything. Fields are accepted only if they give exactly the digest in the key, so no manifest can have
-false fields. Facts cannot be checked: they explain a difference that the fields have proven, and never decide whether
-there is one. Text that is not printable is refused, because it is shown on terminals.
+Other clients may write false data to a pool. So fields are accepted only if their digest is the one in the key. Facts
+cannot be checked: they only explain a difference that the fields show. Text that is not printable is refused, because
+commands print it on terminals.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 MANIFEST_PREFIX = "kvstore-manifest/"
-"""Beginning of the keys of all manifests; no block's key begins with it."""
+"""Beginning of the keys of all manifests. Keys of blocks have another beginning."""
 
 MANIFEST_BYTES = 2048
-"""Size of every manifest: stores read only values of a known size, so spaces follow the JSON."""
+"""Size of every manifest in bytes. Spaces fill it up, because stores can read only values of a known size."""
 
 _MANIFEST_VERSION = 1
 _MAX_TEXT = 400
@@ -48,7 +48,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 class ManifestError(ValueError):
-    """Error: the value is not a manifest; the message is the end of a sentence with the reason."""
+    """Error: a value is not a manifest. The message is the end of a sentence, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Manifest:
     """Readable description of a namespace.
 
     Attributes:
-        fields: fields of its ``Namespace``, which may be of another version of this package.
-        facts: help for an operator who compares two namespaces; they decide nothing.
-        block_format: version of the format of its blocks.
+        fields: fields of the ``Namespace``, by name. Another version of this package may have other fields.
+        facts: further information for operators, by name.
+        block_format: version of the format of the namespace's blocks.
         written_at: time of the first write, in UTC as ``2026-11-22T15:04:05Z``; empty: not written yet.
     """
 
@@ -74,12 +74,12 @@ class Manifest:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block; 0 if the manifest does not say."""
+        """Number of tokens in a block; 0 if the manifest does not have it."""
         size = self.fields.get("block_size")
         return size if isinstance(size, int) else 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the manifest as it is written, for reports."""
+        """Return the manifest as a JSON object, for the pool and for reports."""
         return {
             "manifest": _MANIFEST_VERSION,
             "block_format": self.block_format,
@@ -94,12 +94,12 @@ def collect_facts(model: str | Path, software: str, block_hashes: str, **more: o
 
     Args:
         model: the folder of the checkpoint.
-        software: the engine, and its version if it reports one.
-        block_hashes: the software that names the blocks: ``kvstore`` (``block_hash.py``), or the engine.
-        more: further facts, such as the settings that are part of ``Namespace.model`` in addition to the checkpoint.
+        software: name of the engine, and its version if known.
+        block_hashes: software that computes the block hashes: ``kvstore`` (``block_hash.py``), or the engine.
+        more: further facts, such as the settings of the engine that are part of ``Namespace.model``.
 
     Raises:
-        ConfigError: the folder has no configuration that can be read.
+        ConfigError: the folder has no readable config.json.
     """
     known = {"name": Path(model).name, "architecture": fingerprint_config(model)}
     others = {name: str(value) for name, value in more.items()}
@@ -112,25 +112,24 @@ def manifest_key(digest: str) -> str:
 
 
 def parse_manifest_key(key: str) -> str:
-    """Return the digest of the namespace with this key of its manifest.
+    """Return the digest of the namespace from the key of its manifest.
 
     Raises:
-        ValueError: the key is not one that ``manifest_key`` makes.
+        ValueError: ``key`` is not the key of a manifest.
     """
     digest = key.removeprefix(MANIFEST_PREFIX)
     if digest == key or not _DIGEST.fullmatch(digest):
-        raise ValueError(f"{key!r} is no key of a manifest; one is {MANIFEST_PREFIX}<32 hex digits>")
+        raise ValueError(f"{key!r} is not the key of a manifest, which is {MANIFEST_PREFIX}<32 hex digits>")
     return digest
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode a manifest to ``MANIFEST_BYTES`` bytes: one line of JSON, and spaces.
 
-    Facts that are not printable, too long or too many are left out, the last first: a manifest without them is better
-    than none.
+    Facts that are not printable or too long are omitted. If there are too many facts, the last ones are omitted.
 
     Raises:
-        ManifestError: the fields alone do not fit, or could not be read again.
+        ManifestError: the fields alone need too many bytes, or are not valid.
     """
     facts = {name: text for name, text in manifest.facts.items() if _is_plain(name) and _is_plain(text)}
     names = list(facts)[:_MAX_FACTS]
@@ -140,7 +139,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         if len(data) < MANIFEST_BYTES:
             break
         if not names:
-            raise ManifestError(f"its fields take {len(data)} bytes, of the {MANIFEST_BYTES} that there are")
+            raise ManifestError(f"its fields need {len(data)} bytes; at most {MANIFEST_BYTES} are allowed")
         names.pop()
     data = data.ljust(MANIFEST_BYTES - 1) + b"\n"
     decode_manifest(data, manifest.digest)
@@ -148,10 +147,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, digest: str) -> Manifest:
-    """Decode the manifest in ``data``, which was read under the key of the namespace ``digest``.
+    """Decode the manifest of the namespace ``digest``.
 
     Raises:
-        ManifestError: the data is not a manifest, or another namespace's.
+        ManifestError: the data is not a manifest, or is the manifest of another namespace.
     """
     try:
         value = json.loads(data)
@@ -159,12 +158,12 @@ def decode_manifest(data: bytes, digest: str) -> Manifest:
         raise ManifestError("it is not JSON") from None
     manifest = parse_manifest(value)
     if manifest.digest != digest:
-        raise ManifestError("what it says is not true of this namespace: its fields make another digest")
+        raise ManifestError("its fields have another digest than this namespace")
     return manifest
 
 
 def parse_manifest(value: object) -> Manifest:
-    """Parse the manifest from the result of ``Manifest.to_json``.
+    """Parse a manifest from a JSON object, as ``Manifest.to_json`` returns it.
 
     Raises:
         ManifestError: the value is not a manifest.
@@ -173,7 +172,7 @@ def parse_manifest(value: object) -> Manifest:
         raise ManifestError("it is not a JSON object")
     version = value.get("manifest")
     if type(version) is not int or version != _MANIFEST_VERSION:
-        raise ManifestError(f"it is not a manifest of version {_MANIFEST_VERSION}, the only one known here")
+        raise ManifestError(f"it is not a manifest of version {_MANIFEST_VERSION}, the only supported version")
     fields, facts = value.get("fields"), value.get("facts")
     if not isinstance(fields, dict) or not fields or not all(_is_field(*item) for item in fields.items()):
         raise ManifestError("its fields are not short texts and numbers")
@@ -181,7 +180,7 @@ def parse_manifest(value: object) -> Manifest:
         raise ManifestError("its facts are not short texts")
     block_format, written_at = value.get("block_format"), value.get("written_at")
     if type(block_format) is not int or not _is_plain(written_at):
-        raise ManifestError("it does not say the format of its blocks, or when it was written")
+        raise ManifestError("it lacks the format of its blocks or the time at which it was written")
     return Manifest(fields, facts, block_format, str(written_at))
 
 
@@ -190,5 +189,5 @@ def _is_field(name: object, value: object) -> bool:
 
 
 def _is_plain(text: object) -> bool:
-    """Return whether a text is short and harmless on a terminal."""
+    """Return whether ``text`` is a short text of printable characters."""
     return isinstance(text, str) and len(text) <= _MAX_TEXT and text.isprintable()

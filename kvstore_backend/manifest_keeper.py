@@ -1,7 +1,7 @@
-"""Writer of a namespace's manifest: writes it when the pool is opened, and again when the pool has lost it.
+"""Writes the manifest of a namespace when the pool is opened, and again when the pool has lost it.
 
-It checks once a minute on its own thread, so no request ever waits for it. It writes to the store without the wrappers,
-because operators and programs that know nothing of headers read a manifest.
+A thread checks once a minute whether the pool has the manifest, so no request waits for this. The manifest is written
+directly to the store, without the wrappers, so that programs can read it without knowing the headers of blocks.
 """
 
 from __future__ import annotations
@@ -14,30 +14,24 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvstore_backend.backend import Span, Status, StorageBackend
-from kvstore_backend.manifest import (
-    MANIFEST_BYTES,
-    Manifest,
-    ManifestError,
-    decode_manifest,
-    encode_manifest,
-    manifest_key,
-)
+from kvstore_backend.manifest import Manifest, encode_manifest, manifest_key
 
-__all__ = ["ManifestKeeper", "read_manifest", "write_manifest"]
+__all__ = ["ManifestKeeper", "write_manifest"]
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_SECONDS = 60.0
-# Seconds until it is written: a pool that was just joined may have no space yet, or memory of a client that died.
+# Seconds between two tries to write the manifest. The first puts may fail, because a pool may have no space yet, or may
+# assign the memory of a client that died.
 _RETRY_SECONDS = 5.0
 
 
 class ManifestKeeper:
-    """Writer that maintains one manifest in one pool, from the first ``attach_store`` until ``close``.
+    """Keeps the manifest of one namespace in a pool, from the first ``attach_store`` until ``close``.
 
     Args:
-        manifest: the namespace's manifest; the time of its first write is filled in.
-        period: seconds between two checks that it is still present.
+        manifest: the manifest; the time of its first write is added.
+        period: seconds between two checks whether the pool has the manifest.
     """
 
     def __init__(self, manifest: Manifest, period: float = _PERIOD_SECONDS) -> None:
@@ -50,7 +44,7 @@ class ManifestKeeper:
         self._thread = threading.Thread(target=self._keep_manifest, name="pool-manifest", daemon=True)
 
     def attach_store(self, store: StorageBackend) -> None:
-        """Write to ``store`` from now on; it was just opened, and has no wrappers."""
+        """Use ``store`` from now on: a store without wrappers that was just opened."""
         with self._changed:
             self._store = store
             if self._thread.ident is None and not self._is_closed:
@@ -58,11 +52,11 @@ class ManifestKeeper:
             self._changed.notify_all()
 
     def watch_readiness(self, is_ready: Callable[[], bool]) -> None:
-        """Make no calls to a store that was opened earlier while ``is_ready`` returns False: a call may hang."""
+        """Do not call a store while ``is_ready`` returns False, because the call may hang; except the first call."""
         self._is_ready = is_ready
 
     def close(self) -> None:
-        """Stop writing; a running write is not waited for."""
+        """Stop the thread. Does not wait for a running write."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -75,66 +69,41 @@ class ManifestKeeper:
             self._pause(store, self._period if is_there else min(_RETRY_SECONDS, self._period))
 
     def _next_store(self) -> StorageBackend | None:
-        """Return the store to check now; None after ``close``."""
+        """Return the current store; None after ``close``."""
         with self._changed:
             return None if self._is_closed else self._store
 
     def _pause(self, store: StorageBackend, seconds: float) -> None:
-        """Wait for ``seconds``, or until there is another store, or ``close``."""
+        """Wait for ``seconds``, or until another store is attached, or until ``close``."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._store is not store, seconds)
 
 
 def write_manifest(store: StorageBackend, manifest: Manifest) -> bool:
-    """Put a manifest if there is none yet; return whether there is one now. Does not raise; the log has the reason.
+    """Put a manifest if the store does not have it; return whether the store has it now. Errors are only logged.
 
     Args:
         store: a store without wrappers.
-        manifest: its ``written_at`` becomes now.
+        manifest: the manifest; the written one has the current time as ``written_at``.
     """
     key = manifest_key(manifest.digest)
     try:
         status = store.exists([key])[0]
         if status is Status.ABSENT:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            status = _move_bytes(store, store.put, key, encode_manifest(replace(manifest, written_at=now)))[0]
+            status = _put_bytes(store, key, encode_manifest(replace(manifest, written_at=now)))
             logger.debug("manifest of namespace %s: %s", manifest.digest, status.value)
-    except Exception as exc:  # the pool's keys are useful without it
+    except Exception as exc:  # the pool can be used without a manifest
         logger.warning("The manifest of namespace %s cannot be written: %s", manifest.digest, exc)
         return False
     return status is Status.OK
 
 
-def read_manifest(store: StorageBackend, digest: str) -> Manifest | None:
-    """Read the manifest of the namespace ``digest``; None if the pool has none.
-
-    Args:
-        store: a store without wrappers.
-
-    Raises:
-        ManifestError: the value is not a manifest, or the pool does not answer.
-    """
-    key = manifest_key(digest)
-    status, data = _move_bytes(store, store.get, key, bytes(MANIFEST_BYTES))
-    if status is Status.ABSENT and store.exists([key])[0] is Status.ABSENT:
-        return None
-    if status is not Status.OK:  # a value of another size is present, and cannot be read as these bytes
-        raise ManifestError(f"the pool did not give the {MANIFEST_BYTES} bytes that a manifest has")
-    return decode_manifest(data, digest)
-
-
-def _move_bytes(
-    store: StorageBackend, call: Callable[..., list[Status]], key: str, data: bytes
-) -> tuple[Status, bytes]:
-    """Put or get one value through memory that begins as ``data``.
-
-    Returns the status, and the memory's bytes at the end.
-    """
+def _put_bytes(store: StorageBackend, key: str, data: bytes) -> Status:
     memory = ctypes.create_string_buffer(data, len(data))
-    address = ctypes.addressof(memory)
-    store.register(address, len(data))
+    span = Span(ctypes.addressof(memory), len(data))
+    store.register(*span)
     try:
-        status = call([key], [[Span(address, len(data))]])[0]
+        return store.put([key], [[span]])[0]
     finally:
-        store.unregister(address, len(data))
-    return status, memory.raw
+        store.unregister(*span)

@@ -1,10 +1,11 @@
-"""Namespace: everything that must match for two blocks' bytes to be interchangeable, and the text of a key.
+"""Namespace: everything that can change the bytes of a block. Builds and parses the keys of blocks.
 
-All clients that can reach a pool share it, with different models, dtypes and block sizes. So a key is
+Clients with different models, dtypes and block sizes share one pool. So the key of a block contains the digest of its
+namespace::
 
     kv1-<32 hex digits: digest of the Namespace>-<64 hex digits: block hash>
 
-and no code outside this file builds or parses one.
+Only this module builds and parses keys.
 """
 
 from __future__ import annotations
@@ -32,19 +33,17 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 2
-"""Version that is raised when the meaning of a block's stored bytes changes; blocks of other versions are never
-read.
-"""
+"""Version of the format of stored blocks. It is increased when the format changes; other versions are not read."""
 
 BLOCK_PREFIX = "kv1-"
 """Beginning of the keys of all blocks."""
 
 _KEY_LENGTH = len("kv1-") + 32 + len("-") + 64
 _SAMPLE_BYTES = 64
-# Keys of a checkpoint's config.json that record its origin and do not change its results.
+# Keys of config.json with the origin of the checkpoint, which do not change the model's results.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version")
-# Other files in a folder that change results: how images become inputs, how weights are quantized, what an adapter does
-# with its weights, the model's code, FastDeploy's scales of a quantized cache.
+# Other files of a checkpoint that change the model's results: settings for images, quantization and adapters, the
+# model's code, FastDeploy's scales of a quantized cache.
 _MORE_SETTINGS = (
     "*processor_config.json",
     "*quant*config.json",
@@ -54,27 +53,27 @@ _MORE_SETTINGS = (
     "*.py",
 )
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pdparams", "*.pt", "*.pth", "*.gguf")
-# The safetensors format's own limit.
+# Limit of the safetensors format.
 _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything two processes must agree on before one may use the other's KV blocks.
+    """Everything that must be equal in two processes that share KV blocks.
 
     Attributes:
-        model: ``fingerprint_model()`` of the checkpoint, not its name.
-        weights_version: raised by a process that updates weights in place (reinforcement learning, hot swaps).
+        model: result of ``fingerprint_model`` for the checkpoint.
         kv_dtype: element type of K and V, such as ``"float32"`` or ``"bfloat16"``.
         block_size: tokens in a block.
         num_layers: number of layers in a block.
         num_kv_heads: KV heads per rank.
         head_size: elements per head.
         layout: order of a block's axes, such as ``"layer,kv,head,token,dim"``.
+        weights_version: version of weights that are updated in place (reinforcement learning, hot swaps).
         tp_size: tensor-parallel size.
-        tp_rank: this rank.
-        tenant: owner of the blocks; empty: all clients. A pool's master may separate tenants itself; this field
-            separates them if it does not.
+        tp_rank: number of the rank.
+        tenant: tenant that owns the blocks; empty: the default tenant. This field separates tenants even if the pool's
+            master does not.
     """
 
     model: str
@@ -91,10 +90,7 @@ class Namespace:
 
     @cached_property
     def fields(self) -> dict[str, str | int]:
-        """Names and values.
-
-        An empty tenant is left out, so that blocks from before tenants existed keep their digest.
-        """
+        """Values of all fields by name. An empty tenant is omitted, so that older blocks keep their digest."""
         fields = asdict(self)
         if not self.tenant:
             del fields["tenant"]
@@ -102,11 +98,11 @@ class Namespace:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of 32 hex digits that differs whenever any field or the format version does."""
+        """Digest of all fields and of the format version, as 32 hex digits."""
         return digest_fields(self.fields, FORMAT_VERSION)
 
     def key(self, block_hash: bytes) -> str:
-        """Return the key of the block with this hash."""
+        """Return the key of the block with the hash ``block_hash``."""
         return f"{self.prefix}{block_hash.hex()}"
 
     @cached_property
@@ -121,42 +117,42 @@ def key_prefix(digest: str) -> str:
 
 
 def digest_fields(fields: Mapping[str, object], block_format: int) -> str:
-    """Return ``Namespace.digest`` of these fields; another version of this package may have more or fewer of them.
+    """Return ``Namespace.digest`` for fields that may be from another version of this package.
 
     Args:
-        fields: names and values, texts and numbers.
-        block_format: the ``FORMAT_VERSION`` of that version.
+        fields: values of the fields by name: texts and numbers.
+        block_format: ``FORMAT_VERSION`` of that version.
     """
     text = json.dumps({"format": block_format, **fields}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def parse_key(key: str) -> tuple[bytes, bytes]:
-    """Return the namespace's digest (16 bytes) and the block's hash (32 bytes) of ``key``.
+    """Return the digest of the namespace (16 bytes) and the block hash (32 bytes) from the key of a block.
 
     Raises:
-        ValueError: the key is not one that ``Namespace.key`` makes.
+        ValueError: ``key`` is not the key of a block.
     """
     try:
         parts = bytes.fromhex(key[4:36]), bytes.fromhex(key[37:])
     except ValueError:
         parts = b"", b""
     if key != f"kv1-{parts[0].hex()}-{parts[1].hex()}" or len(key) != _KEY_LENGTH:
-        raise ValueError(f"{key!r} is no key of a block; one is kv1-<32 hex digits>-<64 hex digits>")
+        raise ValueError(f"{key!r} is not the key of a block, which is kv1-<32 hex digits>-<64 hex digits>")
     return parts
 
 
 def fingerprint_model(folder: str | Path) -> str:
-    """Return a digest of a checkpoint folder: its configurations, code, weights index, and samples of every tensor.
+    """Return a digest of a checkpoint folder: of its configuration, its code, and samples of its weights.
 
-    Two fine-tunes of one base have equal configurations, equal tensor names and equal file sizes, so names alone would
-    let them share KV. This reads, for each safetensors file, the header and 64 bytes from the middle and from the end
-    of every tensor (for other weight files, the size and 64 samples). That takes milliseconds; reading everything would
-    take minutes. A copy of the folder elsewhere has the same digest. If weights are changed in place, in a few rows
-    only, use ``Namespace.weights_version``.
+    Two fine-tunes of one model have the same configuration, tensor names and file sizes, so the digest must depend on
+    the weights. From each safetensors file, the header and 64 bytes from the middle and the end of every tensor are
+    read; from other files with weights, the size and 64 samples. This takes milliseconds; reading all bytes would take
+    minutes. A copy of the folder has the same digest. The samples may miss a change of few weights in place; use
+    ``Namespace.weights_version`` for such changes.
 
     Raises:
-        ConfigError: the folder, its config.json or its weights are missing or unreadable.
+        ConfigError: the folder, its config.json or its weights are missing or cannot be read.
     """
     digest = hashlib.sha256(b"kvstore.model.v1\0")
     try:
@@ -168,16 +164,16 @@ def fingerprint_model(folder: str | Path) -> str:
 
 
 def fingerprint_config(folder: str | Path) -> str:
-    """Return a digest of only a checkpoint's configuration, equal for two sets of weights of one architecture.
+    """Return a digest of a checkpoint's config.json. It is the same for all weights of one architecture.
 
     Raises:
-        ConfigError: the folder's config.json is missing or unreadable.
+        ConfigError: config.json is missing or cannot be read.
     """
     return hashlib.sha256(_read_configuration(Path(folder))).hexdigest()[:32]
 
 
 def _read_identity(folder: Path) -> Iterator[bytes]:
-    """Yield the pieces of a checkpoint that distinguish it from others, in a fixed order."""
+    """Yield the bytes of which the fingerprint of a checkpoint is the digest, in a fixed order."""
     if not folder.is_dir():
         raise ConfigError(f"model folder {str(folder)!r} does not exist")
     yield _read_configuration(folder)
@@ -197,10 +193,10 @@ def _read_identity(folder: Path) -> Iterator[bytes]:
 
 
 def stat_weights(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Return time, size and inode of a checkpoint's weights files by name, which differ after a file was written.
+    """Return modification time, size and inode of each file with weights, by name. They differ after a change.
 
     Raises:
-        OSError: a file has disappeared meanwhile.
+        OSError: a file was removed during the call.
     """
     stats = {path.name: path.stat() for path in _list_weights(Path(folder))}
     return {name: (stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in stats.items()}
@@ -211,7 +207,7 @@ def _list_weights(folder: Path) -> list[Path]:
 
 
 def _read_configuration(folder: Path) -> bytes:
-    """Return the part of config.json that determines the model's results, in a fixed order."""
+    """Return the members of config.json that can change the model's results, as JSON in a fixed order."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -232,15 +228,15 @@ def _sample_file(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _sample_safetensors(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield the header, then bytes from the middle and from the end of each tensor, in the order of the file.
+    """Yield the header of a safetensors file, then bytes from the middle and from the end of each tensor.
 
-    The end is read because rows for added tokens come last. Format: 8 bytes little-endian header length, JSON header,
-    data (https://github.com/huggingface/safetensors).
+    The end is read because the rows for added tokens are there. Format: length of the header (8 bytes, little-endian),
+    header in JSON, data (https://github.com/huggingface/safetensors).
     """
     length = int.from_bytes(file.read(8), "little")
     start = 8 + length
     if start > size or length > _MAX_HEADER_BYTES:
-        raise ConfigError(f"{file.name} is not a safetensors file, or it is cut short")
+        raise ConfigError(f"{file.name} is not a safetensors file, or it is truncated")
     header = file.read(length)
     yield header
     for begin, end in sorted(_data_offsets(header, size - start, file.name)):
@@ -250,7 +246,7 @@ def _sample_safetensors(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _data_offsets(header: bytes, data_bytes: int, name: str) -> list[tuple[int, int]]:
-    """Return the begin and end of each tensor in the data."""
+    """Return the offsets of the beginning and the end of each tensor in the data."""
     try:
         tensors: dict[str, Any] = json.loads(header)
         offsets = [tuple(tensor["data_offsets"]) for key, tensor in tensors.items() if key != "__metadata__"]
@@ -258,4 +254,4 @@ def _data_offsets(header: bytes, data_bytes: int, name: str) -> list[tuple[int, 
             return [(int(begin), int(end)) for begin, end in offsets]
     except (ValueError, TypeError, KeyError, AttributeError):
         pass
-    raise ConfigError(f"{name} is not a whole safetensors file: its header does not describe its data")
+    raise ConfigError(f"{name} is not a complete safetensors file: its header does not match its data")

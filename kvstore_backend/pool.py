@@ -1,6 +1,6 @@
-"""The engine's view of the pool: block hashes in, block bytes out.
+"""Pool of KV blocks, as engines use it: ``BlockPool``; and the functions that open it.
 
-Only ``open_store`` chooses a store, and only ``open_backend`` adds wrappers to it.
+Only ``open_store`` selects the store, and only ``open_backend`` adds wrappers to it.
 """
 
 from __future__ import annotations
@@ -38,31 +38,34 @@ _WARN_AFTER_SECONDS = 30.0
 
 
 class BlockPool:
-    """Look up, load and save the KV blocks of one namespace in one backend.
+    """Looks up, loads and saves the KV blocks of one namespace in a pool.
 
-    Blocks are named by their chained hashes (``block_hash.extend_block_hashes``), in the order of the sequence, so only
-    a *leading* run of them is useful. A failure of the pool never raises: a block that cannot be verified counts
-    as absent. Several threads may call it; after ``close`` every call is a miss.
+    A block is identified by its hash (``block_hash.extend_block_hashes``). The hashes in a call have the order of the
+    sequence, so only the *leading* blocks that the pool has are useful. A failure of the pool never raises an
+    exception; a block that fails its check counts as absent. Several threads may call the methods. After ``close``
+    every call is a miss.
 
-    **When a call returns, the caller owns the memory again.** A native call cannot be interrupted: a call that is given
-    up at its deadline may still read or write there. So ``get_blocks``, ``save`` and ``put_blocks`` then wait until
-    it has ended, and return the answer from the deadline.
+    **When a call returns, the caller owns the memory again.** A native call cannot be interrupted: after its deadline,
+    it may still read or write the memory (it is *late*). So ``get_blocks``, ``save`` and ``put_blocks`` wait until the
+    late call has ended, and then return the statuses from the deadline. The wait has no limit, because the caller uses
+    the memory for other blocks after the call, and a late read would overwrite them. The process can end during the
+    wait (``threads.py``).
 
-    That wait has no limit, and can have none: a caller puts other blocks in memory that it owns again, and a late read
-    would overwrite them. The process can end meanwhile (``threads.py``).
-
-    The alternative, to copy all bytes through the pool's own memory, would make every call slower for the sake of very
-    few: on 2 cores, 32 reads of 1 MiB from a Mooncake client's own memory came at 6.4 GB/s directly and at 3.8 GB/s
-    through a copy. Waiting costs nothing if no call is late. Otherwise it takes as long as the native client: 2 s if
-    the master was stopped, 30 s if the process with the bytes was. So these calls are for threads that can wait. An
-    engine that cannot wait uses ``transfers.Transfers``, which answers at the deadline and releases blocks later.
-    Look-ups touch no memory, and never wait beyond their deadline.
+    The alternative is to copy all bytes through the pool's own memory, which makes every call slower: on 2 cores, 32
+    reads of 1 MiB from a Mooncake client's own memory reached 6.4 GB/s without a copy, and 3.8 GB/s with a copy.
+    Without late calls there is no wait. A late call ends after 2 s if the master was stopped, and after 30 s if the
+    process with the bytes was stopped. So these methods are for threads that can wait. An engine that cannot wait uses
+    ``transfers.Transfers``, which reports the result at the deadline and releases the blocks later. Look-ups use no
+    memory of the caller, and never take longer than their deadline.
     """
 
     def __init__(self, backend: StorageBackend, namespace: Namespace, keeper: ManifestKeeper | None = None) -> None:
-        """Take over ``backend``, with or without wrappers, and the writer of the namespace's manifest, if there is one.
+        """Use a backend for the blocks of a namespace.
 
-        ``close`` closes both.
+        Args:
+            backend: a store, with or without wrappers; ``close`` closes it.
+            namespace: the namespace of the blocks.
+            keeper: writer of the namespace's manifest; ``close`` closes it. None: no manifest is written.
         """
         self.namespace = namespace
         self._stack = backend
@@ -74,48 +77,50 @@ class BlockPool:
         return f"BlockPool({self._stack!r}, namespace={self.namespace.digest})"
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks the pool has now.
+        """Return the number of leading blocks that the pool has now.
 
-        A later ``get_blocks`` may find fewer, because blocks can be evicted.
+        A later ``get_blocks`` may find fewer blocks, because blocks can be evicted.
         """
         if not self._stack.is_ready:
-            return 0  # avoids making the keys
+            return 0  # without building the keys
         return count_leading(self._stack.exists(self._build_keys(hashes)))
 
     def exists(self, hashes: Sequence[bytes], *, for_all: bool = False) -> list[Status]:
-        """Return which blocks the pool has now, at any place in the sequence; ``lookup`` counts only leading blocks.
+        """Return for each block whether the pool has it now. (``lookup`` counts only leading blocks.)
 
-        With ``for_all`` return what another instance would get: without the copies that only this instance has.
+        With ``for_all``, return whether other instances can read the block: copies that only this instance has are
+        ignored.
         """
         exists = self._stack.exists_for_all if for_all else self._stack.exists
         return exists(self._build_keys(hashes))
 
     def get_blocks(self, hashes: Sequence[bytes], targets: Sequence[Value], *, wait: bool = True) -> list[Status]:
-        """Read block ``i`` into ``targets[i]``; ``count_leading`` of the answers is useful to a prefix.
-
-        The contents of a target are unspecified unless its answer is ``OK``.
+        """Read block ``i`` to ``targets[i]``. If its status is not ``OK``, the contents of the target are not defined.
 
         Args:
-            hashes: the blocks' names.
+            hashes: hashes of the blocks.
             targets: memory for each block.
-            wait: return only when no late call can touch the targets. Without it the answer comes at the deadline, and
-                the caller does not use the targets until ``wait_for_late_calls``, as ``transfers.py``.
+            wait: return only when no late call can write to the targets. If it is False, return at the deadline; the
+                caller must not use the targets before ``wait_for_late_calls`` has returned True (as ``transfers.py``).
+
+        Returns:
+            A status for each block. Only the leading blocks with ``OK`` are useful (``count_leading``).
 
         Raises:
-            ValueError: numbers of hashes and targets differ, or a target is empty or has a negative size.
+            ValueError: the numbers of hashes and targets differ, or a target is empty or has a negative size.
         """
         keys = self._build_keys(hashes)
         check_values(keys, targets)
         return self._wait_out_late_calls(self._stack.get(keys, targets), wait=wait)
 
     def save(self, hashes: Sequence[bytes], sources: Sequence[Value], *, wait: bool = True) -> list[Status]:
-        """Store block ``i`` from ``sources[i]``; send only the blocks that the pool lacks.
+        """Store block ``i`` from ``sources[i]``, if the pool does not have it already.
 
-        If the pool does not answer whether it has a block, nothing is sent and the answer is ``FAILED``: a put would
-        wait for the same unavailable pool again.
+        The blocks are looked up first, and only the missing ones are sent. If the look-up of a block fails, the block
+        is not sent, and its status is ``FAILED``, because a put would wait for the same unavailable pool.
 
         Raises:
-            ValueError: as ``get_blocks``.
+            ValueError: the numbers of hashes and sources differ, or a source is empty or has a negative size.
         """
         keys = self._build_keys(hashes)
         check_values(keys, sources)
@@ -138,13 +143,14 @@ class BlockPool:
         keep_seconds: float | None = None,
         wait: bool = True,
     ) -> list[Status]:
-        """Store block ``i`` from ``sources[i]`` without the look-up of ``save`` for blocks that the pool lacks.
+        """Store block ``i`` from ``sources[i]``. Other than ``save``, this does not look the blocks up first.
 
-        With ``keep_seconds`` store blocks that the pool has, too, and protect all of them from eviction for that time
-        from now: a protected block is evicted only if there is nothing else to evict.
+        With ``keep_seconds``, also write blocks that the pool has already, and pin all blocks for this time: a pinned
+        block is evicted only if the pool has no other block to evict.
 
         Raises:
-            ValueError: as ``get_blocks``, or ``keep_seconds`` is negative.
+            ValueError: the numbers of hashes and sources differ, a source is empty or has a negative size, or
+                ``keep_seconds`` is negative.
         """
         if keep_seconds is not None and keep_seconds < 0:
             raise ValueError(f"keep_seconds is {keep_seconds}; it must not be negative")
@@ -157,78 +163,78 @@ class BlockPool:
         return self._wait_out_late_calls(statuses, wait=wait)
 
     def remove_blocks(self, hashes: Sequence[bytes], *, force: bool = False) -> list[Status]:
-        """Remove blocks; ``ABSENT`` where there was nothing to remove.
+        """Remove blocks; the status is ``ABSENT`` for a block that the pool does not have.
 
-        ``force`` also removes blocks that a client may be reading now.
+        With ``force``, also remove blocks that a client may be reading now.
         """
         return self._stack.remove(self._build_keys(hashes), force=force)
 
     @property
     def stack(self) -> StorageBackend:
-        """Backend with its wrappers, for callers that need the keys of other namespaces."""
+        """Backend of the pool with its wrappers, for callers that use keys of other namespaces."""
         return self._stack
 
     @property
     def manifest(self) -> Manifest:
-        """Manifest of the namespace, with the facts that were given to ``open_pool``."""
+        """Manifest of the namespace, with the ``facts`` of ``open_pool``."""
         return self._keeper.manifest if self._keeper is not None else Manifest(self.namespace.fields)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the pool is in use now; while it is not, every call is a miss that costs almost nothing."""
+        """Whether the pool is used now. While it is not used, every call is a miss and returns immediately."""
         return self._stack.is_ready
 
     def wait_for_late_calls(self, seconds: float) -> bool:
-        """Wait until no call that was given up touches callers' memory; return False after ``seconds``.
+        """Wait until no late call can read or write the callers' memory; return False after ``seconds``.
 
-        This is for ``transfers.py``; the calls that wait themselves leave nothing to wait for.
+        Only callers of methods with ``wait=False`` need this, such as ``transfers.py``.
         """
         return self._stack.wait_for_late_calls(seconds)
 
     def flush_writes(self, seconds: float) -> bool:
-        """Wait until others can read all saved blocks, or they were given up; return False after ``seconds``."""
+        """Wait until the writes of all saved blocks have ended; return False after ``seconds``.
+
+        Then other clients can read the blocks, except blocks that could not be written.
+        """
         return self._stack.flush_writes(seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Register memory that later sources and targets will be in; call it once per allocation, before its first use.
+        """Register memory that later sources and targets use. Call this once for each allocation, before its first use.
 
-        With ``headroom``, each value is preceded by ``HEADROOM_BYTES`` bytes of that memory that calls may overwrite;
-        small blocks then move up to twice as fast (``StorageBackend.register``).
+        With ``headroom``, there must be ``HEADROOM_BYTES`` free bytes before each source and target, which calls may
+        overwrite. Small blocks then move up to twice as fast (``StorageBackend.register``).
         """
         self._stack.register(address, nbytes, headroom=headroom)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Undo a ``register``, before that memory is freed."""
+        """Undo ``register`` for the same memory. Must be called before the memory is freed."""
         self._stack.unregister(address, nbytes)
 
     def health(self) -> Health:
-        """Return whether the pool works now, and one sentence of detail."""
+        """Return whether the pool works now, and a sentence about its state."""
         return self._stack.health()
 
     def stats(self) -> StoreStats:
-        """Return the store's own measurements."""
+        """Return the measurements of the store."""
         return self._stack.stats()
 
     def clear(self) -> Status:
-        """Remove every block of this namespace, for all instances that share it; ``FAILED`` if some may be left."""
+        """Remove all blocks of the namespace, for all its instances; return ``FAILED`` if some may be left."""
         return self._stack.clear(self.namespace.prefix)
 
     def move_to(self, namespace: Namespace) -> None:
-        """Use another namespace from the next call on, for example after the weights changed.
-
-        The manifest changes too.
-        """
+        """Use another namespace from the next call on, for example after the weights have changed."""
         self.namespace = namespace
         self._on_move(namespace)
         if self._keeper is not None:
             self._keeper.manifest = replace(self._keeper.manifest, fields=namespace.fields)
 
     def watch_clears(self) -> None:
-        """Drop the copies that only this process has whenever an operator clears the pool, until ``close``."""
+        """Begin to watch for clears: when an operator clears the pool, drop the copies that only this process has."""
         self._watch = ClearWatch(self)
 
     def close(self) -> None:
-        """Close the backend; a second call does nothing."""
+        """Close the pool. A second call does nothing."""
         if self._watch is not None:
             self._watch.close()
         if self._keeper is not None:
@@ -244,9 +250,12 @@ class BlockPool:
         self.close()
 
     def _wait_out_late_calls(self, statuses: list[Status], *, wait: bool) -> list[Status]:
-        """Return the statuses; with ``wait`` once no call is left that may touch their memory."""
+        """Return ``statuses``, with ``wait`` only after all calls that missed their deadlines have returned.
+
+        Only a block with the status ``FAILED`` can have such a call.
+        """
         while wait and Status.FAILED in statuses and not self._stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
-            logger.warning("A call that was given up has not come back; its memory cannot be given back yet")
+            logger.warning("A call that missed its deadline has not returned, so its memory cannot be used again yet")
         return statuses
 
     def _build_keys(self, hashes: Sequence[bytes]) -> list[str]:
@@ -263,13 +272,19 @@ def open_pool(
     facts: Mapping[str, str] | None = None,
     is_summed: bool = True,
 ) -> BlockPool:
-    """Open the configured store for one namespace, with its wrappers.
+    """Open the configured store with its wrappers, for the blocks of one namespace.
 
     Args:
-        facts: help for an operator who asks why two namespaces differ; they are part of the namespace's manifest, which
-            is stored in the pool. None: there is no manifest, as for a namespace with a short life.
+        config: configuration of the pool.
+        namespace: the namespace; the configured tenant is added to it.
+        registry: registry for metrics, as in ``open_backend``.
+        background: whether to open the store in the background, as in ``open_backend``.
+        facts: facts for the manifest of the namespace, which is stored in the pool; they help an operator who compares
+            two namespaces. None: no manifest is stored, for example for a namespace that is used only for a short time.
+        is_summed: whether blocks have checksums, as in ``open_backend``.
 
-    Other arguments and errors are those of ``open_backend``.
+    Raises:
+        PoolUnavailable: the store cannot be opened, as in ``open_backend``.
     """
     namespace = name_tenant(config, namespace)
     keeper = None if facts is None else ManifestKeeper(Manifest(namespace.fields, dict(facts)))
@@ -281,18 +296,18 @@ def open_pool(
     if registry is not None:
         info = Info("kvstore_pool", "The namespace and tenant of the pool's blocks", registry=registry)
 
-        def tell_namespace(now: Namespace) -> None:
+        def set_info(now: Namespace) -> None:
             info.info({"backend": config.backend, "tenant": now.tenant, "namespace": now.digest})
 
-        tell_namespace(namespace)
-        pool._on_move = tell_namespace
+        set_info(namespace)
+        pool._on_move = set_info
     if config.fast is not None or config.async_write:
         pool.watch_clears()
     return pool
 
 
 def name_tenant(config: PoolConfig, namespace: Namespace) -> Namespace:
-    """Return ``namespace`` with the tenant of ``config``; unchanged if that names none."""
+    """Return ``namespace`` with the tenant of ``config``; unchanged for the default tenant."""
     tenant = config.store.tenant_id if isinstance(config.store, MooncakeSettings) else DEFAULT_TENANT
     return namespace if tenant == DEFAULT_TENANT else replace(namespace, tenant=tenant)
 
@@ -305,21 +320,21 @@ def open_backend(
     on_open: Callable[[StorageBackend], None] | None = None,
     is_summed: bool = True,
 ) -> StorageBackend:
-    """Open the configured store: guarded, checked, and with the other wrappers of the configuration.
+    """Open the configured store, with deadlines, checks and the other configured wrappers.
 
     Args:
-        config: the configuration.
-        registry: registry for the pool's metrics; None: there are none. One registry takes one pool.
-        background: return immediately and open the store on another thread, which tries until it succeeds; until then
-            the pool is not ready and everything is a miss. Otherwise open it now.
-        on_open: called with the bare store each time that it has been opened.
-        is_summed: whether blocks have checksums; False if this process cannot read the memory of values, such as a
-            GPU's.
+        config: configuration of the pool.
+        registry: registry for the pool's metrics; it can have the metrics of one pool only. None: no metrics.
+        background: if True, return immediately, and open the store on another thread, which tries again until it
+            succeeds; until then every call is a miss. If False, open the store before returning.
+        on_open: called with the store, without wrappers, each time the store was opened.
+        is_summed: whether blocks have checksums. It must be False if this process cannot read the memory of the values,
+            such as the memory of a GPU.
 
     Raises:
-        PoolUnavailable: the library or a part of it is missing, which waiting would not change; without ``background``
-            also any other reason why the store cannot be opened: master unreachable, folder not writable. A fast tier
-            that cannot be opened always raises immediately.
+        PoolUnavailable: Mooncake's library or a part of it is missing, or the fast tier cannot be opened. If
+            ``background`` is False, also if the store cannot be opened for another reason: the master cannot be
+            reached, the folder is not writable.
     """
     if isinstance(config.store, MooncakeSettings):
         require_library(config.store)
@@ -373,7 +388,7 @@ def open_store(config: PoolConfig) -> StorageBackend:
 
 
 def default_backend() -> str:
-    """Return ``mooncake`` if its library can be loaded, otherwise ``file``, which needs no library."""
+    """Return ``mooncake`` if Mooncake's library can be loaded, otherwise ``file``."""
     return "mooncake" if is_installed() else "file"
 
 
@@ -387,7 +402,7 @@ def _guard_store(opened: StorageBackend) -> GuardedBackend:
 
 
 def count_leading(statuses: Sequence[Status]) -> int:
-    """Return how many of the first statuses are ``OK`` without a gap."""
+    """Return the number of statuses before the first one that is not ``OK``."""
     if statuses.count(Status.OK) == len(statuses):
-        return len(statuses)  # the usual answer, found in a tenth of the time
+        return len(statuses)  # the usual case, which this line finds ten times as fast
     return next(i for i, status in enumerate(statuses) if status is not Status.OK)

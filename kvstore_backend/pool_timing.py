@@ -1,8 +1,8 @@
-"""Whether a pool saves time for an instance: loading KV from the pool is timed against computing it on the instance.
+"""Measures whether loading KV from a pool is faster than computing it on an instance.
 
-A hit of ``n`` tokens takes ``fixed + n * load`` to load and ``n * compute`` to compute, so it saves time from ``fixed /
-(compute - load)`` tokens on, or never. Instances measure that themselves, for each request (``load_or_compute.py``);
-this module is for an operator who wants to know earlier.
+Loading a hit of ``n`` tokens takes ``fixed + n * load`` seconds, and computing it takes ``n * compute`` seconds. So
+loading saves time for hits of at least ``fixed / (compute - load)`` tokens, or never. Running instances decide for each
+request (``load_or_compute.py``); this module is for an operator who wants to know the result before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _BLOCK_TOKENS = 64
 _MAX_LOAD_BYTES = 64 << 20
 _MAX_BLOCKS = 32
 _TRIES = 3
-# Numbers of words of the prompts; each is twice as long as the last, until one takes long enough to measure.
+# Number of words in the first prompt and in the longest one. Each prompt is twice as long as the one before, until a
+# prompt takes long enough to measure.
 _SHORT_WORDS = 32
 _MAX_WORDS = 4096
 _LONG_ENOUGH_SECONDS = 0.5
@@ -42,12 +43,12 @@ class InstanceUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds to load and to compute the KV of a prompt.
+    """Measured seconds to load and to compute the KV of a prompt.
 
     Attributes:
-        fixed_seconds: time of any load, however short.
-        load_seconds: additional time of each token to load.
-        compute_seconds: time of each token to compute.
+        fixed_seconds: seconds that every load takes, independent of its tokens.
+        load_seconds: additional seconds for each token that is loaded.
+        compute_seconds: seconds for each token that is computed.
     """
 
     fixed_seconds: float
@@ -56,22 +57,26 @@ class Comparison:
 
     @property
     def least_tokens(self) -> int | None:
-        """Smallest number of tokens for which a hit saves time; ``None``: there is none."""
+        """Smallest number of tokens for which loading is faster; ``None`` if loading is never faster."""
         saved = self.compute_seconds - self.load_seconds
         return math.ceil(self.fixed_seconds / saved) if saved > 0 else None
 
     def seconds_to_load(self, num_tokens: int) -> float:
-        """Return the seconds to load a hit of ``num_tokens`` tokens."""
+        """Return the seconds to load ``num_tokens`` tokens."""
         return self.fixed_seconds + num_tokens * self.load_seconds
 
 
 def time_loading(config: PoolConfig, token_bytes: int) -> tuple[float, float]:
-    """Measure the seconds of any load from the pool, and the additional seconds of each token of ``token_bytes``.
+    """Measure loads from a pool; return ``fixed_seconds`` and ``load_seconds`` of ``Comparison``.
 
-    Blocks of random bytes are put, read and removed again, in a namespace that no other client can know.
+    Blocks of random bytes are put, read and removed, in a namespace that no other client uses.
+
+    Args:
+        config: configuration of the pool.
+        token_bytes: bytes of the KV of one token.
 
     Raises:
-        PoolUnavailable: the pool cannot be opened, or these blocks cannot be put or read.
+        PoolUnavailable: the pool cannot be opened, or the blocks cannot be put or read.
     """
     block_bytes = _BLOCK_TOKENS * token_bytes
     count = max(2, min(_MAX_BLOCKS, _MAX_LOAD_BYTES // block_bytes))
@@ -89,11 +94,11 @@ def time_loading(config: PoolConfig, token_bytes: int) -> tuple[float, float]:
 
 
 def _time_reads(pool: BlockPool, address: int, block_bytes: int, counts: tuple[int, ...]) -> Iterator[float]:
-    """Return the seconds of the quickest look-up and read of that many blocks, for each of ``counts``."""
+    """Yield for each number in ``counts`` the seconds of the fastest look-up and read of this number of blocks."""
     hashes = [os.urandom(32) for _ in range(max(counts))]
     values = [(Span(address + i * block_bytes, block_bytes),) for i in range(len(hashes))]
     if not all(pool.put_blocks(hashes, values)):
-        raise PoolUnavailable(f"{len(hashes)} blocks of {block_bytes} bytes could not be put: the pool may be full")
+        raise PoolUnavailable(f"{len(hashes)} blocks of {block_bytes} bytes could not be stored; the pool may be full")
     for count in counts:
         yield min(_time_read(pool, hashes[:count], values[:count]) for _ in range(_TRIES))
 
@@ -101,21 +106,21 @@ def _time_reads(pool: BlockPool, address: int, block_bytes: int, counts: tuple[i
 def _time_read(pool: BlockPool, hashes: list[bytes], values: list[tuple[Span]]) -> float:
     start = time.perf_counter()
     if pool.lookup(hashes) != len(hashes) or not all(pool.get_blocks(hashes, values)):
-        raise PoolUnavailable("blocks that were put could not be read")
+        raise PoolUnavailable("stored blocks could not be read")
     return time.perf_counter() - start
 
 
 def time_computing(instance: str) -> float:
-    """Measure the seconds that an idle instance with OpenAI's endpoints takes for each token of a prompt.
+    """Measure the seconds that an idle instance with OpenAI's endpoints needs to compute one token of a prompt.
 
-    The instance receives some prompts of random words, and generates two tokens for each. Their KV is in the pool
-    afterwards, without use.
+    The instance receives some prompts of random words, and generates two tokens for each. If it saves blocks, their KV
+    is in the pool afterwards.
 
     Args:
-        instance: its URL, such as ``http://127.0.0.1:52400``.
+        instance: URL of the instance, such as ``http://127.0.0.1:52400``.
 
     Raises:
-        InstanceUnavailable: the instance does not answer, or its answer lacks members.
+        InstanceUnavailable: the instance does not answer, or a response lacks a member.
     """
     with httpx.Client(base_url=instance, timeout=_ASK_SECONDS, trust_env=False) as client:
         try:
@@ -124,18 +129,22 @@ def time_computing(instance: str) -> float:
         except httpx.HTTPError as exc:
             raise InstanceUnavailable(f"the instance at {instance} does not answer: {exc}") from exc
         except (ValueError, KeyError, IndexError, TypeError) as exc:
-            raise InstanceUnavailable(f"what answers at {instance} is no instance with OpenAI's endpoints") from exc
+            raise InstanceUnavailable(f"the server at {instance} has no OpenAI endpoints") from exc
 
 
 def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
-    """Return the seconds per token; ``ask`` sends a prompt of that many words, and returns its tokens and seconds."""
+    """Return the seconds per token of prompts.
+
+    Args:
+        ask: sends a prompt with the given number of words; returns its number of tokens, and the seconds.
+    """
     ask(_SHORT_WORDS)  # the first request of an instance may take longer
     short_tokens, short_seconds = min((ask(_SHORT_WORDS) for _ in range(_TRIES)), key=lambda pair: pair[1])
     words, tokens, seconds = 2 * _SHORT_WORDS, short_tokens, short_seconds
     while words <= _MAX_WORDS and seconds - short_seconds < _LONG_ENOUGH_SECONDS:
         try:
             tokens, seconds = ask(words)
-        except httpx.HTTPStatusError:  # longer than its context
+        except httpx.HTTPStatusError:  # the prompt is longer than the instance's context
             break
         words *= 2
     if tokens == short_tokens:
@@ -144,9 +153,10 @@ def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
 
 
 def _ask(client: httpx.Client, model: str, words: int) -> tuple[int, float]:
-    """Send a prompt of random words; return its number of tokens, and the seconds until the answer of two tokens.
+    """Send a prompt of random words; return its number of tokens, and the seconds until the response of two tokens.
 
-    An answer of one token may wait until the prompt's blocks are in the pool, because such requests are for prefill.
+    A request for one token is not used, because an instance may take it for prefill, and respond only when the prompt's
+    blocks are in the pool.
     """
     prompt = " ".join("".join(random.choices(string.ascii_lowercase, k=5)) for _ in range(words))
     start = time.perf_counter()

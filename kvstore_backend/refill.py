@@ -1,20 +1,19 @@
-"""Refill: an instance that still has blocks saves them again after the pool has lost them.
+"""Refill: an instance saves blocks again that the pool has lost and that the instance still has in its own cache.
 
-A Mooncake master that is restarted knows no blocks, and when a client with memory in the pool ends, its blocks are
-lost. The hot blocks are also in the instances' own caches. Every few seconds each instance asks the pool for some
-blocks that it had there. If the pool has clearly fewer than the time before, blocks were lost suddenly. Then the
-instance saves the blocks that it still has, the most useful first, in small batches with pauses, as long as the pool
-accepts them.
+A pool loses blocks when a Mooncake master is restarted, or when a client that gives it memory ends. Often used blocks
+are also in the instances' own caches. Every few seconds, each instance looks up some blocks that it saved to the pool.
+If clearly fewer of them are found than in the look-up before, the pool has lost blocks. Then the instance saves all
+blocks again that it still has, the most useful first, in small batches with pauses, as long as the pool accepts them.
 
-A look-up in Mooncake keeps a block from eviction for 10 s. So an instance asks for a quarter of the blocks that it
-holds, and always for the same ones: if it asked for all, a full pool could only evict newer blocks.
+A look-up protects a block in Mooncake from eviction for 10 s. So an instance looks up at most a quarter of its blocks,
+and always the same ones. If it looked up all of them, a full pool could evict only newer blocks.
 
-A full pool also loses blocks, but gradually: that is eviction, and saving those again would only evict others. So only
-a sudden loss counts, and the pauses between successive rounds become longer.
+A full pool evicts blocks gradually. These are not saved again, because the pool would evict other blocks for them. So
+only a sudden loss starts a refill, and the pauses between successive refills become longer.
 
-Blocks that an operator removes stay removed: ``kvstore clear`` leaves a mark (``clear_marks.py``) before it removes
-anything. Marks are read in every period, before every batch, and once more between the look-up that shows a loss and
-the round that would repair it. An instance that finds a new mark treats all its blocks as cleared.
+Blocks that an operator removed are not saved again: ``kvstore clear`` writes a mark to the pool (``clear_marks.py``)
+before it removes blocks. An instance reads the marks every few seconds, after a look-up that shows a loss, and before
+each batch. If it finds a new mark, it treats all blocks that it saved before as removed.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ __all__ = ["Holder", "LossDetector", "Refill"]
 logger = logging.getLogger(__name__)
 
 _PERIOD_SECONDS = 5.0
-# With 256 blocks a share is known to 3 %, enough to detect a loss of a tenth. The master answers them in 1 ms.
+# Number of blocks that are looked up: enough to measure a share to 3 %, and so to detect a loss of 10 %. The master
+# answers in 1 ms.
 _SAMPLE = 256
 _SAMPLED_FROM = 2048
 _SAMPLED_SHARE = 0.25
@@ -43,63 +43,70 @@ _MIN_SAMPLE = 8
 _LOST_SHARE = 0.1
 _BATCH = 32
 _MAX_BLOCKS = 16384
-# Pause as a multiple of a batch's time, so that other work gets the pool, and the cores, more than half of the time.
+# Pause after a batch, as a multiple of the batch's time, so that other work can use the pool and the cores in between.
 _PAUSE_FACTOR = 1.5
 _MAX_PAUSE_SECONDS = 600.0
 _CALM_SECONDS = 1800.0
 
 
 class Holder(Protocol):
-    """An instance's own cache, as the refill uses it; called on the refill's thread."""
+    """Interface of an instance's own cache. The refill calls its methods on the refill's thread."""
 
     def list_saved_blocks(self, most: int) -> Sequence[bytes]:
-        """Return hashes of up to ``most`` blocks that are cached here and that the pool had, the most useful first."""
+        """Return the hashes of up to ``most`` blocks that are cached and were saved to the pool, most useful first."""
 
     def save_again(self, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Save those of these blocks that are still cached, and wait for the end.
+        """Save the blocks that are still cached and that the pool lacks, and wait until the save has ended.
 
-        Returns how many were tried, and how many of them are in the pool now.
-
-        Blocks that the pool has are not sent.
+        Returns:
+            The number of blocks that were still cached, and how many of them the pool has now.
         """
 
     def end_round(self, hashes: Sequence[bytes]) -> None:
-        """End a round of saves; restore the order of these blocks, of which the first is still the most useful."""
+        """Restore the order of the blocks in the cache after all saves of a refill; the first is the most useful."""
 
     def withhold_blocks(self) -> None:
-        """Stop listing and saving the blocks cached now, because an operator cleared the pool."""
+        """Do not save the blocks again that are cached now, because an operator cleared the pool."""
 
 
 class LossDetector:
-    """Detector of sudden losses, from the share of blocks that each look-up found."""
+    """Detects sudden losses of blocks from the share of blocks that successive look-ups found."""
 
     def __init__(self) -> None:
         self._share: float | None = None
 
     def is_loss(self, found: int, asked: int) -> bool:
-        """Return whether blocks were lost since the last time; after a loss the earlier share stays the reference."""
+        """Return whether the share of found blocks is clearly lower than in the look-up before.
+
+        After a loss, the share from before the loss stays the reference.
+
+        Args:
+            found: number of blocks that the look-up found.
+            asked: number of blocks that were looked up.
+        """
         if asked < _MIN_SAMPLE:
             return False
         share, before = found / asked, self._share
-        if before is not None and before - share > max(_LOST_SHARE, asked**-0.5):  # of few blocks, more by chance
+        # The threshold is higher for few blocks, because their share changes more by chance.
+        if before is not None and before - share > max(_LOST_SHARE, asked**-0.5):
             return True
         self._share = share
         return False
 
     def start_anew(self) -> None:
-        """Take the next share as the reference."""
+        """Forget the reference; the share of the next look-up becomes the new one."""
         self._share = None
 
 
 class Refill:
-    """Watcher for losses on its own thread, which makes the instance save blocks again.
+    """Thread that detects when a pool has lost blocks, and makes the instance save them again.
 
     Args:
-        pool: the pool to watch.
-        holder: the instance's cache.
-        on_blocks: called with the number of blocks of each batch that the pool has again.
+        pool: the pool.
+        holder: the instance's own cache.
+        on_blocks: called after each batch with the number of its blocks that the pool has again.
         start_thread: called first on the thread.
-        digests: digests of all namespaces whose blocks the instance saves; default: the pool's.
+        digests: digests of all namespaces of the instance's blocks; empty: the pool's namespace.
         period: seconds between two look-ups.
     """
 
@@ -128,7 +135,7 @@ class Refill:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; a running batch is not waited for."""
+        """Stop the thread. Does not wait for a running batch."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -139,25 +146,28 @@ class Refill:
                     self._look_after_pool()
             except Exception:
                 if not self._closed.is_set():
-                    logger.exception("Looking for blocks that the pool has lost failed; it is tried again")
+                    logger.exception("Looking up lost blocks failed; it is tried again")
         self._marks.close()
 
     def _look_after_pool(self) -> None:
-        """Check for a clear, and repair a loss that is not a clear."""
+        """Look up some blocks and read the marks; if blocks were lost and the pool was not cleared, save them again."""
         is_due = time.monotonic() >= self._not_before
         is_loss = is_due and self._has_lost_blocks()
         if self._may_put_again() and is_loss:
             self._put_again()
 
     def _may_put_again(self) -> bool:
-        """Return whether the pool reports that it was not cleared; after a clear, withhold all cached blocks."""
+        """Read the marks; return True if the pool was not cleared.
+
+        If the pool was cleared, call ``withhold_blocks``, so that the cached blocks are not saved again.
+        """
         is_cleared = self._marks.look()
         if is_cleared:
             self._holder.withhold_blocks()
             self._detector.start_anew()
             if all(self._pool.stack.drop_own_copies(key_prefix(digest)) for digest in self._digests):
-                self._marks.accept()  # otherwise it tries again in the next period
-                logger.info("An operator cleared the pool: blocks that were saved before are not put again")
+                self._marks.accept()  # otherwise the copies are dropped in the next period
+                logger.info("An operator cleared the pool, so blocks that were saved before are not stored again")
         return is_cleared is False
 
     def _has_lost_blocks(self) -> bool:
@@ -169,11 +179,11 @@ class Refill:
         found = statuses.count(Status.OK)
         is_loss = self._detector.is_loss(found, len(statuses))
         if is_loss:
-            logger.info("The pool lacks blocks: it has %d of %d asked for", found, len(sample))
+            logger.info("The pool has lost blocks: it has %d of %d that were looked up", found, len(sample))
         return is_loss
 
     def _put_again(self) -> None:
-        """Save all cached blocks again, until the pool refuses more than it accepts."""
+        """Save all cached blocks again, in batches. Stop after a batch of which the pool refuses more than half."""
         begun = time.monotonic()
         hashes = self._holder.list_saved_blocks(_MAX_BLOCKS)
         count, is_refused = 0, False
@@ -191,11 +201,15 @@ class Refill:
         if not is_refused:
             self._detector.start_anew()
         self._lengthen_pause(begun)
-        how = "; it refused others, and is asked again" if is_refused else ""
-        logger.info("The pool has %d blocks again after %.1f s%s", count, time.monotonic() - begun, how)
+        how = "; it refused some blocks, which are stored again later" if is_refused else ""
+        logger.info(
+            "%d lost blocks were stored again in the pool within %.1f s%s", count, time.monotonic() - begun, how
+        )
 
     def _lengthen_pause(self, begun: float) -> None:
-        """Set the end of the pause before the next round: twice as long as the last, unless that was long ago."""
+        """Set the end of the pause before the next refill: twice as long as the last pause, or ``period`` if that is
+        long ago.
+        """
         is_calm = begun - self._not_before > _CALM_SECONDS
         self._pause = self._period if is_calm else min(_MAX_PAUSE_SECONDS, 2 * self._pause)
         self._not_before = time.monotonic() + self._pause

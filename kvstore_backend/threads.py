@@ -1,10 +1,10 @@
-"""Threads for calls that may never return: the end of the process does not wait for them; and handling of forks.
+"""Threads for calls that may never return, and changes of objects after a fork.
 
-``concurrent.futures.ThreadPoolExecutor`` joins its threads when the interpreter ends, whether or not they are daemons.
-A native call that hangs would prevent the end of such a process permanently.
+The end of the process does not wait for these threads. ``concurrent.futures.ThreadPoolExecutor`` is not used, because
+it joins its threads when the interpreter ends: a native call that hangs would prevent the end of the process.
 
-A forked child has the memory of its parent and none of its threads, and a lock that another thread held is never
-released. ``after_fork`` registers an object that disables or renews itself in the child.
+A forked child has the memory of its parent, but not the parent's threads. A lock that another thread held at the fork
+is never released in the child. ``after_fork`` registers an object, and its ``on_fork`` is called in the child.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _Result = TypeVar("_Result")
 
 
 class DaemonThreads:
-    """Up to ``count`` daemon threads that run work, and start when they are needed.
+    """Pool of daemon threads that run work. A thread is started when it is needed.
 
-    They end when this object has no references any more, or after ``close``.
+    The threads end when this object has no references any more, or after ``close``.
 
     Args:
         count: maximum number of threads.
-        name: the beginning of the threads' names.
+        name: beginning of the threads' names.
         start_thread: called first on each thread; its exceptions are logged.
     """
 
@@ -40,7 +40,7 @@ class DaemonThreads:
         self._count = count
         self._name = name
         self._start_thread = start_thread
-        self._lock = threading.Lock()  # guards the next two, and ensures that no work is queued after ``close``
+        self._lock = threading.Lock()  # guards the next two attributes; no work is queued after ``close``
         self._is_closed = False
         self._started = 0
         self._idle = threading.Semaphore(0)
@@ -49,25 +49,22 @@ class DaemonThreads:
         after_fork(self)
 
     def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
-        """Queue ``work``; the future gets its result or exception.
+        """Queue ``work``; return a future for its result or exception.
 
         Raises:
-            RuntimeError: after ``close``, or no thread can be started.
+            RuntimeError: ``close`` was called, or no thread can be started.
         """
         future: Future[_Result] = Future()
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"the threads {self._name} were closed")
-            self._work.put(_Work(future, work))  # first, because a thread without work counts as idle
+            self._work.put(_Work(future, work))  # before a thread is started, because a thread without work is idle
             if self._started < self._count and not self._idle.acquire(blocking=False):
                 self._start_another(future)
         return future
 
     def _start_another(self, future: Future[Any]) -> None:
-        """Start a thread.
-
-        If that fails, the other threads do the work of ``future``; without other threads it is cancelled.
-        """
+        """Start a thread. If that fails and no other thread runs, cancel ``future`` and raise ``RuntimeError``."""
         run = _Runner(self._work, self._idle, self._start_thread)
         try:
             threading.Thread(target=run, name=f"{self._name}-{self._started}", daemon=True).start()
@@ -79,7 +76,7 @@ class DaemonThreads:
             self._started += 1
 
     def close(self) -> None:
-        """Accept no more work, and drop what has not begun. Running work is not waited for."""
+        """Accept no more work, and cancel queued work. Does not wait for running work."""
         with self._lock:
             self._is_closed = True
         try:
@@ -90,7 +87,7 @@ class DaemonThreads:
             self._work.put(None)
 
     def on_fork(self) -> None:
-        """Remove the threads and the queue in a child; the parent's work belongs to the parent."""
+        """Replace lock and queue in a forked child, which has no threads. The parent does the queued work."""
         self._lock = threading.Lock()
         self._started = 0
         self._idle = threading.Semaphore(0)
@@ -119,7 +116,7 @@ class _Work:
 
 
 class _Runner:
-    """Main function of a thread; it refers to the queue only, so that the ``DaemonThreads`` object can be freed."""
+    """Main function of a thread. It does not refer to the ``DaemonThreads`` object, so that this can be freed."""
 
     def __init__(
         self,
@@ -136,11 +133,11 @@ class _Runner:
             try:
                 self._start_thread()
             except Exception:
-                logger.exception("A thread runs without the setting it was to begin with")
+                logger.exception("The setup function of a thread failed; the thread runs without it")
         while (work := self._next()) is not None:
             work.do()
-            del work  # no references stay while there is nothing to do
-        self._work.put(None)  # ends the next thread
+            del work  # an idle thread must not keep references
+        self._work.put(None)  # so that the next thread ends too
 
     def _next(self) -> _Work | None:
         try:
@@ -154,9 +151,9 @@ class Forked(Protocol):
     """Object that must change in a forked child."""
 
     def on_fork(self) -> None:
-        """Disable or renew the object in a child.
+        """Disable or renew the object in a forked child.
 
-        Other threads do not exist there, and their locks are never released.
+        The child has no other threads, and locks that they held are never released.
         """
 
 
@@ -173,7 +170,7 @@ def _call_forked() -> None:
         try:
             forked.on_fork()
         except Exception:
-            logger.exception("%s may not be used in this forked process", type(forked).__name__)
+            logger.exception("%s cannot be used in this forked process", type(forked).__name__)
 
 
 os.register_at_fork(after_in_child=_call_forked)

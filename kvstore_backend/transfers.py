@@ -1,17 +1,17 @@
 """Asynchronous loads and saves, for engines that do not wait for the pool.
 
-Each load or save is a *transfer*. Loads run one after another on one thread, saves on another. A transfer calls its
-owner twice::
+Each load or save is a *transfer*; the *owner* is the engine that requested it. Loads run one after another on one
+thread, and saves on another thread. A transfer calls two functions of its owner::
 
-    load / save ──► on_end(outcome)   once, at the latest soon after the pool's deadline: the number of blocks moved
-                ──► on_release()      once: the owner owns all of the transfer's blocks again
+    load / save ──► on_end(outcome)   called once, soon after the pool's deadline at the latest: the transfer has ended
+                ──► on_release()      called once: the owner may use all blocks of the transfer again
 
-Usually both come together (``outcome.is_released``), and the release first. If the pool gave a call up, native code may
-still write into the blocks, or read them, as long as that call runs. Then the release comes when the call has ended
-and, after a load, the blocks that did not arrive were cleared of any bytes that it left in them.
+Usually ``on_release`` is called just before ``on_end`` (``outcome.is_released``). If a call to the pool is late, it may
+still write or read the blocks until it ends. Then ``on_release`` is called when the late call has ended. After a load,
+the blocks that did not arrive are cleared before that, because the late call may have written a part of their bytes.
 
-**Ownership.** From ``load`` or ``save`` until ``on_release`` the owner holds a reference on every block of the
-transfer, so that no other sequence gets it, and then drops the reference. An engine has to know no more than this.
+**Ownership.** The owner holds a reference on every block of a transfer from ``load`` or ``save`` until ``on_release``,
+so that no other sequence gets the block. This is the only rule that an engine must follow.
 """
 
 from __future__ import annotations
@@ -39,18 +39,21 @@ _LOAD_FAILED = "Loading %d blocks failed; they will be computed"
 _SAVE_FAILED = "Saving %d blocks failed"
 
 ReadBlocks = Callable[[int, Sequence[Value]], int]
-"""Function that reads blocks of a load, from an index on, into targets; returns how many leading blocks arrived."""
+"""Function that reads blocks of a load to targets. Its arguments are the index of the first block, and the targets.
+
+It returns the number of leading blocks that arrived.
+"""
 
 
 class ReadLeading(Protocol):
-    """Function that reads leading blocks of a load."""
+    """Function that reads the leading blocks of a load."""
 
     def __call__(self, count: int, read: ReadBlocks | None = None) -> int:
-        """Read the first ``count`` blocks; return how many leading ones arrived.
+        """Read the first ``count`` blocks; return the number of leading blocks that arrived.
 
         Args:
             count: number of blocks.
-            read: how to read them, if some are not blocks of the pool's own sharding.
+            read: function that reads the blocks, if some of them have another sharding; None: read them from the pool.
         """
 
 
@@ -59,10 +62,11 @@ class Outcome:
     """Result of a load or a save.
 
     Attributes:
-        count: for a load, how many leading blocks arrived; for a save, how many blocks the pool has now.
-        seconds: duration, from when the transfer began to run.
-        is_released: whether the owner owns all blocks again. If not, the blocks that were not moved cannot be used
-            until ``on_release``, and a sequence that must continue uses others.
+        count: for a load, the number of leading blocks that arrived; for a save, the number of blocks that the pool has
+            now.
+        seconds: duration of the transfer, without the time that it waited for its thread.
+        is_released: whether the owner may use all blocks again. If False, the blocks that were not moved must not be
+            used until ``on_release``; a sequence that continues before needs other blocks.
     """
 
     count: int
@@ -71,70 +75,75 @@ class Outcome:
 
 
 class Event(Protocol):
-    """Event that occurs when work has ended; ``torch.cuda.Event`` is one."""
+    """Interface of an event for the end of work, such as ``torch.cuda.Event``."""
 
     def synchronize(self) -> None:
-        """Wait until the work has ended; raises the exception of work that failed."""
+        """Wait until the work has ended. If the work failed, raise its exception."""
 
 
 class Window(Protocol):
-    """Memory for some leading blocks of a transfer: as much as one call of the pool gets.
+    """Memory for one call to the pool, with one or more leading blocks of a transfer.
 
-    It is opened, passed to one call, and taken back when that call has ended: immediately, or later after
-    ``set_aside``.
+    A window is opened and passed to one call of the pool. After the call, ``take_back`` is called. If the call is late,
+    ``set_aside`` is called first, and ``take_back`` only when the late call has ended.
     """
 
     @property
     def values(self) -> Sequence[Value]:
-        """Places that the pool writes or reads, for each of these blocks."""
+        """Memory that the pool reads or writes, for each block of the window."""
 
     def deliver(self, count: int) -> None:
-        """Deliver the first ``count`` values after a read; the contents of the others are undefined.
+        """Accept the first ``count`` values after a read. The contents of the other values are not defined.
 
-        If the blocks are elsewhere, this begins to copy the values to them.
+        If the window is a buffer, begin to copy the values to their blocks.
         """
 
     def wait(self) -> None:
-        """Wait until the window touches no block any more: the copy of ``deliver`` or ``open_outgoing`` has ended.
+        """Wait until the copy between the window and its blocks has ended.
 
         Raises:
             Exception: the copy failed.
         """
 
     def set_aside(self) -> bool:
-        """Do not reuse this memory until ``take_back``.
+        """Do not reuse the memory before ``take_back``, because a late call may use it.
 
         Returns:
-            Whether it is the blocks' own memory, so that they cannot be used either.
+            Whether the memory belongs to the blocks, so that the blocks cannot be used either.
         """
 
     def take_back(self) -> None:
-        """Make the memory available again, once: no call touches it any more, but a copy that was begun may."""
+        """Make the memory available again. No call to the pool uses it any more, but a copy may. Called once."""
 
 
 class TransferMemory(Protocol):
-    """KV memory of an engine, as transfers reach it."""
+    """Interface of an engine's KV memory for transfers."""
 
     def record_event(self) -> Event | None:
-        """Return an event for all work on blocks that the calling thread has begun; None: it has ended."""
+        """Return an event for the end of the work on blocks that this thread has begun; None if it has ended."""
 
     def open_incoming(self, blocks: Sequence[int], after: Event | None) -> Window:
-        """Open memory to read leading ones of ``blocks``, at least one, into; it is touched after ``after``."""
+        """Open a window for a read of one or more leading blocks of ``blocks``.
+
+        The memory of the blocks is written only after the event ``after``.
+        """
 
     def open_outgoing(self, blocks: Sequence[int], after: Event | None) -> Window:
-        """Open memory with the contents that leading ones of ``blocks``, at least one, have after ``after``.
+        """Open a window for a write of one or more leading blocks of ``blocks``.
 
-        The contents are complete when ``wait`` has returned.
+        The window gets the contents that the blocks have after the event ``after``. It has all of them when ``wait``
+        has returned.
         """
 
 
 class DirectMemory:
-    """KV memory that the pool itself reads and writes.
+    """KV memory that the pool reads and writes directly, without buffers.
 
     Args:
-        values: returns the places of each block's bytes.
-        clear: zeroes blocks after a read that failed: attention multiplies masked positions by 0, and 0 * NaN is NaN.
-        record_event: as in ``TransferMemory``, for memory of a device.
+        values: returns the memory of each block.
+        clear: sets blocks to zero after a failed read. (Attention multiplies the values of masked positions by 0, and
+            0 * NaN is NaN.)
+        record_event: as in ``TransferMemory``; needed only for the memory of a device.
     """
 
     def __init__(
@@ -160,7 +169,7 @@ class DirectMemory:
 
 
 class _DirectWindow:
-    """Window on the memory of ``blocks`` themselves."""
+    """Window that consists of the memory of the blocks themselves."""
 
     def __init__(self, blocks: Sequence[int], values: list[Value], clear: Callable[[Sequence[int]], None]) -> None:
         self.values = values
@@ -181,12 +190,12 @@ class _DirectWindow:
 
 
 class _Transfer:
-    """One load or save; only its own thread writes to it.
+    """One load or save. Only the thread that runs it changes its attributes.
 
     Attributes:
-        after: the end of all work on the blocks that the owner had begun before it requested the transfer.
-        set_aside: the window that a call which was given up may still touch.
-        is_released: whether the owner owns the blocks as soon as the transfer has ended.
+        after: event for the end of the work on the blocks that the owner had begun before it requested the transfer.
+        set_aside: window that a late call may still use; None: there is no late call.
+        is_released: whether the owner may use the blocks as soon as the transfer has ended.
     """
 
     def __init__(
@@ -206,13 +215,13 @@ class _Transfer:
 
 
 class Transfers:
-    """Loads and saves of one engine.
+    """Loads and saves blocks for one engine, the owner.
 
     Args:
         pool: the pool; ``close`` closes it.
-        memory: the memory of the blocks; the owner has registered it.
-        post: runs a callable in the owner's context, one at a time: on its thread, or under its lock. It runs
-            ``on_end`` and ``on_release``.
+        memory: the memory of the blocks, which the owner has registered.
+        post: calls a function in the owner's context, one at a time: on the owner's thread, or under its lock. It is
+            used for all calls of ``on_end`` and ``on_release``.
         start_thread: called first on each of the two threads.
     """
 
@@ -240,15 +249,16 @@ class Transfers:
         *,
         decide: Callable[[ReadLeading], int] | None = None,
     ) -> None:
-        """Begin to read ``blocks``, or as many leading ones as ``decide`` requests.
+        """Begin to read ``blocks``, or the leading blocks that ``decide`` selects.
 
         Args:
-            hashes: the blocks' names.
-            blocks: the blocks to fill.
+            hashes: hashes of the blocks.
+            blocks: the blocks that are filled.
             on_end: called with the outcome.
-            on_release: called when the owner owns the blocks again.
-            decide: called on the loading thread, with a function that reads a given number of leading blocks; returns
-                that function's answer, or 0 to read nothing. Default: all blocks are read.
+            on_release: called when the owner may use the blocks again.
+            decide: called on the loading thread with a function that reads a given number of leading blocks. It returns
+                the result of that function, or 0 to read nothing. Before, it may change the lists ``hashes`` and
+                ``blocks``, to load other blocks that the owner holds. None: all blocks are read.
         """
         transfer = _Transfer(hashes, blocks, on_end, on_release)
         self._submit_transfer(self._loads, transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED)
@@ -262,9 +272,9 @@ class Transfers:
         *,
         keep_seconds: float = 0.0,
     ) -> None:
-        """Begin to write ``blocks``; their contents must not change before ``on_release``.
+        """Begin to write ``blocks`` to the pool. Their contents must not change before ``on_release``.
 
-        With ``keep_seconds`` this also writes blocks that the pool has, to protect them from eviction for that time.
+        With ``keep_seconds``, also write blocks that the pool has already, and pin all blocks for this time.
         """
         transfer = _Transfer(hashes, blocks, on_end, on_release)
 
@@ -276,11 +286,15 @@ class Transfers:
         self._submit_transfer(self._saves, transfer, lambda: self._write_blocks(transfer, write), _SAVE_FAILED)
 
     def remove(self, hashes: Sequence[bytes]) -> None:
-        """Begin to remove blocks from the pool, after all saves that have begun; a failure is logged."""
+        """Begin to remove blocks from the pool, after all saves that were requested before. A failure is logged.
+
+        Blocks are removed even while a client reads them. So use this only for pools with checksums, with which the
+        reader detects the removal.
+        """
 
         def run() -> None:
             self._pool.flush_writes(_FLUSH_SECONDS)
-            statuses = self._pool.remove_blocks(hashes)
+            statuses = self._pool.remove_blocks(hashes, force=True)
             if (failed := statuses.count(Status.FAILED)) > 0:
                 logger.warning("%d of %d blocks were not removed from the pool", failed, len(hashes))
 
@@ -290,9 +304,10 @@ class Transfers:
             logger.warning("%d blocks were not removed from the pool: %s", len(hashes), exc)
 
     def call_after_flush(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` on a new thread once other instances can read all blocks saved so far.
+        """Call ``callback`` on a new thread as soon as other instances can read all blocks that were saved before.
 
-        It is also called if those were given up, or after some seconds: a look-up shows which blocks are present.
+        It is called after ``_FLUSH_SECONDS`` at the latest, and also if saves failed. A look-up shows which blocks are
+        present.
         """
 
         def wait() -> None:
@@ -302,15 +317,15 @@ class Transfers:
         threading.Thread(target=wait, name="pool-flush", daemon=True).start()
 
     def close(self, flush_seconds: float = 2.0) -> None:
-        """Give running saves ``flush_seconds``, drop the rest, and leave the pool."""
+        """Wait up to ``flush_seconds`` for all saves, drop those that have not ended by then, and close the pool."""
         self._is_closed = True
         try:
             wait([self._saves.submit(lambda: None)], flush_seconds)
         except RuntimeError as exc:
-            logger.debug("Saves are not waited for: %s", exc)
+            logger.debug("Waiting for running saves ended early: %s", exc)
         self._loads.close()
         self._saves.close()
-        # A native client is slow to leave; do not wait longer than this for it.
+        # A native client may take long to close, so this waits for it only for a limited time.
         leaving = threading.Thread(target=self._pool.close, name="pool-close", daemon=True)
         leaving.start()
         leaving.join(flush_seconds)
@@ -318,19 +333,19 @@ class Transfers:
     def _submit_transfer(
         self, thread: DaemonThreads, transfer: _Transfer, move: Callable[[], int], message: str
     ) -> None:
-        """Run the transfer on a thread; if there is none, or the device fails, it ends here, and nothing was moved."""
+        """Run a transfer on a thread. If no thread can be started, or the device fails, end it and move no blocks."""
         try:
             transfer.after = self._memory.record_event()
             thread.submit(lambda: self._run_transfer(transfer, move, message))
         except RuntimeError as exc:
             if self._is_closed:
-                logger.debug("The pool was left; a transfer was dropped")
+                logger.debug("The pool was closed; a transfer was dropped")
                 return
-            logger.warning("A transfer of %d blocks was not made: %s", len(transfer.blocks), exc)
+            logger.warning("A transfer of %d blocks failed: %s", len(transfer.blocks), exc)
             self._post(lambda: _release_and_end(transfer, Outcome(0, 0.0, True)))
 
     def _run_transfer(self, transfer: _Transfer, move: Callable[[], int], message: str) -> None:
-        """Move the blocks and notify the owner through its ``post``; log ``message`` if the move raises."""
+        """Move the blocks, and report the end to the owner through ``post``; log ``message`` if ``move`` raises."""
         begun = time.monotonic()
         count = 0
         try:
@@ -359,9 +374,9 @@ class Transfers:
         return decide(read_leading) if decide else read_leading(len(transfer.blocks))
 
     def _read_blocks(self, transfer: _Transfer, wanted: int, read: ReadBlocks) -> int:
-        """Read the first ``wanted`` blocks; return how many leading ones arrived.
+        """Read the first ``wanted`` blocks; return the number of leading blocks that arrived.
 
-        While the contents of a window are copied to its blocks, the next window is read.
+        While the contents of a window are copied to its blocks, the next window is already read.
         """
         loaded = 0
         with contextlib.ExitStack() as copies:
@@ -384,9 +399,9 @@ class Transfers:
     def _write_blocks(
         self, transfer: _Transfer, write: Callable[[Sequence[bytes], Sequence[Value]], list[Status]]
     ) -> int:
-        """Write all blocks; return how many the pool has now.
+        """Write all blocks; return the number of blocks that the pool has now.
 
-        While a window is written, the contents of the next one are copied to it.
+        While a window is written, the contents of the next window are already copied to it.
         """
         begun = saved = 0
         with contextlib.ExitStack() as copies:
@@ -409,7 +424,10 @@ class Transfers:
         return saved
 
     def _open_outgoing(self, transfer: _Transfer, begin: int, copies: contextlib.ExitStack) -> Window | None:
-        """Open a window for blocks from ``begin`` on, if there are any; ``copies`` waits for the copy that fills it."""
+        """Open a window for the blocks from ``begin`` on; return None if there are none.
+
+        ``copies`` waits at its end for the copy that fills the window.
+        """
         if begin >= len(transfer.blocks):
             return None
         window = self._memory.open_outgoing(transfer.blocks[begin:], transfer.after)
@@ -417,7 +435,7 @@ class Transfers:
         return window
 
     def _end_call(self, transfer: _Transfer, window: Window, *, is_whole: bool) -> None:
-        """Take a window back after a call on it, or set it aside while a call that failed still runs."""
+        """Make a window available again after a call that used it. If the call may be late, set the window aside."""
         if is_whole or self._pool.wait_for_late_calls(0):
             window.take_back()
         else:
@@ -425,7 +443,7 @@ class Transfers:
             transfer.is_released = not window.set_aside()
 
     def _await_late_calls(self, transfer: _Transfer, window: Window) -> None:
-        """Take the window back once no late call touches it, and release the blocks if it is their own memory."""
+        """Wait on a thread until no late call is left; then make the window available, and release the blocks."""
 
         def take_back() -> None:
             try:

@@ -1,12 +1,12 @@
-"""Why blocks were not shared: a comparison of two configurations, or of two prompts.
+"""Explains why blocks were not shared: compares two configurations, or two prompts.
 
-Two instances share blocks if their namespaces have one digest. If not, the manifests of the namespaces say why: the
-verdict names each field that differs, the most informative first, because another model explains other shapes, not the
-other way round.
+Two instances share blocks if their namespaces have the same digest. If not, the manifests of the namespaces show the
+reason: the verdict names all fields that differ. It names the most informative field first: for example, another model
+explains other shapes, but not the other way round.
 
-A block's hash covers all tokens before it, so everything after the first token that differs is a miss. That token alone
-seldom explains the difference: a clock in the system prompt changes one digit. So the verdict shows the words around
-it, and names their kind.
+The hash of a block depends on all tokens before it, so all blocks from the first different token on are a miss. One
+token seldom explains the difference: for example, a time in the system prompt changes one digit. So the verdict shows
+the words around the token, and their kind, such as a timestamp.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from kvstore_backend.manifest import Manifest
 __all__ = ["OTHER_TEXT", "REASONS", "Verdict", "compare_prompts", "compare_setups", "compare_texts", "count_common"]
 
 REASONS = {
-    "same_setup": "both have one namespace, so they share blocks",
-    "other_rank": "two ranks of one configuration, each of which has its own blocks",
-    "other_engine": "another engine, which names blocks in its own way",
+    "same_setup": "both have the same namespace, so they share blocks",
+    "other_rank": "two ranks of one configuration, and each rank has its own blocks",
+    "other_engine": "another engine, with other block hashes",
     "other_model": "another model",
     "other_weights": "the same architecture with other weights",
-    "other_settings": "a setting of the engine that changes what is computed",
+    "other_settings": "another setting of the engine that can change KV",
     "other_dtype": "another dtype of the KV",
     "other_block_size": "another block size",
-    "other_shape": "other numbers of layers, heads or elements",
+    "other_shape": "another number of layers, heads or elements",
     "other_tp_size": "another tensor-parallel size",
     "other_tenant": "another tenant",
-    "other_layout": "the bytes of a block are arranged in another way",
+    "other_layout": "the bytes of a block have another layout",
     "other_format": "another version of the format of blocks",
-    "other_field": "something else that belongs to the namespace",
+    "other_field": "another value of a further field of the namespace",
     "same_prompt": "both prompts have the same tokens",
-    "continues": "one prompt begins with all of the other",
-    "diverges": "the prompts differ from one token on",
+    "continues": "one prompt begins with the whole other prompt",
+    "diverges": "the prompts differ after a common prefix",
 }
-"""Each reason that a verdict may have, in a few words."""
+"""Reasons that a verdict may have, with a short description."""
 
 OTHER_TEXT = "other text"
-"""Kind of a difference that is none of the usual ones."""
+"""Kind of a difference between two texts that has none of the usual kinds."""
 
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 _PATTERNS = {
@@ -63,44 +63,44 @@ _PATTERNS = {
 }
 _WORD_OR_SPACE = re.compile(r"\S+|\s+")
 _SHOWN_CHARACTERS = 48
-# Enough tokens to the left for the longest pattern, even if every character is one token.
+# Numbers of tokens before and behind the difference that are decoded: enough for the longest pattern, even if every
+# character is one token.
 _TOKENS_BEFORE, _TOKENS_BEHIND = 96, 64
 _SAME_AGAIN = 12
 
-# Fields with a verdict each, ordered by how much they explain.
+# Fields with their own reason, the most informative first -> reason, name of the field in the sentence, remedy.
 _REMEDIES = {
     "weights_version": ("other_weights", "the version of the weights", "one of them has updated its weights in place"),
     "kv_dtype": ("other_dtype", "the dtype of the KV", "start both with one dtype"),
     "block_size": (
         "other_block_size",
         "the block size",
-        "for our engine this is the same model in another sharding, which it reads if one size divides the other; else "
-        "start both with one block size",
+        "our engine can read blocks of another size if one size is a multiple of the other; otherwise start both with "
+        "the same block size",
     ),
     "tp_size": (
         "other_tp_size",
         "the tensor-parallel size",
-        "for our engine and vLLM this is the same model in another sharding, which they read if its KV heads divide "
-        "evenly; "
-        "else start both with one tensor-parallel size",
+        "our engine and vLLM can read blocks of another tensor-parallel size if the KV heads are divided evenly; "
+        "otherwise start both with the same tensor-parallel size",
     ),
     "tenant": ("other_tenant", "the tenant", "blocks are shared within one tenant only"),
     "layout": ("other_layout", "the layout of a block", "run one version of the engine with one attention backend"),
 }
 _SHAPE = ("num_layers", "num_kv_heads", "head_size")
 _RANK = "tp_rank"
-# First word in the names of facts that are settings of the engine.
+# Beginning of the names of facts that are settings of the engine.
 _SETTING = "setting "
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Reason why blocks were not shared, or the result that nothing prevents it.
+    """Reason why blocks were not shared, or the result that they can be shared.
 
     Attributes:
         reason: one of ``REASONS``.
-        sentence: text for operators, with numbers.
-        details: numbers and names in the sentence, for programs.
+        sentence: explanation for operators, with values and numbers.
+        details: the values and numbers in the sentence, for programs.
     """
 
     reason: str
@@ -108,7 +108,7 @@ class Verdict:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the verdict for reports."""
+        """Return the verdict as a JSON object."""
         return asdict(self)
 
 
@@ -116,10 +116,14 @@ def compare_setups(first: Manifest, second: Manifest, names: tuple[str, str] = (
     """Explain why the namespaces of two manifests differ, or report that they are equal.
 
     Args:
-        names: names of the two set-ups for the sentence.
+        first: manifest of the first configuration.
+        second: manifest of the second configuration.
+        names: names of the two configurations, for the sentence.
     """
     if first.digest == second.digest:
-        return Verdict("same_setup", f"{names[0]} and {names[1]} have one namespace, {first.digest}: they share blocks")
+        return Verdict(
+            "same_setup", f"{names[0]} and {names[1]} have the same namespace, {first.digest}, so they share blocks"
+        )
     found = list(_list_differences(first, second, names))
     (reason, sentence), more = found[0], [sentence for _, sentence in found[1:]]
     also = f" (also: {'; '.join(more)})" if more else ""
@@ -145,7 +149,7 @@ def _list_differences(first: Manifest, second: Manifest, names: tuple[str, str])
     if all(engines) and engines[0] != engines[1]:
         yield (
             "other_engine",
-            f"the engines differ, each of which names blocks in its own way: {' and '.join(map(str, engines))}",
+            f"the engines differ, and compute other block hashes: {' and '.join(map(str, engines))}",
         )
     if differs("model"):
         yield _explain_model(first, second, names)
@@ -161,11 +165,11 @@ def _list_differences(first: Manifest, second: Manifest, names: tuple[str, str])
         formats = f"{first.block_format} of {names[0]}, {second.block_format} of {names[1]}"
         yield "other_format", f"the format of blocks differs: {formats}; run one version of fastdeploy-kvstore"
     if differs(_RANK):
-        yield "other_rank", f"{tell(_RANK, 'the rank')}; each rank of a set-up has its own blocks"
+        yield "other_rank", f"{tell(_RANK, 'the rank')}; each rank of a configuration has its own blocks"
 
 
 def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) -> tuple[str, str]:
-    """Explain different fingerprints of models, as far as the facts allow: other architecture, weights, or settings."""
+    """Return reason and sentence for different models: another architecture, other weights, or other settings."""
     one, other = first.facts, second.facts
     called = _tell_values(one.get("name"), other.get("name"), names)
     if one.get("architecture") != other.get("architecture") or not one.get("architecture"):
@@ -179,15 +183,15 @@ def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) ->
             for name in settings
         ]
         reason = "other_dtype" if settings == [f"{_SETTING}dtype"] else "other_settings"
-        return reason, f"settings that change what is computed differ: {', '.join(differences)}"
+        return reason, f"settings of the engine that can change KV differ: {', '.join(differences)}"
     return "other_weights", (
-        f"the weights differ ({called}), though both have one architecture: one may be a fine-tune or another "
+        f"the weights differ ({called}), but both have the same architecture: one may be a fine-tune or another "
         "revision; give both the same checkpoint"
     )
 
 
 def _tell_values(one: object, other: object, names: tuple[str, str]) -> str:
-    """Describe which set-up has which value."""
+    """Return text that says which configuration has which value."""
     return f"{_quote(one)} of {names[0]}, {_quote(other)} of {names[1]}"
 
 
@@ -198,12 +202,12 @@ def _quote(value: object) -> str:
 def compare_prompts(
     first: Sequence[int], second: Sequence[int], decode: Callable[[Sequence[int]], str] | None = None
 ) -> Verdict:
-    """Find where two prompts diverge.
+    """Find the first different token of two prompts.
 
     Args:
-        first: the tokens of one prompt.
-        second: the tokens of the other, which should have shared the first one's blocks.
-        decode: tokens -> text, special ones too; None: there is no tokenizer.
+        first: tokens of the earlier prompt.
+        second: tokens of the later prompt, which should have shared blocks with the earlier one.
+        decode: converts tokens, also special ones, to text; None: there is no tokenizer.
     """
     token = count_common(first, second)
     if token == len(first) == len(second):
@@ -211,7 +215,8 @@ def compare_prompts(
     if token == min(len(first), len(second)):
         shorter, longer = ("first", "second") if token == len(first) else ("second", "first")
         text = (
-            f"the {longer} prompt continues after all {token} tokens of the {shorter}: full blocks of those are shared"
+            f"the {longer} prompt begins with all {token} tokens of the {shorter} one: the full blocks of these tokens "
+            "are shared"
         )
         return Verdict("continues", text, {"token": token})
     if decode is None:
@@ -225,16 +230,16 @@ def compare_prompts(
 
 
 def count_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many leading tokens two prompts have in common."""
+    """Return the number of leading tokens that two prompts have in common."""
     length = min(len(first), len(second))
     differs = np.asarray(first[:length]) != np.asarray(second[:length])
     return int(differs.argmax()) if differs.any() else length
 
 
 def compare_texts(first: str, second: str) -> tuple[str, str, str]:
-    """Return the kind of the first difference of two texts, and the words there in each."""
+    """Return the kind of the first difference of two texts, and the words at this place in each text."""
     place = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
-    if place is None:  # tokens may differ where texts are equal
+    if place is None:  # different tokens may have the same text
         return "other tokens of the same text", "", ""
     for kind, pattern in _PATTERNS.items():
         was, now = _match_at(pattern, first, place), _match_at(pattern, second, place)
@@ -249,7 +254,7 @@ def compare_texts(first: str, second: str) -> tuple[str, str, str]:
 
 
 def _match_at(pattern: re.Pattern[str], text: str, place: int) -> str:
-    """Return the longest match of the pattern around ``place``; empty: none."""
+    """Return the longest match of ``pattern`` that contains the index ``place`` of ``text``; empty: no match."""
     found = (match[0] for match in pattern.finditer(text) if match.start() <= place < match.end() + 1)
     return max(found, key=len, default="")
 

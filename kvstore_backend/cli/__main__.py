@@ -1,4 +1,4 @@
-"""``python -m kvstore_backend.cli``: the same as ``kvstore``."""
+"""Runs ``kvstore`` for ``python -m kvstore_backend.cli``."""
 
 import sys
 

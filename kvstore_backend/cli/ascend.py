@@ -1,4 +1,4 @@
-"""Checks of a machine with Ascend cards: what Mooncake's ascend transport needs for a configuration."""
+"""Checks of ``kvstore doctor`` for a machine with Ascend cards, on which Mooncake uses its ascend transport."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvstore_backend.config import ascend_buffer_pool, library_folders
 __all__ = ["HCCN_FILE", "LIBRARIES", "check_machine", "context_cost", "hccl_sizing", "kv_bytes_per_token"]
 
 HCCN_FILE = Path("/etc/hccn.conf")
-"""File with the addresses of the cards' own network ports."""
+"""File with the addresses of the network ports of the cards."""
 
 LIBRARIES = ("libmooncake_common.so", "libtransfer_engine.so", "libmooncake_store.so")
-"""Shared libraries of a Mooncake that was built with ``-DBUILD_SHARED_LIBS=ON``."""
+"""Shared libraries of Mooncake, if it was built with ``-DBUILD_SHARED_LIBS=ON``."""
 
 _WHEEL = "mooncake-transfer-engine-npu"
 _WITHOUT_ASCEND = "mooncake-transfer-engine-non-cuda"
@@ -31,7 +31,11 @@ _BUFFERS = re.compile(r"(\d+):(\d+)", re.ASCII)
 
 
 def check_machine(*, needs_buffers: bool) -> Iterator[Finding]:
-    """Check Mooncake's build, its libraries, the cards' network, and the buffers that MindIE, for example, needs."""
+    """Check Mooncake's build and libraries, the cards' network, and the buffers for transfers.
+
+    Args:
+        needs_buffers: whether missing buffers are a failure (as with MindIE) or only a warning.
+    """
     yield from _check_build()
     yield from _check_libraries()
     yield from _check_network()
@@ -39,34 +43,34 @@ def check_machine(*, needs_buffers: bool) -> Iterator[Finding]:
 
 
 def _check_build() -> Iterator[Finding]:
-    """Check whether the installed Mooncake can have been built for Ascend cards."""
+    """Check whether the installed Mooncake is a build for Ascend cards, as far as its name shows."""
     subject, wheels = "ascend build", find_wheels()
     if _WHEEL in wheels:
         yield ok(subject, f"{_WHEEL} {wheels[_WHEEL]}")
     elif _WITHOUT_ASCEND in wheels:
         yield fail(
             subject,
-            f"{_WITHOUT_ASCEND} is installed, which has no ascend transport",
+            f"the installed {_WITHOUT_ASCEND} has no ascend transport",
             f"pip uninstall {_WITHOUT_ASCEND}, then pip install {_WHEEL}, or {_BUILD}",
         )
     elif wheels:
         yield warn(
             subject,
-            f"{', '.join(wheels)} is installed; it serves Ascend cards only if it was built here for them",
-            f"if it came from PyPI: pip install {_WHEEL} instead, or {_BUILD}",
+            f"the installed {', '.join(wheels)} works with Ascend cards only if it was built for them on this machine",
+            f"if it is from PyPI: pip install {_WHEEL} instead, or {_BUILD}",
         )
     elif importlib.util.find_spec("mooncake") is None:
         yield fail(subject, "Mooncake is not installed", f"pip install {_WHEEL}, or {_BUILD}")
     else:
-        yield ok(subject, "a Mooncake of one's own build")
+        yield ok(subject, "a locally built Mooncake")
 
 
 def _check_libraries() -> Iterator[Finding]:
-    """Check whether the loader of shared libraries finds Mooncake's libraries."""
+    """Check whether Mooncake's shared libraries are in the folders of ``LD_LIBRARY_PATH``."""
     subject, folders = "LD_LIBRARY_PATH", library_folders()
     missing = [name for name in LIBRARIES if not any((folder / name).is_file() for folder in folders)]
     if not missing:
-        yield ok(subject, f"it leads to {', '.join(LIBRARIES)}")
+        yield ok(subject, f"its folders have {', '.join(LIBRARIES)}")
         return
     spec = importlib.util.find_spec("mooncake")
     package = Path((spec.submodule_search_locations or [""])[0]) if spec else None
@@ -74,8 +78,8 @@ def _check_libraries() -> Iterator[Finding]:
         remedy = f"export LD_LIBRARY_PATH={package}:$LD_LIBRARY_PATH"
     else:
         remedy = (
-            f"copy them from where Mooncake was built to {package or 'the folder of its Python package'}, "
-            "and name that folder in LD_LIBRARY_PATH"
+            f"copy them from Mooncake's build folder to {package or 'the folder of its Python package'}, and add that "
+            "folder to LD_LIBRARY_PATH"
         )
     yield fail(subject, f"no folder in it has {', '.join(missing)}", f"{remedy}, before the server is started")
 
@@ -88,22 +92,22 @@ def _check_network() -> Iterator[Finding]:
         yield fail("hccn.conf", f"{HCCN_FILE} cannot be read ({exc.strerror}), and the cards' network needs it", remedy)
         return
     if is_empty:
-        yield fail("hccn.conf", f"{HCCN_FILE} is empty", "copy the host's, which names an address for each card")
+        yield fail("hccn.conf", f"{HCCN_FILE} is empty", "copy the host's file, which has an address for each card")
     else:
-        yield ok("hccn.conf", f"{HCCN_FILE} is there")
+        yield ok("hccn.conf", f"{HCCN_FILE} exists")
 
 
 def _check_buffers(needs_buffers: bool) -> Iterator[Finding]:
-    """Check the buffers for transfers: ``ASCEND_BUFFER_POOL`` gives their number and their size in MB."""
+    """Check ``ASCEND_BUFFER_POOL``, which sets the number of buffers for transfers and their size in MB."""
     subject, value = "ASCEND_BUFFER_POOL", ascend_buffer_pool()
     remedy = "export ASCEND_BUFFER_POOL=4:8 in the environment of the server"
     match = _BUFFERS.fullmatch(value)
     if value and match is None:
         yield fail(subject, f"it is {value!r}; it must be NUMBER:MEGABYTES of buffers, such as 4:8", remedy)
     elif match is None or "0" in match.groups():
-        text = f"it is {value or 'not set'}, so transfers have no buffers to go through"
+        text = f"it is {value or 'not set'}, so transfers have no buffers"
         if needs_buffers:
-            yield fail(subject, f"{text}, which MindIE's guide wants", remedy)
+            yield fail(subject, f"{text}, as MindIE's guide requires", remedy)
         else:
             yield warn(subject, text, remedy)
     else:
@@ -120,10 +124,10 @@ _ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def kv_bytes_per_token(model: Path) -> int:
-    """Return the bytes of K and V for one token over all layers and heads, in the checkpoint's own dtype.
+    """Return the bytes of the KV of one token, in all layers and heads, in the checkpoint's own dtype.
 
     Raises:
-        ConfigError: the folder has no config.json, or that lacks a needed value.
+        ConfigError: the folder has no config.json, or the file lacks a necessary value.
     """
     path = model / "config.json"
     try:
@@ -143,24 +147,30 @@ def kv_bytes_per_token(model: Path) -> int:
     except OSError as exc:
         raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
     except KeyError as exc:
-        raise ConfigError(f"{path} does not say {exc.args[0]!r}, so the size of its KV is not known") from exc
+        raise ConfigError(f"{path} lacks {exc.args[0]!r}, so the size of its KV is not known") from exc
     except (ValueError, TypeError, AttributeError) as exc:
         raise ConfigError(f"{path} is not the configuration of a decoder model: {exc}") from exc
 
 
 def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
-    """Report whether one HCCL-based pool can link ``cards``, and how far the memory factor must be lowered for that."""
+    """Report whether an HCCL-based pool can link this number of cards, and the memory factor that it needs.
+
+    Args:
+        cards: number of cards or dies in the pool.
+        memory_factor: share of a card's memory that the engine uses now.
+    """
     subject = "HCCL links"
     if cards < 1:
-        return [fail(subject, f"{cards} cards make no pool", "give --cards the number of cards or dies in the pool")]
+        return [fail(subject, f"{cards} cards are not a pool", "give --cards the number of cards or dies in the pool")]
     if not _MAX_HUNDREDTHS / 100 < memory_factor <= 1:
-        return [fail(subject, f"{memory_factor:g} is no memory factor that could be lowered", "give one such as 0.92")]
+        text = f"the memory factor {memory_factor:g} cannot be lowered"
+        return [fail(subject, text, "give a factor such as 0.92")]
     if cards > _MAX_LINKS:
         return [
             fail(
                 subject,
                 f"{cards} cards are more than one pool can link",
-                f"split them: at most {_MAX_LINKS} cards a pool",
+                f"divide them among several pools, each with at most {_MAX_LINKS} cards",
             )
         ]
     links = cards - 1
@@ -175,34 +185,34 @@ def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
             f"lower it from {memory_factor:.2f} to {lowered:.2f}, which frees {hundredths * _MB_PER_HUNDREDTH} MB; "
             f"to {most:.2f} if cards may be added later (up to {_MAX_LINKS})"
             if hundredths
-            else f"{memory_factor:.2f} may stay; {most:.2f} if cards may be added later (up to {_MAX_LINKS})",
+            else f"{memory_factor:.2f} is low enough; {most:.2f} if cards may be added later (up to {_MAX_LINKS})",
         ),
     ]
 
 
 def context_cost(cards: int, kv_bytes: int | None, cards_per_model: int = 1) -> list[Finding]:
-    """Report how much shorter a context fits after the memory factor is lowered for the links of ``cards``.
+    """Report by how many tokens the context becomes shorter if the memory factor is lowered for the links.
 
     Args:
-        cards: number of cards in the pool, at most as many as it can link.
-        kv_bytes: bytes of one token of the model; None: not known.
-        cards_per_model: cards that may share one sequence's KV.
+        cards: number of cards in the pool, at most ``_MAX_LINKS``.
+        kv_bytes: bytes of the KV of one token; None: not known.
+        cards_per_model: number of cards among which the KV of a sequence may be divided.
     """
     hundredths = _count_hundredths(cards)
     if not hundredths:
         return []
     mb = hundredths * _MB_PER_HUNDREDTH
     text = f"the lower factor leaves {mb} MB less for KV on every card, so a shorter context fits"
-    remedy = "keep maxSeqLen and the number of sequences within what is left"
+    remedy = "lower maxSeqLen or the number of sequences, so that they fit into the memory that is left"
     if kv_bytes is None:
-        return [warn("context", text, f"{remedy}; --model FOLDER shows how many tokens less")]
+        return [warn("context", text, f"{remedy}; --model FOLDER shows how many tokens are lost")]
     tokens = mb * 10**6 // kv_bytes
-    text += f": about {tokens} tokens less at {format_bytes(kv_bytes)} of KV a token, if one card holds all of it"
+    text += f": about {tokens} tokens less at {format_bytes(kv_bytes)} of KV per token, if one card has all of the KV"
     if cards_per_model > 1:
-        text += f", and up to {tokens * cards_per_model} if the model's {cards_per_model} cards share it"
+        text += f", and up to {tokens * cards_per_model} if it is divided among the model's {cards_per_model} cards"
     return [warn("context", text, remedy)]
 
 
 def _count_hundredths(cards: int) -> int:
-    """Return the reduction of the memory factor, in steps of 0.01, that the links of ``cards`` need."""
+    """Return the number of steps of 0.01 by which the links of ``cards`` cards lower the memory factor."""
     return math.ceil((cards - 1) * _MB_PER_LINK / _MB_PER_HUNDREDTH)

@@ -1,4 +1,4 @@
-"""Measure a pool: throughput and latency as an engine gets them, compared with the bare store."""
+"""Measure the throughput and latency of a pool, with all wrappers and without (the bare store)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ __all__ = ["add_arguments", "run"]
 
 @dataclass(frozen=True)
 class _Row:
-    """Measurements of one operation through one path: bytes per second (None: no data moves), seconds per batch."""
+    """Measurements of one operation, through the bare store or the full stack.
+
+    Attributes:
+        bytes_per_second: None for an operation that moves no data.
+        median_seconds: median time of a batch; ``worst_seconds`` and ``min_seconds``: longest and shortest time.
+        batches: number of measured batches.
+    """
 
     operation: str
     through: str
@@ -49,13 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, default=16, metavar="N", help="blocks in a batch (default 16)")
     parser.add_argument("--batches", type=int, default=5, metavar="N", help="batches of each operation (default 5)")
     parser.add_argument(
-        "--warm-up", type=int, default=1, metavar="N", help="batches before those, which do not count (default 1)"
+        "--warm-up", type=int, default=1, metavar="N", help="batches before the measurement (default 1)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the measurements; remove the blocks from the pool, however the measurement ends.
+    """Measure the pool and print the measurements. The blocks of the measurement are removed in any case.
 
     Raises:
         ConfigError: the configuration or an argument cannot be used.
@@ -64,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("kvstore_backend").setLevel(logging.ERROR)
     config = read_config(arguments.config)
     if config is None:
-        raise ConfigError("the configuration says that there is no pool")
+        raise ConfigError('the configuration turns the pool off ("backend": ""); name a pool')
     try:
         block_bytes = parse_size(arguments.block_size)
     except ValueError as exc:
@@ -89,20 +95,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Meter:
-    """Memory to move blocks from and to, and one row of measurements for each operation."""
+    """Measures operations, with memory from and to which it moves blocks."""
 
     def __init__(self, block_bytes: int, blocks: int, batches: int, warm_up: int, tell: Tell | None = None) -> None:
-        """Allocate the memory.
+        """Allocate the memory for one batch.
 
         Raises:
-            ConfigError: the machine has not enough memory for one batch.
+            ConfigError: the machine does not have enough memory for one batch.
         """
         nbytes = block_bytes * blocks
         try:
             self._source = np.frombuffer(os.urandom(nbytes), dtype=np.uint8).copy()
             self._target = np.zeros_like(self._source)
         except (MemoryError, OverflowError):
-            text = f"--blocks of --block-size are {nbytes} bytes, more than this machine has room for"
+            text = f"--blocks of --block-size are {nbytes} bytes, which is more memory than this machine has"
             raise ConfigError(text) from None
         self._block_bytes = block_bytes
         self._blocks = blocks
@@ -118,7 +124,10 @@ class _Meter:
             register(memory.ctypes.data, memory.nbytes)
 
     def measure(self, through: str, put: _Move, get: _Move, exists: _LookUp) -> None:
-        """Put batches of new blocks, look them up and get them. In the first batches connections are not warm yet."""
+        """Measure puts of batches of new blocks, then their look-ups, then their reads.
+
+        The warm-up batches are not measured, because connections are opened in them.
+        """
         number = self._warm_up + self._batches
         batches = [[os.urandom(32) for _ in range(self._blocks)] for _ in range(number)]
         sources, targets = _values(self._source, self._block_bytes), _values(self._target, self._block_bytes)
@@ -129,7 +138,7 @@ class _Meter:
             self._time_batches("get", through, nbytes, lambda hashes: get(hashes, targets), batches),
         ]
         if not np.array_equal(self._source, self._target):
-            raise PoolUnavailable(f"{through}: what was read is not what was stored")
+            raise PoolUnavailable(f"{through}: the bytes read differ from the bytes stored")
 
     def _time_batches(
         self,
@@ -139,9 +148,10 @@ class _Meter:
         call: _LookUp,
         batches: Sequence[Sequence[bytes]],
     ) -> _Row:
-        """Time ``call`` over the batches that count.
+        """Call ``call`` with each batch, and return the measurements without the warm-up batches.
 
-        ``call`` must return the number of blocks for which it succeeded.
+        Raises:
+            PoolUnavailable: ``call`` returned another number than the number of blocks in the batch.
         """
         seconds = []
         for hashes in batches:
@@ -153,8 +163,8 @@ class _Meter:
                 self._tell(self._done, f"{operation}, {through}")
             if done != len(hashes):
                 raise PoolUnavailable(
-                    f"{operation} through the {through} did {done} of {len(hashes)} blocks: the pool may be too small "
-                    f"for {len(batches)} batches of them; try fewer --batches or --blocks"
+                    f"{operation} through the {through} succeeded for {done} of {len(hashes)} blocks; the pool may be "
+                    f"too small for {len(batches)} batches; try fewer --batches or --blocks"
                 )
         counted = seconds[self._warm_up :]
         rate = nbytes * len(counted) / sum(counted) if nbytes else None
@@ -184,7 +194,7 @@ def _measure_bare_store(meter: _Meter, config: PoolConfig, namespace: Namespace)
 
 def _measure_full_stack(meter: _Meter, config: PoolConfig, namespace: Namespace) -> None:
     try:
-        # The pool is measured, not the queue before it, so writes are synchronous.
+        # Writes in the background are off, because their time would be that of the queue, not of the pool.
         with open_pool(replace(config, async_write=False), namespace, CollectorRegistry(), background=False) as pool:
             meter.register_memory(pool.register)
             meter.measure(
@@ -194,14 +204,14 @@ def _measure_full_stack(meter: _Meter, config: PoolConfig, namespace: Namespace)
                 pool.lookup,
             )
     finally:
-        # Not through the pool: a save that Ctrl-C interrupted may still run in it while it is open.
+        # The blocks are removed after the pool was closed: after Ctrl-C, a save may still run in an open pool.
         for each in (config, *([PoolConfig(config.fast)] if config.fast else [])):
             with contextlib.closing(open_store(each)) as store:
                 _clear_blocks(store, namespace)
 
 
 def _clear_blocks(store: StorageBackend, namespace: Namespace) -> None:
-    """Remove this run's blocks, also with leases: no other client can know their keys."""
+    """Remove the blocks of this run, also blocks with a lease, because no other client knows their keys."""
     if not store.clear(namespace.prefix):
         print(f"kvstore: blocks of this run stay in the pool until they are evicted: {store!r}", file=sys.stderr)
 
@@ -212,8 +222,8 @@ def _values(memory: np.typing.NDArray[np.uint8], block_bytes: int) -> list[Value
 
 
 def _print_rows(rows: Sequence[_Row], block_bytes: int, blocks: int) -> None:
-    """Print a table; each row of the full stack is below the row of the bare store."""
-    print(f"{rows[0].batches} batches of {blocks} blocks of {format_bytes(block_bytes)}; times are a batch's")
+    """Print a table of the measurements, sorted by operation: first the bare store, then the full stack."""
+    print(f"{rows[0].batches} batches of {blocks} blocks of {format_bytes(block_bytes)}; times are per batch")
     bare = {row.operation: row for row in rows if row.through == "bare store"}
     print_table(
         ("operation", "through", "GB/s", "min", "median", "max", "median / bare"),

@@ -1,12 +1,15 @@
-"""Checks of a configuration that move no block, one function a concern."""
+"""Checks of ``kvstore doctor`` that move no block. Each function checks one subject."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import importlib.metadata
+import importlib.util
+import mmap
 import os
 import resource
+import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +38,7 @@ from kvstore_backend.stores.ssd_folder import DEFAULT_FOLDER
 
 __all__ = [
     "check_capacity",
+    "check_events",
     "check_folder",
     "check_hostname",
     "check_library",
@@ -61,18 +65,18 @@ _WHEELS = (
 # Libraries of CANN, which the build for Ascend cards needs.
 _CANN_LIBRARIES = ("libascendcl", "libllm_datadist", "libmetadef", "libhccl", "libhixl")
 _FULL_SHARE = 0.95
-# A master evicts from here on, unless --eviction_high_watermark_ratio was set; the master does not report it.
+# Default of --eviction_high_watermark_ratio, which the master does not report: share of memory at which it evicts.
 _WATERMARK = 0.9
 _PROMPT_TOKENS = 1000
-# Share of the disk that Mooncake's offloading takes by default.
+# Share of the disk that Mooncake's offloading may use by default.
 _SSD_SHARE = 0.9
 
 
 def check_library(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Check Mooncake's Python module, its shared libraries, and the build options that these settings need."""
+    """Check that Mooncake's Python module and its shared libraries can be loaded, with the clients that they need."""
     missing = {name: package for name, package in _SYSTEM_LIBRARIES.items() if not _can_load(name)}
     for name, package in missing.items():
-        yield fail("library", f"{name} is missing, which Mooncake needs", f"on Debian: apt-get install {package}")
+        yield fail("library", f"Mooncake needs {name}, which is missing", f"on Debian: apt-get install {package}")
     if missing:
         return
     set_native_defaults()
@@ -110,7 +114,7 @@ def _can_load(name: str) -> bool:
 
 
 def find_wheels() -> dict[str, str]:
-    """Return the installed distributions of Mooncake with their versions; a build from source has another name."""
+    """Return the installed distributions of Mooncake from PyPI, with their versions."""
     versions = {}
     for wheel in _WHEELS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -118,18 +122,47 @@ def find_wheels() -> dict[str, str]:
     return versions
 
 
+def check_events() -> Iterator[Finding]:
+    """Report whether the master in this machine's Mooncake can publish KV events.
+
+    A master that was built without ZeroMQ accepts the flags for KV events and publishes nothing. A master with ZeroMQ
+    contains the name of the function ``zmq_bind``.
+    """
+    program = _find_master_program()
+    if program is None:
+        return
+    with program.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if content.find(b"zmq_bind") >= 0:
+            text = "can publish KV events (--enable_kv_events); no instance or router of this project reads them"
+        elif content.find(b"enable_kv_events") >= 0:
+            text = "publishes no KV events, although it accepts --enable_kv_events"
+        else:
+            text = "publishes no KV events"
+    yield ok("KV events", f"this build's master {text}")
+
+
+def _find_master_program() -> Path | None:
+    """Return the path of Mooncake's native master program: in Mooncake's package, else on the ``PATH``."""
+    package = importlib.util.find_spec("mooncake")
+    folders = package.submodule_search_locations if package is not None else None
+    found = [Path(folder, "mooncake_master") for folder in folders or ()]
+    if on_path := shutil.which("mooncake_master"):
+        found.append(Path(on_path))
+    return next((each for each in found if os.access(each, os.R_OK) and each.stat().st_size), None)
+
+
 def check_protocol(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Check whether this machine has the devices that the protocol needs."""
+    """Check whether this machine has the devices and permissions that the protocol needs."""
     present = list_rdma_devices()
     if settings.protocol == "ascend":
-        yield warn("protocol", "ascend is passed on to Mooncake as it is; its links cannot be checked from here")
+        yield warn("protocol", "ascend is passed to Mooncake unchanged; its links cannot be checked here")
         return
     if settings.protocol == "tcp":
         if present:
             yield warn(
                 "protocol",
                 f"tcp is used though this machine has RDMA devices ({', '.join(present)})",
-                "say protocol rdma, in every client of the pool, unless tcp is intended",
+                "set protocol to rdma in every client of the pool, unless you want tcp",
             )
         else:
             yield ok("protocol", "tcp; this machine has no RDMA device")
@@ -157,11 +190,12 @@ def check_protocol(settings: MooncakeSettings) -> Iterator[Finding]:
 
 
 def check_hostname(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Check whether other machines can reach this machine by the name that it announces."""
+    """Check whether ``local_hostname`` is a name by which other machines can reach this machine."""
     name, subject = settings.local_hostname, "local_hostname"
     remedy = "leave local_hostname out, or give an address of this machine that the others reach"
     if not name and settings.ha_backend == "k8s":
-        yield fail(subject, "not given, and masters behind k8s:// do not show it", "set MOONCAKE_LOCAL_HOSTNAME")
+        text = "not given, and with masters behind k8s:// it cannot be found"
+        yield fail(subject, text, "set MOONCAKE_LOCAL_HOSTNAME")
         return
     if not name:
         yield ok(subject, "not given: the address from which this machine reaches the master")
@@ -179,7 +213,7 @@ def check_hostname(settings: MooncakeSettings) -> Iterator[Finding]:
         return
     masters = settings.list_servers(settings.master_server_addr)
     if _is_loopback(name) and not any(_is_loopback(each.rpartition(":")[0]) for each in masters):
-        yield warn(subject, f"{name} means to every other machine that machine itself", remedy)
+        yield warn(subject, f"every other machine resolves {name} to itself", remedy)
         return
     yield ok(subject, f"{name} is an address of this machine")
 
@@ -189,22 +223,22 @@ def _is_loopback(name: str) -> bool:
 
 
 def check_memory(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Check whether the machine has the memory that the configuration gives to the pool."""
+    """Check whether this machine has the memory that each process gives to the pool."""
     needed = settings.global_segment_size + settings.local_buffer_size
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) << 10
             text = (
-                f"{format_bytes(needed)} are taken of {format_bytes(available)} free on this machine, by each process"
+                f"each process uses {format_bytes(needed)} of the {format_bytes(available)} that this machine has free"
             )
             if needed > available:
-                yield fail("memory", text, "lower global_segment_size, or stop what else uses memory")
+                yield fail("memory", text, "lower global_segment_size, or stop other programs that use memory")
             else:
                 yield ok("memory", text)
 
 
 def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Check whether Mooncake accepts the folder for blocks that do not fit in memory, and the disk has space."""
+    """Check whether Mooncake accepts the folder for SSD offload, and whether the disk has enough space."""
     if not settings.enable_ssd_offload:
         return
     path = Path(settings.ssd_offload_path or DEFAULT_FOLDER)
@@ -213,19 +247,19 @@ def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = No
         return
     if (blocks := offload_bucket(environ)) != "1":
         text = f"MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT is {blocks}: Mooncake loses blocks in buckets that are not full"
-        yield warn("ssd", text, "unset it: each block is then a file of its own")
+        yield warn("ssd", text, "unset it, so that each block gets its own file")
     limit = offload_limit(environ)
     disk = os.statvfs(path)
     room = disk.f_bavail * disk.f_frsize
     used = sum(each.stat().st_blocks * 512 for each in path.rglob("*") if each.is_file())
     wanted = limit or int(_SSD_SHARE * disk.f_blocks * disk.f_frsize)
     text = (
-        f"{path} holds {format_bytes(used)}, and may take {format_bytes(wanted)}"
+        f"{path} has {format_bytes(used)}, and may have {format_bytes(wanted)}"
         f"{'' if limit else ', 90 % of its filesystem'}; {format_bytes(room)} are free there"
     )
-    remedy = "make room, or set MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE to the bytes that it may take"
+    remedy = "free space, or set MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE to the bytes that the folder may have"
     if room < settings.global_segment_size and used < wanted:
-        yield warn("ssd", f"{text}: less than the memory that it is to extend", remedy)
+        yield warn("ssd", f"{text}: less than the memory of this client (global_segment_size)", remedy)
     elif used + room < wanted:
         yield warn("ssd", f"{text}: writes will fail before Mooncake begins to evict", remedy)
     else:
@@ -233,26 +267,29 @@ def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = No
 
 
 def _find_ssd_refusal(path: Path) -> str:
-    """Return why Mooncake (``FileStorageConfig::ValidatePath``) would refuse this folder; empty if it would not."""
+    """Return why Mooncake (``FileStorageConfig::ValidatePath``) would refuse a folder; empty: it would accept it."""
     if not path.is_absolute() or ".." in path.parts:
-        return "is no absolute path without .."
+        return "is not an absolute path without .."
     if path.is_symlink():
         return "is a symbolic link"
     if not path.is_dir():
-        return "is no folder" if path.exists() else "does not exist"
-    return "" if os.access(path, os.W_OK) else "may not be written by this user"
+        return "is not a folder" if path.exists() else "does not exist"
+    return "" if os.access(path, os.W_OK) else "is not writable for this user"
 
 
 def check_master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
     """Check whether a master can be reached.
 
-    Returns the findings, and the ``host:port`` of the leading master, which is empty if it is not known.
+    Returns:
+        The findings, and the ``host:port`` of the leading master; empty if it is not known.
     """
     if settings.ha_backend == "etcd":
         return _find_leader(settings)
     if settings.ha_backend:
-        known = f"{settings.master_server_addr} knows which master leads; it is not asked"
-        return [warn("master", known, "its metrics and flags are not looked at: kvstore stats mooncake://LEADER")], ""
+        text = f"the leading master is registered at {settings.master_server_addr}, which is not read by this command"
+        return [
+            warn("master", text, "its metrics and flags are not checked here; use kvstore stats mooncake://LEADER")
+        ], ""
     address = settings.master_server_addr
     remedy = f"start one there: kvstore master --port {address.rpartition(':')[2]}; or correct master_server_addr"
     try:
@@ -264,8 +301,8 @@ def check_master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
         return [
             fail(
                 "master",
-                f"what listens at {address} does not answer: it is not a Mooncake master, or one that hangs",
-                "ss -tlnp shows what listens there; restart the master, or correct master_server_addr",
+                f"the server at {address} does not answer: it is not a Mooncake master, or it hangs",
+                "ss -tlnp shows which process listens there; restart the master, or correct master_server_addr",
             )
         ], ""
     if response.startswith(b"HTTP/"):
@@ -278,9 +315,9 @@ def check_master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
         ], ""
     if response:
         return [
-            fail("master", f"what answers at {address} is not a Mooncake master: it says {response[:30]!r}", remedy)
+            fail("master", f"the server at {address} is not a Mooncake master: it answers {response[:30]!r}", remedy)
         ], ""
-    return [ok("master", f"something that behaves like a Mooncake master answers at {address}")], address
+    return [ok("master", f"a server that behaves like a Mooncake master answers at {address}")], address
 
 
 def _find_leader(settings: MooncakeSettings) -> tuple[list[Finding], str]:
@@ -302,11 +339,12 @@ def _find_leader(settings: MooncakeSettings) -> tuple[list[Finding], str]:
                 "(MC_STORE_CLUSTER_ID)",
             )
         ], ""
-    return [ok("etcd", f"{where} says that the master at {leader} leads the cluster {settings.cluster_id}")], leader
+    text = f"the master at {leader} leads the cluster {settings.cluster_id}, according to {where}"
+    return [ok("etcd", text)], leader
 
 
 def _listens_on_all(port: int) -> bool:
-    """Whether a process on this machine listens at this port on every address, as far as /proc shows."""
+    """Return whether a process on this machine listens at a port on all addresses, according to ``/proc``."""
     try:
         lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     except OSError:
@@ -315,7 +353,7 @@ def _listens_on_all(port: int) -> bool:
 
 
 def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Check whether the metadata server answers like one."""
+    """Check whether a metadata server answers at the configured URL."""
     url = settings.metadata_server
     scheme = url.partition("://")[0]
     if scheme in ("etcd", "redis"):
@@ -334,13 +372,15 @@ def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
         yield fail("metadata", f"no metadata server answers at {url} ({exc})", remedy)
         return
     if "metadata not found" not in response.text:
-        text = f"what answers at {url} is not Mooncake's metadata server: status {response.status_code}"
+        text = f"the server at {url} is not Mooncake's metadata server: it answers with status {response.status_code}"
         yield fail("metadata", text, f"the path is /metadata, the port --http_metadata_server_port; or {remedy}")
         return
     if _listens_on_all(urlsplit(url).port or 80) and (urlsplit(url).hostname or "").startswith(("127.", "localhost")):
-        text = f"the metadata server of {url} listens on all addresses of this machine, as Mooncake has it"
+        text = f"the metadata server of {url} listens on all addresses of this machine, as Mooncake's always does"
         yield warn(
-            "metadata", text, "close its port to others, or start the master without: kvstore master --metadata-port 0"
+            "metadata",
+            text,
+            "close its port to other machines, or start the master without it: kvstore master --metadata-port 0",
         )
         return
     yield ok("metadata", f"a metadata server answers at {url}")
@@ -351,7 +391,7 @@ def _check_metadata_in(scheme: str, url: str, servers: Sequence[str]) -> Iterato
     for server in servers:
         host, _, port = server.rpartition(":")
         with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):
-            yield ok("metadata", f"what listens at {server} keeps the metadata ({url})")
+            yield ok("metadata", f"a server for the metadata answers at {server} ({url})")
             return
     yield fail(
         "metadata", f"no {scheme} answers at {url}", f"start {scheme} there, or use P2PHANDSHAKE in every client"
@@ -362,11 +402,11 @@ def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> Ma
     """Return the HTTP interface of a cluster's master.
 
     Args:
-        settings: settings that name the master.
-        metrics_address: address of that interface, as the user gave it.
+        settings: settings with the address of the master.
+        metrics_address: address of the HTTP interface, as the user gave it; None: try the usual ports.
 
     Raises:
-        PoolUnavailable: there is no master, or it does not answer on that interface.
+        PoolUnavailable: no master answers, or its HTTP interface does not answer.
     """
     findings, address = check_master(settings)
     if not address:
@@ -374,24 +414,26 @@ def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> Ma
     admin = find_admin(address, metrics_address)
     if admin is None:
         raise PoolUnavailable(
-            f"the master at {address} has no metrics on the usual ports: give --master-metrics HOST:PORT"
+            f"the master at {address} serves no metrics on the usual ports; give --master-metrics HOST:PORT"
         )
     return admin
 
 
 def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Finding]:
-    """Check whether the master is ready, and whether its flags and counters are as they should be."""
+    """Check whether the master is ready, and whether it refused writes because it had no memory."""
     if admin is None:
         yield warn(
             "master's flags",
-            f"the master at {address} does not answer: its metrics are not on the usual ports",
+            f"the master at {address} does not answer on the usual ports for metrics",
             "give --master-metrics HOST:PORT (its --metrics_port)",
         )
         return
     health = admin.fetch_health()
     if not health["service_ready"]:
         yield fail(
-            "master's flags", f"the master at {admin.address} is a {health['role']}, and not ready", "wait for it"
+            "master's flags",
+            f"the master at {admin.address} is a {health['role']} and not ready",
+            "wait until it is ready",
         )
         return
     yield ok(
@@ -404,20 +446,21 @@ def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Find
     if refused:
         yield warn(
             "master's flags",
-            f"{refused} writes have found no room since the master started",
-            "more memory (global_segment_size), or an earlier eviction (--eviction_high_watermark_ratio=0.85)",
+            f"the master has refused {refused} writes since its start, because it had no free memory",
+            "give the pool more memory (global_segment_size), or let eviction begin earlier "
+            "(--eviction_high_watermark_ratio=0.85)",
         )
 
 
 def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Finding]:
-    """Check whether the master knows this tenant, and prevents each tenant from evicting the others' blocks."""
+    """Check whether the master has a quota for this tenant, and whether all quotas together fit into the pool."""
     subject, name = "tenant", settings.tenant_id
     if not admin.has_tenants():
-        yield ok(subject, "the master has one tenant: every client that reaches it may read and remove every block")
+        yield ok(subject, "the master has one tenant: all clients that reach it may read and remove all blocks")
         if name != DEFAULT_TENANT:
             yield warn(
                 subject,
-                f"{name!r} has no quota of its own: the master does not separate tenants; only the names of blocks do",
+                f"{name!r} has no quota, because the master does not separate tenants; tenants have only separate keys",
                 "start the master with --tenants FILE, or leave tenant_id out",
             )
         return
@@ -436,16 +479,16 @@ def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Fi
     if promised > _WATERMARK * capacity:
         yield warn(
             subject,
-            f"all quotas together are {format_bytes(promised)} of a pool of {format_bytes(capacity)}: when "
-            f"{_WATERMARK:.0%} are full the master evicts the oldest blocks of all tenants",
-            "lower the quotas, so that together they stay below --eviction_high_watermark_ratio of the memory",
+            f"the sum of all quotas is {format_bytes(promised)}, and the pool has {format_bytes(capacity)}: when "
+            f"{_WATERMARK:.0%} of it is used, the master evicts the oldest blocks of all tenants",
+            "lower the quotas until their sum is below --eviction_high_watermark_ratio of the memory",
         )
 
 
 def check_capacity(
     settings: MooncakeSettings | FileSettings, admin: MasterAdmin | None, kv_bytes: int | None
 ) -> Iterator[Finding]:
-    """Check whether the pool has capacity, and for how much of the model's KV."""
+    """Check the capacity of the pool, in bytes and in tokens of the model."""
     others = used = 0
     if isinstance(settings, FileSettings):
         own, setting = find_size(settings.path, settings.size), "size"
@@ -455,7 +498,9 @@ def check_capacity(
             segments = admin.list_segments()
             others, used = sum(each.capacity for each in segments), sum(each.used for each in segments)
     total = own + others
-    text = f"{format_bytes(own)} from each process like this one, {format_bytes(others)} from those that have joined"
+    text = (
+        f"each process like this one gives {format_bytes(own)}, and those that have joined give {format_bytes(others)}"
+    )
     if isinstance(settings, FileSettings):
         text = f"{format_bytes(own)} for all processes of this machine"
     if kv_bytes is not None:
@@ -463,16 +508,16 @@ def check_capacity(
         text += f"; {_PROMPT_TOKENS} tokens of the model take {format_bytes(prompt)}"
         if total < prompt:
             yield fail(
-                "capacity", text, f"raise {setting} to at least {format_bytes(prompt)}, better to many times that"
+                "capacity", text, f"raise {setting} to at least {format_bytes(prompt)}, better to many times that size"
             )
             return
-        text += f", so it holds {total // kv_bytes} tokens"
+        text += f", so the pool has space for {total // kv_bytes} tokens"
     if total == 0:
         yield fail(
-            "capacity", "no client gives the pool memory", "set global_segment_size in some client, such as 4GiB"
+            "capacity", "no client gives memory to the pool", "set global_segment_size in a client, such as 4GiB"
         )
     elif others and used > _FULL_SHARE * others:
-        yield warn("capacity", f"{text}; {used / others:.0%} are used", "it evicts; give it more memory")
+        yield warn("capacity", f"{text}; {used / others:.0%} are used", "the pool evicts blocks; give it more memory")
     else:
         yield ok("capacity", text)
 
@@ -480,22 +525,23 @@ def check_capacity(
 def check_sharing(settings: MooncakeSettings, admin: MasterAdmin | None) -> Iterator[Finding]:
     """Check whether this process and the clients that have joined can read each other's memory."""
     segments = admin.list_segments() if admin is not None else []
-    shaking = settings.metadata_server == "P2PHANDSHAKE"
-    strangers = [each.name for each in segments if each.is_handshaking != shaking]
-    if strangers:
-        theirs = "a metadata server" if shaking else "P2PHANDSHAKE"
+    is_handshaking = settings.metadata_server == "P2PHANDSHAKE"
+    others = [each.name for each in segments if each.is_handshaking != is_handshaking]
+    if others:
+        theirs = "a metadata server" if is_handshaking else "P2PHANDSHAKE"
         yield fail(
             "sharing",
-            f"{len(strangers)} of {len(segments)} clients ({', '.join(strangers[:3])}) joined with {theirs}, this "
-            f"configuration says {settings.metadata_server}: neither can read what the other stored",
-            "use one metadata_server in every client",
+            f"{len(others)} of {len(segments)} clients ({', '.join(others[:3])}) joined with {theirs}, but this "
+            f"configuration has {settings.metadata_server}: these clients cannot read the blocks of this process, nor "
+            "the other way round",
+            "use one metadata_server in all clients",
         )
     elif segments:
         yield ok("sharing", f"{len(segments)} clients have joined in the same way")
 
 
 def check_folder(settings: FileSettings) -> Iterator[Finding]:
-    """Check whether the folder can be used, and has the space that the configuration promises."""
+    """Check whether the folder can be used, and whether its filesystem has space for the configured size."""
     path = settings.path
     existing = next(each for each in (path, *path.parents) if each.exists())
     if not existing.is_dir():
@@ -506,18 +552,18 @@ def check_folder(settings: FileSettings) -> Iterator[Finding]:
         yield fail("folder", f"{path} {reason}", remedy)
         return
     if not os.access(existing, os.W_OK | os.X_OK):
-        yield fail("folder", f"{existing} cannot be written to", "name another folder, or make it writable")
+        yield fail("folder", f"{existing} is not writable", "name another folder, or make it writable")
         return
     filesystem = os.statvfs(existing)
     room = filesystem.f_bavail * filesystem.f_frsize
     held = sum(block.nbytes for block in scan_blocks(path / "blocks"))
-    holds = (
-        f"holds {format_bytes(held)} of" if existing == path else "does not exist, is made when it is first used, for"
-    )
     size = find_size(path, settings.size)
-    text = f"{path} {holds} {format_bytes(size)}; its filesystem has {format_bytes(room)} free"
+    state = f"has {format_bytes(held)} of {format_bytes(size)}"
+    if existing != path:
+        state = f"does not exist; it will be created at its first use, for {format_bytes(size)}"
+    text = f"{path} {state}; its filesystem has {format_bytes(room)} free"
     if held + room < size:
-        remedy = "lower size, or make room: unused blocks may be deleted with the whole folder"
+        remedy = "lower size, or free space; the whole folder may be deleted to remove all blocks"
         if str(path).startswith("/dev/shm"):
             remedy += "; a container gets more with --shm-size"
         yield warn("folder", text, remedy)

@@ -1,4 +1,4 @@
-"""The command line: its commands, and the exit status of their errors."""
+"""Parses the command line, and runs one command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import NoReturn
 from kvcommon.hints import list_flags, suggest_name
 from kvcommon.versions import find_version
 from kvstore_backend.backend import KVStoreError
-from kvstore_backend.cli import bench, doctor, master, stats
+from kvstore_backend.cli import bench, certify, doctor, master, stats
 from kvstore_backend.cli.checks import find_wheels
 from kvstore_backend.cli.operator import clear, ls, pin, why_miss
 from kvstore_backend.config import wants_native_log
@@ -31,7 +31,7 @@ class Command:
 
     Attributes:
         summary: one sentence, for the list of commands.
-        add_arguments: declares its arguments.
+        add_arguments: declares the command's arguments.
         run: runs the command; returns the exit status, or raises ``KVStoreError`` with one sentence.
     """
 
@@ -41,7 +41,10 @@ class Command:
 
     @classmethod
     def of_module(cls, module: ModuleType) -> Command:
-        """Return the command of a module that has both functions and, as first line of its docstring, the summary."""
+        """Return the command of a module with the functions ``add_arguments`` and ``run``.
+
+        The summary is the first line of the module's docstring.
+        """
         return cls((module.__doc__ or "").splitlines()[0], module.add_arguments, module.run)
 
 
@@ -50,6 +53,7 @@ COMMANDS = {
     "bench": Command.of_module(bench),
     "stats": Command.of_module(stats),
     "master": Command.of_module(master),
+    "certify": Command.of_module(certify.command),
     "ls": Command.of_module(ls),
     "why-miss": Command.of_module(why_miss),
     "clear": Command.of_module(clear),
@@ -57,7 +61,7 @@ COMMANDS = {
     "unpin": Command("End the protection of blocks from eviction.", pin.add_unpin_arguments, pin.unpin),
 }
 """Commands by name."""
-# A command that takes longer to stop prints a message.
+# If a command takes longer to stop after Ctrl-C, it prints a message.
 _SILENT_SECONDS = 2.0
 
 
@@ -71,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KVStoreError as exc:
         print(f"kvstore: {exc}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader of our output has closed the pipe
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -80,14 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command and its arguments; end the process with a message if a command or flag is not known."""
-    parser = argparse.ArgumentParser(prog="kvstore", description="Look after a pool of KV blocks.")
+    """Parse the command and its arguments. For an unknown command or flag, end the process with a message."""
+    parser = argparse.ArgumentParser(prog="kvstore", description="Checks, measures and manages a pool of KV blocks.")
     parser.add_argument("--version", action="version", version=_describe_version())
     parser.add_argument(
         "--print-completion",
         choices=("bash", "zsh"),
         action=_PrintCompletion,
-        help="print what makes this shell complete commands and flags",
+        help="print the completion script of this shell",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     added = {}
@@ -109,7 +113,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class _PrintCompletion(argparse.Action):
-    """Action that ends the process, as ``--version`` does."""
+    """Action that prints the completion script of a shell and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, values: object, __: object = None) -> NoReturn:
         shtab = importlib.import_module("shtab")  # imported here, because nothing else needs it
@@ -118,17 +122,17 @@ class _PrintCompletion(argparse.Action):
 
 
 def _describe_version() -> str:
-    """Return our version, and those of the installed distributions of Mooncake."""
+    """Return the version of this project, and the versions of the installed distributions of Mooncake."""
     wheels = ", ".join(f"{wheel} {version}" for wheel, version in find_wheels().items())
     return f"kvstore {find_version()}; {wheels or 'no Mooncake'}"
 
 
 @contextlib.contextmanager
 def _silence_native_log(*, is_wanted: bool) -> Iterator[None]:
-    """Hide the messages that Mooncake's library writes to standard error; our own messages still appear.
+    """Hide the messages that Mooncake's library writes to standard error. Messages of ``kvstore`` still appear.
 
-    It reports each metadata entry that it does not find as an error, and also complains about its own log before that.
-    ``MC_LOG_LEVEL`` shows all of its messages.
+    The library logs errors that are none, for example for each metadata entry that does not exist. If ``MC_LOG_LEVEL``
+    is set, all messages of the library appear.
     """
     errors = sys.__stderr__
     if is_wanted or wants_native_log() or errors is None or sys.stderr is not errors:
@@ -153,7 +157,7 @@ def _silence_native_log(*, is_wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _announce_slow_stop() -> Iterator[None]:
-    """Print "stopping ..." if a command takes long to leave its pool after Ctrl-C."""
+    """Print "stopping ..." if a command takes longer than ``_SILENT_SECONDS`` to end after Ctrl-C."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield  # Ctrl-C is ignored here, or has another handler

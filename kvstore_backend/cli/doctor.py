@@ -1,4 +1,4 @@
-"""Name the faults of a pool and of its configuration, and their remedies."""
+"""Find the faults of a pool and of its configuration, and print their remedies."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ from kvstore_backend.stores.mooncake_admin import find_admin
 
 __all__ = ["TRIAL_NAMESPACE", "add_arguments", "diagnose", "native_log_to", "run", "try_pool"]
 
-# Tokens; the smallest unit that engines share is a block.
+# Tokens of the smallest usual block. A shorter hit is not possible.
 _SMALLEST_BLOCK = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore doctor``."""
     parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a checkpoint whose KV the pool is to hold")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="checkpoint whose KV the pool will store")
     parser.add_argument(
         "--instance",
         metavar="URL",
-        help="an idle instance of that checkpoint: loading from the pool is compared with its computing",
+        help="an idle instance of that checkpoint, to compare loading from the pool with computing",
     )
     parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
     parser.add_argument(
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; return 0 only if the pool can be used."""
-    logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)  # its warnings are findings here
+    logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)  # the findings contain the warnings of the log
     findings = list(diagnose(arguments))
     usable = all(finding.level != "fail" for finding in findings)
     is_tried = any(finding.subject == "trial" for finding in findings)
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _conclude(usable: bool, is_tried: bool, arguments: argparse.Namespace) -> str:
-    """Return the last line for the operator; it claims no more than was tried."""
+    """Return the last line of the output: whether the pool can be used."""
     if arguments.cards is not None and arguments.config is None:
         return f"{'such a pool can be built' if usable else 'no such pool can be built'}; only sizes were computed"
     if usable and is_tried:
@@ -90,7 +90,7 @@ def _conclude(usable: bool, is_tried: bool, arguments: argparse.Namespace) -> st
 
 
 def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Return all findings, in the order in which they should be repaired."""
+    """Yield all findings, in the order in which the operator should repair them."""
     kv_bytes = None
     if arguments.model is not None:
         try:
@@ -118,13 +118,13 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield fail("configuration", str(exc))
         return
     if config is None:
-        yield fail("configuration", "it says that there is no pool", 'say "backend": "mooncake" in kvPoolConfig')
+        yield fail("configuration", "it turns the pool off", 'set "backend": "mooncake" in kvPoolConfig')
         return
     yield ok("configuration", _describe_config(config))
     if overridden := describe_override(arguments.config, environ=environ):
         yield warn("configuration", overridden, "set the variable for every process here that joins the pool")
     if unknown := describe_unknown(arguments.config, environ=environ):
-        yield warn("configuration", unknown, "correct their names, or take them out")
+        yield warn("configuration", unknown, "correct their names, or remove them")
     if isinstance(config.fast, FileSettings):
         yield from checks.check_folder(config.fast)
     match config.store:
@@ -133,12 +133,16 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
         case FileSettings():
             yield from _diagnose_file(config, config.store, kv_bytes, arguments.instance)
         case MemorySettings():
-            yield warn("sharing", "memory is each process's own; nothing is shared", "mooncake, or file on one machine")
+            yield warn(
+                "sharing",
+                "a memory pool belongs to one process, so nothing is shared",
+                "use mooncake, or a file pool on one machine",
+            )
             yield from _try_and_compare(config, config, kv_bytes, arguments.instance)
 
 
 def _size_links(cards: int, memory_factor: float, kv_bytes: int | None, cards_per_model: int = 1) -> Iterator[Finding]:
-    """Report the memory that the links of a pool's cards take, and the context length that this costs."""
+    """Report the memory for the links between a pool's cards, and how much shorter the context length becomes."""
     findings = hccl_sizing(cards, memory_factor)
     yield from findings
     if all(finding.level != "fail" for finding in findings):
@@ -146,7 +150,7 @@ def _size_links(cards: int, memory_factor: float, kv_bytes: int | None, cards_pe
 
 
 def _diagnose_mindie(path: Path, arguments: argparse.Namespace, kv_bytes: int | None) -> Iterator[Finding]:
-    """Report mistakes that MindIE's server would find in its ``config.json``, and the memory of its cards' links."""
+    """Report the mistakes in the ``config.json`` of a MindIE server, and the memory for the links of its cards."""
     mistakes = list(find_mistakes(path))
     yield from (fail("MindIE", each.text) if each.is_fatal else warn("MindIE", each.text) for each in mistakes)
     if any(mistake.is_fatal for mistake in mistakes):
@@ -155,15 +159,15 @@ def _diagnose_mindie(path: Path, arguments: argparse.Namespace, kv_bytes: int | 
     server = read_server(path)
     if server.pool is None:
         return
-    yield ok("MindIE", f"its server would take {path}: the prefix cache is on in every model")
+    yield ok("MindIE", f"its server would accept {path}: the prefix cache is on in every model")
     if kv_bytes is None and server.model is not None:
         with contextlib.suppress(ConfigError):  # the weights may be missing on this machine
             kv_bytes = kv_bytes_per_token(server.model)
     if arguments.cards is None and server.cards:
         yield warn(
             "cards",
-            f"this server has {server.cards}; every card of the pool is linked to every other",
-            "give --cards the number of all servers of the pool together",
+            f"this server has {server.cards}, but every card of the pool is linked to every other card",
+            "give --cards the number of cards in all servers of the pool",
         )
     if cards := arguments.cards if arguments.cards is not None else server.cards:
         yield from _size_links(cards, arguments.memory_factor, kv_bytes, server.cards_per_model)
@@ -179,6 +183,7 @@ def _diagnose_mooncake(
     found_master, address = checks.check_master(settings)
     findings = [
         *checks.check_library(settings),
+        *checks.check_events(),
         *checks.check_protocol(settings),
         *(ascend.check_machine(needs_buffers=is_mindie) if settings.protocol == "ascend" else ()),
         *checks.check_hostname(settings),
@@ -195,16 +200,16 @@ def _diagnose_mooncake(
         if admin is not None:
             findings += checks.check_tenants(settings, admin)
             if any(segment.capacity for segment in admin.list_segments()):
-                # Measure the memory of other processes, where most hits come from, not this process's own.
+                # Loads are measured from the memory of other processes, because most hits are there.
                 measured = replace(settings, global_segment_size=0)
         findings += [*checks.check_capacity(settings, admin, kv_bytes), *checks.check_sharing(settings, admin)]
     except (httpx.HTTPError, ValueError) as exc:
-        text = f"what the master reports about itself cannot be read: {exc}"
+        text = f"the master's report about itself cannot be read: {exc}"
         findings.append(warn("master's flags", text, "check that --master-metrics is this master's --metrics_port"))
     yield from findings
     if all(finding.level != "fail" for finding in findings):
-        # Not in the folder itself: a client that joins with the folder removes files that another client is still
-        # writing.
+        # The trial uses another SSD folder: a client that joins with a folder removes the files that another client is
+        # writing there.
         with tempfile.TemporaryDirectory(prefix="kvstore-doctor-") as folder:
             tried, measured = (replace(each, ssd_offload_path=folder) for each in (settings, measured))
             yield from _try_and_compare(
@@ -222,8 +227,8 @@ def _diagnose_file(
     if settings.path.exists():
         yield from _try_and_compare(config, config, kv_bytes, instance)
         return
-    # The trial uses another folder of the same filesystem: a trial must not create the folder of a pool that is unused
-    # or misspelt.
+    # The trial uses another folder in the same filesystem, because the configured path may be mistyped, and must not be
+    # created.
     parent = next(each for each in settings.path.parents if each.exists())
     with tempfile.TemporaryDirectory(prefix=".kvstore-doctor-", dir=parent) as folder:
         elsewhere = replace(config, store=replace(settings, path=Path(folder)))
@@ -233,7 +238,10 @@ def _diagnose_file(
 def _try_and_compare(
     config: PoolConfig, measured: PoolConfig, kv_bytes: int | None, instance: str | None
 ) -> Iterator[Finding]:
-    """Try ``config``; if the trial succeeds, compare loading from ``measured`` with computing on an instance."""
+    """Try the pool of ``config``. If the trial succeeds and ``instance`` is given, compare loading with computing.
+
+    Loads are measured with the configuration ``measured``.
+    """
     findings = try_pool(config)
     yield from findings
     if instance is None or any(finding.level == "fail" for finding in findings):
@@ -241,8 +249,8 @@ def _try_and_compare(
     if kv_bytes is None:
         yield warn(
             "worth it",
-            "loading cannot be compared with computing: the size of the instance's KV is not known",
-            "give --model the folder of its checkpoint",
+            "loading cannot be compared with computing, because the size of the instance's KV is not known",
+            "give --model the folder of the instance's checkpoint",
         )
         return
     url = instance if "://" in instance else f"http://{instance}"
@@ -251,11 +259,12 @@ def _try_and_compare(
             loading = time_loading(measured, kv_bytes)
         yield _judge_pool(Comparison(*loading, time_computing(url)), kv_bytes)
     except (PoolUnavailable, InstanceUnavailable) as exc:
-        yield warn("worth it", f"loading could not be compared with computing: {exc}", "try again, or leave --instance")
+        text = f"loading could not be compared with computing: {exc}"
+        yield warn("worth it", text, "try again, or leave out --instance")
 
 
 def _judge_pool(comparison: Comparison, kv_bytes: int) -> Finding:
-    """Judge the pool, with measurements for a prompt of 1000 tokens."""
+    """Return the finding whether loading is faster than computing, with the times for 1000 tokens."""
     load, compute = comparison.seconds_to_load(1000), 1000 * comparison.compute_seconds
     text = (
         f"1000 tokens of KV ({format_bytes(1000 * kv_bytes)}) take {_format_ms(load)} to load, and this instance "
@@ -265,11 +274,12 @@ def _judge_pool(comparison: Comparison, kv_bytes: int) -> Finding:
     if least is None:
         return warn(
             "worth it",
-            f"this pool loses: {text}",
-            "a quicker network or protocol, or smaller blocks (kv=int8); until then instances compute such hits",
+            f"loading is slower than computing: {text}",
+            "use a faster network or protocol, or smaller blocks (kv=int8); until then instances compute "
+            "instead of loading",
         )
-    pays = "every hit pays" if least <= _SMALLEST_BLOCK else f"hits of {least} tokens or more pay"
-    return ok("worth it", f"{text}: {pays}")
+    faster = "every hit is faster" if least <= _SMALLEST_BLOCK else f"hits of {least} tokens or more are faster"
+    return ok("worth it", f"{text}: {faster}")
 
 
 def _format_ms(seconds: float) -> str:
@@ -295,7 +305,7 @@ _STEPS = ("joining the pool", "put", "exists", "get", "remove")
 
 
 def try_pool(config: PoolConfig) -> list[Finding]:
-    """Put, find, get and remove a block; a pool that hangs is given up after a minute."""
+    """Put, look up, read and remove a block; stop after a minute if the pool hangs."""
     findings: list[Finding] = []
     steps: list[str] = []
     # A daemon thread, because a native call that never returns must not prevent the end of the process.
@@ -323,7 +333,10 @@ def try_pool(config: PoolConfig) -> list[Finding]:
 
 @contextlib.contextmanager
 def native_log_to(file: IO[bytes]) -> Iterator[IO[str]]:
-    """Redirect standard error to ``file``, because Mooncake writes to it even without an error; yield the original."""
+    """Redirect standard error to ``file`` for the ``with`` block; yield the original standard error.
+
+    Mooncake writes to standard error even without an error.
+    """
     sys.stderr.flush()
     outside = os.dup(2)
     os.dup2(file.fileno(), 2)
@@ -359,7 +372,7 @@ def _round_trip(store: StorageBackend, on_step: Callable[[str], None]) -> Findin
             return fail(
                 "trial",
                 f"a block of {_BLOCK_BYTES >> 10} KiB could not be put",
-                "the pool is full of blocks in use, no client gives it memory, or a client that died is still listed; "
+                "all blocks in the pool are in use, no client gives it memory, or a dead client is still listed; "
                 "kvstore stats shows which",
             )
         on_step("exists")
@@ -374,11 +387,15 @@ def _round_trip(store: StorageBackend, on_step: Callable[[str], None]) -> Findin
     if not found or not read:
         return fail(
             "trial",
-            f"a block was put, but exists said {found.value} and get {read.value}",
-            "the client that holds it cannot be reached: check local_hostname, and firewalls between the machines",
+            f"a block was put, but exists returned {found.value} and get returned {read.value}",
+            "the client that stores the block cannot be reached; check local_hostname, and firewalls between machines",
         )
     if not np.array_equal(source, target):
-        return fail("trial", "a block came back with other bytes", "do not use this pool; report it with its versions")
+        return fail(
+            "trial",
+            "a block was read with other bytes than were stored",
+            "do not use this pool; report the fault with the versions of Mooncake and of this project",
+        )
     if removed is Status.FAILED:
         return fail("trial", "put, exists and get work, but the block could not be removed", "look at the master's log")
     return ok("trial", f"put, exists, get and remove of {_BLOCK_BYTES >> 10} KiB work, bytes equal")

@@ -1,4 +1,4 @@
-"""Start a Mooncake master with sensible flags, and print how clients join it."""
+"""Start a Mooncake master with tested flags, and print the environment for its clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvstore_backend.stores.mooncake_joining import INSTALL, find_missing_coordi
 __all__ = ["add_arguments", "build_command", "list_native_flags", "parse_native_flags", "run"]
 
 _PROGRAM = "mooncake_master"
-# A master answers within one or two seconds; its log of the start continues for some seconds more.
+# A master answers within one or two seconds after its start, and logs its start for some seconds more.
 _READY_SECONDS, _QUIET_SECONDS, _POLL_SECONDS = 60.0, 3.0, 0.1
 _LEASE = re.compile(r"\d+(ms|s|m|h)?", re.ASCII)  # as Mooncake reads it; a number without a unit means milliseconds
 
@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_eviction(parser.add_argument)
     _add_behaviour(parser.add_argument)
     _add_keeping(parser.add_argument)
-    parser.add_argument("--print", action="store_true", help="only print what would be started")
-    parser.epilog = "Flags of mooncake_master itself are taken, too, by their own names, and passed on."
+    parser.add_argument("--print", action="store_true", help="only print the command that would be started")
+    parser.epilog = "Flags of mooncake_master are also accepted and passed to it."
     parser.set_defaults(native=[], own_flags=sorted(list_flags(parser)))
 
 
@@ -44,9 +44,10 @@ def _add_addresses(add: Callable[..., object]) -> None:
         "--host",
         "--rpc_address",
         default="127.0.0.1",
-        help="where to listen (default %(default)s); others reach 0.0.0.0, so only on a network you trust",
+        help="address to listen at (default %(default)s); 0.0.0.0 lets other machines connect: only on a "
+        "trusted network",
     )
-    add("--port", "--rpc_port", type=int, default=15001, help="for clients (default %(default)s)")
+    add("--port", "--rpc_port", type=int, default=15001, help="port for clients (default %(default)s)")
     add(
         "--metadata-port",
         "--http_metadata_server_port",
@@ -82,7 +83,7 @@ def _add_eviction(add: Callable[..., object]) -> None:
         type=float,
         default=0.9,
         metavar="SHARE",
-        help="evict when so much is used (default %(default)s)",
+        help="fraction of memory in use at which eviction begins (default %(default)s)",
     )
     add(
         "--eviction-ratio",
@@ -90,7 +91,7 @@ def _add_eviction(add: Callable[..., object]) -> None:
         type=float,
         default=0.05,
         metavar="SHARE",
-        help="so much is evicted then (default %(default)s)",
+        help="fraction of memory that is then evicted (default %(default)s)",
     )
 
 
@@ -109,7 +110,7 @@ def _add_behaviour(add: Callable[..., object]) -> None:
         metavar="FILE",
         help="separate tenants, with the quotas in this file (default: one tenant)",
     )
-    add("--ssd", action="store_true", help="let clients store on SSD what does not fit in memory")
+    add("--ssd", action="store_true", help="let clients store blocks on SSD that do not fit in memory")
     add(
         "--etcd",
         "--etcd_endpoints",
@@ -122,20 +123,20 @@ def _add_behaviour(add: Callable[..., object]) -> None:
         "--ha_backend_type",
         choices=("etcd", "redis", "k8s"),
         default="etcd",
-        help="who elects the leader of several masters, with --ha-backend-connstring (default %(default)s)",
+        help="service that elects the leader of several masters, with --ha-backend-connstring (default %(default)s)",
     )
     add(
         "--ha-backend-connstring",
         "--ha_backend_connstring",
         default="",
         metavar="WHERE",
-        help="where that is: redis://host:port, or namespace/lease of k8s; of etcd the same as --etcd",
+        help="address of that service: redis://host:port, namespace/lease of k8s, or etcd as in --etcd",
     )
     add(
         "--cluster-id",
         "--cluster_id",
         default="mooncake_cluster",
-        help="which masters belong together, where there are several (default %(default)s)",
+        help="name that masters of one pool have in common (default %(default)s)",
     )
 
 
@@ -143,8 +144,9 @@ def _add_keeping(add: Callable[..., object]) -> None:
     add(
         "--snapshot-dir",
         metavar="FOLDER",
-        help="write there what is stored where, and read it at the next start: for pools with clients that check "
-        "what they read, as ours do (docs/pool_survival.md); default: a restarted master knows nothing",
+        help="write the places of all blocks to this folder, and read them at the next start: for pools with clients "
+        "that check the blocks that they read, as ours do (docs/pool_survival.md); default: a restarted master knows "
+        "no blocks",
     )
     add(
         "--snapshot-interval",
@@ -152,7 +154,7 @@ def _add_keeping(add: Callable[..., object]) -> None:
         type=int,
         default=10,
         metavar="SECONDS",
-        help="how often, with --snapshot-dir (default %(default)s)",
+        help="time between two snapshots with --snapshot-dir (default %(default)s)",
     )
     add(
         "--oplog",
@@ -162,23 +164,23 @@ def _add_keeping(add: Callable[..., object]) -> None:
         const=True,
         default=False,
         metavar="BOOL",
-        help="with --etcd: write there what is stored where, so that the next leader knows it; nothing of that is ever "
-        "taken away, and when etcd is full the pool takes no more blocks (docs/pool_survival.md)",
+        help="with --etcd: write the places of all blocks to etcd, so that the next leader knows them; etcd's entries "
+        "are never removed, and when etcd is full the pool accepts no more blocks (docs/pool_survival.md)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replace this process by the master; does not return if the master can be started.
+    """Start the master in place of this process. Returns only with ``--print``, or raises.
 
     Raises:
-        PoolUnavailable: the program is missing or a port is in use.
-        ConfigError: a flag's value cannot be used.
+        PoolUnavailable: the program is missing, or a port is in use.
+        ConfigError: the value of a flag cannot be used.
     """
     if not arguments.enable_http_metadata_server:
         arguments.metadata_port = 0
     command = build_command(arguments)
     if not arguments.print:
-        # A program from another place may be another build than the library here.
+        # A program from another folder may be another build than the installed library.
         is_ours = Path(command[0]).parent == Path(sys.executable).parent
         named = f"--ha_backend_type is {arguments.ha_backend_type}"
         if is_ours and (missing := find_missing_coordinator(arguments.ha_backend_type, named)):
@@ -198,9 +200,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_when_ready(lines: Sequence[str], host: str, port: int) -> None:
-    """Start a process that prints the lines again after the master's start-up log, and then ends."""
+    """Start a process that prints the lines again after the master has logged its start, and then ends."""
     if os.fork():
-        os.wait()  # for the first child, which ends immediately; then nothing has to wait for the second
+        os.wait()  # the first child ends immediately, and init waits for the second one
         return
     if os.fork() == 0:
         address = "127.0.0.1" if host == "0.0.0.0" else host
@@ -208,18 +210,18 @@ def _print_when_ready(lines: Sequence[str], host: str, port: int) -> None:
         while time.monotonic() < give_up_at:
             with contextlib.suppress(OSError), socket.create_connection((address, port), 1.0):
                 time.sleep(_QUIET_SECONDS)
-                print("\n".join(["", "The master is ready. For its clients:", *lines]), flush=True)
+                print("\n".join(["", "The master is ready. Set in its clients:", *lines]), flush=True)
                 break
             time.sleep(_POLL_SECONDS)
     os._exit(0)
 
 
 def build_command(arguments: argparse.Namespace) -> list[str]:
-    """Return the program with its flags.
+    """Return the command that starts the master: the program and its flags.
 
     Raises:
         PoolUnavailable: the program is not installed.
-        ConfigError: a flag's value cannot be used.
+        ConfigError: the value of a flag cannot be used.
     """
     beside = Path(sys.executable).with_name(_PROGRAM)
     program = str(beside) if beside.exists() else shutil.which(_PROGRAM)
@@ -262,15 +264,17 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def _find_coordinator(arguments: argparse.Namespace) -> str:
-    """Return the address where clients ask which master leads.
+    """Return the URL of the service at which clients find the leading master; empty for one master.
 
-    For example ``etcd://h1:2379;h2:2379``; empty for one master.
+    For example ``etcd://h1:2379;h2:2379``.
     """
     backend, where = arguments.ha_backend_type, arguments.ha_backend_connstring
     if not where and backend != "etcd":
-        raise ConfigError(f"--ha_backend_type {backend} needs --ha_backend_connstring, which says where that is")
+        raise ConfigError(f"--ha_backend_type {backend} needs --ha_backend_connstring with its address")
     if where and arguments.etcd:
-        raise ConfigError("--etcd and --ha_backend_connstring both say who elects the leader; give one of them")
+        raise ConfigError(
+            "--etcd and --ha_backend_connstring both name the service that elects the leader; give one of them"
+        )
     flag = "--ha_backend_connstring" if where else "--etcd"
     if not (where := where or arguments.etcd):
         return ""
@@ -281,7 +285,7 @@ def _find_coordinator(arguments: argparse.Namespace) -> str:
 
 
 def _name_coordinator(coordinator: str) -> dict[str, str]:
-    """Return Mooncake's own flags for the coordinator."""
+    """Return Mooncake's flags for the service that elects the leading master."""
     backend, _, where = coordinator.partition("://")
     if backend == "etcd":
         return {"etcd_endpoints": ";".join(f"http://{each}" for each in where.split(";"))}
@@ -289,7 +293,7 @@ def _name_coordinator(coordinator: str) -> dict[str, str]:
 
 
 def _check_values(arguments: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` for a value that Mooncake would refuse only in its log, or that would crash it."""
+    """Raise ``ConfigError`` for a value that Mooncake would refuse only in its log, or with which it would crash."""
     for name, least in (("port", 1), ("metadata_port", 0), ("metrics_port", 1)):
         if not least <= (port := getattr(arguments, name)) < 65536:
             raise ConfigError(f"{_flag_of(name)} is {port}; it must be from {least} to 65535")
@@ -299,17 +303,17 @@ def _check_values(arguments: argparse.Namespace) -> None:
     if not _LEASE.fullmatch(arguments.lease):
         raise ConfigError(f"--lease is {arguments.lease!r}; it must be a whole number of ms, s, m or h, such as 10s")
     if arguments.oplog and not _find_coordinator(arguments).startswith("etcd://"):
-        raise ConfigError("--oplog needs --etcd, where it is written; a single master uses --snapshot-dir")
+        raise ConfigError("--oplog needs --etcd, which stores the log; with a single master use --snapshot-dir")
     if arguments.snapshot_dir and _find_coordinator(arguments):
         raise ConfigError(
-            "--snapshot-dir is of no use with --etcd or --ha_backend_connstring: "
-            "Mooncake's next leader does not read it; see --oplog"
+            "--snapshot-dir has no effect with --etcd or --ha_backend_connstring: "
+            "the next leader does not read it; see --oplog"
         )
     if arguments.snapshot_interval < 1:
-        raise ConfigError(f"--snapshot-interval is {arguments.snapshot_interval}; it must be a second or more")
+        raise ConfigError(f"--snapshot-interval is {arguments.snapshot_interval}; it must be at least one second")
     tenants = arguments.tenants
     if tenants and not (Path(tenants).is_file() and os.access(tenants, os.R_OK)):
-        raise ConfigError(f"--tenants is {tenants!r}; it must be a file of quotas that can be read")
+        raise ConfigError(f"--tenants is {tenants!r}; it must be a readable file of quotas")
 
 
 def _flag_of(name: str) -> str:
@@ -317,7 +321,7 @@ def _flag_of(name: str) -> str:
 
 
 def _client_lines(arguments: argparse.Namespace) -> Iterator[str]:
-    """Return the lines of a client's environment."""
+    """Yield the lines with the environment for clients."""
     host = arguments.host if arguments.host != "0.0.0.0" else socket.gethostname()
     coordinator = _find_coordinator(arguments)
     if coordinator:
@@ -334,7 +338,7 @@ def _client_lines(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.metadata_port and not coordinator and arguments.host != "0.0.0.0":
         yield (
             "# Mooncake's metadata server listens on all addresses, whatever --host is: close port "
-            f"{arguments.metadata_port} to others, or do without it by --metadata-port 0"
+            f"{arguments.metadata_port} to other machines, or turn it off with --metadata-port 0"
         )
     yield f"# health: curl http://{host}:{arguments.metrics_port}/health"
 
@@ -346,7 +350,7 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as exc:
             raise PoolUnavailable(
-                f"port {port} of {host} is not available ({exc.strerror}); ss -tlnp shows what uses it"
+                f"port {port} of {host} is not available ({exc.strerror}); ss -tlnp shows which process uses it"
             ) from exc
 
 
@@ -356,7 +360,7 @@ _FLAG = re.compile(r"^ +-(\w+) \(.*?\)\s+type: (\w+)\s+default:", re.MULTILINE |
 
 
 def list_native_flags(program: str) -> dict[str, bool]:
-    """Return the flags that the program knows, each with whether it is a switch.
+    """Return the flags of the master program: name -> whether the flag is a switch.
 
     Raises:
         PoolUnavailable: the program cannot be run.
@@ -369,22 +373,24 @@ def list_native_flags(program: str) -> dict[str, bool]:
 
 
 def parse_native_flags(words: Sequence[str], native: dict[str, bool], own: Collection[str]) -> dict[str, str]:
-    """Parse flags of the program from a command line: ``--name value``, ``--name=value``, ``--switch``.
+    """Parse flags of the master program: ``--name value``, ``--name=value``, ``--switch``.
 
     Args:
-        words: the words of the command line except our own flags.
-        native: the flags of the program, each with whether it is a switch.
-        own: our flags, for the message about a flag that neither knows.
+        words: words of the command line that are no flags of ``kvstore master``.
+        native: flags of the master program: name -> whether the flag is a switch.
+        own: flags of ``kvstore master``, for the message about an unknown flag.
 
     Raises:
-        ConfigError: a word is not a flag of either, or a flag has no value.
+        ConfigError: a word is not a flag, or a flag has no value.
     """
     values: dict[str, str] = {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
-            raise ConfigError(f"{word!r} is no flag of kvstore master: a flag has two dashes, and one value")
+            raise ConfigError(
+                f"{word!r} is not a flag of kvstore master; a flag begins with two dashes and has one value"
+            )
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
         if name.startswith("no") and native.get(name[2:]) and not equals:
@@ -398,14 +404,14 @@ def parse_native_flags(words: Sequence[str], native: dict[str, bool], own: Colle
 
 
 def _take_value(name: str, rest: list[str]) -> str:
-    """Take the value of a flag from the words after it."""
+    """Remove the value of a flag from the words after it, and return the value."""
     if not rest or rest[0].startswith("--"):
         raise ConfigError(f"--{name} of mooncake_master needs a value: --{name}=VALUE")
     return rest.pop(0)
 
 
 def _refuse_flag(name: str, native: dict[str, bool], own: Collection[str]) -> ConfigError:
-    """Return the error for a flag that neither we nor the program know."""
+    """Return the error for an unknown flag."""
     near = suggest_name(f"--{name}", [*own, *(f"--{each}" for each in native)])
     hint = near if "did you mean" in near else ": kvstore master --help and mooncake_master --help list them"
-    return ConfigError(f"--{name} is no flag of kvstore master, nor of mooncake_master{hint}")
+    return ConfigError(f"--{name} is not a flag of kvstore master, nor of mooncake_master{hint}")

@@ -1,4 +1,4 @@
-"""Findings and measurements of a command, printed as text or as JSON."""
+"""Prints the findings, measurements and progress of a command, as text or JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: the state of ``subject`` in one sentence, and a remedy."""
+    """Result of a check: the subject, a sentence about its state, and a remedy (empty: none is needed)."""
 
     level: Literal["ok", "warn", "fail"]
     subject: str
@@ -43,12 +43,12 @@ def ok(subject: str, text: str) -> Finding:
 
 
 def warn(subject: str, text: str, remedy: str = "") -> Finding:
-    """Return a finding that the operator should know, although the pool can be used."""
+    """Return a finding about a problem with which the pool can still be used."""
     return Finding("warn", subject, text, remedy)
 
 
 def fail(subject: str, text: str, remedy: str = "") -> Finding:
-    """Return a finding that prevents the use of the pool as configured."""
+    """Return a finding about a problem with which the pool cannot be used as configured."""
     return Finding("fail", subject, text, remedy)
 
 
@@ -62,18 +62,18 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON document; findings and other dataclasses become objects."""
+    """Print a value as one JSON document. Dataclasses, such as findings, become objects."""
     json.dump(value, sys.stdout, indent=2, default=asdict)
     print()
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print ``rows`` below ``heads``: the first column aligned left, the others right."""
+    """Print a table of ``rows`` with the titles ``heads``. The first column is aligned left, the others right."""
     print("\n".join(format_table(heads, rows)))
 
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return the lines of a table as ``print_table`` prints it."""
+    """Return the lines of the table that ``print_table`` prints."""
     cells = [list(heads), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
@@ -84,21 +84,26 @@ def format_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list
 
 
 LINE_SECONDS = 5.0
-"""Seconds between two lines, and before the first; shorter work writes nothing to a pipe."""
+"""Seconds before the first line of progress, and between two lines, if the output is not a terminal."""
 
 
 class Tell(Protocol):
-    """Callback that receives how much is done, and a word or two for the current step."""
+    """Function that a command calls to report its progress.
+
+    Its arguments are the amount of work done, and a short name of the current step.
+    """
 
     def __call__(self, done: float, now: str = "") -> None: ...
 
 
 @contextlib.contextmanager
 def show_progress(title: str, total: float, file: IO[str] | None = None) -> Iterator[Tell]:
-    """Show how much of ``total`` is done.
+    """Show the progress of work: a bar on a terminal, otherwise a line every few seconds.
 
     Args:
-        file: where to show it; standard error by default.
+        title: name of the work.
+        total: total amount of work.
+        file: output; None: standard error.
     """
     console = Console(file=file or sys.stderr, highlight=False)
     if not console.is_terminal:
@@ -115,7 +120,7 @@ def show_progress(title: str, total: float, file: IO[str] | None = None) -> Iter
 
 
 class _Lines:
-    """Progress as one line every few seconds."""
+    """Prints progress as one line every ``LINE_SECONDS``."""
 
     def __init__(self, title: str, total: float, file: IO[str]) -> None:
         self._title = title
@@ -131,5 +136,5 @@ class _Lines:
         line = f"{self._title}: {now}, " if now else f"{self._title}: "
         line += f"{done / self._total if self._total else 1:.0%} after {clock - self._began:.0f} s"
         if 0 < done < self._total:
-            line += f", some {(clock - self._began) * (self._total - done) / done:.0f} s left"
+            line += f", about {(clock - self._began) * (self._total - done) / done:.0f} s left"
         print(line, file=self._file, flush=True)

@@ -1,4 +1,4 @@
-"""Report how much a pool holds, and how often look-ups find nothing."""
+"""Report how many blocks a pool has, and how many look-ups find blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvstore_backend.manifest import MANIFEST_PREFIX
 from kvstore_backend.namespace import parse_key
 from kvstore_backend.stores.file.folder import scan_blocks
 from kvstore_backend.stores.file.ledger import find_size
-from kvstore_backend.stores.mooncake_admin import MasterAdmin, TenantAccount, find_clients_gone
+from kvstore_backend.stores.mooncake_admin import MasterAdmin, TenantAccount, find_ended_clients
 
 __all__ = ["add_arguments", "run"]
 
@@ -39,11 +39,11 @@ _WATCH_SECONDS = 2.0
 
 @dataclass
 class _PoolFigures:
-    """Measurements of a pool; None: cannot be known.
+    """Measurements of a pool. A value is None if the pool does not report it.
 
     Attributes:
-        clients: connected clients that give memory; the master knows no others.
-        clients_gone: clients that the master still counts, as it does for ten seconds after one has left or crashed.
+        clients: number of connected clients that give memory to the pool.
+        clients_gone: number of clients that ended, but that the master still counts: for ten seconds after their end.
     """
 
     backend: str
@@ -63,7 +63,7 @@ class _PoolFigures:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Measurements, and the time when they were read."""
+    """Measurements of a pool, and the time when they were read."""
 
     figures: _PoolFigures
     time: float = field(default_factory=time.monotonic)
@@ -78,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="HOST:PORT",
-        help="instances to ask for their hit rates, and where no pool is named for that; CONFIG comes before this",
+        help="instances whose hit rates are shown; without CONFIG, also the pool of the first instance; write CONFIG "
+        "before this flag",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
     parser.add_argument(
@@ -87,28 +88,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_seconds,
         const=_WATCH_SECONDS,
         metavar="SECONDS",
-        help=f"read again every SECONDS (default {_WATCH_SECONDS:g}), and show how fast numbers grow; until Ctrl-C",
+        help=f"read again every SECONDS (default {_WATCH_SECONDS:g}), and show rates, until Ctrl-C",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the measurements, with ``--watch`` repeatedly.
+    """Print the measurements; with ``--watch``, print them repeatedly.
 
     Raises:
         ConfigError: the configuration cannot be used, or has no pool; an instance is not HOST:PORT; or ``--watch`` is
             combined with JSON.
-        PoolUnavailable: no server answers, or it is not an instance with a pool.
+        PoolUnavailable: the pool or an instance does not answer, or a server is not an instance with a pool.
     """
     logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)
     for each in arguments.instances:
         host, _, port = each.rpartition(":")
         if not host or "/" in host or not port.isdecimal():
             raise ConfigError(
-                f"--instances has {each!r}, which is not HOST:PORT; a configuration comes before the instances: "
+                f"--instances has {each!r}, which is not HOST:PORT; write the configuration before the instances: "
                 "kvstore stats CONFIG --instances HOST:PORT ..."
             )
     if arguments.json and arguments.watch:
-        raise ConfigError("--watch shows tables and --json writes one document; leave out one")
+        raise ConfigError("--watch shows tables and --json writes one document; leave out one of them")
     config = find_pool(arguments.config, arguments.instances)
     if arguments.watch:
         _watch_figures(config, arguments)
@@ -121,11 +122,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_figures(config: PoolConfig, arguments: argparse.Namespace) -> _PoolFigures:
-    """Read the measurements.
+    """Read the measurements of the pool and of the instances.
 
     Raises:
-        ConfigError: only the pool's own process could read them.
-        PoolUnavailable: no server answers, or it is not an instance with a pool.
+        ConfigError: the pool is the memory of another process, which this process cannot read.
+        PoolUnavailable: the pool or an instance does not answer, or a server is not an instance with a pool.
     """
     match config.store:
         case MooncakeSettings() as store:
@@ -133,16 +134,16 @@ def _read_figures(config: PoolConfig, arguments: argparse.Namespace) -> _PoolFig
         case FileSettings() as store:
             figures = _figures_of_folder(store)
         case MemorySettings():
-            raise ConfigError("memory is each process's own: only that process can list what it holds")
+            raise ConfigError("a memory pool belongs to one process; only that process can list its blocks")
     figures.instances = {address: _figures_of_instance(address) for address in arguments.instances}
     return figures
 
 
 def _watch_figures(config: PoolConfig, arguments: argparse.Namespace) -> NoReturn:
-    """Read the measurements repeatedly; on a terminal each table replaces the last one.
+    """Read and show the measurements repeatedly. On a terminal, a new table replaces the last one.
 
     Raises:
-        KVStoreError: the first reading fails. The error of a later reading is shown, and the next reading follows.
+        KVStoreError: the first reading failed. The error of a later reading is shown, and the readings continue.
     """
     console = Console(highlight=False)
     figures = _Reading(_read_figures(config, arguments))
@@ -157,13 +158,13 @@ def _watch_figures(config: PoolConfig, arguments: argparse.Namespace) -> NoRetur
             try:
                 before, figures = figures, _Reading(_read_figures(config, arguments))
             except KVStoreError as exc:
-                lines = [f"{exc}; it is read again every {arguments.watch:g} s"]
+                lines = [f"{exc}; the measurements are read again every {arguments.watch:g} s"]
             else:
                 lines = _describe_figures(figures.figures, before.figures, figures.time - before.time)
 
 
 def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None) -> _PoolFigures:
-    """Read the measurements that a cluster's master reports."""
+    """Read the measurements of a Mooncake cluster from its master."""
     admin = checks.require_admin(settings, metrics_address)
     try:
         metrics = admin.fetch_metrics()
@@ -187,23 +188,28 @@ def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None
     except (httpx.HTTPError, ValueError) as exc:
         raise PoolUnavailable(f"the master's metrics at {admin.address} cannot be read: {exc}") from exc
     except KeyError as exc:
-        raise PoolUnavailable(f"the master's metrics at {admin.address} lack {exc}: another version?") from exc
+        raise PoolUnavailable(
+            f"the master's metrics at {admin.address} lack {exc}; its version may be unsupported"
+        ) from exc
 
 
 def _count_clients(admin: MasterAdmin, settings: MooncakeSettings, active: int) -> tuple[int, int | None]:
-    """Return how many clients are connected and how many have gone; ``active`` and None if the master gives no list."""
+    """Return the number of connected clients, and of ended clients that the master still counts.
+
+    If the master does not list the clients, return ``active``, its own count, and None.
+    """
     try:
         segments = admin.list_segments()
     except (httpx.HTTPError, ValueError):
         return active, None
     listed = {segment.client for segment in segments}
-    gone = find_clients_gone(segments, settings.metadata_server)
-    # A client that has left in an orderly way is no longer listed.
-    return len(listed - gone), len(gone) + max(0, active - len(listed))
+    ended = find_ended_clients(segments, settings.metadata_server)
+    # The list has no clients that left in order, but ``active`` counts them for some time.
+    return len(listed - ended), len(ended) + max(0, active - len(listed))
 
 
 def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
-    """Read the measurements of a folder by scanning it: opening it as a store would create it."""
+    """Read the measurements of a folder from its files. The folder is not opened as a store, which would create it."""
     if not settings.path.is_dir():
         raise PoolUnavailable(f"folder {settings.path} does not exist: no process has opened this pool yet")
     try:
@@ -218,7 +224,7 @@ def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
 
 
 def _namespace_of(key: str) -> str:
-    """Return the digest in a block's key."""
+    """Return the digest of a block's namespace from its key; for another key, return its kind in parentheses."""
     if key.startswith(MANIFEST_PREFIX):
         return "(manifests)"
     if key.startswith(MARK_PREFIX):
@@ -231,19 +237,20 @@ def _namespace_of(key: str) -> str:
 
 
 def _figures_of_instance(address: str) -> dict[str, float]:
-    """Read an instance's counters: tokens of its prompts by the source of their KV, and blocks looked up."""
+    """Read the counters of an instance: its prompt tokens by the source of their KV, and its look-ups in the pool."""
     try:
         page = httpx.get(f"http://{address}/metrics", timeout=5, trust_env=False).raise_for_status().text
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
-        raise PoolUnavailable(f"the instance at {address} gives no metrics: {str(exc).partition(chr(10))[0]}") from exc
+        reason = str(exc).partition("\n")[0]
+        raise PoolUnavailable(f"the metrics of the instance at {address} cannot be read: {reason}") from exc
     try:
         families = list(text_string_to_metric_families(page))
     except ValueError:  # a page of other software
         families = []
     if not any(family.name.startswith("kvstore_") for family in families):
         raise PoolUnavailable(
-            f"what answers at {address} is no instance with a pool: nothing in its /metrics begins with kvstore_; "
-            "name the instances themselves, not their router"
+            f"the server at {address} is not an instance with a pool: no metric in its /metrics begins with kvstore_; "
+            "give the addresses of instances, not of their router"
         )
     values: dict[str, float] = {}
     for family in families:
@@ -266,14 +273,16 @@ def _describe_figures(figures: _PoolFigures, before: _PoolFigures | None = None,
     """Return the lines of the tables.
 
     Args:
-        before: a reading from ``seconds`` ago; with it the tables also show growth per second.
+        figures: the measurements.
+        before: the measurements from ``seconds`` ago, to show the growth per second; None: show no growth.
+        seconds: time between the two.
     """
     lines = _describe_pool(figures, before, seconds)
     lines += ["", *format_table(("namespace", "keys"), list(figures.keys_by_namespace.items()) or [("(none)", 0)])]
     if figures.tenants:
         lines += ["", *_describe_tenants(figures.tenants.values())]
     if not figures.instances:
-        return [*lines, "", "hit rates are known to the instances: kvstore stats --instances HOST:PORT ..."]
+        return [*lines, "", "for hit rates, which only instances know: kvstore stats --instances HOST:PORT ..."]
     return [*lines, "", *_describe_instances(figures, before, seconds)]
 
 
@@ -287,11 +296,11 @@ def _describe_pool(figures: _PoolFigures, before: _PoolFigures | None, seconds: 
     ]
     if figures.backend == "mooncake":
         reads, found = figures.reads or 0, figures.reads_found or 0
-        gone = f", {figures.clients_gone} just gone" if figures.clients_gone else ""
+        ended = f", and {figures.clients_gone} that just ended" if figures.clients_gone else ""
         rows += [
-            ("clients", f"{figures.clients}{gone}", ""),
+            ("clients", f"{figures.clients}{ended}", ""),
             ("evicted keys", figures.evicted_keys, "evicted_keys"),
-            ("writes without room", figures.refused_writes, "refused_writes"),
+            ("writes without space", figures.refused_writes, "refused_writes"),
             ("reads", f"{reads}, found {found} ({found / reads if reads else 0:.0%})", "reads"),
         ]
     if before is None:
@@ -306,7 +315,7 @@ def _describe_pool(figures: _PoolFigures, before: _PoolFigures | None, seconds: 
 
 
 def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seconds: float) -> list[str]:
-    """Return the tables of instances' counters; arguments are those of ``_describe_figures``."""
+    """Return the lines of the tables of instances. The arguments are those of ``_describe_figures``."""
     heads = ("prompt tokens", "own cache", "pool", "blocks found", "absent", "unknown")
     total = [(name, *(f"{each:.0f}" for each in row.values())) for name, row in figures.instances.items()]
     lines = format_table(("instance", *heads), total)
@@ -321,8 +330,8 @@ def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seco
 
 
 def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:
-    """Return the table of accounts, and a line on namespaces."""
-    heads = ("tenant", "used", "of", "", "asked for", "evicted for itself", "writes without room")
+    """Return the lines of the table of tenants, and a line about namespaces."""
+    heads = ("tenant", "used", "of", "", "quota", "evicted for itself", "writes without space")
     rows = [
         (
             each.name,
@@ -337,12 +346,12 @@ def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:
     ]
     return [
         *format_table(heads, rows),
-        "namespaces are those of the tenant default: Mooncake lists no other's keys",
+        "the namespaces are those of the tenant default; Mooncake lists no keys of other tenants",
     ]
 
 
 def _format_growth(then: float, now: float, seconds: float) -> str:
-    """Format the growth per second."""
+    """Format the growth from ``then`` to ``now``, per second."""
     growth = (now - then) / seconds if seconds > 0 else 0.0
     return f"{growth:+.4g}" if growth else "0"
 
@@ -354,6 +363,6 @@ def _parse_seconds(text: str) -> float:
         seconds = 0.0
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of seconds from 0.1 to 3600; CONFIG comes before --watch"
+            f"{text!r} is not a number of seconds from 0.1 to 3600; write CONFIG before --watch"
         )
     return seconds

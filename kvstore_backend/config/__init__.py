@@ -1,12 +1,12 @@
-"""Every dialect of configuration -> one ``PoolConfig``.
+"""Reads the configuration of a pool in every dialect, and returns it as a ``PoolConfig``.
 
-settings.py      the settings of each store and of the pool, field by field: variable, parser, default
+settings.py      the settings of each store and of the pool: for each the environment variable, the parser, the default
 values.py        parsers of values: sizes, addresses, switches, folders; and defaults that depend on the machine
-dialects.py      other engines' files and our URLs, translated to our names
-sources.py       load_config, read_config: explicit values, URL, JSON file, environment, default: the first one wins,
-                 except for MOONCAKE_PROTOCOL, which overrides a file
-environment.py   variables that are not settings of a pool: those of other engines and of Mooncake's library
-checkpoints.py   a model's name at a hub -> the folder of its download
+dialects.py      reads other engines' files, and URLs, and translates the names of settings
+sources.py       load_config and read_config: take each value from the arguments, a URL, a file, the environment or a
+                 default
+environment.py   reads environment variables that are not settings of a pool: of other engines and Mooncake's library
+checkpoints.py   finds the folder of a downloaded model by the model's name at a hub
 """
 
 from kvstore_backend.config.checkpoints import find_checkpoint, is_hub_name
@@ -14,20 +14,20 @@ from kvstore_backend.config.dialects import parse_mindie_pool
 from kvstore_backend.config.environment import (
     ascend_buffer_pool,
     binds_address,
+    choose_rdma_devices,
     engine_variables,
     fastdeploy_plugins,
     is_named_port_bound,
     library_folders,
-    named_model,
-    named_protocol,
-    named_rdma_devices,
-    named_variables,
     offload_bucket,
     offload_limit,
+    read_model_folder,
+    read_protocol,
+    select_variables,
     set_native_cluster,
     set_native_defaults,
     set_snapshot_folder,
-    talkative_environment,
+    verbose_environment,
     wants_native_log,
 )
 from kvstore_backend.config.settings import (
@@ -64,6 +64,7 @@ __all__ = [
     "PoolConfig",
     "ascend_buffer_pool",
     "binds_address",
+    "choose_rdma_devices",
     "describe_override",
     "describe_unknown",
     "describe_url",
@@ -77,10 +78,6 @@ __all__ = [
     "library_folders",
     "list_rdma_devices",
     "load_config",
-    "named_model",
-    "named_protocol",
-    "named_rdma_devices",
-    "named_variables",
     "names_pool",
     "names_protocol",
     "offload_bucket",
@@ -91,9 +88,12 @@ __all__ = [
     "parse_switch",
     "parse_tenant",
     "read_config",
+    "read_model_folder",
+    "read_protocol",
+    "select_variables",
     "set_native_cluster",
     "set_native_defaults",
     "set_snapshot_folder",
-    "talkative_environment",
+    "verbose_environment",
     "wants_native_log",
 ]

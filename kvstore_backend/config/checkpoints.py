@@ -1,7 +1,4 @@
-"""A model's name at a hub -> the folder on this machine with its downloaded checkpoint.
-
-This module downloads nothing.
-"""
+"""Finds the folder of a downloaded checkpoint by the model's name at a hub. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -18,20 +15,20 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether the text can be a model's name at a hub: ORGANISATION/NAME, and not a folder here."""
+    """Return whether ``model`` has the form of a model's name at a hub, ORGANISATION/NAME, and is not a folder here."""
     return _HUB_NAME.fullmatch(model) is not None and not Path(model).is_dir()
 
 
 def find_checkpoint(model: str, environ: Mapping[str, str] | None = None, revision: str = "") -> str:
-    """Return the folder of a model that is named as at a hub; return any other text, which is a folder, unchanged.
+    """Return the folder of a model's checkpoint.
 
     Args:
-        model: a folder, or ORGANISATION/NAME.
-        revision: a branch, tag or commit at the hub; empty: its default.
-        environ: environment with ``FD_MODEL_CACHE``, ``HF_HOME`` and similar variables; by default the process's.
+        model: the folder itself, which is returned unchanged; or the model's name at a hub, ORGANISATION/NAME.
+        environ: environment with ``FD_MODEL_CACHE``, ``HF_HOME`` and similar variables; None: this process's own.
+        revision: a branch, tag or commit at the hub; empty: the default branch.
 
     Raises:
-        ConfigError: the text is a hub's name, and no download folder of a hub has a checkpoint of it.
+        ConfigError: ``model`` is a name at a hub, and no download folder has its checkpoint.
     """
     if not is_hub_name(model):
         return model
@@ -41,17 +38,18 @@ def find_checkpoint(model: str, environ: Mapping[str, str] | None = None, revisi
             return str(place)
     listed = ", ".join(map(str, places))
     raise ConfigError(
-        f"model {model!r} is no folder here and was not found among downloaded models (looked at {listed}); nothing is "
-        f"downloaded here: fetch it first, for example with 'hf download {model}', or give its checkpoint's folder"
+        f"model {model!r} is not a folder here and was not found among downloaded models (searched {listed}); models "
+        f"are not downloaded automatically: download it first, for example with 'hf download {model}', or give the "
+        "folder of its checkpoint"
     )
 
 
 def _places(model: str, environ: Mapping[str, str], revision: str) -> Iterator[Path]:
-    """Yield the possible folders of a downloaded checkpoint, FastDeploy's own folder first."""
+    """Yield the folders in which a downloaded checkpoint may be, FastDeploy's folder first."""
     home = Path(environ.get("HOME") or Path.home())
     organisation, _, name = model.partition("/")
-    # FastDeploy downloads from AI Studio, ModelScope or Hugging Face to a folder with the model's name. For Baidu's
-    # models it uses the name that they have at AI Studio and ModelScope.
+    # FastDeploy downloads from AI Studio, ModelScope or Hugging Face to a folder with the model's name. For models of
+    # Baidu, this is the name at AI Studio and ModelScope.
     folder = Path(environ.get("FD_MODEL_CACHE") or home)
     if organisation.lower() == "baidu":
         yield folder / "PaddlePaddle" / name
@@ -68,7 +66,7 @@ def _places(model: str, environ: Mapping[str, str], revision: str) -> Iterator[P
 
 
 def _hugging_face_cache(home: Path, environ: Mapping[str, str]) -> Path:
-    """Return the hub's cache folder, found as Hugging Face's own library finds it."""
+    """Return the cache folder of Hugging Face's library, from the variables that the library reads."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if environ.get(variable):
             return Path(environ[variable]).expanduser()

@@ -1,14 +1,14 @@
-"""Dialects of a configuration: their names for our settings, and how to distinguish them.
+"""Reads the configuration of a pool in each dialect, and translates its names of settings.
 
-- FastDeploy's JSON: our settings have the same names.
-- Mooncake's JSON, as vLLM, SGLang, LMCache and MindIE use it: ``master_server_address``, ``device_name``; a size of
-  ``"1GB"`` means 2**30 bytes there.
-- MindIE's server configuration: its ``kvPoolConfig`` (an object, or JSON in a string) names such a file; if it names
-  none, the pool is off.
+- FastDeploy's JSON: has the same names as ``settings.py``.
+- Mooncake's JSON, for vLLM, SGLang, LMCache and MindIE: has the names ``master_server_address`` and ``device_name``; a
+  size of ``"1GB"`` means 2**30 bytes.
+- MindIE's server configuration: its ``kvPoolConfig`` (an object, or JSON in a string) has the name of a backend, and
+  the path of a file of Mooncake's JSON. If the name is empty, the pool is off.
 - A URL: ``mooncake://host:15001?protocol=tcp``, ``etcd://host:2379;host:2379?cluster_id=c`` (Mooncake's masters behind
   etcd; ``redis://`` and ``k8s://`` the same), ``file:///dev/shm/kvpool?size=4GiB``, ``memory:?size=1GiB``.
 
-This module only translates names; values.py checks values, and sources.py decides which source of a value wins.
+This module only translates names. ``values.py`` checks values, and ``sources.py`` selects the source of each value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["FOREIGN_KEYS", "NATIVE_NAMES", "ParsedConfig", "is_url", "parse_mind
 logger = logging.getLogger(__name__)
 
 NATIVE_NAMES = {"master_server_address": "master_server_addr", "device_name": "rdma_devices"}
-"""Mooncake's names for settings that have other names here and in FastDeploy."""
+"""Names of settings in Mooncake's JSON -> names of the same settings in FastDeploy and ``settings.py``."""
 
 FOREIGN_KEYS = {
     **dict.fromkeys(("mode", "enable_offload", "metadata_backend"), "vLLM"),
@@ -42,7 +42,7 @@ FOREIGN_KEYS = {
     **dict.fromkeys(("transfer_timeout", "storage_root_dir", "mooncake_prefer_local_alloc"), "LMCache"),
     "mooncake_page_first_multi_buffer": "LMCache",
 }
-"""Keys that an engine adds to Mooncake's file format for its own use -> that engine. They are skipped."""
+"""Keys that an engine adds to Mooncake's JSON for its own use -> the engine. The keys are ignored."""
 
 _LOOSE_SIZE = re.compile(r"(\d+(?:\.\d+)?\s*[KMGT])B?", re.IGNORECASE)
 _MINDIE_KEYS = ("backend", "configPath", "asyncWrite")
@@ -52,13 +52,13 @@ _SCHEMES = {**dict.fromkeys(("mooncake", *_HA_SCHEMES), "mooncake"), "file": "fi
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """Settings that a file or a URL names, not yet checked.
+    """Settings from a file or a URL, not yet checked.
 
     Attributes:
         backend: ``mooncake``, ``file`` or ``memory``; empty: the pool is off.
-        values: values by our names of settings, or by unknown names.
-        places: for each value, text that shows an operator where it is.
-        where: text that shows an operator where all of them are.
+        values: value of each setting, by the name of the setting in ``settings.py``. Unknown names are included.
+        places: for each setting, the place of its value, as text for messages.
+        where: the file or URL, as text for messages.
     """
 
     backend: str
@@ -68,15 +68,15 @@ class ParsedConfig:
 
 
 def is_url(text: str) -> bool:
-    """Return whether this is a URL, not the path of a file or the name of a backend."""
+    """Return whether ``text`` is a URL, and not the path of a file or the name of a backend."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text) is not None
 
 
 def read_url(url: str) -> ParsedConfig:
-    """Read the pool that a URL names.
+    """Read the settings in a pool's URL.
 
     Raises:
-        ConfigError: the scheme is not known, or the URL lacks a part that its scheme needs.
+        ConfigError: the scheme of the URL is not known, or a part of the URL is missing, wrong or given twice.
     """
     shown = hide_password(url)
     where = f" in {shown}"
@@ -87,7 +87,7 @@ def read_url(url: str) -> ParsedConfig:
     except ValueError as exc:
         raise ConfigError(f"{shown!r} is not a URL of a pool: {exc}") from None
     if parts.fragment:
-        raise ConfigError(f"{shown!r} has a part behind #, which says nothing of a pool; in a path, write %23 for #")
+        raise ConfigError(f"{shown!r} has a part after #, which is not allowed; in a path, write %23 for #")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None:
         raise ConfigError(f"{shown!r} has the scheme {parts.scheme!r}{suggest_name(parts.scheme, _SCHEMES)}")
@@ -97,33 +97,35 @@ def read_url(url: str) -> ParsedConfig:
         is_lease = parts.scheme == "k8s"
         if not parts.netloc or (parts.path.strip("/") and not is_lease):
             raise ConfigError(
-                f"{shown!r} must name the master as {parts.scheme}://host:port, and nothing after it but ?"
+                f"{shown!r} must have the form {parts.scheme}://host:port or {parts.scheme}://host:port?SETTINGS"
             )
         address = parts.netloc + (parts.path if is_lease else "")
         own = {"master_server_addr": f"{parts.scheme}://{address}" if parts.scheme in _HA_SCHEMES else address}
     elif backend == "file":
         if parts.netloc or not parts.path.startswith("/"):
-            raise ConfigError(f"{shown!r} must name a whole path after three slashes, such as file:///dev/shm/kvpool")
+            raise ConfigError(
+                f"{shown!r} must have an absolute path after three slashes, such as file:///dev/shm/kvpool"
+            )
         own = {"path": unquote(parts.path)}
     else:
         if parts.netloc or parts.path:
             raise ConfigError(f"{shown!r} must be memory:, or memory:?size=1GiB")
         own = {}
     if twice := sorted(own.keys() & query_settings.values.keys()):
-        raise ConfigError(f"{shown!r} says {twice[0]} twice")
+        raise ConfigError(f"{shown!r} gives {twice[0]} twice")
     places = {**dict.fromkeys(own, place), **query_settings.places}
     return ParsedConfig(backend, {**own, **query_settings.values}, places, where)
 
 
 def read_file(path: str | Path, named_by: str = "") -> ParsedConfig:
-    """Read the pool that a JSON file describes, in any dialect.
+    """Read the settings of a pool from a JSON file in any dialect.
 
     Args:
         path: the file.
-        named_by: for errors, the variable or file that named it: ``" (named by MOONCAKE_CONFIG_PATH)"``.
+        named_by: the variable or file that has the path, for messages: ``" (named by MOONCAKE_CONFIG_PATH)"``.
 
     Raises:
-        ConfigError: the file cannot be read, is not one JSON object, or sets one value under two names.
+        ConfigError: the file cannot be read, is not a JSON object, or has two values for one setting.
     """
     values = _load_json_object(Path(path), named_by)
     pool = values.get("kvPoolConfig")
@@ -138,10 +140,12 @@ def read_file(path: str | Path, named_by: str = "") -> ParsedConfig:
 
 
 def parse_mindie_pool(pool: object, where: str) -> dict[str, Any]:
-    """Parse MindIE's ``kvPoolConfig``: an object, or the same as JSON in a string; an empty string has no members.
+    """Return the members of MindIE's ``kvPoolConfig``: an object, or a string with the object as JSON.
+
+    An empty string has no members.
 
     Raises:
-        ConfigError: it is neither, or has a member that MindIE does not know.
+        ConfigError: the value is neither an object nor such a string, or has a member that MindIE does not know.
     """
     if isinstance(pool, str):
         try:
@@ -156,16 +160,16 @@ def parse_mindie_pool(pool: object, where: str) -> dict[str, Any]:
         if name not in _MINDIE_KEYS:
             raise ConfigError(f'unknown key "{name}" in {where}{suggest_name(name, _MINDIE_KEYS)}')
     if not isinstance(members.get("configPath", ""), str):
-        raise ConfigError(f'{where} says "configPath": {members["configPath"]!r}; it must be the path of a file')
+        raise ConfigError(f'{where} has "configPath": {members["configPath"]!r}; it must be the path of a file')
     return members
 
 
 def _read_mindie_pool(value: object, where: str, folder: Path) -> ParsedConfig:
-    """Read the pool of MindIE's ``kvPoolConfig``, and of the file that it names."""
+    """Read the settings in MindIE's ``kvPoolConfig`` and in the file named there."""
     pool = parse_mindie_pool(value, where)
     backend, config_path = pool.get("backend", ""), pool.get("configPath", "")
     if backend not in ("", *_SCHEMES.values()):
-        raise ConfigError(f'{where} says "backend": {backend!r}; it must be mooncake, file, memory, or "" for no pool')
+        raise ConfigError(f'{where} has "backend": {backend!r}; it must be mooncake, file, memory, or "" for no pool')
     values: dict[str, object] = {}
     places: dict[str, str] = {}
     if backend and config_path:
@@ -174,7 +178,7 @@ def _read_mindie_pool(value: object, where: str, folder: Path) -> ParsedConfig:
         parsed = _translate_names(content, f" in {file}", binary_sizes=True)
         values, places = dict(parsed.values), dict(parsed.places)
     elif backend == "mooncake":
-        raise ConfigError(f'{where} names no file in "configPath"; mooncake needs one that names its master')
+        raise ConfigError(f'{where} has no "configPath"; with "backend": "mooncake" it must be a file with the master')
     if "asyncWrite" in pool:
         values["async_write"], places["async_write"] = pool["asyncWrite"], f"asyncWrite of {where}"
     return ParsedConfig(backend, values, places, f" in {where}")
@@ -200,16 +204,16 @@ def _load_json_object(path: Path, named_by: str) -> dict[str, Any]:
 
 
 def _refuse_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's members; raise ``ValueError`` for a repeated member, because only the last would count."""
+    """Return the members of a JSON object, or of a URL's query; raise ``ValueError`` if a name occurs twice."""
     members = dict(pairs)
     if len(members) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"it says {next(name for name in names if names.count(name) > 1)} twice")
+        raise ValueError(f"it gives {next(name for name in names if names.count(name) > 1)} twice")
     return members
 
 
 def _translate_names(values: Mapping[str, object], where: str, *, binary_sizes: bool) -> ParsedConfig:
-    """Return the values under our names; members that only another engine needs are left out, with a log line."""
+    """Return the values by their names in ``settings.py``. Keys for another engine only are logged and omitted."""
     ours: dict[str, object] = {}
     places: dict[str, str] = {}
     for key, value in values.items():
@@ -218,18 +222,18 @@ def _translate_names(values: Mapping[str, object], where: str, *, binary_sizes: 
             continue
         name = NATIVE_NAMES.get(key, key)
         if name in ours:
-            raise ConfigError(f'{places[name]} and "{key}"{where} say the same twice; remove one')
+            raise ConfigError(f'{places[name]} and "{key}"{where} set the same; remove one')
         ours[name] = _read_as_binary(value) if binary_sizes else value
         places[name] = f'"{key}"{where}'
     return ParsedConfig(_infer_backend(ours), ours, places, where)
 
 
 def _infer_backend(values: Mapping[str, object]) -> str:
-    """Return the backend that has these settings."""
+    """Return the backend that has settings with these names."""
     return "file" if "path" in values else "memory" if "size" in values else "mooncake"
 
 
 def _read_as_binary(value: object) -> object:
-    """Return ``"1GB"`` and ``"1g"`` as ``"1GiB"``, as Mooncake understands them; other values unchanged."""
+    """Return ``"1GiB"`` for ``"1GB"`` and ``"1g"``, as Mooncake interprets sizes; return other values unchanged."""
     match = _LOOSE_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     return f"{match[1]}iB" if match else value

@@ -1,4 +1,4 @@
-"""Variables of the process's environment that are not settings of a pool: other engines', and Mooncake's own."""
+"""Reads and sets environment variables that are not settings of a pool: of other engines and Mooncake's library."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from kvstore_backend.config.settings import MooncakeSettings, PoolConfig
 __all__ = [
     "ascend_buffer_pool",
     "binds_address",
+    "choose_rdma_devices",
     "engine_variables",
     "fastdeploy_plugins",
     "is_named_port_bound",
     "library_folders",
-    "named_model",
-    "named_protocol",
-    "named_rdma_devices",
-    "named_variables",
     "offload_bucket",
     "offload_limit",
+    "read_model_folder",
+    "read_protocol",
+    "select_variables",
     "set_native_cluster",
     "set_native_defaults",
     "set_snapshot_folder",
-    "talkative_environment",
+    "verbose_environment",
     "wants_native_log",
 ]
 
-# The reasons, with Mooncake's behaviour without these values. MC_LOG_LEVEL: Mooncake logs every step to stderr.
-# MC_RPC_TIMEOUT_MS: a master that hangs costs 30 s a call. MC_STORE_CLIENT_SETUP_RETRIES: it tries 20 times, and each
-# try takes as long as the time-out. MC_TCP_SLICE_SIZE: it writes and reads 64 KiB at a time, so a block of 64 KiB with
-# its header takes two rounds, which cost 10 us of 90. MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT: it writes blocks to a
-# client's SSD in buckets of 500, and never writes blocks of a bucket that is not full when it looks for new ones,
-# because 0.3.13 forgets their tasks (https://github.com/kvcache-ai/Mooncake/issues/3006).
+# Mooncake's behaviour without these values:
+# - MC_LOG_LEVEL: Mooncake logs every step to stderr.
+# - MC_RPC_TIMEOUT_MS: a call takes 30 s if the master hangs.
+# - MC_STORE_CLIENT_SETUP_RETRIES: joining tries 20 times, and each try takes as long as the time-out.
+# - MC_TCP_SLICE_SIZE: TCP moves 64 KiB at a time, so a block of 64 KiB with its header takes two rounds: 10 us of 90.
+# - MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT: blocks are written to a client's SSD in groups (buckets) of 500. Blocks in a
+#   bucket that is not full are never written, because Mooncake 0.3.13 forgets their tasks
+#   (https://github.com/kvcache-ai/Mooncake/issues/3006).
 _NATIVE_DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_RPC_TIMEOUT_MS": "2000",
@@ -44,56 +46,56 @@ _NATIVE_DEFAULTS = {
 
 
 def fastdeploy_plugins(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the plugins that ``FD_PLUGINS`` names; without the variable, FastDeploy loads all installed plugins."""
+    """Return the names of plugins in ``FD_PLUGINS``. Without the variable, FastDeploy loads all installed plugins."""
     named = (os.environ if environ is None else environ).get("FD_PLUGINS", "")
     return [name.strip() for name in named.split(",") if name.strip()]
 
 
 def engine_variables(prefixes: tuple[str, ...], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables with one of these prefixes: the settings of an engine."""
+    """Return the variables with names that begin with one of ``prefixes``, such as the settings of an engine."""
     given = os.environ if environ is None else environ
     return {name: text for name, text in given.items() if name.startswith(prefixes)}
 
 
-def named_model(environ: Mapping[str, str] | None = None) -> str:
-    """Return the checkpoint's folder from ``KVSTORE_MODEL``; empty: not set.
+def read_model_folder(environ: Mapping[str, str] | None = None) -> str:
+    """Return the model's checkpoint folder from ``KVSTORE_MODEL``; empty: not set.
 
-    It is for processes of engines that have no other source for it.
+    Processes of engines use it that do not get the folder from the engine.
     """
     return (os.environ if environ is None else environ).get("KVSTORE_MODEL", "")
 
 
 def ascend_buffer_pool(environ: Mapping[str, str] | None = None) -> str:
-    """Return ``ASCEND_BUFFER_POOL``, the buffers of Mooncake's transfers on Ascend cards; empty: not set."""
+    """Return ``ASCEND_BUFFER_POOL``, which sets the buffers of Mooncake's transfers on Ascend cards; empty: not set."""
     return (os.environ if environ is None else environ).get("ASCEND_BUFFER_POOL", "").strip()
 
 
-def named_variables(names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return those of an engine's own variables that are set, sorted by name."""
+def select_variables(names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of ``names`` that are set, sorted by name."""
     environ = os.environ if environ is None else environ
     return {name: environ[name] for name in sorted(names) if name in environ}
 
 
 def library_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
-    """Return the folders of ``LD_LIBRARY_PATH``, where the loader looks for shared libraries first."""
+    """Return the folders in ``LD_LIBRARY_PATH``, in which the system first searches for shared libraries."""
     named = (os.environ if environ is None else environ).get("LD_LIBRARY_PATH", "")
     return [Path(folder) for folder in named.split(":") if folder]
 
 
-def named_protocol(environ: Mapping[str, str] | None = None) -> str:
-    """Return the protocol from ``MOONCAKE_PROTOCOL``, which overrides a file; empty: not set."""
+def read_protocol(environ: Mapping[str, str] | None = None) -> str:
+    """Return the protocol from ``MOONCAKE_PROTOCOL``, which overrides the protocol in a file; empty: not set."""
     return (os.environ if environ is None else environ).get("MOONCAKE_PROTOCOL", "").strip().lower()
 
 
-def named_rdma_devices(pool: PoolConfig | None, environ: Mapping[str, str] | None = None) -> str:
-    """Return the RDMA devices for transfers outside the pool: the pool's, or those in ``MOONCAKE_RDMA_DEVICES``."""
+def choose_rdma_devices(pool: PoolConfig | None, environ: Mapping[str, str] | None = None) -> str:
+    """Return the RDMA devices for direct transfers: those of a Mooncake pool, otherwise ``MOONCAKE_RDMA_DEVICES``."""
     if pool is not None and isinstance(pool.store, MooncakeSettings):
         return pool.store.rdma_devices
     return (os.environ if environ is None else environ).get("MOONCAKE_RDMA_DEVICES", "").strip()
 
 
 def offload_limit(environ: Mapping[str, str] | None = None) -> int:
-    """Return the bytes that Mooncake may write to its SSD folder; 0: not set, and Mooncake takes 90 % of the disk."""
+    """Return the limit in bytes of Mooncake's SSD folder; 0 if none is set (Mooncake uses 90 % of the disk then)."""
     environ = os.environ if environ is None else environ
     for name in ("MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE", "MOONCAKE_BUCKET_MAX_TOTAL_SIZE"):
         if (text := environ.get(name, "").strip()).isascii() and text.isdigit():
@@ -102,9 +104,9 @@ def offload_limit(environ: Mapping[str, str] | None = None) -> int:
 
 
 def offload_bucket(environ: Mapping[str, str] | None = None) -> str:
-    """Return how many blocks Mooncake writes to a file of its SSD folder: ``MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT``.
+    """Return the number of blocks in each file of Mooncake's SSD folder, as text; the default is "1".
 
-    The default is "1".
+    The variable is ``MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT``.
     """
     variable = "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT"
     return (os.environ if environ is None else environ).get(variable, "").strip() or _NATIVE_DEFAULTS[variable]
@@ -121,32 +123,32 @@ def binds_address(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def set_native_defaults() -> None:
-    """Set variables that Mooncake's native library reads from the process's environment, unless they are already set.
+    """Set the variables that Mooncake's native library reads, except variables that are already set.
 
-    Call this before the library is imported.
+    Must be called before the library is imported.
     """
     for variable, value in _NATIVE_DEFAULTS.items():
         os.environ.setdefault(variable, value)
 
 
 def wants_native_log(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether ``MC_LOG_LEVEL`` requests the log of Mooncake's native library."""
+    """Return whether ``MC_LOG_LEVEL`` is set, which controls the log of Mooncake's native library."""
     return "MC_LOG_LEVEL" in (os.environ if environ is None else environ)
 
 
-def talkative_environment() -> dict[str, str]:
-    """Return the environment of a process that asks Mooncake's library what it can do: it logs much, and tries once."""
+def verbose_environment() -> dict[str, str]:
+    """Return the environment of a process that tests Mooncake's library: the library logs much, and joins only once."""
     return {**os.environ, "MC_LOG_LEVEL": "INFO", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
 
 
 def set_native_cluster(settings: MooncakeSettings) -> None:
-    """Set the cluster for Mooncake's native library, which looks up its leader in etcd when it joins."""
+    """Set the cluster id for Mooncake's native library, which looks up the cluster's leading master in etcd."""
     os.environ["MC_STORE_CLUSTER_ID"] = settings.cluster_id
 
 
 def set_snapshot_folder(folder: str) -> dict[str, str]:
-    """Set the snapshot folder for the Mooncake master that this process becomes; return the variables that it sets."""
-    # Without the second variable a restarted master forgets all blocks except those that a lease protects at that time.
+    """Set the snapshot folder of the Mooncake master that replaces this process; return the variables that were set."""
+    # Without the second variable a restarted master forgets all blocks that have no lease at that time.
     variables = {
         "MOONCAKE_SNAPSHOT_LOCAL_PATH": str(Path(folder).absolute()),
         "MOONCAKE_MASTER_SERVICE_SNAPSHOT_TEST_SKIP_CLEANUP": "1",

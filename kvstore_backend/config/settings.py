@@ -1,7 +1,8 @@
-"""Settings of each store and of the pool, field by field: environment variable, parser, default.
+"""Settings of each store and of the pool. Each field has an environment variable, a parser and a default.
 
-A field's name is its key in the JSON file. For Mooncake, keys and variables are FastDeploy's, so that its files and
-scripts work; dialects.py translates the names of others, and sources.py decides which source of a value wins.
+The name of a field is its key in the JSON file. Keys and variables for Mooncake are those of FastDeploy, so
+FastDeploy's files and scripts work. ``dialects.py`` translates the names of other engines. ``sources.py`` selects the
+source of each value.
 """
 
 from __future__ import annotations
@@ -41,17 +42,16 @@ __all__ = [
 ]
 
 DEFAULT_TENANT = "default"
-"""Mooncake's name for the tenant of clients that name none."""
+"""Tenant of the clients that configure no tenant, as Mooncake names it."""
 
 
 def _read_from(variable: str, parse: Callable[[object], object] | None = None, also: str = "") -> dict[str, object]:
-    """Return a field's metadata.
+    """Return the metadata of a field.
 
     Args:
         variable: the environment variable with the value.
-        also: another engine's variable, used if ``variable`` is not set.
-        parse: checks the value or raises ``ValueError``; not given: the value is the URL of a separate store, whose
-            settings sources.py builds.
+        parse: returns the checked value, or raises ``ValueError``; None: the value is the URL of another store.
+        also: another engine's variable for the value, used if ``variable`` is not set.
     """
     return {"variable": variable, "parse": parse, "also": also}
 
@@ -61,23 +61,23 @@ class MooncakeSettings:
     """Settings to join a Mooncake cluster.
 
     Attributes:
-        master_server_addr: ``host:port`` of the master; with several masters ``etcd://host:port;host:port``,
-            ``redis://host:port`` or ``k8s://namespace/lease``, where the leading master is registered. With
-            ``file:///folder`` these are the settings of a folder, and all other settings here are ignored.
-        metadata_server: URL of the metadata server (``http://``, ``etcd://``, ``redis://``), or ``P2PHANDSHAKE`` for
+        master_server_addr: ``host:port`` of the master. With several masters, the place where the leading master is
+            registered: ``etcd://host:port;host:port``, ``redis://host:port`` or ``k8s://namespace/lease``. With
+            ``file:///folder``, the pool is a folder, and all other settings of Mooncake are ignored.
+        metadata_server: URL of the metadata server (``http://``, ``etcd://``, ``redis://``); ``P2PHANDSHAKE``: there is
             none. Clients with different values cannot read each other's memory.
-        local_hostname: name by which other clients reach this machine; empty: the address from which it reaches the
-            master.
+        local_hostname: name by which other clients reach this machine; empty: the address from which this machine
+            connects to the master.
         protocol: ``tcp``, ``rdma`` or ``ascend``.
-        rdma_devices: names separated by commas; empty: Mooncake's choice.
-        global_segment_size: bytes of this machine's memory given to the pool; 0 for none.
-        local_buffer_size: bytes of Mooncake's own staging, which our calls do not need.
-        cluster_id: with several masters, the cluster that they belong to, as their ``--cluster_id`` says.
-        tenant_id: owner of the blocks; they count against its quota, if the master separates tenants
-            (``--enable_multi_tenants``).
-        enable_ssd_offload: let Mooncake store blocks on this machine's SSD when its memory is full; its master must
-            run with ``--enable_offload=true``.
-        ssd_offload_path: the folder for that.
+        rdma_devices: names of RDMA devices, separated by commas; empty: Mooncake chooses the devices.
+        global_segment_size: bytes of memory that this process gives to the pool; may be 0.
+        local_buffer_size: bytes of Mooncake's own staging buffer, which the calls of this package do not need.
+        cluster_id: with several masters, the id of their cluster; the same as the masters' ``--cluster_id``.
+        tenant_id: tenant that owns the blocks. The blocks count against the quota of the tenant if the master separates
+            tenants (``--enable_multi_tenants``).
+        enable_ssd_offload: whether Mooncake stores blocks on this machine's SSD when its memory is full. The master
+            must run with ``--enable_offload=true``.
+        ssd_offload_path: folder on the SSD for these blocks; empty: Mooncake's default folder.
     """
 
     backend: ClassVar[str] = "mooncake"
@@ -100,29 +100,29 @@ class MooncakeSettings:
 
     @property
     def ha_backend(self) -> str:
-        """Service that knows the leading master: ``etcd``, ``redis`` or ``k8s``; empty for a single master."""
+        """Service with the address of the leading master: ``etcd``, ``redis`` or ``k8s``; empty for a single master."""
         scheme, separator, _ = self.master_server_addr.partition("://")
         return scheme if separator else ""
 
     @property
     def etcd_addresses(self) -> list[str]:
-        """Addresses of the etcd servers that know the leading master; empty for another service or a single master."""
+        """Addresses of the etcd servers of the masters; empty if the masters use no etcd."""
         return self.list_servers(self.master_server_addr) if self.ha_backend == "etcd" else []
 
     @staticmethod
     def list_servers(url: str) -> list[str]:
-        """Return ``host:port`` of each server of an address or a URL of these settings."""
+        """Return the ``host:port`` of each server in an address or URL, such as ``etcd://a:2379;b:2379``."""
         return url.rpartition("://")[2].split(";")
 
 
 @dataclass(frozen=True)
 class FileSettings:
-    """Settings of a folder that processes of this machine share.
+    """Settings of a folder that the processes of this machine share.
 
     Attributes:
-        path: the folder, on a tmpfs (quick) or an SSD (large). FastDeploy's variable for it is also read.
-        size: bytes at which the least recently used blocks are evicted, the same for all processes that have it open;
-            None: the size stored in the folder, and 1 GiB for a new folder.
+        path: the folder, on a tmpfs (fast) or an SSD (large). FastDeploy's variable for the folder is also read.
+        size: bytes at which the least recently used blocks are evicted. The size must be the same in all processes that
+            have the folder open. None: the size stored in the folder, or 1 GiB for a new folder.
     """
 
     backend: ClassVar[str] = "file"
@@ -136,7 +136,7 @@ class FileSettings:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Settings of this process's own memory, which no other process shares.
+    """Settings of a store in this process's own memory, which other processes cannot use.
 
     Attributes:
         size: bytes at which the least recently used blocks are evicted.
@@ -148,24 +148,24 @@ class MemorySettings:
 
 
 StoreSettings: TypeAlias = MooncakeSettings | FileSettings | MemorySettings
-"""Settings of any one store."""
+"""Settings of one store of any kind."""
 
 STORE_SETTINGS: dict[str, type[StoreSettings]] = {
     kind.backend: kind for kind in (MooncakeSettings, FileSettings, MemorySettings)
 }
-"""Settings class of each backend, by its name."""
+"""Class of the settings of each store, by the name of the store."""
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Configuration of a pool: which store to open, and how. ``load_config`` makes and checks it.
+    """Configuration of a pool: the store to open, and its options. ``load_config`` creates and checks it.
 
     Attributes:
-        store: the shared store.
-        async_write: save in the background, like MindIE's ``asyncWrite``; with a fast store, saves start from there.
-        fast: a smaller, quicker store of this machine in front of the shared store.
-        kv: the form in which blocks are stored, ``int8`` or ``fp8``, half or a quarter as large and not exactly as
-            computed; empty: unchanged. Only the reference engine knows other forms.
+        store: settings of the shared store.
+        async_write: whether blocks are written to the shared store in the background, like MindIE's ``asyncWrite``.
+        fast: settings of the fast tier, a smaller store of this machine in front of the shared store; None: no tier.
+        kv: form in which blocks are stored: ``int8`` or ``fp8``, which need half or a quarter of the bytes and do not
+            keep the exact values; empty: unchanged. Only the reference engine supports ``int8`` and ``fp8``.
     """
 
     store: MooncakeSettings | FileSettings | MemorySettings
@@ -180,13 +180,16 @@ class PoolConfig:
         return self.store.backend
 
     def require_plain(self, who: str) -> PoolConfig:
-        """Return this configuration for ``who``, an engine that stores blocks only unchanged.
+        """Return this configuration for an engine that can store blocks only unchanged.
+
+        Args:
+            who: name of the engine, for the message.
 
         Raises:
-            ConfigError: the configuration has another form.
+            ConfigError: ``kv`` is not empty.
         """
         if self.kv:
             raise ConfigError(
-                f"kv is {self.kv!r} (KVSTORE_KV), and {who} stores blocks as they are: leave kv out, or use our engine"
+                f"kv is {self.kv!r} (KVSTORE_KV), but {who} stores blocks unchanged; leave kv out, or use our engine"
             )
         return self

@@ -1,8 +1,8 @@
-"""Every source of configuration -> one ``PoolConfig``.
+"""Reads the configuration of a pool from all sources.
 
-A value is taken from the first of these that has it: explicit values, a URL, a JSON file, the environment, a default.
-There is one exception: ``MOONCAKE_PROTOCOL`` overrides the ``protocol`` of a file, because one file serves a whole
-cluster, but each machine may or may not have RDMA.
+Each value is taken from the first source that has it: the caller's arguments, a URL, a JSON file, the environment, a
+default. There is one exception: the variable ``MOONCAKE_PROTOCOL`` overrides ``protocol`` in a file, because all
+machines of a cluster can share one file, but not every machine has RDMA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import quote, urlencode
 from kvcommon.hints import suggest_name
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config.dialects import NATIVE_NAMES, ParsedConfig, is_url, read_file, read_url
-from kvstore_backend.config.environment import named_protocol
+from kvstore_backend.config.environment import read_protocol
 from kvstore_backend.config.settings import (
     DEFAULT_TENANT,
     STORE_SETTINGS,
@@ -44,19 +44,24 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# A typo is at least this similar; variables of Mooncake or its users are less similar to ours, except _NOT_A_TYPO.
+# A variable counts as mistyped if its name is at least this similar to a name that we read. Other variables of Mooncake
+# are less similar, except _NOT_A_TYPO.
 _NEAR = 0.85
-_NEAR_OURS = 0.8  # for KVSTORE_..., such as KVSTORE_SIZE; Kubernetes makes others from a service's name
+# The same for names that begin with KVSTORE_, such as KVSTORE_SIZE. Kubernetes creates KVSTORE_... variables, which are
+# less similar, for a service with that name.
+_NEAR_OURS = 0.8
 _NOT_A_TYPO = "MOONCAKE_TE_META_DATA_SERVER"
 
 _OPTIONS = {option.name: option for option in fields(PoolConfig) if option.metadata}
 
 
 class _Source(NamedTuple):
-    """Values by field name, a function that shows an operator where a value is, and whether the source is a file."""
+    """Source of values of settings: a file, a URL, the environment or the caller's arguments."""
 
     values: Mapping[str, object]
+    """Value of each setting that the source has, by the name of the setting."""
     place: Callable[[str], str]
+    """Returns the place of a setting's value in the source, as text for messages."""
     is_file: bool = False
 
 
@@ -67,18 +72,21 @@ def load_config(
     config_path: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> PoolConfig:
-    """Load the configuration of ``backend``: each value from ``explicit``, else file, else environment, else a default.
+    """Load the configuration of ``backend``.
+
+    Each value comes from ``explicit``, else from the URL, else from the file, else from the environment, else it is the
+    default.
 
     Args:
-        backend: ``mooncake``, ``file`` or ``memory``; or a URL that names one of them and some of its settings.
-        explicit: values by the field names of the backend's settings; ``None`` values count as not given.
-        config_path: a JSON file in any dialect; by default the file that ``MOONCAKE_CONFIG_PATH`` names, for ``file``
-            and ``memory`` only if it describes such a store.
-        environ: the environment; by default the process's own. An empty variable counts as not given.
+        backend: ``mooncake``, ``file`` or ``memory``; or the URL of a pool.
+        explicit: values by the names of the backend's settings; ``None`` counts as not given.
+        config_path: a JSON file in any dialect; None: the file in the variable ``MOONCAKE_CONFIG_PATH``. For ``file``
+            and ``memory`` that file is used only if it describes a store of this kind.
+        environ: the environment; None: this process's own. An empty variable counts as not given.
 
     Raises:
-        ConfigError: a value cannot be used; the message is one sentence with the value, file key or variable, and its
-            remedy.
+        ConfigError: a value cannot be used; the message is one sentence with the key or variable, the value, and a
+            valid value.
     """
     parsed_url = read_url(backend) if is_url(backend) else None
     kind = STORE_SETTINGS.get(parsed_url.backend if parsed_url else backend)
@@ -109,7 +117,10 @@ def load_config(
 
 
 def _find_folder(sources: Sequence[_Source]) -> _Source | None:
-    """Return the settings of a folder that is named as the master, for engines that can name a pool in no other way."""
+    """Return the settings of a folder if the master's address is ``file:///...``; otherwise None.
+
+    Some engines cannot configure a pool in another way than by the address of a Mooncake master.
+    """
     source = _first_source(sources, "master_server_addr")
     address = source.values["master_server_addr"] if source is not None else None
     if not isinstance(address, str) or not address.startswith("file:"):
@@ -118,14 +129,14 @@ def _find_folder(sources: Sequence[_Source]) -> _Source | None:
 
 
 def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> PoolConfig | None:
-    """Read the configuration that ``source`` describes; ``None`` if it says that there is no pool.
+    """Read the configuration of a pool; return ``None`` if the file turns the pool off.
 
     Args:
-        source: a URL, or the path of a JSON file in any dialect; by default the environment decides.
-        environ: as in ``load_config``.
+        source: the URL of a pool, or the path of a JSON file in any dialect; None: read the environment.
+        environ: the environment; None: this process's own. An empty variable counts as not given.
 
     Raises:
-        ConfigError: as ``load_config``; also if neither ``source`` nor the environment names a pool.
+        ConfigError: a value cannot be used, or neither ``source`` nor the environment configures a pool.
     """
     environ = os.environ if environ is None else environ
     if source is not None and is_url(str(source)):
@@ -137,19 +148,19 @@ def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] 
     if kind := _find_kind(environ):
         return load_config(kind.backend, environ=environ)
     raise ConfigError(
-        "no pool is configured: give a configuration file or a URL such as mooncake://127.0.0.1:15001, "
+        "no pool is configured; give a configuration file or a URL such as mooncake://127.0.0.1:15001, "
         "or set MOONCAKE_CONFIG_PATH or MOONCAKE_MASTER_SERVER_ADDR"
     )
 
 
 def names_pool(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether the environment names a pool, or says that there is none."""
+    """Return whether the environment configures a pool, or names a file, which may turn the pool off."""
     environ = os.environ if environ is None else environ
     return _file_of_environment(environ)[0] is not None or _find_kind(environ) is not None
 
 
 def _find_kind(environ: Mapping[str, str]) -> type[StoreSettings] | None:
-    """Return the first kind of store with a setting in the environment."""
+    """Return the settings class of the first kind of store that has a variable in the environment; None if no kind."""
     for kind in STORE_SETTINGS.values():
         if any(environ.get(setting.metadata["variable"]) for setting in fields(kind)):
             return kind
@@ -157,7 +168,7 @@ def _find_kind(environ: Mapping[str, str]) -> type[StoreSettings] | None:
 
 
 def describe_url(config: PoolConfig) -> str:
-    """Return the pool's URL, for ``read_config`` in another process on this machine or on one that reaches the pool."""
+    """Return the pool's URL, which another process can give to ``read_config`` to open the same pool."""
     match config.store:
         case MooncakeSettings() as store:
             scheme = "" if store.ha_backend else "mooncake://"
@@ -174,7 +185,10 @@ def describe_url(config: PoolConfig) -> str:
 
 
 def describe_override(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> str:
-    """Return a sentence if ``MOONCAKE_PROTOCOL`` replaces the protocol in the file of ``read_config``; otherwise ""."""
+    """Return a sentence for the operator if ``MOONCAKE_PROTOCOL`` overrides the protocol in the file; else "".
+
+    The arguments are those of ``read_config``.
+    """
     environ = os.environ if environ is None else environ
     path = source if source is not None else _file_of_environment(environ)[0]
     if path is None or is_url(str(path)):
@@ -184,7 +198,10 @@ def describe_override(source: str | Path | None = None, *, environ: Mapping[str,
 
 
 def describe_unknown(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> str:
-    """Return a sentence on unknown members of the file of ``read_config``, which are not used; otherwise ""."""
+    """Return a sentence for the operator with the unknown keys of the file, which are ignored; "" if there are none.
+
+    The arguments are those of ``read_config``.
+    """
     environ = os.environ if environ is None else environ
     path = source if source is not None else _file_of_environment(environ)[0]
     if path is None or is_url(str(path)):
@@ -194,24 +211,24 @@ def describe_unknown(source: str | Path | None = None, *, environ: Mapping[str, 
 
 
 def names_protocol(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether the environment sets the pool's protocol, in its variable or in the file that it names."""
+    """Return whether the environment sets the pool's protocol, by ``MOONCAKE_PROTOCOL`` or the file that it names."""
     environ = os.environ if environ is None else environ
     path, named_by = _file_of_environment(environ)
-    return bool(named_protocol(environ)) or (path is not None and "protocol" in read_file(path, named_by).values)
+    return bool(read_protocol(environ)) or (path is not None and "protocol" in read_file(path, named_by).values)
 
 
 def _overriding_source(file: _Source, environment: _Source) -> _Source:
-    """Return the one value of the environment that overrides a file's."""
+    """Return the protocol of the environment if the file also has one: the environment's protocol is used then."""
     both = {"protocol"} & file.values.keys() & environment.values.keys()
     return _Source({name: environment.values[name] for name in both}, environment.place)
 
 
 def _describe_override(file: _Source, environ: Mapping[str, str]) -> str:
-    """Return a sentence if a file and ``MOONCAKE_PROTOCOL`` have different protocols."""
-    written, named = file.values.get("protocol"), named_protocol(environ)
+    """Return a sentence if a file and ``MOONCAKE_PROTOCOL`` have different protocols; otherwise ""."""
+    written, named = file.values.get("protocol"), read_protocol(environ)
     if written is None or not named or str(written).strip().lower() == named:
         return ""
-    return f"MOONCAKE_PROTOCOL={named} comes before {file.place('protocol')}, which says {written}"
+    return f"MOONCAKE_PROTOCOL={named} overrides {file.place('protocol')}, which is {written}"
 
 
 @cache
@@ -220,7 +237,7 @@ def _log_once(sentence: str) -> None:
 
 
 def _fill_settings(kind: type[StoreSettings], sources: Sequence[_Source]) -> StoreSettings:
-    """Build settings, each value from the first source that has it."""
+    """Create settings of class ``kind``, each value from the first source that has it."""
     values: dict[str, Any] = {}
     for setting in fields(kind):
         source = _first_source(sources, setting.name)
@@ -261,10 +278,12 @@ def _file_source(
     *,
     is_named: bool,
 ) -> _Source:
-    """Return the JSON file's values; none if no file is named, or if the environment's file is for another backend.
+    """Return the values in the JSON file.
+
+    There are no values without a file, or if the file named by the environment is for another backend.
 
     Args:
-        is_named: whether the backend was requested by its name, not by a URL with its address.
+        is_named: whether the caller requested the backend by its name, not by a URL.
     """
     named_by = ""
     if config_path is None and (is_named or kind is MooncakeSettings):
@@ -273,9 +292,11 @@ def _file_source(
         return _Source({}, str)
     parsed = read_file(config_path, named_by)
     if named_by and kind is not MooncakeSettings and parsed.backend != kind.backend:
-        return _Source({}, str)  # the variable is meant for Mooncake first
+        return _Source({}, str)  # the variable is mainly for Mooncake
     if not parsed.backend:
-        raise ConfigError(f'there is to be no pool ("backend": ""{parsed.where}), but {kind.backend} is asked for')
+        raise ConfigError(
+            f'the configuration turns the pool off ("backend": ""{parsed.where}), but {kind.backend} is requested'
+        )
     if unknown := _describe_unknown(names, parsed):
         _log_once(unknown)
     known = {name: value for name, value in parsed.values.items() if name in names}
@@ -287,7 +308,7 @@ def _file_of_environment(environ: Mapping[str, str]) -> tuple[str | None, str]:
 
 
 def _environment_source(kind: type[StoreSettings], environ: Mapping[str, str]) -> _Source:
-    """Return the environment's values; raise for a misspelt variable: its value would be lost."""
+    """Return the values in the environment; raise ``ConfigError`` for a variable that is probably mistyped."""
     settings = [*fields(kind), *_OPTIONS.values()]
     variables: dict[str, str] = {setting.name: setting.metadata["variable"] for setting in settings}
     ours = [*variables.values(), "MOONCAKE_CONFIG_PATH"]
@@ -311,20 +332,21 @@ def _check_names(names: Sequence[str], values: Mapping[str, object], where: str)
 
 
 def _describe_unknown(names: Sequence[str], parsed: ParsedConfig) -> str:
-    """Return a sentence on members of a file that are not settings, each with the nearest setting; otherwise "".
+    """Return a sentence with the unknown keys of a file, each with the most similar setting; "" if there are none.
 
-    FastDeploy and Mooncake ignore such members silently, and files contain comments and settings of other software.
+    Unknown keys are not an error, because FastDeploy and Mooncake also ignore them: a key may be a comment, or a
+    setting of other software.
     """
     unknown = []
     for name in parsed.values:
         if name not in names:
             near = _nearest_name(name, names)
             unknown.append(f'"{name}" (did you mean {near}?)' if near else f'"{name}"')
-    return f"not known and not used{parsed.where}: {', '.join(unknown)}" if unknown else ""
+    return f"unknown and not used{parsed.where}: {', '.join(unknown)}" if unknown else ""
 
 
 def _nearest_name(name: str, names: Sequence[str]) -> str:
-    """Return the setting, or Mooncake's name for it, that was probably meant; empty: none is near."""
+    """Return the most similar name of a setting, also of Mooncake's names; empty: none is similar."""
     aliases = [alias for alias, meant in NATIVE_NAMES.items() if meant in names]
     return next(iter(difflib.get_close_matches(name, [*names, *aliases], 1)), "")
 
@@ -335,14 +357,14 @@ def _parse_value(setting: Field[Any], source: _Source) -> Any:
     try:
         return parse(value)
     except ValueError as exc:
-        # The variable is another remedy only where it would take effect.
+        # The variable overrides only a file.
         is_overridable = isinstance(exc, MissingDeviceError) and source.is_file
-        remedy = ", or set MOONCAKE_PROTOCOL=tcp, which comes before the file" if is_overridable else ""
+        remedy = ", or set MOONCAKE_PROTOCOL=tcp, which overrides the file" if is_overridable else ""
         raise ConfigError(f"{source.place(setting.name)} is {hide_password(value)!r}; {exc}{remedy}") from None
 
 
 def _parse_store_url(value: object) -> MemorySettings | FileSettings:
-    """Return the settings of a store on this machine, from its URL alone."""
+    """Return the settings of the store with this URL: a folder, or this process's memory."""
     try:
         parsed = read_url(value) if isinstance(value, str) else None
         if parsed is None or parsed.backend == "mooncake":

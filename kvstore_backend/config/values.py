@@ -1,7 +1,7 @@
-"""Values of settings, from text or JSON: each parser returns the checked value, or says what would be right.
+"""Parsers for the values of settings, from text or JSON; and defaults that depend on the machine.
 
-A parser raises ``ValueError`` with the end of a sentence ("it must be host:port, ..."); the caller adds the beginning,
-which names the setting and the value.
+A parser returns the checked value, or raises ``ValueError``. The error's message is the end of a sentence that says
+which values are valid ("it must be host:port, ..."). The caller adds the beginning: the setting and its value.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Folder of a tmpfs on most machines."""
+"""Folder in memory (a tmpfs) that most machines have."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)", re.IGNORECASE)
 # Mooncake cannot allocate a smaller segment.
 _MIN_SEGMENT_BYTES = 16 << 20
 _KV_FORMS = ("int8", "fp8")
-# A Kubernetes namespace and its lease, or a lease of the namespace "default".
+# A Kubernetes namespace and a lease in it, or only a lease, in the namespace "default".
 _LEASE = re.compile(r"(?:[a-z0-9-]+/)?[a-z0-9.-]+", re.ASCII)
 _SWITCHES = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 
@@ -58,11 +58,7 @@ class MissingDeviceError(ValueError):
 
 
 def parse_size(value: object) -> int:
-    """Parse a number of bytes from a number or from text: ``1073741824``, ``"1GiB"`` (2**30), ``"1GB"`` (10**9).
-
-    Raises:
-        ValueError: the text has another form; the message is the end of a sentence that says how to write it.
-    """
+    """Parse a number of bytes from a number or from text: ``1073741824``, ``"1GiB"`` (2**30), ``"1GB"`` (10**9)."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -73,38 +69,38 @@ def parse_size(value: object) -> int:
 
 
 def parse_positive_size(value: object) -> int:
-    """Parse a size of at least one byte."""
+    """Parse a size, and refuse 0."""
     if (size := parse_size(value)) == 0:
         raise ValueError("it must be more than 0 bytes")
     return size
 
 
 def parse_segment_size(value: object) -> int:
-    """Parse the size of the memory given to a Mooncake cluster, which may be 0."""
+    """Parse the size of the memory that a client gives to a Mooncake cluster; 0 is valid."""
     if 0 < (size := parse_size(value)) < _MIN_SEGMENT_BYTES:
         raise ValueError("Mooncake needs at least 16MiB, or 0 to contribute no memory to the pool")
     return size
 
 
 def parse_text(value: object) -> str:
-    """Return text without the blanks around it."""
+    """Return text without spaces at its beginning and end; refuse other types."""
     if not isinstance(value, str):
         raise ValueError("it must be text")
     return value.strip()
 
 
 def parse_tenant(value: object) -> str:
-    """Parse the name of a tenant, as Mooncake's master accepts it."""
+    """Parse the name of a tenant; refuse names that Mooncake's master refuses."""
     if not (text := parse_text(value)) or text.startswith("_") or not text.isprintable():
         raise ValueError("a tenant's name has printable characters and does not begin with _, such as team-a")
     return text
 
 
 def parse_master_address(value: object) -> str:
-    """Parse one master's address, or the place where the leader of several masters is registered.
+    """Parse one master's address, or the URL of the service where the leading master is registered.
 
-    The place is ``etcd://`` and the addresses of the etcd servers, ``redis://`` and the address of the Redis server, or
-    ``k8s://`` and the lease in Kubernetes. Redis and Kubernetes must be built into Mooncake; PyPI's wheels lack them.
+    The URL is ``etcd://`` and the addresses of the etcd servers, ``redis://`` and the address of the Redis server, or
+    ``k8s://`` and the lease in Kubernetes. Mooncake must be built with Redis or Kubernetes; PyPI's wheels are not.
     """
     text = value.strip() if isinstance(value, str) else ""
     scheme, separator, rest = text.partition("://")
@@ -112,7 +108,7 @@ def parse_master_address(value: object) -> str:
         return _parse_servers(scheme, rest)
     if scheme == "k8s" and separator:
         if not _LEASE.fullmatch(rest):
-            raise ValueError("after k8s:// it must be namespace/lease, such as k8s://default/mooncake-master")
+            raise ValueError("after k8s:// it must have namespace/lease, such as k8s://default/mooncake-master")
         return text
     if separator:
         raise ValueError(
@@ -123,20 +119,20 @@ def parse_master_address(value: object) -> str:
 
 
 def _parse_servers(scheme: str, rest: str) -> str:
-    """Parse etcd servers with ``;`` between them, each with or without ``http://``, or one Redis server."""
+    """Parse the part after ``scheme://``: etcd servers, separated by ``;`` or ``,``, or one Redis server."""
     try:
         if scheme == "redis":
             return f"redis://{_parse_address(rest.removesuffix('/'))}"
         servers = (server.strip().removeprefix("http://").removesuffix("/") for server in re.split("[;,]", rest))
         return "etcd://" + ";".join(_parse_address(server) for server in servers)
     except ValueError:
-        several = "" if scheme == "redis" else ", or several of them with ; between"
+        several = "" if scheme == "redis" else ", or several of them separated by ;"
         password = "; a password goes into MC_REDIS_PASSWORD" if scheme == "redis" else ""
         raise ValueError(f"after {scheme}:// it must be host:port{several}{password}") from None
 
 
 def hide_password(value: object) -> object:
-    """Return ``value`` for a message: without the user and password before the ``@`` of its addresses."""
+    """Return ``value`` for a message: in each address, ``...`` replaces user and password before the ``@``."""
     return re.sub("(^|://)[^/@]*@", r"\1...@", value) if isinstance(value, str) else value
 
 
@@ -170,32 +166,32 @@ def parse_metadata_server(value: object) -> str:
 
 
 def parse_protocol(value: object) -> str:
-    """Parse a protocol for which this machine has the devices.
+    """Parse the name of a protocol; refuse ``rdma`` on a machine without RDMA devices.
 
     Raises:
         MissingDeviceError: the machine has no device for RDMA.
         ValueError: the value is not a protocol.
     """
     if not isinstance(value, str) or value.strip().lower() not in ("tcp", "rdma", "ascend"):
-        raise ValueError("it must be tcp or rdma, or ascend where Mooncake was built for it")
+        raise ValueError("it must be tcp or rdma, or ascend if Mooncake was built for it")
     protocol = value.strip().lower()
     if protocol == "rdma" and not list_rdma_devices():
-        raise MissingDeviceError("this machine has no RDMA device: say tcp, or leave it out")
+        raise MissingDeviceError("this machine has no RDMA device; set tcp, or leave it out")
     return protocol
 
 
 def parse_device_names(value: object) -> str:
     """Parse names of RDMA devices, separated by commas.
 
-    JSON, which other software allows for several ranks, is refused.
+    Refuses JSON with the devices of several ranks, which other software accepts.
     """
     if (text := parse_text(value)).startswith("{"):
-        raise ValueError("it must be names separated by commas; give each rank its own configuration instead")
+        raise ValueError("it must be one list of names, separated by commas; give each rank its own configuration")
     return text
 
 
 def parse_switch(value: object) -> bool:
-    """Parse ``True`` or ``False``, from JSON or from the usual words."""
+    """Parse a boolean, from JSON or from a word such as ``true``, ``off`` or ``1``."""
     if isinstance(value, bool):
         return value
     if not isinstance(value, str) or value.strip().lower() not in _SWITCHES:
@@ -204,14 +200,14 @@ def parse_switch(value: object) -> bool:
 
 
 def parse_kv_form(value: object) -> str:
-    """Parse the form in which blocks are stored, one that ``engine/pool/kv_codec.py`` knows; empty: unchanged."""
+    """Parse the form in which blocks are stored: ``int8``, ``fp8`` (``engine/pool/kv_codec.py``); empty: unchanged."""
     if not isinstance(value, str) or value.strip().lower() not in ("", *_KV_FORMS):
-        raise ValueError(f"it must be {' or '.join(_KV_FORMS)}, or left out to store blocks as they are")
+        raise ValueError(f"it must be {' or '.join(_KV_FORMS)}, or left out to store blocks unchanged")
     return value.strip().lower()
 
 
 def parse_folder(value: object) -> Path:
-    """Return the absolute path of a folder, which may not exist yet."""
+    """Return the absolute path of a folder. The folder may not exist yet."""
     if not isinstance(value, (str, Path)) or not str(value).strip():
         raise ValueError("it must be the path of a folder")
     try:
@@ -219,41 +215,41 @@ def parse_folder(value: object) -> Path:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return path  # opening the store reports the reason
-    except (OSError, RuntimeError, ValueError) as exc:  # too long, a home folder of no user, a zero byte
+    except (OSError, RuntimeError, ValueError) as exc:  # too long, ~ with an unknown user, a zero byte
         raise ValueError(f"it must be the path of a folder: {getattr(exc, 'strerror', None) or exc}") from None
     if not is_folder:
-        raise ValueError("it must be the path of a folder, and this is a file")
+        raise ValueError("it must be the path of a folder, but it is a file")
     return path
 
 
 def default_folder() -> Path:
-    """Return a folder for this user only, in memory if the machine has a tmpfs for that."""
+    """Return the path of a folder with the user's id in its name, in memory if the machine has ``SHARED_MEMORY``."""
     shared = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     return shared / f"kvstore-{os.getuid()}"
 
 
 def default_protocol() -> str:
-    """Return ``rdma`` if this machine has a device for it, otherwise ``tcp``; the choice is logged."""
+    """Return ``rdma`` if this machine has an RDMA device, otherwise ``tcp``; log the choice."""
     protocol, reason = ("rdma", "an") if list_rdma_devices() else ("tcp", "no")
-    logger.info("protocol is not given: using %s, as this machine has %s RDMA device", protocol, reason)
+    logger.info("protocol is not given: using %s because this machine has %s RDMA device", protocol, reason)
     return protocol
 
 
 def default_metadata_server() -> str:
-    """Return ``P2PHANDSHAKE``, and log it, because all clients of a pool must agree on it."""
-    logger.info("metadata_server is not given: using P2PHANDSHAKE, as every other client of the pool must")
+    """Return ``P2PHANDSHAKE``, and log it, because all clients of a pool must use the same value."""
+    logger.info("metadata_server is not given: using P2PHANDSHAKE; every other client of the pool must use it too")
     return "P2PHANDSHAKE"
 
 
 DEVICES_FOLDER = Path("/sys/class/infiniband")
-"""Folder with one entry per device, such as ``mlx5_0``; missing if the kernel has no RDMA."""
+"""Folder with one entry per RDMA device, such as ``mlx5_0``; missing if the kernel has no RDMA."""
 
 
 def list_rdma_devices() -> list[str]:
-    """Return the names of all devices, sorted; empty: this machine has none."""
+    """Return the names of this machine's RDMA devices, sorted."""
     return sorted(device.name for device in DEVICES_FOLDER.iterdir()) if DEVICES_FOLDER.is_dir() else []
 
 
 def has_active_port(device: str) -> bool:
-    """Return whether at least one port of ``device`` has a working cable and driver."""
+    """Return whether the kernel reports at least one port of an RDMA device as active."""
     return any("ACTIVE" in state.read_text() for state in (DEVICES_FOLDER / device).glob("ports/*/state"))

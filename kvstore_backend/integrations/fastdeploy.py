@@ -1,20 +1,21 @@
-"""FastDeploy joins the pool with ``FD_PLUGINS=kvstore`` and ``--kvcache-storage-backend mooncake``, without a patch.
+"""Plugin for FastDeploy: lets it use the pool, with ``FD_PLUGINS=kvstore`` and ``--kvcache-storage-backend mooncake``.
 
-The extension point. Every process that imports FastDeploy loads the entry points of ``fastdeploy.tool_parser_plugins``;
-ours, ``activate``, replaces ``mooncake.store.MooncakeDistributedStore`` by ``FastDeployClient``. FastDeploy's storage
-classes import that name only when they are built. The plugin does not replace the storage classes themselves: modules
-may have imported them by name before the plugin is loaded, an import of them from the plugin would be circular, and
-they exist in two forms (one class per rank; or a scheduler's and a worker's, in two processes), while both use the same
-client. All of FastDeploy's calls that reach data go through the client: ``register_buffer``, ``batch_put_from``,
-``batch_get_into``, ``batch_is_exist``, ``put``/``get``/``is_exist`` (its warm-up), ``remove``, ``remove_all``.
+How FastDeploy loads the plugin: every process that imports FastDeploy loads the entry points of
+``fastdeploy.tool_parser_plugins``. One of them, ``activate``, replaces ``mooncake.store.MooncakeDistributedStore`` by
+``FastDeployClient``. FastDeploy's storage classes import that name when they are created, so they use the new class.
+The plugin does not replace the storage classes, for three reasons: modules may have imported them before the plugin is
+loaded; an import of them from the plugin would be circular; and there are two forms of them (one class per rank, or one
+for the scheduler and one for the worker). Both forms use the same client. FastDeploy moves all data through the client:
+``register_buffer``, ``batch_put_from``, ``batch_get_into``, ``batch_is_exist``, ``put``/``get``/``is_exist`` (at its
+start), ``remove``, ``remove_all``.
 
-FastDeploy's keys contain a version of the weights (not with its cache manager v1), a prefix's hash, a rank and a part
-(K, V, their scales), but no model, dtype, tensor-parallel size or layout. The namespace adds these, the version of
-FastDeploy and every setting that may change KV (``fastdeploy_settings.py``). The settings come from the engine's
-command line and environment, which its children read as well (``fastdeploy_engine.py``), and the shapes from the
-transfer process's own command line (``--cache_dtype --mp_num --num_layers --key_cache_shape ...``). With the cache
-manager v1 the engine looks blocks up and its workers read them, so everything comes from the engine. The rank is not
-part of the namespace, because look-ups ask for rank 0.
+FastDeploy's keys contain a version of the weights (not with its cache manager v1), the hash of a prefix, a rank and a
+part (K, V, their scales). They do not contain model, dtype, tensor-parallel size and layout. The namespace adds these,
+the version of FastDeploy and every setting that can change KV (``fastdeploy_settings.py``). The settings come from the
+command line and environment of the engine (``fastdeploy_engine.py``), and the shapes from the command line of the
+transfer process (``--cache_dtype --mp_num --num_layers --key_cache_shape ...``). With the cache manager v1 the engine
+looks blocks up and its workers read them, so the shapes come from the engine too. The rank is not part of the
+namespace, because FastDeploy looks up only the blocks of rank 0.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from kvstore_backend.config import (
     engine_variables,
     fastdeploy_plugins,
     find_checkpoint,
-    named_model,
+    read_model_folder,
 )
 from kvstore_backend.integrations.fastdeploy_engine import Engine, Weights, find_engine, find_version
 from kvstore_backend.integrations.fastdeploy_settings import (
     CANNOT_CHANGE_KV,
+    IN_OTHER_FIELDS,
+    KV_VARIABLES,
     NEUTRAL_VARIABLES,
-    TOLD_OTHERWISE,
     VARIABLE_PREFIXES,
-    VARIABLES_ON_KV,
 )
 from kvstore_backend.integrations.mooncake_client import PooledClient
 from kvstore_backend.integrations.settings import digest_settings, list_facts, read_json, read_settings
@@ -57,38 +58,38 @@ logger = logging.getLogger(__name__)
 _PLUGIN = "kvstore"
 # Defaults of FastDeploy's EngineArgs, for processes without FastDeploy's own parser.
 _DEFAULTS = {"tensor_parallel_size": 1, "block_size": 64}
-# The only speculation method that adds layers to a block.
+# The only method of speculation that adds layers to a block.
 _DRAFTING = "mtp"
-# Seconds of an outage. FastDeploy runs its tasks, a look-up and a copy each, one after another. For a task that writes,
-# prefill waits 60 s and then gives the request's blocks to other requests, and the task would still copy from them
-# (``wait_write_storage_task``). For a task that reads, decode waits without limit and accepts no request meanwhile;
-# prefill waits 30 s for that (``FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS``).
+# Time for which a call may wait for a pool that fails. FastDeploy runs its tasks (each has a look-up and a copy) one
+# after another. Prefill waits 60 s for a task that writes. Then it gives the request's blocks to other requests, and
+# the task would copy their bytes (``wait_write_storage_task``). Decode waits without limit for a task that reads, and
+# accepts no request meanwhile. Prefill waits 30 s for decode (``FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS``).
 _HAND_OVER_SECONDS = 10.0
-# First part of FastDeploy 2.6's keys, before the step of the weights.
+# First part of FastDeploy 2.6's keys, before the version of the weights.
 _VERSIONED = "prefix"
 
 
 def activate() -> None:
-    """Replace Mooncake's client by ours if ``FD_PLUGINS`` names ``kvstore``; FastDeploy calls this.
+    """Replace Mooncake's client by ``FastDeployClient`` if ``FD_PLUGINS`` contains ``kvstore``. FastDeploy calls this.
 
-    FastDeploy loads all plugins if ``FD_PLUGINS`` is not set. This plugin changes where a cache is stored, so it works
-    only if it is named. If Mooncake's library cannot be loaded, it logs that and changes nothing.
+    If ``FD_PLUGINS`` is not set, FastDeploy loads all plugins, but this plugin does nothing, because it would change
+    the place where a cache is stored. If Mooncake's library cannot be loaded, the plugin logs an error.
     """
     if _PLUGIN not in fastdeploy_plugins():
         return
     try:
         replace_client(FastDeployClient)
     except PoolUnavailable as exc:
-        logger.error("FD_PLUGINS names %s, but: %s", _PLUGIN, exc)
+        logger.error("FD_PLUGINS names %s, but it cannot be used: %s", _PLUGIN, exc)
 
 
 class FastDeployClient(PooledClient):
-    """``MooncakeDistributedStore`` as FastDeploy's storage classes use it, in the namespace of this process."""
+    """Client of the pool for FastDeploy's storage classes, in place of ``MooncakeDistributedStore``."""
 
     def __init__(self) -> None:
         super().__init__()
         self._weights: Weights | None = None
-        self._read_namespace: Callable[[], Namespace] | None = None  # reads again, if weights may change
+        self._read_namespace: Callable[[], Namespace] | None = None  # None: the weights cannot change
 
     def namespace(self) -> Namespace:
         engine = find_engine()
@@ -111,16 +112,15 @@ class FastDeployClient(PooledClient):
             return 0.0
         if config.async_write:
             raise ConfigError(
-                "with FD_PD_TRANSFER_VIA_STORAGE=1 the decode instance reads blocks as soon as prefill has written "
-                "them, and with async_write (KVSTORE_ASYNC_WRITE) they may not be there yet: leave async_write out"
+                "with FD_PD_TRANSFER_VIA_STORAGE=1 the decode instance reads blocks as soon as prefill reports them as "
+                "written, but with async_write (KVSTORE_ASYNC_WRITE) they may not be stored yet; leave async_write out"
             )
         return _HAND_OVER_SECONDS
 
     def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
-        """Return the pool, in the namespace of the weights that the model has now.
+        """Return the pool, in the namespace of the model's current weights; None if the weights are not known.
 
-        None if the weights are not known, also while FastDeploy's keys still name other weights than the model's
-        folder.
+        The weights also count as not known if the keys name another version than the model's folder.
         """
         pool = super()._find_pool(keys)
         weights = self._weights.read() if self._weights is not None else None
@@ -136,20 +136,21 @@ class FastDeployClient(PooledClient):
                 except ConfigError as exc:
                     logger.warning("The model's new weights cannot be read yet: %s", exc)
                     return None
-            logger.info("The model has other weights now: %s", weights.text)
+            logger.info("The model's weights have changed: %s", weights.text)
             pool.move_to(replace(pool.namespace, model=model, weights_version=weights.text))
         return pool
 
 
 def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
-    """Return the namespace of the blocks that a process of FastDeploy with this command line holds.
+    """Return the namespace of the blocks of a FastDeploy process.
 
     Args:
-        argv: command line of the transfer process, a worker, or the engine.
-        engine: the arguments and environment with which the engine was started.
+        argv: command line of the process: a transfer process, a worker, or the engine.
+        engine: arguments and environment with which the engine was started.
 
     Raises:
-        ConfigError: the model is not named, or is not the folder of a checkpoint; or a shape is invalid.
+        ConfigError: the command line names no model, the model is not the folder of a checkpoint, or a shape is
+        invalid.
     """
     options = _parse_options(argv)
     model = digest_settings(fingerprint_model(_find_model(argv, engine)), _read_engine(engine))
@@ -170,18 +171,18 @@ def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
 
 
 def _read_engine(engine: Engine) -> dict[str, str]:
-    """Return the settings of the engine that determine KV."""
+    """Return the engine's settings that can change KV, with their values as text."""
     arguments = {name: value for name, value in engine.arguments.items() if name not in CANNOT_CHANGE_KV}
     for name, find_effect in _EFFECTS.items():
         arguments[name] = find_effect(arguments.get(name))
     given = {name: value for name, value in arguments.items() if value is not None}
-    known = engine_variables((*VARIABLE_PREFIXES, *VARIABLES_ON_KV), engine.environ)
+    known = engine_variables((*VARIABLE_PREFIXES, *KV_VARIABLES), engine.environ)
     variables = {name: text for name, text in known.items() if name not in NEUTRAL_VARIABLES}
-    return read_settings({**given, **variables}, TOLD_OTHERWISE)
+    return read_settings({**given, **variables}, IN_OTHER_FIELDS)
 
 
 def _find_drafting(value: object) -> object:
-    """Return the settings of speculation if it adds layers to blocks: all of them, the draft model by its content."""
+    """Return the settings of speculation if its method adds layers to the blocks; otherwise None."""
     settings = read_json(value)
     if not isinstance(settings, Mapping):
         return value
@@ -189,49 +190,55 @@ def _find_drafting(value: object) -> object:
 
 
 def _find_compilation(value: object) -> object:
-    """Return the settings of graphs, without those of CUDA graphs, which replay the same kernels."""
+    """Return the settings of graph optimization without those of CUDA graphs, which launch the same kernels."""
     settings = read_json(value)
     if not isinstance(settings, Mapping):
         return value
     return {name: each for name, each in settings.items() if "cuda" not in name} or None
 
 
-# Arguments of which only a part determines KV; None: no part does.
+# Arguments of which only a part can change KV -> a function that returns this part; None: nothing.
 _EFFECTS = {"speculative_config": _find_drafting, "graph_optimization_config": _find_compilation}
 
 
 def _find_model(argv: Sequence[str], engine: Engine) -> str:
-    """Return the folder of the checkpoint that a process with this command line serves.
+    """Return the folder of the checkpoint that a FastDeploy process serves.
+
+    Args:
+        argv: command line of the process.
+        engine: arguments and environment with which the engine was started.
 
     Raises:
-        ConfigError: the model is not named, or is not a folder here.
+        ConfigError: the command lines name no model, or the model is not a folder here.
     """
     argument = _parse_options(argv).get("model_path") or str(engine.arguments.get("model") or "")
-    named = named_model(engine.environ)
+    named = read_model_folder(engine.environ)
     if not argument and not named:
         raise ConfigError(
-            "FastDeploy's command line names no --model, and without it models would read each other's blocks: set "
+            "FastDeploy's command line has no --model, so different models could read each other's blocks; set "
             "KVSTORE_MODEL to the model's folder"
         )
     try:
         model = find_checkpoint(argument or named, engine.environ, str(engine.arguments.get("revision") or ""))
     except ConfigError as exc:
         if not named:
-            raise ConfigError(f"{exc}, or set KVSTORE_MODEL to it") from None
+            raise ConfigError(f"{exc}, or set KVSTORE_MODEL to that folder") from None
         model = named
     if not Path(model).is_dir():
-        raise ConfigError(f"the model {model!r} is no folder here: set KVSTORE_MODEL to the folder of its checkpoint")
+        raise ConfigError(
+            f"the model {model!r} is not a folder here; set KVSTORE_MODEL to the folder of its checkpoint"
+        )
     return model
 
 
 def _transfer_process_namespace(options: Mapping[str, str], model: str) -> Namespace:
-    """Return the namespace of a transfer process.
+    """Return the namespace of the blocks of a transfer process.
 
-    Its ``--key_cache_shape`` is ``blocks,heads,block_size,head_dim``, for one layer and rank.
+    The option ``--key_cache_shape`` has the form ``blocks,heads,block_size,head_dim``, for one layer of one rank.
     """
     shape = options["key_cache_shape"].split(",")
     if len(shape) != 4 or not all(size.strip().isdigit() for size in shape):
-        raise ConfigError(f"--key_cache_shape is {options['key_cache_shape']!r}; four numbers are known here")
+        raise ConfigError(f"--key_cache_shape is {options['key_cache_shape']!r}; it must have four numbers")
     _, heads, block_size, head_size = map(int, shape)
     value_shape = options.get("value_cache_shape", "").partition(",")[2]
     return Namespace(
@@ -247,7 +254,7 @@ def _transfer_process_namespace(options: Mapping[str, str], model: str) -> Names
 
 
 def _parse_options(argv: Sequence[str]) -> dict[str, str]:
-    """Parse ``--name value`` and ``--name=value``, names with underscores; the last value of a name counts."""
+    """Parse ``--name value`` and ``--name=value``; return the last value of each name, with underscores in the name."""
     options: dict[str, str] = {}
     for word, after in zip(argv, [*argv[1:], ""], strict=True):
         if word.startswith("--"):

@@ -1,8 +1,9 @@
-"""FastDeploy's engine as each of its processes can see it: command line, environment, version, and weights.
+"""Reads the command line, environment, version and weights of FastDeploy's engine, from any of its processes.
 
-The engine looks blocks up, and its children move them: transfer processes, or workers. They receive different parts of
-the settings, in different forms. So all of them read the settings that determine KV from one place: FastDeploy's API
-server, which the operator started. It is the process itself or an ancestor of it.
+The engine looks blocks up. Its child processes (transfer processes or workers) move the blocks. Each kind of process
+receives other parts of the settings, in another form. So all of them read the settings that determine KV from the
+command line and environment of FastDeploy's API server, which the operator started. The API server is the process
+itself or one of its parents.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import yaml
 
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.integrations.fastdeploy_settings import CANNOT_CHANGE_KV, DECIDE_ON_KV, TOLD_OTHERWISE
+from kvstore_backend.integrations.fastdeploy_settings import CAN_CHANGE_KV, CANNOT_CHANGE_KV, IN_OTHER_FIELDS
 from kvstore_backend.namespace import stat_weights
 
 __all__ = ["Engine", "Weights", "WeightsVersion", "find_engine", "find_version", "parse_arguments"]
@@ -27,19 +28,20 @@ __all__ = ["Engine", "Weights", "WeightsVersion", "find_engine", "find_version",
 logger = logging.getLogger(__name__)
 
 _SERVER = re.compile(r"(?:.*/)?fastdeploy[./]entrypoints[./](?:.*[./])?(?:api_server|run_batch)(?:\.py)?")
-_ARGUMENTS = sorted({*CANNOT_CHANGE_KV, *DECIDE_ON_KV, *TOLD_OTHERWISE})
+_ARGUMENTS = sorted({*CANNOT_CHANGE_KV, *CAN_CHANGE_KV, *IN_OTHER_FIELDS})
 _PROC = Path("/", "proc")
 _SHORT = {"-tp": "--tensor-parallel-size"}
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Arguments and environment with which the engine was started.
+    """Arguments and environment with which FastDeploy's engine was started.
 
     Attributes:
-        arguments: values as FastDeploy reads them, by names with underscores.
-        defaults: the defaults of these arguments, as far as they are known.
-        environ: environment of the engine's process when it was started; later changes follow from the arguments.
+        arguments: value of each argument as FastDeploy parses it, by the argument's name with underscores.
+        defaults: default of each argument, if known.
+        environ: environment of the engine's process at its start. FastDeploy sets further variables later, which depend
+            only on the arguments.
     """
 
     arguments: Mapping[str, Any]
@@ -48,15 +50,15 @@ class Engine:
 
     @property
     def hands_over_by_storage(self) -> bool:
-        """Whether decode reads prefill's blocks from the pool, and fails a request if they are missing."""
+        """Whether decode reads the blocks of prefill from the pool, and fails the request if a block is missing."""
         return self.environ.get("FD_PD_TRANSFER_VIA_STORAGE", "0") != "0"
 
 
 def find_engine(proc: Path = _PROC, pid: str = "self") -> Engine:
-    """Find the engine that this process is, or that started it.
+    """Find FastDeploy's API server among this process and its parents, and read its command line and environment.
 
     Raises:
-        ConfigError: there is no engine, or it cannot be read.
+        ConfigError: none of the processes is an API server, or its command line cannot be read or parsed.
     """
     while pid != "0":
         try:
@@ -71,18 +73,18 @@ def find_engine(proc: Path = _PROC, pid: str = "self") -> Engine:
         found = re.search(r"^PPid:\s*(\d+)$", status, re.MULTILINE)
         pid = found[1] if found else "0"
     raise ConfigError(
-        "neither this process nor one above it is FastDeploy's API server, whose command line has the settings that "
-        "determine KV: start FastDeploy with python -m fastdeploy.entrypoints.openai.api_server"
+        "neither this process nor a parent of it is FastDeploy's API server, whose command line has the settings that "
+        "determine KV; start FastDeploy with python -m fastdeploy.entrypoints.openai.api_server"
     )
 
 
 def parse_arguments(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse a command line with FastDeploy's own parser; return its arguments and their defaults.
+    """Parse a command line with FastDeploy's own parser; return all arguments and their defaults.
 
-    Without FastDeploy, return the given arguments and no defaults.
+    If FastDeploy cannot be imported, return only the arguments on the command line, and no defaults.
 
     Raises:
-        ConfigError: FastDeploy would not accept the command line.
+        ConfigError: FastDeploy's parser refuses the command line.
     """
     try:
         from fastdeploy.entrypoints.openai.utils import make_arg_parser
@@ -93,12 +95,12 @@ def parse_arguments(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any
     try:
         arguments = vars(parser.parse_args(list(words)))
     except SystemExit:
-        raise ConfigError("FastDeploy's own parser does not take its command line; its message says why") from None
+        raise ConfigError("FastDeploy's own parser refuses its command line; the parser's message says why") from None
     return arguments, {name: parser.get_default(name) for name in arguments}
 
 
 def _read_words(words: Sequence[str]) -> dict[str, Any]:
-    """Parse arguments as argparse does, from a command line and the YAML file that it names."""
+    """Parse a command line as argparse does, and add the arguments from the YAML file in ``--config``."""
     given: dict[str, Any] = {}
     name = ""
     for word in words:
@@ -122,7 +124,7 @@ def _read_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _complete(name: str) -> str:
-    """Return the only argument that begins with ``name``; return an unknown name unchanged."""
+    """Return the full name of an abbreviated argument; return ``name`` unchanged if no or several arguments match."""
     found = [name] if name in _ARGUMENTS else [each for each in _ARGUMENTS if each.startswith(name)]
     return found[0] if len(found) == 1 else name
 
@@ -133,9 +135,10 @@ def _read_environ(path: Path) -> dict[str, str]:
 
 
 def find_version() -> str:
-    """Return the version of the FastDeploy that this process has loaded, and a digest that differs for each build.
+    """Return the version of FastDeploy in this process, and a digest that differs for each build.
 
-    A build has a ``version.txt``; without it, as in a source tree, the digest covers the cache manager's files.
+    The digest is of the build's ``version.txt``. In a source tree without this file, it is of the cache manager's
+    files.
     """
     module = sys.modules.get("fastdeploy")
     if module is None or not getattr(module, "__file__", None):
@@ -152,11 +155,11 @@ def find_version() -> str:
 
 @dataclass(frozen=True)
 class WeightsVersion:
-    """Version of a model's weights: ``text`` differs whenever the weights do.
+    """Version of a model's weights.
 
     Attributes:
-        text: text for the namespace.
-        step: text with which FastDeploy 2.6 begins its keys after ``prefix``; empty: there is no ``version.yaml``.
+        text: text for the namespace; other weights have another text.
+        step: text after ``prefix`` in the keys of FastDeploy 2.6; empty: there is no ``version.yaml``.
     """
 
     text: str
@@ -164,15 +167,15 @@ class WeightsVersion:
 
 
 class Weights:
-    """Reader of ``version.yaml`` in a model's folder, which a trainer writes; it reads the file again after a change.
+    """Reads the version of a model's weights from ``version.yaml`` in the model's folder, which a trainer writes.
 
     Args:
         folder: the model's folder.
-        may_change: whether weights can be updated while the instance runs; then the file must exist, and it must change
-            whenever the files of weights do.
+        may_change: whether the weights can be updated while the instance runs. Then ``version.yaml`` must exist, and it
+            must change whenever the files of the weights change.
 
     Raises:
-        ConfigError: weights may change, and the file is missing or has no version.
+        ConfigError: the weights may change, and ``version.yaml`` is missing or has no version.
     """
 
     def __init__(self, folder: str | Path, *, may_change: bool) -> None:
@@ -181,20 +184,21 @@ class Weights:
         self._file = self._folder / "version.yaml"
         self._seen: tuple[int, ...] | None = ()
         self._version: WeightsVersion | None = None
-        self._named: WeightsVersion | None = None  # the last version that was read
-        self._files: dict[str, tuple[int, ...]] | None = None  # state of the files of weights at that time
-        self._is_told = False  # whether the log has reported that they have changed since
+        self._last: WeightsVersion | None = None  # the last version that was read
+        self._files: dict[str, tuple[int, ...]] | None = None  # sizes and times of the weights' files at that time
+        self._is_logged = False  # whether a warning was logged that the files have changed since
         if self.read() is None:
             raise ConfigError(
-                f"--dynamic-load-weight lets weights change, and {self._file} does not say which they are, so that KV "
-                'of old weights would be read: write one there, as FastDeploy wants it ("version: RL-STEP1-...")'
+                f"--dynamic-load-weight allows new weights, but {self._file} has no version of the weights, so KV "
+                "of old weights would be read; write the version into this file, as FastDeploy requires "
+                '("version: RL-STEP1-...")'
             )
 
     def read(self) -> WeightsVersion | None:
-        """Return the version that the folder names now; None: it is not known, so no block can be used.
+        """Return the version of the weights in the folder now; None if it is not known, so that no block can be used.
 
-        It is not known, for example, after files of weights were written and before the version changes: it is not
-        visible whether the model has loaded them.
+        For example, it is not known if the files of the weights have changed and ``version.yaml`` has not: the model
+        may or may not have loaded these files.
         """
         try:
             stat = self._file.stat()
@@ -204,17 +208,17 @@ class Weights:
         files = self._stat_files() if self._may_change else None
         if seen != self._seen:
             self._version, self._seen = self._parse(), seen
-            if self._version not in (None, self._named):
-                self._named, self._files, self._is_told = self._version, files, False
+            if self._version not in (None, self._last):
+                self._last, self._files, self._is_logged = self._version, files, False
         if self._version is None or files == self._files:
             return self._version
-        if not self._is_told:
+        if not self._is_logged:
             logger.warning(
-                "The weights in %s have changed, and %s has not: the pool is not used until it names others",
+                "The weights in %s have changed, but the version in %s has not; the pool is not used until it changes",
                 self._folder,
                 self._file.name,
             )
-        self._is_told = True
+        self._is_logged = True
         return None
 
     def _stat_files(self) -> dict[str, tuple[int, ...]] | None:

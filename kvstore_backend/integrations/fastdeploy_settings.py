@@ -1,8 +1,8 @@
-"""Settings of FastDeploy: which determine the bytes of a block, which cannot, and why.
+"""Lists the settings of FastDeploy that can change the bytes of a block, and those that cannot, with the reasons.
 
-The lists have all arguments of FastDeploy 2.6's API server and ``EngineArgs``, those that newer versions add, and the
-variables in ``envs.py``; ``scripts/watch-fastdeploy`` reports missing ones. An argument, or a variable ``FD_*`` or
-``FLAGS_*``, that is not listed here becomes part of the namespace: an unnecessary miss only costs time, but a false hit
+The lists have all arguments of FastDeploy 2.6's API server and ``EngineArgs``, arguments of newer versions, and the
+variables in ``envs.py``. ``scripts/watch-fastdeploy`` reports missing names. An argument, or a variable ``FD_*`` or
+``FLAGS_*``, that is in no list becomes part of the namespace: an unnecessary miss only costs time, but a false hit
 gives a wrong answer.
 """
 
@@ -10,19 +10,19 @@ from __future__ import annotations
 
 __all__ = [
     "CANNOT_CHANGE_KV",
-    "DECIDE_ON_KV",
+    "CAN_CHANGE_KV",
+    "IN_OTHER_FIELDS",
+    "KV_VARIABLES",
     "NEUTRAL_VARIABLES",
-    "TOLD_OTHERWISE",
-    "VARIABLES_ON_KV",
     "VARIABLE_PREFIXES",
 ]
 
-TOLD_OTHERWISE = {
+IN_OTHER_FIELDS = {
     "model": "model",
     "tensor_parallel_size": "tp_size",
     "block_size": "block_size",
 }
-"""Arguments that another field of ``Namespace`` already represents -> that field's name."""
+"""Arguments with values that another field of ``Namespace`` contains -> the name of the field."""
 
 _DECIDING = """
     model_config_name max_model_len task runner convert limit_mm_per_prompt mm_processor_kwargs enable_mm
@@ -33,11 +33,11 @@ _DECIDING = """
     deploy_modality enable_mega_moe
 """
 
-DECIDE_ON_KV = frozenset(_DECIDING.split())
-"""Arguments that are part of the namespace."""
+CAN_CHANGE_KV = frozenset(_DECIDING.split())
+"""Arguments that can change the bytes of a block. They are part of the namespace."""
 
 _REASONS = {
-    "it decides only how requests come in and answers go out; blocks are named by their tokens": """
+    "it affects only how requests arrive and responses leave; blocks are named by their tokens": """
         port host workers controller_port max_waiting_time max_concurrency enable_mm_output
         timeout_graceful_shutdown timeout api_key served_model_name tokenizer tokenizer_base_url
         reasoning_parser chat_template tool_call_parser tool_parser_plugin use_warmup config
@@ -78,7 +78,7 @@ _REASONS = {
 }
 
 CANNOT_CHANGE_KV = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Arguments that are not in the namespace, and the end of the sentence "it cannot change KV bytes, because ..."."""
+"""Arguments that cannot change the bytes of a block -> the reason. They are not part of the namespace."""
 
 VARIABLE_PREFIXES = ("FD_", "FLAGS_")
 """Prefixes of environment variables that are part of the namespace unless they are listed as neutral."""
@@ -98,8 +98,8 @@ _DECIDING_VARIABLES = """
     XFT_MOE_FC_WINT8_TGEMM PER_TOKEN_QUANT_FP8_USE_FINEGRAINED_RANGE XPU_MPART_SIZE NVIDIA_TF32_OVERRIDE
 """
 
-VARIABLES_ON_KV = frozenset(_DECIDING_VARIABLES.split())
-"""Variables that are part of the namespace, with their values."""
+KV_VARIABLES = frozenset(_DECIDING_VARIABLES.split())
+"""Environment variables that can change the bytes of a block. Their values are part of the namespace."""
 
 _VARIABLE_REASONS = {
     "it only reports what happens": """
@@ -120,7 +120,7 @@ _VARIABLE_REASONS = {
         FD_FILL_BITMASK_BATCH FD_GUIDANCE_DISABLE_ADDITIONAL FD_ENABLE_TOP_P_ONE_OPT
         FD_LIMIT_THINKING_CONTENT_TRUNCATE_STR
     """,
-    "it decides only how requests come in and answers go out; blocks are named by their tokens": """
+    "it affects only how requests arrive and responses leave; blocks are named by their tokens": """
         FD_USE_HF_TOKENIZER FD_SUPPORT_MAX_CONNECTIONS FD_ENABLE_INTERNAL_ADAPTER FD_ENABLE_RETURN_TEXT
         FD_API_KEY FD_ENABLE_ASYNC_LLM FD_USE_GET_SAVE_OUTPUT_V1 FD_ENABLE_REQUEST_DISCONNECT_STOP_INFERENCE
         ENCODE_FEATURE_BOS_AK ENCODE_FEATURE_BOS_SK ENCODE_FEATURE_ENDPOINT ZMQ_SEND_BATCH_DATA
@@ -155,4 +155,4 @@ _VARIABLE_REASONS = {
 }
 
 NEUTRAL_VARIABLES = {name: reason for reason, names in _VARIABLE_REASONS.items() for name in names.split()}
-"""Variables that are not in the namespace, and the end of the sentence "it cannot change KV bytes, because ..."."""
+"""Environment variables that cannot change the bytes of a block -> the reason. They are not part of the namespace."""

@@ -1,16 +1,16 @@
-"""MindIE's server configuration, read and checked as MindIE's own server does before it joins a pool.
+"""Reads and checks the configuration of a MindIE server, by the rules of MindIE's own server.
 
-MindIE's ``config.json`` is enough to join: ``BackendConfig.kvPoolConfig`` names a backend and the file that describes
-it. Each model must run with the prefix cache plugin, on which pooling depends::
+MindIE's ``config.json`` configures the pool: ``BackendConfig.kvPoolConfig`` has the name of a backend and a file with
+the backend's settings. Each model must run with the prefix cache plugin, which uses the pool::
 
     {"BackendConfig": {
         "npuDeviceIds": [[0, 1, 2, 3]],
         "kvPoolConfig": {"backend": "mooncake", "configPath": "/path/mooncake.json", "asyncWrite": false},
         "ModelDeployConfig": {"ModelConfig": [{"plugin_params": "{\\"plugin_type\\":\\"prefix_cache\\"}"}]}}}
 
-MindIE's server reports a mistake only after its weights are loaded; this module finds it earlier. The rules are those
-of MindIE's documentation (KV cache pooling, prefix cache) and of ``mempool/mooncake_mempool.py`` in its source; MindIE
-itself needs Ascend cards and has not been run here.
+MindIE's server reports a mistake only after it has loaded the weights; this module finds the mistake without MindIE.
+The rules are from MindIE's documentation (KV cache pooling, prefix cache) and ``mempool/mooncake_mempool.py`` in its
+source. MindIE itself needs Ascend cards and was not run for this module.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["MindieServer", "Mistake", "find_mistakes", "is_server_config", "read
 
 _PLUGIN = "prefix_cache"
 _BACKEND = "mooncake"
-# MindIE needs these in the pool's file, and has no defaults for them.
+# Keys that the pool's file must have, because MindIE has no defaults for them.
 _REQUIRED_KEYS = ("local_hostname", "master_server_address")
-# MindIE needs these with exactly these values.
+# Keys that the pool's file must have with exactly these values.
 _REQUIRED_VALUES: dict[str, object] = {
     "metadata_server": "P2PHANDSHAKE",
     "protocol": "ascend",
@@ -39,7 +39,7 @@ _REQUIRED_VALUES: dict[str, object] = {
 
 
 class Mistake(NamedTuple):
-    """One sentence on a mistake, and whether it prevents the server from joining its pool."""
+    """Mistake in a configuration: a sentence that describes it, and whether the server cannot join its pool with it."""
 
     text: str
     is_fatal: bool = True
@@ -47,14 +47,14 @@ class Mistake(NamedTuple):
 
 @dataclass(frozen=True)
 class MindieServer:
-    """Pool, cards and model of a server, from its configuration.
+    """Pool, cards and model of a MindIE server, from its configuration.
 
     Attributes:
         path: the server's ``config.json``.
-        pool: the pool it joins; None: pooling is off.
-        cards: cards that this server's instances use; 0 if the file does not say. All servers of a pool are linked.
-        model: the folder of the first model's weights; None if the file does not say.
-        cards_per_model: cards over which that model is spread, its ``worldSize``.
+        pool: configuration of the pool that the server joins; None: pooling is off.
+        cards: number of cards of the server's instances; 0 if the file has no card ids.
+        model: folder with the weights of the first model; None if the file does not name it.
+        cards_per_model: number of cards among which the first model is divided, its ``worldSize``.
     """
 
     path: Path
@@ -65,7 +65,7 @@ class MindieServer:
 
 
 def is_server_config(path: str | Path) -> bool:
-    """Return whether this file is a MindIE server's ``config.json``, not one that describes only a pool."""
+    """Return whether ``path`` is the ``config.json`` of a MindIE server, and not a file with only a pool's settings."""
     try:
         values = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -74,11 +74,11 @@ def is_server_config(path: str | Path) -> bool:
 
 
 def read_server(path: str | Path) -> MindieServer:
-    """Read and check a server's ``config.json`` and the file it names.
+    """Read and check a server's ``config.json``, and the pool's file that is named there.
 
     Raises:
-        ConfigError: MindIE's server would not start with it, or would start without its pool; the message is one
-            sentence.
+        ConfigError: with these files MindIE's server would not start, or would start without its pool; the message is
+            one sentence.
     """
     path = Path(path)
     if fatal := next((mistake for mistake in find_mistakes(path) if mistake.is_fatal), None):
@@ -98,7 +98,7 @@ def read_server(path: str | Path) -> MindieServer:
 
 
 def find_mistakes(path: str | Path) -> Iterator[Mistake]:
-    """Find all mistakes in a server's ``config.json`` and the file that it names, as far as the files show them."""
+    """Yield the mistakes in a server's ``config.json``, and in the pool's file that is named there."""
     path = Path(path)
     try:
         backend = _load_backend(path)
@@ -113,7 +113,7 @@ def find_mistakes(path: str | Path) -> Iterator[Mistake]:
     yield from _check_models(backend, path)
     if pool["backend"] != _BACKEND:
         yield Mistake(
-            f'{where} says "backend": {pool["backend"]!r}; it must be {_BACKEND}, the only one that MindIE has, '
+            f'{where} has "backend": {pool["backend"]!r}; it must be {_BACKEND}, the only backend of MindIE, '
             'or "" for no pool'
         )
         return
@@ -121,9 +121,9 @@ def find_mistakes(path: str | Path) -> Iterator[Mistake]:
 
 
 def _load_backend(path: Path) -> dict[str, Any]:
-    """Load ``BackendConfig``; the other rules for a pool's file are those of every dialect."""
+    """Return ``BackendConfig`` from a server's ``config.json``; raise ``ConfigError`` if it is missing or no object."""
     if not is_server_config(path):
-        raise ConfigError(f'{path} is no configuration of a MindIE server: that is JSON with a "BackendConfig"')
+        raise ConfigError(f'{path} is not a configuration of a MindIE server, which is JSON with a "BackendConfig"')
     backend = json.loads(path.read_bytes())["BackendConfig"]
     if not isinstance(backend, dict):
         raise ConfigError(f'"BackendConfig" in {path} is {backend!r}; it must be an object')
@@ -131,7 +131,7 @@ def _load_backend(path: Path) -> dict[str, Any]:
 
 
 def _check_models(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:
-    """Check that every model has the prefix cache, because pooling is its second tier."""
+    """Check that every model has the prefix cache plugin, because the plugin reads and writes the pool."""
     models = list(_list_models(backend))
     if not models:
         yield Mistake(f'"BackendConfig.ModelDeployConfig.ModelConfig" in {path} names no model')
@@ -147,7 +147,7 @@ def _check_models(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:
         if _PLUGIN not in [kind.strip() for kind in kinds]:
             yield Mistake(
                 f"{where} is {text!r}; a pool needs the prefix cache: "
-                'say "{\\"plugin_type\\":\\"prefix_cache\\"}", after other plugins and a comma'
+                'write "{\\"plugin_type\\":\\"prefix_cache\\"}", after other plugins and a comma'
             )
 
 
@@ -160,19 +160,19 @@ def _list_models(backend: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _check_pool(pool: dict[str, Any], where: str, path: Path) -> Iterator[Mistake]:
-    """Check the path of the pool's file, the rules of every dialect for it, and MindIE's additional rules."""
+    """Check the path and the contents of the pool's file, by the rules of ``read_config`` and of MindIE."""
     config_path = pool.get("configPath", "")
     if config_path and not Path(config_path).is_absolute():
         whole = str((path.parent / config_path).absolute())
         yield Mistake(
-            f'{where} says "configPath": {config_path!r}, which MindIE looks for from the folder that its server is '
-            f"started in, and this command next to the configuration: say {whole!r}",
+            f'{where} has "configPath": {config_path!r}, a relative path: MindIE searches it in the folder '
+            f"in which its server is started, and this command in the folder of the configuration; write {whole!r}",
             is_fatal=False,
         )
     try:
         values = json.loads((path.parent / config_path).read_bytes()) if config_path else None
     except (OSError, ValueError, RecursionError):
-        values = None  # reported below, in the words of every dialect
+        values = None  # ``read_config`` below reports the error
     own = list(_check_values(values, path.parent / config_path)) if isinstance(values, dict) else []
     yield from own
     if not own:
@@ -187,15 +187,15 @@ def _check_values(values: dict[str, Any], file: Path) -> Iterator[Mistake]:
         if not str(values.get(name, "")).strip():
             yield Mistake(f'"{name}" is not in {file}, and MindIE has no default for it')
     for name, required in _REQUIRED_VALUES.items():
-        wanted = f"say {json.dumps(name)}: {json.dumps(required)}"
+        remedy = f"write {json.dumps(name)}: {json.dumps(required)}"
         if name not in values:
-            yield Mistake(f'"{name}" is not in {file}, and MindIE needs it: {wanted}')
+            yield Mistake(f'"{name}" is not in {file}, and MindIE needs it: {remedy}')
         elif values[name] != required or type(values[name]) is not type(required):
-            yield Mistake(f'"{name}" in {file} is {values[name]!r}; MindIE takes {required!r} only: {wanted}')
+            yield Mistake(f'"{name}" in {file} is {values[name]!r}; MindIE accepts only {required!r}: {remedy}')
 
 
 def _check_cards(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:
-    """Check that ``npuDeviceIds`` has a list of card ids for each instance."""
+    """Check that ``npuDeviceIds`` consists of one list of card ids for each instance."""
     listed = backend.get("npuDeviceIds", [])
     if not isinstance(listed, list) or not all(isinstance(ids, list) for ids in listed):
         yield Mistake(f'"npuDeviceIds" in {path} is {listed!r}; it must be a list of card ids for each instance')

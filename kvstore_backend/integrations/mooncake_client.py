@@ -1,11 +1,11 @@
-"""A client with the calls and codes of ``mooncake.store.MooncakeDistributedStore``, over our ``BlockPool``.
+"""Client of the pool with the calls and codes of Mooncake's client (``mooncake.store.MooncakeDistributedStore``).
 
-Engines that use Mooncake's client get more from this one. A look-up without a known answer returns 0, *absent*, where
-Mooncake returns -900, which is true; calls end by a deadline; bytes are checked; keys belong to a namespace.
+It is safer than Mooncake's client. A failed look-up returns 0, *absent*; Mooncake's client returns -900, which counts
+as true. Calls end at a deadline, bytes are checked, and keys belong to a namespace.
 
-The codes are Mooncake's: 0 for stored, removed or done; 1 and 0 for a look-up; the number of bytes for a read; -704 for
-absent, -800 for any other failure. Keys are any text: the value of ``key`` here is the block with hash SHA-256(key) in
-the namespace.
+The codes are those of Mooncake: 0 for stored, removed or done; 1 and 0 for a look-up; the number of bytes for a read;
+-704 for absent, -800 for any other failure. A key is any text. Its value is stored as the block with the hash
+SHA-256(key).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore_backend.backend import Span, Status, Value
 from kvstore_backend.config import PoolConfig, load_config, names_protocol
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool, open_pool
-from kvstore_backend.wrappers.guarded import Deadlines, answered_by
+from kvstore_backend.wrappers.guarded import Deadlines, end_calls_at
 
 __all__ = ["PooledClient"]
 
@@ -35,19 +35,18 @@ _CODES = {Status.OK: _DONE, Status.ABSENT: _NOT_FOUND, Status.FAILED: _FAILED}
 _SIZE = struct.Struct("<Q")
 # Suffix of the key under which ``put`` stores a value's size, so that ``get`` can find it.
 _SIZE_SUFFIX = "\0size"
-# An engine stores a value when it starts, and stops if that fails. It fails if the pool is full of leased blocks, or
-# assigns memory of a client that crashed. Both end after about 10 s.
+# An engine stores a value when it starts, and stops if the put fails. The put fails if the pool is full of leased
+# blocks, or assigns the memory of a client that crashed. Both causes end after about 10 s.
 _WARM_UP_SECONDS = 15.0
 _PAUSE_SECONDS = 0.25
-# The time for the bytes of a transfer, without the time for an answer.
+# Deadlines that contain only the time for moving bytes.
 _MOVING = Deadlines(transfer_seconds=0.0)
 
 
 class PooledClient:
-    """Replacement of the native client, with the calls that the storage classes of engines use.
+    """Replacement of Mooncake's client, with the calls that the storage classes of engines use.
 
-    Subclasses return the namespace of the blocks from ``namespace``. Any call before ``setup``, and after ``close``,
-    fails.
+    A subclass for an engine defines ``namespace``. All calls before ``setup`` and after ``close`` fail.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class PooledClient:
         return f"{type(self).__name__}({'not set up' if self._pool is None else repr(self._pool)})"
 
     def namespace(self) -> Namespace:
-        """Return the namespace of the blocks that this process's keys name; ``setup`` calls this once.
+        """Return the namespace of this process's blocks. ``setup`` calls this once.
 
         Raises:
             ConfigError: the namespace cannot be determined; the message is one sentence.
@@ -68,24 +67,24 @@ class PooledClient:
         raise NotImplementedError
 
     def facts(self) -> dict[str, str]:
-        """Return facts for the namespace's manifest; ``setup`` calls this once."""
+        """Return facts for the manifest of the namespace. ``setup`` calls this once."""
         return {}
 
     def patience(self, config: PoolConfig) -> float:
-        """Return how many seconds calls may wait for the pool, if the engine cannot continue without its blocks.
+        """Return the seconds for which calls may wait for a pool that fails; 0: a failure is a miss immediately.
 
-        For that time a call waits for an answer, and repeats what failed; a transfer also gets the time for its bytes,
-        up to twice as long. The time counts from the first call that failed. After it, calls behave as for other
-        engines until one is answered. A put succeeds when other instances can read the block. ``setup`` calls this
-        once. With 0, a failure is a miss immediately.
+        An engine that cannot continue without the blocks of the pool returns more than 0. For this time, a call waits
+        for an answer and is repeated after a failure. A transfer gets additional time for its bytes, at most twice as
+        long. The time begins with the first failed call; when it is over, a failure is a miss immediately, until a call
+        succeeds. A put is successful only when other instances can read the block. ``setup`` calls this once.
 
         Raises:
-            ConfigError: the engine cannot use such a pool; the message is one sentence.
+            ConfigError: the engine cannot use a pool with this configuration; the message is one sentence.
         """
         return 0.0
 
     def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
-        """Return the pool for a call on these keys; None: the call fails."""
+        """Return the pool for a call with ``keys``; None: the call must fail."""
         return self._pool
 
     def setup(
@@ -102,20 +101,18 @@ class PooledClient:
         ssd_offload_path: str = "",
         tenant_id: str = "",
     ) -> int:
-        """Join the pool that the arguments name.
+        """Open the pool with the settings in the arguments.
 
-        Other settings (asynchronous writes, a fast tier) come from the configuration.
-
-        ``engine`` is a transfer engine that the native client would share; this client ignores it. A
-        ``master_server_addr`` such as ``file:///dev/shm/kvpool?size=4GiB`` names a folder of this machine instead; then
-        the other arguments are ignored.
+        Other settings (writes in the background, a fast tier) come from the environment or its configuration file. The
+        argument ``engine`` is ignored. If ``master_server_addr`` is the URL of a folder, such as
+        ``file:///dev/shm/kvpool?size=4GiB``, the pool is that folder, and the other arguments are ignored.
 
         Returns:
-            0; a failure raises, because a code would not show the reason.
+            0. A failure raises an exception, because a code would not show the reason.
 
         Raises:
             ConfigError: an argument is invalid, or the namespace cannot be determined.
-            PoolUnavailable: no server answers there.
+            PoolUnavailable: the pool cannot be opened, for example because no server answers.
         """
         namespace = self.namespace()
         config = load_config(
@@ -125,7 +122,8 @@ class PooledClient:
                 "metadata_server": metadata_server,
                 "global_segment_size": global_segment_size,
                 "local_buffer_size": local_buffer_size,
-                # The engine may have read the protocol from the environment or its file; read it there by our own rule.
+                # If the environment or its file has a protocol, it is read there, because MOONCAKE_PROTOCOL overrides
+                # the file. The engine's argument may be the one from the file.
                 "protocol": None if names_protocol() else protocol,
                 "rdma_devices": rdma_devices,
                 "master_server_addr": master_server_addr,
@@ -135,7 +133,7 @@ class PooledClient:
             },
         ).require_plain("this client for other engines")
         self._patience = self.patience(config)
-        # Engines may collect their processes' metrics (PROMETHEUS_MULTIPROC_DIR); these metrics are then collected too.
+        # If the engine collects the metrics of its processes (PROMETHEUS_MULTIPROC_DIR), it also collects these.
         registry, facts = CollectorRegistry(), self.facts()
         self._pool = open_pool(config, namespace, registry, background=False, facts=facts)
         self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS
@@ -143,7 +141,7 @@ class PooledClient:
         return _DONE
 
     def close(self) -> int:
-        """Leave the pool; a second call does nothing."""
+        """Close the pool. A second call does nothing."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
@@ -154,35 +152,35 @@ class PooledClient:
         return int(self._pool is None or not self._pool.health().ok)
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Register memory for later puts and reads of blocks."""
+        """Register memory that later puts and reads use."""
         if self._pool is None:
             return _FAILED
         self._pool.register(buffer_ptr, size)
         return _DONE
 
     def is_exist(self, key: str) -> int:
-        """Return 1 if the pool has ``key`` and answered in time, otherwise 0."""
+        """Return 1 if the pool has ``key``; 0 if not, or if the pool did not answer in time."""
         return self.batch_is_exist([key])[0]
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """Return 1 for each key that the pool has, if it answered in time, otherwise 0.
+        """Return 1 for each key that the pool has; 0 if not, or if the pool did not answer in time.
 
-        Engines take any other code for a hit.
+        Mooncake's other codes are not returned, because engines take them for a hit.
         """
         pool = self._find_pool(keys)
         if pool is None:
             return [0] * len(keys)
-        return [int(status is Status.OK) for status in self._insist(pool.exists, _hash_keys(keys))]
+        return [int(status is Status.OK) for status in self._call_patiently(pool.exists, _hash_keys(keys))]
 
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: object = None
     ) -> list[int]:
-        """Store ``sizes[i]`` bytes at ``buffer_ptrs[i]``; the pool decides on replication, so ``config`` is ignored.
+        """Store ``sizes[i]`` bytes from the address ``buffer_ptrs[i]`` under ``keys[i]``; ``config`` is ignored.
 
-        When this returns, no call reads that memory any more, even if that takes longer than the deadline.
+        Returns when no call reads the memory any more, even if that takes longer than the deadline.
 
         Raises:
-            ValueError: lengths differ, or a size is not positive.
+            ValueError: the arguments have different lengths, or a size is not positive.
         """
         return self._put_values(keys, _one_span_each(buffer_ptrs, sizes))
 
@@ -193,16 +191,19 @@ class PooledClient:
         all_sizes: Sequence[Sequence[int]],
         config: object = None,
     ) -> list[int]:
-        """Store values as ``batch_put_from`` does, from several pieces of memory for each key."""
+        """Store values like ``batch_put_from``, but each value consists of several pieces of memory."""
         return self._put_values(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Read exactly ``sizes[i]`` bytes to ``buffer_ptrs[i]``; return their number, or a negative code.
+        """Read the value of ``keys[i]``, exactly ``sizes[i]`` bytes, to the address ``buffer_ptrs[i]``.
 
-        When this returns, no call writes to that memory any more, even if that takes longer than the deadline.
+        Returns when no call writes to the memory any more, even if that takes longer than the deadline.
+
+        Returns:
+            For each key the number of bytes, or a negative code.
 
         Raises:
-            ValueError: lengths differ, or a size is not positive.
+            ValueError: the arguments have different lengths, or a size is not positive.
         """
         return self._get_values(keys, _one_span_each(buffer_ptrs, sizes))
 
@@ -213,28 +214,28 @@ class PooledClient:
         all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
-        """Read values as ``batch_get_into`` does, to several pieces of memory for each key."""
+        """Read values like ``batch_get_into``, but each value is written to several pieces of memory."""
         return self._get_values(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: object = None) -> int:
-        """Store one key as ``batch_put_from`` does."""
+        """Store one value like ``batch_put_from``."""
         return self.batch_put_from([key], [buffer_ptr], [size])[0]
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
-        """Read one key as ``batch_get_into`` does."""
+        """Read one value like ``batch_get_into``."""
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
     def put(self, key: str, value: bytes, config: object = None) -> int:
-        """Store bytes that ``get`` returns without knowing their number; -800 for an empty value.
+        """Store ``value`` and its size, so that ``get`` can read it; return -800 for an empty value.
 
-        The first value after ``setup``, an engine's warm-up, is tried again for some seconds.
+        The first put after ``setup``, which an engine makes when it starts, is repeated for some seconds if it fails.
         """
         if not value:
             return _FAILED
         pieces = {key: bytes(value), key + _SIZE_SUFFIX: _SIZE.pack(len(value))}
         buffers = [ctypes.create_string_buffer(piece, len(piece)) for piece in pieces.values()]
         spans = [Span(ctypes.addressof(buffer), len(buffer)) for buffer in buffers]
-        with self._announce(spans):
+        with self._register_temporarily(spans):
             while (code := min(self._put_values(list(pieces), [[span] for span in spans]))) != _DONE:
                 if self._pool is None or time.monotonic() > self._warm_up_until:
                     return code
@@ -243,12 +244,12 @@ class PooledClient:
         return code
 
     def get(self, key: str) -> bytes:
-        """Return the bytes that ``put`` stored under ``key``; b"" if the value is absent or incomplete."""
+        """Return the bytes that ``put`` stored under ``key``; b"" if the value or its size is absent."""
         size = self._read_bytes(key + _SIZE_SUFFIX, _SIZE.size)
         return self._read_bytes(key, _SIZE.unpack(size)[0]) if size else b""
 
     def remove(self, key: str, force: bool = False) -> int:
-        """Remove one key; -704 if it is absent."""
+        """Remove one key; return -704 if the key is absent."""
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
@@ -260,10 +261,10 @@ class PooledClient:
         return [_CODES[status] for status in pool.remove_blocks(hashes, force=force)[: len(keys)]]
 
     def remove_all(self, force: bool = False) -> int:
-        """Remove everything in this namespace, in use or not; other namespaces do not change.
+        """Remove all values of this namespace, also those that a client may be reading now.
 
         Returns:
-            0 (Mooncake returns the number of keys); negative if it failed.
+            0 (Mooncake's client returns the number of keys); a negative code if it failed.
         """
         pool = self._find_pool()
         return _FAILED if pool is None else _CODES[pool.clear()]
@@ -272,23 +273,23 @@ class PooledClient:
         pool = self._find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
-        put = _put_visibly(pool) if self._patience else pool.put_blocks
-        return [_CODES[status] for status in self._insist(put, _hash_keys(keys), values)]
+        put = _put_and_look_up(pool) if self._patience else pool.put_blocks
+        return [_CODES[status] for status in self._call_patiently(put, _hash_keys(keys), values)]
 
     def _get_values(self, keys: Sequence[str], targets: Sequence[Value]) -> list[int]:
         pool = self._find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
-        statuses = self._insist(pool.get_blocks, _hash_keys(keys), targets)
+        statuses = self._call_patiently(pool.get_blocks, _hash_keys(keys), targets)
         return [
             sum(nbytes for _, nbytes in target) if status else _CODES[status]
             for status, target in zip(statuses, targets, strict=True)
         ]
 
-    def _insist(
+    def _call_patiently(
         self, ask: Callable[..., list[Status]], hashes: Sequence[bytes], *values: Sequence[Value]
     ) -> list[Status]:
-        """Return the answers of ``ask``, which takes hashes and ``values``; repeat failed ones while patience lasts."""
+        """Call ``ask`` with hashes and ``values``; repeat the failed ones for the seconds of ``patience``."""
         if not self._patience or not hashes:
             return ask(hashes, *values)
         columns, left = (hashes, *values), list(range(len(hashes)))
@@ -298,7 +299,7 @@ class PooledClient:
         for_bytes = min(sum(map(_MOVING.seconds_for, values)), 2 * self._patience)
         while True:
             is_over = time.monotonic() >= until
-            with contextlib.nullcontext() if is_over else answered_by(until + for_bytes):
+            with contextlib.nullcontext() if is_over else end_calls_at(until + for_bytes):
                 answers = ask(*([column[i] for i in left] for column in columns))
             for i, status in zip(left, answers, strict=True):
                 statuses[i] = status
@@ -315,12 +316,12 @@ class PooledClient:
     def _read_bytes(self, key: str, nbytes: int) -> bytes:
         buffer = ctypes.create_string_buffer(nbytes)
         span = Span(ctypes.addressof(buffer), nbytes)
-        with self._announce([span]):
+        with self._register_temporarily([span]):
             return buffer.raw if self._get_values([key], [[span]]) == [nbytes] else b""
 
     @contextlib.contextmanager
-    def _announce(self, spans: Sequence[Span]) -> Iterator[None]:
-        """Register our own memory while calls use it: RDMA reaches no other memory."""
+    def _register_temporarily(self, spans: Sequence[Span]) -> Iterator[None]:
+        """Register memory of this object for the ``with`` block. RDMA needs registered memory."""
         pool = self._pool
         if pool is None:
             yield
@@ -334,10 +335,10 @@ class PooledClient:
                 pool.unregister(*span)
 
 
-def _put_visibly(pool: BlockPool) -> Callable[[Sequence[bytes], Sequence[Value]], list[Status]]:
-    """Return a put that fails for blocks that are not readable yet.
+def _put_and_look_up(pool: BlockPool) -> Callable[[Sequence[bytes], Sequence[Value]], list[Status]]:
+    """Return a function that puts blocks and looks them up; its answer is ``FAILED`` for a block not readable yet.
 
-    For example, another instance may still write them.
+    For example, another instance may still be writing the block.
     """
 
     def put(hashes: Sequence[bytes], values: Sequence[Value]) -> list[Status]:

@@ -1,7 +1,7 @@
-"""Settings of another engine that determine the bytes of its blocks, for the namespace and its manifest.
+"""Digests the settings of another engine for the namespace of its blocks, and lists them for the manifest.
 
-A table for each engine lists the settings that do not (``sglang_settings.py``, ``fastdeploy_settings.py``); all others
-count, also settings that are not known yet.
+A setting is part of the namespace unless the engine's table lists it as neutral: it cannot change the bytes of a block
+(``sglang_settings.py``, ``fastdeploy_settings.py``). Settings that are in no table are part of the namespace too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvstore_backend.namespace import fingerprint_model
 __all__ = ["digest_settings", "list_facts", "read_json", "read_settings"]
 
 _CHUNK_BYTES = 1 << 20
-# A manifest has room for sixteen facts; ``collect_facts`` and the integrations give five of them.
+# A manifest can have sixteen facts; ``collect_facts`` and the integrations give at most five other facts.
 _MAX_FACTS = 10
 _MAX_TEXT = 80
-# Names and texts that must not be repeated in a manifest, which every client of the pool may read.
+# A setting with one of these words may be a secret, and every client of the pool can read a manifest.
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -30,18 +30,18 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def read_settings(
     values: Mapping[str, object], neutral: Container[str] = (), paths: Container[str] = ()
 ) -> dict[str, str]:
-    """Return the texts of all settings except the neutral ones; settings with the same effect have equal texts.
+    """Return each setting's value as text, by the setting's name, without the neutral settings.
 
-    A file or folder that a setting names is represented by its content: on another machine its path may differ, and its
-    content may change under the same path.
+    The path of a file or folder is replaced by a digest of its content, because another machine may have the same file
+    under another path, or another file under the same path.
 
     Args:
         values: values of all settings, by name.
         neutral: names of settings that cannot change KV bytes.
-        paths: names of settings that contain only files or folders, here or in Hugging Face's cache.
+        paths: names of settings that have only paths of files or folders, or names at Hugging Face's hub.
 
     Raises:
-        ConfigError: a file cannot be read, or is neither here nor in the cache.
+        ConfigError: a file cannot be read, or is neither on this machine nor in Hugging Face's cache.
     """
     return {
         name: _write(_digest_paths(name, value) if name in paths else value)
@@ -51,7 +51,7 @@ def read_settings(
 
 
 def read_json(value: object) -> object:
-    """Parse a text as JSON; return any other value unchanged."""
+    """Parse text that is JSON; return any other value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -59,17 +59,17 @@ def read_json(value: object) -> object:
 
 
 def digest_settings(fingerprint: str, settings: Mapping[str, str]) -> str:
-    """Return ``Namespace.model`` for a checkpoint that an engine serves with these settings.
+    """Return the value of ``Namespace.model`` for a checkpoint and the settings with which an engine serves it.
 
     Args:
-        fingerprint: ``fingerprint_model()`` of the checkpoint.
-        settings: settings from ``read_settings``.
+        fingerprint: result of ``fingerprint_model`` for the checkpoint.
+        settings: result of ``read_settings``.
     """
     return hashlib.sha256(json.dumps([fingerprint, dict(settings)], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def list_facts(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
-    """Return facts for a manifest: settings that are not at their defaults; beyond ten, a digest of the others.
+    """Return facts for a manifest: the first ten settings that differ from their defaults, and a digest of the others.
 
     A value that may be a secret is replaced by its digest.
     """
@@ -81,7 +81,7 @@ def list_facts(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict
 
 
 def _write(value: object) -> str:
-    """Write a value as one line of text; JSON except for texts."""
+    """Return a value as one line of text. Text stays unchanged; other values become JSON; paths become digests."""
     value = read_json(value)
     if isinstance(value, str):
         return _write_text(value)
@@ -101,7 +101,7 @@ def _replace_paths(value: object) -> object:
 
 
 def _digest_paths(setting: str, value: object) -> object:
-    """Return ``value`` with the names of files and folders replaced by their contents."""
+    """Return ``value`` with each path of a file or folder replaced by a digest of its content."""
     if isinstance(value, Mapping):
         return {name: _digest_paths(setting, each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -110,7 +110,7 @@ def _digest_paths(setting: str, value: object) -> object:
 
 
 def _find_path(setting: str, text: str) -> Path:
-    """Find a file or folder: a path, or ``owner/name`` or ``owner/name/file`` of Hugging Face's hub."""
+    """Return the path of a file or folder from its path, or its hub name: ``owner/name`` or ``owner/name/file``."""
     path = Path(text)
     if path.exists():
         return path
@@ -128,8 +128,8 @@ def _find_path(setting: str, text: str) -> Path:
 
 def _missing(setting: str, text: str) -> str:
     return (
-        f"{setting} names {text!r}, which is neither a file or folder here nor in Hugging Face's cache, so what it "
-        "holds cannot be compared with others; give the path of a file or folder"
+        f"{setting} names {text!r}, which is neither a file or folder here nor in Hugging Face's cache, so its content "
+        "cannot be compared with that of other instances; give the path of a file or folder"
     )
 
 
@@ -149,15 +149,12 @@ def _write_path(path: Path) -> str:
 
 
 def _digest_path(path: Path) -> str:
-    """Return a digest of a file or folder.
-
-    For a checkpoint, which is not an adapter, it covers the part that ``fingerprint_model`` reads.
-    """
+    """Return a digest of a file, or of all files in a folder. For a checkpoint, return its fingerprint."""
     if path.is_dir() and not (path / "adapter_config.json").exists():
         try:
             return f"checkpoint {fingerprint_model(path)}"
         except ConfigError:
-            pass  # not a checkpoint, for example an adapter: all files are read
+            pass  # the folder is not a checkpoint
     digest = hashlib.sha256()
     for file in sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]:
         digest.update(f"{file.name if path.is_dir() else ''}\0{file.stat().st_size}\0".encode())
@@ -168,7 +165,7 @@ def _digest_path(path: Path) -> str:
 
 
 def _name_object(value: object) -> str:
-    """Return a name, equal in every process, for a value that JSON cannot represent."""
+    """Return text for a value that JSON cannot represent. The text is the same in every process."""
     return str(value.value) if isinstance(value, enum.Enum) else _ADDRESS.sub("", repr(value))
 
 

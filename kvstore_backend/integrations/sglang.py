@@ -1,25 +1,32 @@
-"""SGLang joins the pool with ``--hicache-storage-backend dynamic``, as the storage tier of its hierarchical cache.
+"""Storage backend for SGLang's hierarchical cache (HiCache), for ``--hicache-storage-backend dynamic``.
 
-Its configuration names this class::
+SGLang's command line names the class of this module::
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "kvstore",
         "module_path": "kvstore_backend.integrations.sglang", "class_name": "KvstoreHiCache", "interface_v1": 1,
         "pool": "mooncake://127.0.0.1:15001"}'
 
-``pool`` is a URL or a configuration file; without it the environment decides (``MOONCAKE_CONFIG_PATH`` and so on). With
-``interface_v1`` SGLang passes addresses instead of copies, which makes this quick; without it pages come as flat
-tensors. The model's folder is SGLang's own; if SGLang has only a name, ``model_path`` here gives the folder.
-``weights_version``, any text, separates instances with one folder and different KV: SGLang does not notify a storage
-class of weights that are updated in place. All settings of the server are read from SGLang's state in this process;
-those that determine KV (``sglang_settings.py``) are part of the namespace, as SGLang resolved them. ``kv_cache_dtype``
-here names the type of KV that is stored as plain bytes in host memory if SGLang's setting leaves it to the checkpoint.
+The members of the extra configuration:
 
-One page is one object. It has one span if the host memory's layout stores K and V of a page together in all layers, two
-with ``page_first``, and two per layer with ``layer_first``: no pieces are copied together. The layout and the form in
-which pages come are part of the namespace, so only instances with the same layout share pages. If all ranks hold the
-same pages of a model (MLA), they share them; SGLang writes such pages on one rank only.
+- ``pool``: a URL or a configuration file; without it the pool comes from the environment (``MOONCAKE_CONFIG_PATH``,
+  ...).
+- ``interface_v1``: with it SGLang passes the addresses of pages, which is fast; without it SGLang passes copies, as
+  flat tensors.
+- ``model_path``: the folder of the model, if SGLang knows the model only by a name at a hub.
+- ``weights_version``: any text. Instances with different texts share no pages. It must change when weights are updated
+  in place, because SGLang does not report such updates to a storage backend.
+- ``kv_cache_dtype``: type of the KV. It is needed if host memory has the KV as plain bytes, and SGLang's own setting is
+  ``auto``.
 
-Only SGLang loads this module: its class derives from SGLang's own class.
+All settings of the server are read from SGLang's state in this process. The settings that can change KV
+(``sglang_settings.py``) are part of the namespace, with the values that SGLang derived for them.
+
+One page is one value in the pool. It has one span if the layout of the host memory stores K and V of all layers of a
+page together, two spans with ``page_first``, and two spans per layer with ``layer_first``. The spans are not copied
+together. The layout is part of the namespace, so only instances with the same layout share pages. If all ranks have the
+same pages (MLA), they share them in the pool, and SGLang writes the pages only on one rank.
+
+Only SGLang loads this module, because the class derives from a class of SGLang.
 """
 
 from __future__ import annotations
@@ -41,10 +48,10 @@ from kvstore_backend.config import engine_variables, read_config
 from kvstore_backend.integrations.settings import digest_settings, list_facts, read_settings
 from kvstore_backend.integrations.sglang_settings import (
     CANNOT_CHANGE_KV,
-    NAMES_OF_FILES,
+    FILE_SETTINGS,
+    IN_OTHER_FIELDS,
+    LIBRARY_VARIABLES,
     NEUTRAL_VARIABLES,
-    TOLD_OTHERWISE,
-    VARIABLES_ON_NUMBERS,
 )
 from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
@@ -54,12 +61,12 @@ __all__ = ["KvstoreHiCache"]
 
 logger = logging.getLogger(__name__)
 
-# Host memory has two types of fp8, and types of four bits, as these.
+# Types that host memory has for KV in one of two fp8 formats, or in a format of four bits.
 _PLAIN_BYTES = ("torch.uint8", "torch.int8")
 _ENVELOPES = "unified-token-major"
 _NO_ENVELOPES = (
-    "this server keeps all kinds of state in one memory (--enable-unified-memory), whose pages this backend does not "
-    "serve; start it without that"
+    "this server has all kinds of state in one memory (--enable-unified-memory), and this backend does not support its "
+    "pages; start the server without this option"
 )
 # Attributes of a host pool that distinguish two kinds of state with one name.
 _STATE_ATTRIBUTES = (
@@ -69,15 +76,15 @@ _STATE_ATTRIBUTES = (
 
 
 class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not here when types are checked
-    """Pool as one rank of SGLang sees it. A page that cannot be read is a miss, and never an error.
+    """Storage backend of one rank of SGLang, which stores pages in the pool. A page that cannot be read is a miss.
 
     Args:
-        storage_config: SGLang's ``HiCacheStorageConfig``: ranks, the model, the extra configuration.
-        options: further arguments of its factory; none today.
+        storage_config: SGLang's ``HiCacheStorageConfig``: ranks, model, extra configuration.
+        options: further arguments of SGLang's factory; not used.
     """
 
     def __init__(self, storage_config: Any, options: Any = None) -> None:
-        """Read the configuration and the server's settings; the pool is opened later, with the host memory.
+        """Read the pool's configuration and the server's settings. ``register_mem_pool_host`` opens the pool.
 
         Raises:
             ConfigError: the pool's configuration, or the model's folder, cannot be used.
@@ -86,7 +93,9 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         extra = storage_config.extra_config or {}
         config = read_config(extra.get("pool"))
         if config is None:
-            raise ConfigError('the configuration says that there is no pool ("backend": ""); start SGLang without one')
+            raise ConfigError(
+                'the configuration turns the pool off ("backend": ""); start SGLang without a storage backend'
+            )
         self._config = config.require_plain("KvstoreHiCache")
         self._weights_version = str(extra.get("weights_version", ""))
         self._comes_by_address = bool(extra.get("interface_v1"))
@@ -95,8 +104,8 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         model = _find_model(extra.get("model_path") or storage_config.model_name or "")
         settings = read_settings(
             {**_list_adapters(server), **_read_variables()},
-            {*CANNOT_CHANGE_KV, *TOLD_OTHERWISE},
-            NAMES_OF_FILES,
+            {*CANNOT_CHANGE_KV, *IN_OTHER_FIELDS},
+            FILE_SETTINGS,
         )
         checkpoint = fingerprint_model(model)
         self._model = digest_settings(checkpoint, settings)
@@ -114,27 +123,27 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
 
     @property
     def is_ready(self) -> bool:
-        """Whether host memory was registered, and every pool for it is in use now."""
+        """Whether SGLang has registered host memory, and every pool of this object is in use now."""
         return bool(self._pools) and all(pool.is_ready for pool in self._pools.values())
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Register the host memory of the pages, and open the pool in the background.
+        """Register the host memory with the pages of KV, and open the pool in the background.
 
         Raises:
-            ConfigError: the memory has no KV of its own (a logical anchor, as with DeepSeek V4), or its contents are
-                not known.
+            ConfigError: the host memory contains no KV (it is only logical, as with DeepSeek V4), or the type or shape
+                of its KV is not known.
             PoolUnavailable: Mooncake's library is missing.
         """
         super().register_mem_pool_host(mem_pool_host)
         if getattr(mem_pool_host, "kv_buffer", None) is None:
-            raise ConfigError("this model's KV pool is only logical in SGLang, which this backend does not serve")
+            raise ConfigError("SGLang has only a logical KV pool for this model; this backend does not support that")
         _check_host(mem_pool_host, self._kv_dtype)
         is_shared = bool(self._storage_config.is_mla_model)
         self._open_pool(mem_pool_host, is_shared=is_shared)
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Register the host memory of one more kind of state."""
+        """Register the host memory of a further kind of state, such as the state of Mamba layers."""
         name = str(host_pool_name)
         if self._host_pools.get(name) is host_pool:
             return
@@ -149,26 +158,32 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
                 self._pool_of(name).register(*region)
                 self._regions.append(region)
 
-    # Version 1: pages of KV, by address.
+    # SGLang's interface v1: pages of KV, by address.
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """Return how many leading pages the pool has."""
+        """Return the number of leading pages of KV that the pool has."""
         return self._pool_of("kv").lookup(self._hash_keys("kv", keys))
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Read pages to the places that ``host_indices`` name; no page after the first missing one is read."""
+        """Read pages of KV to the places ``host_indices`` in host memory; return for each page whether it was read.
+
+        All pages after the first missing page count as not read.
+        """
         return self._load_pages("kv", keys, self._locate_pages("kv", keys, host_indices))
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Store the pages that the pool lacks."""
+        """Store the missing pages of KV; return for each page whether the pool has it then."""
         return self._save_pages("kv", keys, self._locate_pages("kv", keys, host_indices))
 
-    # Version 2: pages of any state of a model, by address.
+    # SGLang's interface v2: pages of each kind of state, by address. SGLang calls the memory of a kind a pool.
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Return how many leading pages are present in every pool, by each pool's own rule."""
+        """Return the number of leading pages at which every kind of state can resume, and the number for each kind.
+
+        KV needs all leading pages. Another kind of state needs all pages, or only the last pages (its hit policy).
+        """
         leading = self.batch_exists(keys)
         hits: dict[str, int] = {PoolName.KV: leading} if leading else {}
         restorable = set(range(1, leading + 1))
@@ -176,7 +191,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             if not restorable:
                 break
             if transfer.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
-                continue  # block groups are another form of the pages; they never prevent a hit, and are not stored
+                continue  # block groups are another form of pages; this backend does not store them
             present = self._find_pages(str(transfer.name), keys[:leading])
             needed = (
                 max(1, len(transfer.keys or [])) if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES else leading
@@ -188,51 +203,51 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """Read each pool's pages; no page after the first missing one is read."""
+        """Read the pages of each kind of state; return for each page whether it and all pages before it were read."""
         return {each.name: self._move_pages(self._load_pages, each) for each in transfers}
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """Store each pool's pages that are absent."""
+        """Store the missing pages of each kind of state; return for each page whether the pool has it then."""
         return {each.name: self._move_pages(self._save_pages, each) for each in transfers}
 
-    # Pages as flat tensors, if SGLang was not started with "interface_v1".
+    # SGLang's interface without "interface_v1": pages of KV, as flat tensors.
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """Read the page to the tensor ``target_location`` and return it, or None."""
+        """Read a page to the tensor ``target_location``; return the tensor, or None if the page was not read."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Read each page to its tensor; return the tensors, with None for a page that was not read."""
+        """Read each page to its tensor in ``target_locations``; return the tensors (None: the page was not read)."""
         targets = [_tensor_value(tensor) for tensor in target_locations]
-        with self._announce(targets):
+        with self._register_temporarily(targets):
             loaded = self._load_pages("kv", keys, targets)
         return [tensor if is_there else None for tensor, is_there in zip(target_locations, loaded, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store one page."""
+        """Store one page, from the tensor ``value``; return whether the pool has the page."""
         return self.batch_set([key], [value])
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store pages; return whether all are in the pool."""
+        """Store pages, from the tensors ``values``; return whether the pool has all of them."""
         kept = [tensor.contiguous() for tensor in values]
         sources = [_tensor_value(tensor) for tensor in kept]
-        with self._announce(sources):
+        with self._register_temporarily(sources):
             return all(self._save_pages("kv", keys, sources))
 
     def exists(self, key: str) -> bool:
-        """Return whether the pool has this page."""
+        """Return whether the pool has a page."""
         return self.batch_exists([key]) == 1
 
     def clear(self) -> None:
-        """Remove this namespace's pages, for all instances that share it."""
+        """Remove all pages of this object's namespaces, for all instances that share them."""
         for pool in self._pools.values():
             if not pool.clear():
                 logger.warning("The pages of %r could not all be removed", pool)
 
     def close(self) -> None:
-        """Leave the pool; every later call is a miss."""
+        """Close the pool. Every later call is a miss."""
         for pool in self._pools.values():
             pool.close()
 
@@ -242,7 +257,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return answers
 
     def _find_pages(self, name: str, keys: Sequence[str]) -> list[bool]:
-        """Return which pages of one pool are present; none for a pool without registered memory."""
+        """Return which pages of a kind of state the pool has; none if the kind has no registered host memory."""
         if name not in self._host_pools:
             return [False] * len(keys)
         return [status is Status.OK for status in self._pool_of(name).exists(self._hash_keys(name, keys))]
@@ -259,26 +274,27 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return [bool(status) for status in self._pool_of(name).save(self._hash_keys(name, keys), sources)]
 
     def _locate_pages(self, name: str, keys: Sequence[str], host_indices: Any) -> list[Value] | None:
-        """Return where each page is in memory; None if that is not known, which is a miss for this pool only."""
+        """Return the spans of each page in host memory; None if SGLang does not report them, which counts as a miss."""
         if not keys:
             return []
         try:
             addresses, sizes = self._host_pools[name].get_page_buffer_meta(host_indices)
             pieces = [Span(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
-        except Exception as exc:  # any exception that SGLang's pool raises for this layout
-            logger.warning("The memory of %d pages of %s is not known: %r", len(keys), name, exc)
+        except Exception as exc:  # any exception that SGLang raises for this layout
+            logger.warning("SGLang does not report the addresses of %d pages of %s: %r", len(keys), name, exc)
             return None
         each, left = divmod(len(pieces), len(keys))
         if left or not each:
             logger.warning(
-                "%d pages of %s, but %d pieces of memory: the numbers do not agree", len(keys), name, len(pieces)
+                "SGLang gave %d pages of %s and %d spans of memory; each page must have the same number of spans",
+                *(len(keys), name, len(pieces)),
             )
             return None
         return [pieces[i : i + each] for i in range(0, len(pieces), each)]
 
     @contextlib.contextmanager
-    def _announce(self, values: Sequence[Value]) -> Iterator[None]:
-        """Register tensors outside host memory while a call uses them: RDMA needs that."""
+    def _register_temporarily(self, values: Sequence[Value]) -> Iterator[None]:
+        """Register tensors that are not in registered host memory, for the ``with`` block. RDMA needs this."""
         pool = self._pool_of("kv")
         spans = [span for span in dict.fromkeys(span for value in values for span in value) if not self._holds(span)]
         for span in spans:
@@ -294,15 +310,18 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return any(region.address <= span.address and end <= region.address + region.nbytes for region in self._regions)
 
     def _pool_of(self, name: str) -> BlockPool:
-        """Return the pool for a kind of state: Mamba's state differs on each rank even if the KV is shared."""
+        """Return the pool for a kind of state, and open it if necessary.
+
+        Ranks with the same KV (MLA) share one namespace, except for the state of Mamba, which differs on each rank.
+        """
         is_shared = bool(self._storage_config.is_mla_model) and name != PoolName.MAMBA.value
         if is_shared not in self._pools:
             self._open_pool(self._host_pools["kv"], is_shared=is_shared)
         return self._pools[is_shared]
 
     def _open_pool(self, host: Any, *, is_shared: bool) -> None:
-        # Engines may collect their processes' metrics (PROMETHEUS_MULTIPROC_DIR); the metrics of the first pool are
-        # then collected too. Those of a second pool would overwrite them.
+        # If the engine collects the metrics of its processes (PROMETHEUS_MULTIPROC_DIR), it also collects those of the
+        # first pool. The metrics of a second pool would overwrite them.
         registry = None if self._pools else CollectorRegistry()
         namespace = self._build_namespace(host, is_shared=is_shared)
         self._pools[is_shared] = open_pool(self._config, namespace, registry, facts=self._facts)
@@ -336,10 +355,12 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
 
 
 def _read_server(weights_version: str) -> Mapping[str, object]:
-    """Return all settings of this process's server, as SGLang resolved them.
+    """Return all settings of this process's server, with the values that SGLang derived for them.
+
+    Returns an empty mapping if SGLang does not expose the settings, and ``weights_version`` is not empty.
 
     Raises:
-        ConfigError: SGLang does not expose them, and there is no ``weights_version`` to replace them.
+        ConfigError: SGLang does not expose the settings, and ``weights_version`` is empty.
     """
     try:
         from sglang.srt.runtime_context import get_server_args
@@ -349,14 +370,18 @@ def _read_server(weights_version: str) -> Mapping[str, object]:
         if weights_version:
             return {}
         raise ConfigError(
-            f"this version of SGLang does not expose its server's settings ({exc}), and servers that differ would "
-            'read each other\'s KV: say "weights_version" in the extra configuration, another for each set'
+            f"this version of SGLang does not expose its server's settings ({exc}), so different servers could "
+            'read each other\'s KV; set "weights_version" in the extra configuration, to another value for each set of '
+            "weights"
         ) from exc
     return settings
 
 
 def _list_adapters(server: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the settings with the path of each adapter by its name; SGLang resolves the setting to its ``LoRARef``."""
+    """Return the settings with ``lora_paths`` as a mapping from the name of each LoRA adapter to its path.
+
+    SGLang has a list of ``LoRARef`` objects there.
+    """
     adapters = server.get("lora_paths")
     if not isinstance(adapters, list | tuple):
         return server
@@ -364,7 +389,7 @@ def _list_adapters(server: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _read_defaults() -> Mapping[str, object]:
-    """Return the defaults of the server's settings, as far as they are available: they only help operators."""
+    """Return the defaults of the server's settings, for the manifest; empty if SGLang does not expose them."""
     try:
         from sglang.srt.arg_groups.arg_utils import record_fields
         from sglang.srt.runtime_context import get_server_args
@@ -378,46 +403,48 @@ def _read_defaults() -> Mapping[str, object]:
 
 
 def _read_variables() -> dict[str, str]:
-    """Return the environment variables of SGLang and its libraries that may change KV.
-
-    These are SGLang's, without those for places, times and reports, and its libraries' variables on calculation.
-    """
-    known = engine_variables(("SGLANG_", *VARIABLES_ON_NUMBERS))
+    """Return the environment variables of SGLang and its libraries that can change KV."""
+    known = engine_variables(("SGLANG_", *LIBRARY_VARIABLES))
     return {name: text for name, text in known.items() if not name.startswith(NEUTRAL_VARIABLES)}
 
 
 def _find_model(name: str) -> str:
-    """Return the model's folder; SGLang appends the format of pages to its name if they have a special one.
+    """Check that ``name`` is the folder of a model, and return it.
+
+    If pages have a special format, SGLang appends the name of the format.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist, or the pages have a format that this backend does not support.
     """
     if name.endswith(f"-{_ENVELOPES}"):
         raise ConfigError(_NO_ENVELOPES)
     if not Path(name).is_dir() or not name:
-        raise ConfigError(f'the model {name!r} is no folder here; say "model_path" in the extra configuration')
+        raise ConfigError(f'the model {name!r} is not a folder here; set "model_path" in the extra configuration')
     return name
 
 
 def _check_host(host: Any, kv_dtype: str) -> None:
-    """Refuse host memory with pages that cannot be distinguished from others.
+    """Check that the type and shape of the pages in host memory are known.
 
     Raises:
-        ConfigError: the memory is refused; the message is one sentence.
+        ConfigError: they are not known, or this backend does not support the pages; the message is one sentence.
     """
     if getattr(host, "stores_page_envelope", False):
         raise ConfigError(_NO_ENVELOPES)
     if getattr(host, "kv_cache_dim", None) is None and getattr(host, "head_dim", None) is None:
-        raise ConfigError(f"a host pool of the kind {type(host).__name__} has no known shape; it cannot be served")
+        raise ConfigError(
+            f"a host pool of the class {type(host).__name__} is not supported, because the shape of its pages "
+            "is not known"
+        )
     if str(host.dtype) in _PLAIN_BYTES and kv_dtype == "auto":
         raise ConfigError(
-            f"this server's KV is in host memory as {host.dtype}, which may be fp8_e4m3 or fp8_e5m2: start "
-            'it with --kv-cache-dtype, or say "kv_cache_dtype" in the extra configuration'
+            f"this server's KV has the dtype {host.dtype} in host memory, which may mean fp8_e4m3 or fp8_e5m2; start "
+            'the server with --kv-cache-dtype, or set "kv_cache_dtype" in the extra configuration'
         )
 
 
 def _describe_state(host: Any) -> str:
-    """Describe the parts of a side pool's page, as far as its host memory shows them."""
+    """Return a description of the pages of a kind of state, from the attributes of its host memory."""
     known = {name: getattr(host, name, None) for name in _STATE_ATTRIBUTES}
     return json.dumps({name: str(value) for name, value in known.items() if value is not None})
 

@@ -1,6 +1,6 @@
-"""Settings of SGLang's ``ServerArgs``: which determine the bytes of a page, which cannot, and why.
+"""Lists the settings of SGLang (``ServerArgs``) that can change the bytes of a page, and those that cannot.
 
-The lists have all fields of SGLang 0.5.23. A field that is not listed, such as a field of a later version, becomes part
+The lists have all fields of SGLang 0.5.23. A field that is in no list, such as a field of a later version, becomes part
 of the namespace: an unnecessary miss only costs time, but a false hit gives a wrong answer.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 __all__ = [
     "CANNOT_CHANGE_KV",
-    "DECIDE_ON_KV",
-    "NAMES_OF_FILES",
+    "CAN_CHANGE_KV",
+    "FILE_SETTINGS",
+    "IN_OTHER_FIELDS",
+    "LIBRARY_VARIABLES",
     "NEUTRAL_VARIABLES",
-    "TOLD_OTHERWISE",
-    "VARIABLES_ON_NUMBERS",
 ]
 
-TOLD_OTHERWISE = {
+IN_OTHER_FIELDS = {
     "model_path": "model",
     "tp_size": "tp_size",
     "pp_size": "layout",
@@ -24,7 +24,7 @@ TOLD_OTHERWISE = {
     "page_size": "block_size",
     "hicache_mem_layout": "layout",
 }
-"""Settings that another field of ``Namespace`` already represents -> that field's name."""
+"""Settings with values that another field of ``Namespace`` contains -> the name of the field."""
 
 _DECIDING = """
     device encoder_only language_only language_model_only encoder_urls enable_tf32_matmul
@@ -78,8 +78,8 @@ _DECIDING = """
     enable_multi_layer_eagle speculative_adaptive speculative_adaptive_config
 """
 
-DECIDE_ON_KV = frozenset(_DECIDING.split())
-"""Settings that are part of the namespace, with the value that SGLang resolved them to."""
+CAN_CHANGE_KV = frozenset(_DECIDING.split())
+"""Settings that can change the bytes of a page. Their values, after SGLang set its defaults, are in the namespace."""
 
 _FILES = """
     debug_tensor_dump_input_file decrypted_config_file decrypted_draft_config_file dllm_algorithm_config kt_weight_path
@@ -87,11 +87,11 @@ _FILES = """
     speculative_draft_model_path speculative_token_map uno_lora_path
 """
 
-NAMES_OF_FILES = frozenset(_FILES.split())
-"""Settings that name files or folders, by path or by a name of Hugging Face's hub; their contents count."""
+FILE_SETTINGS = frozenset(_FILES.split())
+"""Settings with files or folders as values: a path, or a name at Hugging Face's hub. The contents are digested."""
 
 _REASONS = {
-    "it decides only how requests come in and answers go out; pages are named by their tokens": """
+    "it affects only how requests arrive and responses leave; pages are named by their tokens": """
         enable_response_store tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num
         detokenizer_worker_num skip_tokenizer_init host port fastapi_root_path enable_http_worker_reuseport
         smg_grpc_mode grpc_mode grpc_port grpc_response_timeout_secs grpc_worker_threads sidecar sidecar_args
@@ -168,7 +168,7 @@ _REASONS = {
         swa_prefix_tails max_mamba_cache_size mamba_full_memory_ratio enable_lora_overlap_loading
         max_loaded_loras max_loras_per_batch lora_eviction_policy mm_preprocess_cache_size_mb
     """,
-    "of it only what this backend reads itself matters, and that is in the namespace": """
+    "only this backend reads it, and the namespace contains its settings that can change KV": """
         hicache_storage_backend_extra_config
     """,
     "it decides only which tokens are computed together and when, which changes rounding as any other batch does": """
@@ -184,7 +184,7 @@ _REASONS = {
         pp_max_micro_batch_size pp_async_batch_depth lora_drain_wait_threshold eplb_rebalance_num_iterations
         eplb_rebalance_layers_per_chunk eplb_min_rebalancing_utilization_threshold
     """,
-    "it replays by a graph the kernels that would be launched one by one": """
+    "it only decides whether the same kernels are launched one by one or by a graph": """
         cuda_graph_config cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_max_bs_decode
         cuda_graph_max_bs_prefill cuda_graph_max_seq_len_prefill cuda_graph_bs_decode cuda_graph_bs_prefill
         cuda_graph_prefill_max_context disable_prefill_cuda_graph disable_decode_cuda_graph disable_cuda_graph
@@ -203,7 +203,7 @@ _REASONS = {
         enable_broadcast_mm_inputs_process mm_processor_worker_num mm_io_worker_num allowed_media_domains
         media_url_max_file_size_mb mm_global_cache_backend mm_feature_transport
     """,
-    "it decides only which tokens are proposed and accepted; a page's KV is of the tokens that it is named by": """
+    "it decides only which tokens are proposed and accepted; pages are named by the accepted tokens": """
         speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path
         speculative_dspark_align_verify_tokens_to_graph_tier speculative_accept_threshold_single
         speculative_accept_threshold_acc speculative_use_rejection_sampling speculative_use_block_verification
@@ -215,7 +215,7 @@ _REASONS = {
 }
 
 CANNOT_CHANGE_KV = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Settings that are not in the namespace, and the end of the sentence "it cannot change KV bytes, because ..."."""
+"""Settings that cannot change the bytes of a page -> the reason. They are not part of the namespace."""
 
 NEUTRAL_VARIABLES = (
     "SGLANG_RUN_ID",
@@ -257,11 +257,11 @@ NEUTRAL_VARIABLES = (
     "SGLANG_USE_MODELSCOPE",
     "SGLANG_IS_IN_CI",
 )
-"""Prefixes of environment variables for places, times and reports; other variables SGLANG_* count."""
+"""Prefixes of variables for folders, ports, times and logs, which cannot change KV. Other SGLANG_* variables can."""
 
-VARIABLES_ON_NUMBERS = (
+LIBRARY_VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH",
     "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH",
 )
-"""Variables of SGLang's libraries that also count: they change how the libraries calculate."""
+"""Variables of SGLang's libraries that can change KV, because they change how the libraries calculate."""

@@ -1,12 +1,12 @@
-"""Blocks of one model under another sharding than one's own: another tensor-parallel size, or another block size.
+"""Reads blocks of the same model in another sharding: another tensor-parallel size, or another block size.
 
-Stored blocks are never divided again: an instance stores whole blocks of its own rank, in one piece each. A reader of
-another sharding's blocks gathers: it reads the pieces with its heads and tokens into separate memory, verifies them as
-always, and copies its share of them to the target.
+Stored blocks are not divided: each rank of an instance stores whole blocks of its own heads, in one piece. A reader
+with another sharding *gathers* a block: it reads all stored blocks (pieces) that contain a part of the block to
+separate memory, checks them as usual, and copies the parts that it needs to the target.
 
-family.py  ShardingFamily: a namespace and its peers (the same model in other shardings), and where their blocks overlap
-peers.py   PeerShardings: which other shardings are in a pool, how much of a prompt they have, and how it is read
-gather.py  Gatherer: pieces of another sharding in, own blocks out
+family.py  ShardingFamily: the shardings of a model (peers), and the places where their blocks overlap
+peers.py   PeerShardings: finds the blocks of a prompt in other shardings in a pool, and reads them
+gather.py  Gatherer: reads pieces of another sharding, and assembles blocks of the own sharding
 """
 
 from kvstore_backend.resharding.family import ShardingFamily, find_family

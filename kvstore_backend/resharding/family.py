@@ -1,8 +1,8 @@
-"""A namespace and its peers (the same model's blocks in other shardings), and where the bytes of their blocks overlap.
+"""Shardings of a model, and the places where their blocks overlap.
 
-A model's KV is divided twice: by heads among the ranks of an instance, and by tokens into blocks. Two namespaces that
-differ in nothing else contain the same numbers. If there are more ranks than KV heads, several successive ranks hold
-the same head, as in vLLM.
+The KV of a model is divided in two ways: by heads among the ranks of an instance, and by tokens into blocks. Two
+namespaces that differ only in these divisions contain the same numbers; they are *peers*. If there are more ranks than
+KV heads, several successive ranks have the same head, as in vLLM.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from kvstore_backend.namespace import Namespace
 __all__ = ["HEAD", "TOKEN", "TP_SIZES", "Extent", "ShardingFamily", "find_family"]
 
 HEAD, TOKEN = "head", "token"
-"""Names of the two axes that shardings differ in."""
+"""Names of the two axes of a block that have different sizes in different shardings."""
 
 TP_SIZES = (1, 2, 4, 8, 16)
-"""Tensor-parallel sizes under which peers are looked for."""
+"""Tensor-parallel sizes that peers may have."""
 
 
 class Extent(NamedTuple):
-    """A piece of a model's KV: some successive heads at some successive tokens, in all layers."""
+    """Part of a model's KV: successive heads and successive tokens, in all layers."""
 
     heads: range
     tokens: range
 
     def overlap(self, other: Extent) -> Extent:
-        """Return the part that both contain; one of its ranges is empty if they have nothing in common."""
+        """Return the part that both extents contain. A range of the result is empty if there is no common part."""
         return Extent(_common(self.heads, other.heads), _common(self.tokens, other.tokens))
 
 
 @dataclass(frozen=True)
 class ShardingFamily:
-    """Namespace, and the places of its blocks' bytes in the blocks of its peers.
+    """Namespace of a reader, and its peers: the same model in other shardings.
 
     Attributes:
-        own: the namespace of the reader.
-        num_heads: KV heads of the whole model.
-        axes: name and size of each axis of one of ``own``'s blocks, the outermost in memory first; the last one's size
-            is in bytes. One is called ``HEAD``. If block sizes may differ, one is called ``TOKEN``.
-        peers: the other shardings that may exist, each as the namespace of its rank 0.
+        own: namespace of the reader.
+        num_heads: number of KV heads of the whole model.
+        axes: name and size of each axis of a block of ``own``, the outermost in memory first. The size of the last axis
+            is in bytes. One axis has the name ``HEAD``. If peers may have other block sizes, one has the name
+            ``TOKEN``.
+        peers: other shardings that may exist, each as the namespace of its rank 0.
     """
 
     own: Namespace
@@ -66,18 +67,18 @@ class ShardingFamily:
         return math.prod(self.shape_of(sharding))
 
     def heads_of(self, sharding: Namespace) -> range:
-        """Return the heads that the rank of ``sharding`` holds."""
+        """Return the heads that the rank ``sharding.tp_rank`` has."""
         first = sharding.tp_rank * self.num_heads // sharding.tp_size
         return range(first, first + sharding.num_kv_heads)
 
     def ranks_with(self, sharding: Namespace, heads: range) -> list[Namespace]:
-        """Return the smallest set of ranks of ``sharding`` that hold all of ``heads``."""
-        step = max(1, sharding.tp_size // self.num_heads)  # this many ranks hold the same head
+        """Return the ranks of ``sharding`` that together have all of ``heads``, as few as possible."""
+        step = max(1, sharding.tp_size // self.num_heads)  # number of ranks that have the same head
         ranks = (replace(sharding, tp_rank=rank) for rank in range(0, sharding.tp_size, step))
         return [rank for rank in ranks if _common(self.heads_of(rank), heads)]
 
     def index_of(self, part: Extent, whole: Extent) -> tuple[slice, ...]:
-        """Return the index of ``part`` in an array that holds ``whole``."""
+        """Return the index with which ``part`` is selected from an array with the bytes of ``whole``."""
         places = {HEAD: (part.heads, whole.heads), TOKEN: (part.tokens, whole.tokens)}
         return tuple(_place(*places[name]) if name in places else slice(None) for name, _ in self.axes)
 
@@ -90,17 +91,19 @@ def find_family(
     block_sizes: Iterable[int] = (),
     layout_of: Callable[[int], str] | None = None,
 ) -> ShardingFamily:
-    """Return the family of ``own``, with every other sharding that divides its sharding, or is divided by it.
+    """Return the family of the namespace ``own``.
+
+    A sharding is a peer if its tensor-parallel size and block size are multiples or divisors of those of ``own``.
 
     Args:
-        own: the namespace of the reader.
-        num_heads: KV heads of the whole model.
-        axes: as in ``ShardingFamily``.
-        block_sizes: other block sizes that peers may have, if the axes have a ``TOKEN``.
-        layout_of: returns the layout in the namespace of a rank with that many heads; default: the layout of ``own``.
+        own: namespace of the reader.
+        num_heads: number of KV heads of the whole model.
+        axes: name and size of each axis of a block, as in ``ShardingFamily``.
+        block_sizes: other block sizes that peers may have. Needs an axis ``TOKEN``.
+        layout_of: returns ``Namespace.layout`` for a rank with a given number of heads; None: the layout of ``own``.
 
     Returns:
-        A family without peers if the heads are not divided evenly among the ranks of ``own``.
+        The family; it has no peers if the heads are not divided evenly among the ranks of ``own``.
     """
     family = ShardingFamily(own, num_heads, tuple(axes), ())
     if not _divides(num_heads, own.tp_size) or own.num_kv_heads != _heads_per_rank(num_heads, own.tp_size):
@@ -127,7 +130,7 @@ def _heads_per_rank(num_heads: int, tp_size: int) -> int:
 
 
 def _divides(one: int, other: int) -> bool:
-    """Return whether one of the two is a multiple of the other."""
+    """Return whether one of the two numbers is a multiple of the other."""
     return one % other == 0 or other % one == 0
 
 

@@ -1,9 +1,11 @@
-"""Gatherer: pieces of another sharding in, own blocks out.
+"""Reads pieces (stored blocks of another sharding), and assembles blocks of the own sharding.
 
-Pieces are read into the gatherer's own memory, and copied from there, for three reasons. A piece may contain heads or
-tokens that the reader does not need. Over TCP, each span of a value takes as long as 50 KiB of data. And bytes that do
-not verify, or that come from a call that was given up at its deadline, must never reach the reader's memory. Such a
-call may write as long as it runs, so its memory is not used again until it ends.
+Pieces are read to the gatherer's own memory, and copied from there, for three reasons:
+
+- A piece may contain heads or tokens that the reader does not need.
+- Over TCP, each span of a value takes as long as 50 KiB of data.
+- Bytes that fail the check, or that a late call writes, must not reach the reader's memory. The memory of a late call
+  is not used again until the call has ended.
 """
 
 from __future__ import annotations
@@ -24,20 +26,25 @@ __all__ = ["AlignedSpan", "Gatherer"]
 
 Bytes = NDArray[np.uint8]
 
-# Bytes of one read: large enough to hide the time of a call, small enough for a processor's cache.
+# Bytes of one read: so many that the fixed time of a call does not matter, and so few that they fit a processor's
+# cache.
 _BUFFER_BYTES = 16 << 20
 
 
 class AlignedSpan:
-    """Smallest number of successive tokens that are whole blocks both of the reader and of another sharding.
+    """Alignment of the reader's blocks with the blocks of another sharding.
+
+    A *span* is the smallest number of successive tokens that are whole blocks in both shardings.
 
     Args:
         family: the reader's family.
         sharding: the other sharding.
-        heads: the heads to read.
+        heads: the heads that are read.
 
     Attributes:
+        ranks: namespaces of the ranks of ``sharding`` that have the heads.
         num_blocks: number of the reader's blocks in a span.
+        num_stored: number of blocks of ``sharding`` in a span.
     """
 
     def __init__(self, family: ShardingFamily, sharding: Namespace, heads: range) -> None:
@@ -48,15 +55,21 @@ class AlignedSpan:
         self.num_stored = tokens // sharding.block_size
 
     def cover(self, blocks: range) -> range:
-        """Return the spans that contain ``blocks`` of the reader, counted from the beginning of the sequence."""
+        """Return the numbers of the spans that contain the reader's ``blocks``.
+
+        Blocks and spans are counted from the beginning of the sequence.
+        """
         return range(blocks.start // self.num_blocks, -(-blocks.stop // self.num_blocks))
 
     def keys(self, number: int, names: Sequence[bytes]) -> list[str]:
-        """Return the keys of a span's pieces, rank by rank for each block; none if a block of the span has no name.
+        """Return the keys of the pieces of a span: for each block of the other sharding, the key of each rank.
 
         Args:
             number: number of the span.
-            names: names of the sharding's blocks, from the beginning of the sequence.
+            names: names of the other sharding's blocks, from the beginning of the sequence.
+
+        Returns:
+            The keys; empty if a block of the span has no name.
         """
         stored = range(number * self.num_stored, (number + 1) * self.num_stored)
         if stored.stop > len(names):
@@ -64,7 +77,7 @@ class AlignedSpan:
         return [rank.key(names[block]) for block in stored for rank in self.ranks]
 
     def extents(self, number: int, family: ShardingFamily) -> list[Extent]:
-        """Return the heads and tokens of each piece, in the order of the keys."""
+        """Return the heads and tokens of each piece of a span, in the order of ``keys``."""
         size, first = self.sharding.block_size, number * self.num_stored
         return [
             Extent(family.heads_of(rank), range(block * size, (block + 1) * size))
@@ -74,10 +87,10 @@ class AlignedSpan:
 
 
 class Gatherer:
-    """Reader of blocks of the other shardings of one family. Several threads may call it.
+    """Reads blocks in the other shardings of a family. Several threads may call the methods.
 
     Args:
-        stack: the backend to read from.
+        stack: backend of the pool.
         family: the reader's family.
     """
 
@@ -88,22 +101,23 @@ class Gatherer:
         self._heads = family.heads_of(family.own)
 
     def read_blocks(self, sharding: Namespace, names: Sequence[bytes], first: int, targets: Sequence[Value]) -> int:
-        """Read successive blocks; return how many leading blocks arrived. The targets of other blocks do not change.
+        """Read successive blocks of the reader from another sharding; return how many leading blocks arrived.
 
-        No call of the pool touches the targets, so the caller owns them as soon as this returns.
+        The targets of the blocks that did not arrive are not changed. No call of the pool writes to the targets, so the
+        caller owns them when this method returns.
 
         Args:
-            sharding: rank 0 of the sharding to read.
-            names: names of that sharding's blocks, from the beginning of the sequence.
-            first: the reader's own first block, counted from the beginning of the sequence.
-            targets: memory for each of the reader's blocks.
+            sharding: the other sharding, as the namespace of its rank 0.
+            names: names of the other sharding's blocks, from the beginning of the sequence.
+            first: number of the first block, counted from the beginning of the sequence.
+            targets: memory for each block.
 
         Raises:
             ValueError: a target has another size than a block.
         """
         nbytes = self._family.block_bytes(self._family.own)
         if any(sum(span.nbytes for span in target) != nbytes for target in targets):
-            raise ValueError(f"targets must have the {nbytes} bytes of a block")
+            raise ValueError(f"targets must have {nbytes} bytes, the size of a block")
         aligned = AlignedSpan(self._family, sharding, self._heads)
         pieces = aligned.num_stored * len(aligned.ranks)
         slot = _slot_bytes(self._family.block_bytes(sharding))
@@ -121,7 +135,7 @@ class Gatherer:
     def _read_spans(
         self, aligned: AlignedSpan, spans: range, names: Sequence[bytes], blocks: range, targets: Sequence[Value]
     ) -> int:
-        """Read ``spans`` in one call; return how many leading spans arrived and were copied to the targets."""
+        """Read ``spans`` in one call, and copy them to the targets; return how many leading spans arrived."""
         keys = [aligned.keys(number, names) for number in spans]
         if not all(keys):
             keys = keys[: keys.index([])]
@@ -146,7 +160,7 @@ class Gatherer:
     def _copy_span(
         self, aligned: AlignedSpan, number: int, pieces: Bytes, blocks: range, targets: Sequence[Value]
     ) -> None:
-        """Copy the parts of a span's pieces that belong to ``blocks`` to their targets."""
+        """Copy the parts of a span's pieces that belong to ``blocks`` to the targets of these blocks."""
         family, size = self._family, self._family.own.block_size
         extents, shape = aligned.extents(number, family), family.shape_of(aligned.sharding)
         first = number * aligned.num_blocks
@@ -164,7 +178,7 @@ class Gatherer:
 
 
 class _Buffers:
-    """Registered memory for reads; each buffer is used by one read at a time."""
+    """Registered buffers for reads. Each buffer is used by one read at a time."""
 
     def __init__(self, stack: StorageBackend) -> None:
         self._stack = stack
@@ -172,7 +186,7 @@ class _Buffers:
         self._free: list[Bytes] = []
 
     def take(self, nbytes: int) -> Bytes:
-        """Return a buffer of at least ``nbytes``, for use until ``give_back``."""
+        """Return a buffer of at least ``nbytes`` bytes, which the caller owns until ``give_back``."""
         with self._lock:
             buffer = self._free.pop() if self._free else None
         if buffer is not None and len(buffer) >= nbytes:
@@ -184,10 +198,10 @@ class _Buffers:
         return buffer
 
     def give_back(self, buffer: Bytes, *, maybe_late: bool) -> None:
-        """Take a buffer back.
+        """Make a buffer available again, as soon as no late call can write to it.
 
         Args:
-            maybe_late: whether a call with this memory failed, so it may have been given up and still run.
+            maybe_late: whether a call with this memory failed, so that it may be late.
         """
 
         def put_back() -> None:
@@ -201,7 +215,7 @@ class _Buffers:
 
 
 def _slot_bytes(nbytes: int) -> int:
-    """Return the bytes of a piece with its headroom, rounded up so that the next piece has the same alignment."""
+    """Return the bytes for a piece and its headroom, rounded up so that the next piece has the same alignment."""
     return HEADROOM_BYTES + -(-nbytes // HEADROOM_BYTES) * HEADROOM_BYTES
 
 

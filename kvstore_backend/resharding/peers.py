@@ -1,11 +1,11 @@
-"""Other shardings of a model: which are in a pool, how much of a prompt they have, and how it is read.
+"""Finds the blocks of a prompt in other shardings of the model in a pool, and reads them.
 
-The own sharding is always looked up first, in one call, as if there were no other. Others are looked up only if the own
-sharding lacks a block, and only those with a manifest in the pool; one call every 10 s looks for manifests. So if all
-instances have one sharding, this call is the only cost of peers.
+The own sharding is always looked up first, in one call. Other shardings are looked up only if the own sharding lacks a
+block, and only if they have a manifest in the pool. One call every 10 s looks up the manifests. If all instances have
+the same sharding, this is the only additional call.
 
-Blocks of the own sharding and of another may alternate in one prompt: an instance that continues from another
-sharding's blocks saves the blocks that it computes in its own sharding.
+The blocks of a prompt may alternate between the own and another sharding: an instance that loaded blocks of another
+sharding saves the blocks that it computes in its own sharding.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LOOK_AROUND_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Run:
-    """Leading blocks of a prompt that a pool has, in the own sharding and in another.
+    """Leading blocks of a prompt that a pool has, some in the own sharding and some in another.
 
     Attributes:
         count: number of blocks.
         sharding: the other sharding, as the namespace of its rank 0.
-        gathered: the blocks that come from the other sharding, counted from the first requested block.
+        gathered: numbers of the blocks that come from the other sharding, counted from the first requested block.
     """
 
     count: int
@@ -54,13 +54,12 @@ class Run:
 
 
 class PeerShardings:
-    """Other shardings of one family in one pool. Several threads may call it.
+    """Other shardings of one family in one pool. Several threads may call the methods.
 
     Args:
-        pool: pool of the family's own namespace; with another namespace there are no peers, because its blocks have
-            other bytes.
+        pool: the pool. If its namespace is not ``family.own``, there are no peers, because the blocks have other bytes.
         family: the reader's family.
-        heads: the heads to read; default: those of the own rank.
+        heads: the heads that are read; None: the heads of the own rank.
     """
 
     def __init__(self, pool: BlockPool, family: ShardingFamily, heads: range | None = None) -> None:
@@ -74,39 +73,42 @@ class PeerShardings:
         self._alive: Sequence[Namespace] = ()
 
     def is_alone(self) -> bool:
-        """Return whether the pool has no other sharding, as far as is known."""
+        """Return whether the pool has no other sharding, according to the last look-up of the manifests."""
         return not self._list_alive()
 
     def extend_run(
         self, statuses: Sequence[Status], first: int, names_of: Callable[[int], Sequence[bytes]]
     ) -> Run | None:
-        """Find more leading blocks than the own sharding has, in the one other that adds most; None if none adds any.
+        """Find more leading blocks of a prompt than the own sharding has.
 
         Args:
-            statuses: the pool's answers for the own blocks of a prompt from ``first`` on.
-            first: first block, counted from the beginning of the sequence.
-            names_of: returns the names of all blocks of the sequence for a block size.
+            statuses: the pool's answers for the prompt's blocks from ``first`` on, in the own sharding.
+            first: number of the first block, counted from the beginning of the sequence.
+            names_of: returns the names of all blocks of the sequence for a given block size.
+
+        Returns:
+            The run with the other sharding that adds most blocks; None if no sharding adds any.
         """
         if not self._alive and time.monotonic() < self._look_again_at:
             return None  # the usual answer, before any block is counted
         own = count_leading(statuses)
         if own == len(statuses) or statuses[own] is not Status.ABSENT:
             return None
-        asked = [_Asked(self._family, sharding, self._heads, names_of) for sharding in self._list_alive()]
-        if not asked:
+        lookups = [_PeerLookup(self._family, sharding, self._heads, names_of) for sharding in self._list_alive()]
+        if not lookups:
             return None
         blocks = range(first + own, first + len(statuses))
-        answers = iter(self._pool.stack.exists([key for each in asked for key in each.list_keys(blocks)]))
-        best = max((each.find_run(statuses, first, blocks, answers) for each in asked), key=lambda run: run.count)
+        answers = iter(self._pool.stack.exists([key for each in lookups for key in each.list_keys(blocks)]))
+        best = max((each.find_run(statuses, first, blocks, answers) for each in lookups), key=lambda run: run.count)
         return best if best.count > own else None
 
     def reader_of(self, run: Run, hashes: Sequence[bytes], first: int, names: Sequence[bytes]) -> ReadBlocks:
-        """Return a function that reads blocks of ``run`` with the pool's deadline, as ``get_blocks`` without ``wait``.
+        """Return a function that reads the blocks of ``run``, and returns at the pool's deadline at the latest.
 
         Args:
-            run: from ``extend_run``, in this or another process.
-            hashes: the names of own blocks, from ``first`` on.
-            first: first block, counted from the beginning of the sequence.
+            run: result of ``extend_run``, in this or another process.
+            hashes: names of the blocks in the own sharding, from ``first`` on.
+            first: number of the first block, counted from the beginning of the sequence.
             names: names of the other sharding's blocks, from the beginning of the sequence.
         """
 
@@ -126,21 +128,21 @@ class PeerShardings:
         return read
 
     def _list_alive(self) -> Sequence[Namespace]:
-        """Return the peers with a manifest in the pool some seconds ago."""
+        """Return the peers that had a manifest in the pool at the last look-up. Look up the manifests every 10 s."""
         now = time.monotonic()
         with self._lock:
             if now < self._look_again_at or not self._family.peers:
                 return self._alive
             self._look_again_at = now + _LOOK_AROUND_SECONDS
-        # Not counted among the look-ups of blocks, whose success rate is the hit rate.
+        # Not counted with the look-ups of blocks, because their success rate is the hit rate.
         statuses = self._pool.stack.exists_for_all([manifest_key(sharding.digest) for sharding in self._family.peers])
         if Status.FAILED not in statuses:
             self._alive = [sharding for sharding, status in zip(self._family.peers, statuses, strict=True) if status]
         return self._alive
 
 
-class _Asked:
-    """One other sharding, and the look-up of its blocks of a prompt."""
+class _PeerLookup:
+    """Look-up of a prompt's blocks in one other sharding."""
 
     def __init__(
         self, family: ShardingFamily, sharding: Namespace, heads: range, names_of: Callable[[int], Sequence[bytes]]
@@ -151,13 +153,13 @@ class _Asked:
         self._keys: list[list[str]] = []
 
     def list_keys(self, blocks: range) -> Iterator[str]:
-        """Return the keys of all pieces with a part of ``blocks``."""
+        """Return the keys of all pieces that contain a part of ``blocks``."""
         self._spans = self._aligned.cover(blocks)
         self._keys = [self._aligned.keys(number, self._names) for number in self._spans]
         return (key for keys in self._keys for key in keys)
 
     def find_run(self, statuses: Sequence[Status], first: int, blocks: range, answers: Iterator[Status]) -> Run:
-        """Return the run with this sharding's blocks, from the pool's answers for the keys."""
+        """Return the run of blocks in the own sharding and this one, from the pool's answers for the keys."""
         has_span = [bool(keys) and all(list(islice(answers, len(keys)))) for keys in self._keys]
 
         def is_there(block: int) -> bool:
@@ -174,7 +176,7 @@ class _Asked:
 
 
 def _split(run: Run, wanted: range) -> Iterator[tuple[bool, range]]:
-    """Split ``wanted`` blocks of a run into pieces that are either gathered or not."""
+    """Split the ``wanted`` blocks of a run into ranges; yield each with whether its blocks are gathered."""
     begin = wanted.start
     for each in run.gathered:
         start, stop = max(each.start, begin), min(each.stop, wanted.stop)
@@ -188,7 +190,7 @@ def _split(run: Run, wanted: range) -> Iterator[tuple[bool, range]]:
 
 
 def join_runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Convert ascending numbers to ranges."""
+    """Convert ascending numbers to ranges of successive numbers: 1, 2, 3, 7 to 1-3 and 7."""
     begin = 0
     for i in range(1, len(numbers) + 1):
         if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:

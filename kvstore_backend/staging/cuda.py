@@ -1,4 +1,4 @@
-"""CUDA for staging: a stream and events next to the engine's own, and pinned host memory."""
+"""GPU for staging: CUDA streams and events in addition to the engine's own, and pinned host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CudaDevice:
     """One GPU.
 
     Args:
-        device: torch's device of the GPU.
+        device: the GPU as a ``torch.device``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,11 +30,14 @@ class CudaDevice:
         return event
 
     def make_mark(self) -> torch.cuda.Event:
-        """Return an event with timing; the caller records it."""
+        """Return a new event that measures time. The caller records it."""
         return torch.cuda.Event(enable_timing=True)
 
     def bind_thread(self) -> None:
-        """Make this GPU the calling thread's; otherwise a wait for an event opens a context on the first GPU."""
+        """Make this GPU the current GPU of the calling thread.
+
+        Otherwise a wait for an event on this thread would open a context on the first GPU.
+        """
         torch.cuda.set_device(self._device)
 
     def open_stream(self) -> Stream:
@@ -48,7 +51,7 @@ class CudaDevice:
 
 
 class _CudaStream:
-    """CUDA stream; memory that torch allocates while steps are queued also belongs to it."""
+    """Queue of copies on a CUDA stream. Memory that torch allocates in a step belongs to this stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -73,7 +76,7 @@ class _CudaStream:
 
 
 class _Failed:
-    """Event for steps, one of which could not be queued."""
+    """Event for steps of which one could not be queued. ``synchronize`` raises the error."""
 
     def __init__(self, error: Exception, stream: torch.cuda.Stream) -> None:
         self._error = error

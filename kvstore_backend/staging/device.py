@@ -1,13 +1,9 @@
-"""Interface of a device with KV blocks in its memory: the calls that staging makes to CUDA, and to its stand-in."""
+"""Interface of a device with KV blocks in its memory. Staging uses CUDA and the stand-in through this interface."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    import torch
-from typing import TYPE_CHECKING
 
 from kvstore_backend.transfers import Event
 
@@ -17,49 +13,53 @@ if TYPE_CHECKING:
 __all__ = ["Codec", "Device", "Step", "Stream"]
 
 Step = Callable[[], object]
-"""Part of a copy: torch operations that do not wait for the device."""
+"""Step of a copy: a function with torch operations that do not wait for the device."""
 
 
 class Stream(Protocol):
-    """Copies that run one after another, in queue order, concurrently with all other work. Any thread may call it."""
+    """Queue of copies of a device. They run one after another, concurrently with other work of the device.
+
+    Any thread may call the methods.
+    """
 
     def queue(self, steps: Sequence[Step], after: Event | None) -> Event:
-        """Queue ``steps``, to run in order after the event ``after`` and after all earlier steps of this stream.
+        """Queue ``steps``, which run in order, after the event ``after`` and all earlier steps of this stream.
 
-        They run in torch's inference mode, because engines may have made KV memory in it.
+        The steps run in torch's inference mode, because an engine may have created its KV memory in this mode.
 
         Returns:
-            The end of the last step, or of a failed one; it raises that step's exception.
+            Event for the end of the last step. If a step fails, the later steps do not run, and ``synchronize`` of the
+            event raises the step's exception.
         """
 
 
 class Device(Protocol):
-    """Memory of a device, and host memory that it copies to and from."""
+    """Device with memory and streams, which can copy from and to host memory."""
 
     def record_event(self) -> Event | None:
-        """Return an event for all device work that the calling thread has begun so far; None: it has ended."""
+        """Return an event for the end of all device work that this thread has queued; None: it has ended."""
 
     def open_stream(self) -> Stream:
         """Open a new stream."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocate memory of the device, uint8 ``[nbytes]``."""
+        """Allocate ``nbytes`` bytes of device memory, as uint8 ``[nbytes]``."""
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        """Allocate pinned host memory, uint8 ``[nbytes]``: the device copies from and to it directly."""
+        """Allocate ``nbytes`` bytes of pinned host memory, as uint8 ``[nbytes]``, for copies from and to the device."""
 
 
 class Codec(Protocol):
-    """Converter of blocks, as rows of bytes, from KV memory's form to the pool's and back.
+    """Converts blocks between the form in KV memory and the form in the pool. Blocks are rows of bytes.
 
     Attributes:
-        nbytes: bytes of one encoded block.
+        nbytes: bytes of one encoded block, in the pool.
     """
 
     nbytes: int
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encode rows of KV memory, uint8 ``[block, bytes]``, to uint8 ``[block, nbytes]``; the input may change."""
+        """Encode rows of KV memory, uint8 ``[block, bytes]``, to uint8 ``[block, nbytes]``. ``rows`` may be changed."""
 
     def decode(self, encoded: torch.Tensor) -> torch.Tensor:
-        """Decode rows to KV memory's form; ``encoded`` may have gaps between its rows."""
+        """Decode rows to the form in KV memory. ``encoded`` may have gaps between its rows."""

@@ -1,8 +1,9 @@
-"""KV memory that ``Transfers`` reach through host buffers; the pool touches only those buffers."""
+"""KV memory for ``Transfers`` that moves blocks through host buffers. The pool reads and writes only these buffers."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,28 +15,28 @@ from kvstore_backend.staging.device import Codec, Device
 from kvstore_backend.staging.ring import Buffer, Registry, Ring
 from kvstore_backend.staging.stand_in import StandInDevice
 from kvstore_backend.staging.tensors import KVTensors
-from kvstore_backend.transfers import Event, Window
+from kvstore_backend.transfers import Event, TransferMemory, Window
 
-__all__ = ["StagedMemory"]
+__all__ = ["StagedGroups", "StagedMemory"]
 
-# A buffer takes 10 ms at a pool's 3 GB/s, and 1 ms at a GPU bus's 25 GB/s: copies end while the pool works. The size
-# includes headroom, because torch rounds pinned memory up to a power of two.
+# Moving a buffer takes 10 ms with a pool of 3 GB/s, and 1 ms over a GPU's bus of 25 GB/s, so copies end while the pool
+# works. The size includes the headroom, because torch rounds the size of pinned memory up to a power of two.
 _BUFFER_BYTES = 32 << 20
 
-# One buffer for the pool to read or write, and one for a copy at the same time.
+# Minimum number of buffers in a ring: the pool uses one, while a copy uses the other.
 _DEPTH = 2
 
 
 class StagedMemory:
-    """KV memory with two rings of buffers, one for loads and one for saves. Any thread may call it.
+    """KV memory with two rings of buffers, one for loads and one for saves. Any thread may call the methods.
 
     Args:
         kv: the KV memory.
-        registry: where every buffer is registered: the pool.
-        codec: the form of blocks in the pool; default: the form in KV memory.
-        device: the device of the KV memory; default: CUDA for CUDA tensors, otherwise the stand-in.
-        buffer_bytes: size of a buffer with headroom, which limits the blocks of one window: at least one, at most all.
-        incoming_bytes: total size of the ring for loads; at least two buffers.
+        registry: object with which all buffers are registered: the pool.
+        codec: converts blocks to another form for the pool; None: blocks are stored in the form of KV memory.
+        device: the device of the KV memory; None: CUDA for CUDA tensors, otherwise the stand-in.
+        buffer_bytes: size of a buffer with headroom. A buffer has space for at least one block, and at most for all.
+        incoming_bytes: total size of the ring for loads; at least two buffers are allocated.
     """
 
     def __init__(
@@ -70,10 +71,40 @@ class StagedMemory:
         return window
 
 
-class _Lane:
-    """One direction: a ring of buffers, a stream, and device memory with the layout of a buffer.
+class StagedGroups:
+    """KV memory of several groups of layers. Each group has its own buffers, so a window has blocks of one group only.
 
-    The stream runs one copy after another, so all of them use the same device memory.
+    The number of a block is ``group * num_blocks + id``.
+
+    Args:
+        groups: the memory of each group.
+        num_blocks: number of blocks in KV memory.
+    """
+
+    def __init__(self, groups: Sequence[TransferMemory], num_blocks: int) -> None:
+        self._groups = groups
+        self._num_blocks = num_blocks
+        self.record_event = groups[0].record_event
+
+    def open_incoming(self, blocks: Sequence[int], after: Event | None) -> Window:
+        number, own = self._take_group(blocks)
+        return self._groups[number].open_incoming(own, after)
+
+    def open_outgoing(self, blocks: Sequence[int], after: Event | None) -> Window:
+        number, own = self._take_group(blocks)
+        return self._groups[number].open_outgoing(own, after)
+
+    def _take_group(self, blocks: Sequence[int]) -> tuple[int, list[int]]:
+        """Return the group of the first block, and the ids of the leading blocks that belong to this group."""
+        number = blocks[0] // self._num_blocks
+        leading = itertools.takewhile(lambda block: block // self._num_blocks == number, blocks)
+        return number, [block % self._num_blocks for block in leading]
+
+
+class _Lane:
+    """Path of loads or of saves: a ring of buffers, a stream, and device memory with the layout of a buffer.
+
+    The stream runs one copy after another, so all copies use the same device memory.
     """
 
     def __init__(
@@ -94,27 +125,27 @@ class _Lane:
         self._staging = device.allocate(self.capacity * self._stride)
         self._index = device.allocate(self.capacity * 8).view(torch.int64)
         depth = max(_DEPTH, total_bytes // (self.capacity * self._stride))
-        # Last, so that a failure leaves nothing registered.
+        # Created last, so that nothing stays registered if one of the steps before fails.
         self.ring = Ring(device, registry, self.capacity, nbytes, depth)
 
     def fetch(self, buffer: Buffer, blocks: Sequence[int], after: Event | None) -> Event:
-        """Begin to copy ``blocks`` to the beginning of the buffer."""
-        return self._copy(buffer, blocks, after, [self._gather, self._leave])
+        """Begin to copy ``blocks`` from KV memory to the beginning of the buffer."""
+        return self._copy(buffer, blocks, after, [self._gather, self._copy_to_host])
 
     def deliver(self, buffer: Buffer, blocks: Sequence[int], after: Event | None) -> Event:
-        """Begin to copy as many blocks from the beginning of the buffer to ``blocks``."""
-        return self._copy(buffer, blocks, after, [self._arrive, self._scatter])
+        """Begin to copy the first blocks in the buffer to ``blocks`` in KV memory."""
+        return self._copy(buffer, blocks, after, [self._copy_to_device, self._scatter])
 
     def _copy(
         self, buffer: Buffer, blocks: Sequence[int], after: Event | None, steps: list[Callable[[Buffer, int], None]]
     ) -> Event:
-        number = partial(self._number, buffer, blocks)
+        number = partial(self._copy_numbers, buffer, blocks)
         buffer.copied = self._stream.queue([number, *(partial(step, buffer, len(blocks)) for step in steps)], after)
         return buffer.copied
 
-    # The steps of a copy, on the stream.
+    # The steps of a copy, which run on the stream.
 
-    def _number(self, buffer: Buffer, blocks: Sequence[int]) -> None:
+    def _copy_numbers(self, buffer: Buffer, blocks: Sequence[int]) -> None:
         numbers = buffer.blocks[: len(blocks)]
         numbers.copy_(torch.tensor(blocks))
         self._index[: len(blocks)].copy_(numbers, non_blocking=True)
@@ -127,11 +158,11 @@ class _Lane:
             self._kv.gather(self._index[:count], plain)
             self._rows(count).copy_(self._codec.encode(plain))
 
-    def _leave(self, buffer: Buffer, count: int) -> None:
+    def _copy_to_host(self, buffer: Buffer, count: int) -> None:
         size = count * self._stride
         buffer.memory[:size].copy_(self._staging[:size], non_blocking=True)
 
-    def _arrive(self, buffer: Buffer, count: int) -> None:
+    def _copy_to_device(self, buffer: Buffer, count: int) -> None:
         size = count * self._stride
         self._staging[:size].copy_(buffer.memory[:size], non_blocking=True)
 
@@ -140,12 +171,12 @@ class _Lane:
         self._kv.scatter(self._index[:count], self._codec.decode(rows) if self._codec else rows)
 
     def _rows(self, count: int) -> torch.Tensor:
-        """Return the first ``count`` rows in the device's memory, ``[count, bytes]`` without their headroom."""
+        """Return the first ``count`` blocks in device memory without their headroom, as ``[count, bytes]``."""
         return self._staging.view(-1, self._stride)[:count, HEADROOM_BYTES:]
 
 
 class _StagedWindow:
-    """Window of a buffer with the leading ones of ``blocks``."""
+    """Window with a buffer for the leading blocks of ``blocks``, as many as the buffer has space for."""
 
     def __init__(self, lane: _Lane, blocks: Sequence[int], after: Event | None) -> None:
         self._lane = lane

@@ -1,4 +1,4 @@
-"""Host buffers for the transfer of blocks, used one after another, and registered with the pool."""
+"""Ring of host buffers for blocks. The buffers are registered with the pool, and used one after another."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ logger = logging.getLogger(__name__)
 
 
 class Registry(Protocol):
-    """Object that must know the memory of transfers; a ``BlockPool`` is one."""
+    """Object with which memory for transfers is registered, such as a ``BlockPool``."""
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Register memory; ``headroom``: values in it have ``HEADROOM_BYTES`` before them."""
+        """Register memory. With ``headroom``, each value in it has ``HEADROOM_BYTES`` free bytes before it."""
 
     def unregister(self, address: int, nbytes: int) -> None:
         """Unregister memory."""
 
 
 class Buffer:
-    """Host memory for blocks, each with headroom before it.
+    """Host memory for several blocks, each with headroom before it.
 
     Args:
-        memory: uint8 ``[capacity * stride]``: the rows with their headroom.
-        blocks: int64 ``[capacity]``: the numbers of the blocks in it.
+        memory: uint8 ``[capacity * stride]``: the blocks with their headroom.
+        blocks: int64 ``[capacity]``: the numbers of these blocks in KV memory.
         nbytes: bytes of a block.
-        is_spare: whether it was registered separately, so that it can be unregistered separately.
+        is_spare: whether the buffer was allocated and registered alone, not with the other buffers of the ring.
 
     Attributes:
-        copied: the end of the last copy to or from it; None: there was none.
+        copied: event for the end of the last copy from or to the buffer; None: there was no copy.
     """
 
     def __init__(self, memory: torch.Tensor, blocks: torch.Tensor, nbytes: int, *, is_spare: bool) -> None:
@@ -50,25 +50,25 @@ class Buffer:
 
     @property
     def span(self) -> Span:
-        """Place of the buffer in memory."""
+        """Address and size of the buffer."""
         return Span(self.memory.data_ptr(), self.memory.nbytes)
 
     def values(self, count: int) -> list[Value]:
-        """Return the places of its first ``count`` blocks, for the pool."""
+        """Return the memory of the first ``count`` blocks in the buffer, for a call of the pool."""
         address, stride = self.memory.data_ptr() + HEADROOM_BYTES, HEADROOM_BYTES + self._nbytes
         return [(Span(address + i * stride, self._nbytes),) for i in range(count)]
 
 
 class Ring:
-    """Buffers of one direction. A buffer is either here, or with its taker until that gives it back.
+    """Ring of buffers for loads or for saves. A caller takes a buffer, uses it alone, and gives it back.
 
-    They are in one piece of memory, which takes one allocation and one registration. A buffer that does not come back,
-    because a call that was given up may still touch it, is replaced by a spare one.
+    All buffers are in one piece of memory, which needs one allocation and one registration. If all buffers are taken,
+    for example because a late call may still use one, ``take`` creates a spare buffer.
 
     Args:
-        device: copies to and from the buffers.
-        registry: where their memory is registered.
-        capacity: blocks of a buffer.
+        device: the device that copies from and to the buffers.
+        registry: object with which the memory of the buffers is registered.
+        capacity: number of blocks in a buffer.
         nbytes: bytes of a block.
         depth: number of buffers.
     """
@@ -86,7 +86,7 @@ class Ring:
         self._free = deque(buffers)
 
     def take(self) -> Buffer:
-        """Take the buffer that was given back first, after its copy has ended."""
+        """Take the buffer that was given back first, and wait until its last copy has ended."""
         with self._lock:
             buffer = self._free.popleft() if self._free else None
         if buffer is None:
@@ -102,7 +102,7 @@ class Ring:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Make the buffer available again; no call of the pool touches it, but a copy may. Any thread may call this."""
+        """Make the buffer available again. A copy may still use it, but no call of the pool may."""
         surplus = None
         with self._lock:
             self._free.append(buffer)
@@ -113,7 +113,7 @@ class Ring:
             self._registry.unregister(*surplus.span)
 
     def close(self) -> None:
-        """Unregister the buffers, all of which are here."""
+        """Unregister all buffers. All of them must have been given back."""
         for buffer in self._free:
             if buffer.is_spare:
                 self._registry.unregister(*buffer.span)
@@ -126,7 +126,7 @@ class Ring:
         return buffer
 
     def _make(self, count: int, *, is_spare: bool) -> list[Buffer]:
-        """Return buffers in one piece of memory, one after another."""
+        """Allocate ``count`` buffers, one after another, in one piece of memory."""
         size = self._capacity * (HEADROOM_BYTES + self._nbytes)
         memory = self._device.allocate_host(count * size).split(size)
         numbers = self._device.allocate_host(count * self._capacity * 8).view(torch.int64).split(self._capacity)

@@ -1,4 +1,7 @@
-"""Threads and host memory in place of a device's streams and memory: staging runs the same steps on both."""
+"""Stand-in for a device: threads and host memory in place of streams and device memory.
+
+Staging runs the same steps on a device and on the stand-in.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ __all__ = ["StandInDevice"]
 
 
 class StandInDevice:
-    """Host as a device; its engine works on KV memory in its own calls, so no work continues after them.
+    """Host in place of a device. An engine on the host works on KV memory only inside its own calls.
 
     Args:
-        start_thread: called first on each stream's thread.
-        before_step: called before each step, on its stream's thread; tests delay copies with it.
+        start_thread: called first on the thread of each stream.
+        before_step: called before each step, on the thread of its stream; tests use it to delay copies.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class StandInDevice:
 
 
 class _ThreadStream:
-    """Thread that runs queued steps; it ends when the stream has no user any more."""
+    """Queue of copies on a thread. The thread ends when this object has no references any more."""
 
     def __init__(self, start_thread: Callable[[], None] | None, before_step: Callable[[], None]) -> None:
         self._thread = DaemonThreads(1, "staging", start_thread)
@@ -63,7 +66,7 @@ class _ThreadStream:
 
 
 class _End:
-    """Event for the end of steps; it raises their exception."""
+    """Event for the end of steps. ``synchronize`` raises the exception of a step."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future

@@ -1,4 +1,4 @@
-"""KV memory of any layout as rows of bytes, one for each block: one operation per tensor gathers or scatters them."""
+"""Reads and writes the blocks of KV memory as rows of bytes, for any layout, with one operation per tensor."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class KVTensors:
-    """Blocks of KV memory in one tensor or several, such as one for each layer.
+    """Blocks of KV memory in one tensor or several, such as one tensor for each layer.
 
-    A block's row has, for each tensor in turn, the block's elements in memory order, outermost axis first. These are
-    the bytes that ``DirectMemory`` moves with ``KVMemory.locate_blocks``, wherever the block axis is among the others
-    in memory.
+    The row of a block has the block's elements of the first tensor, then of the second, and so on. The elements of a
+    tensor are in the order of memory, outermost axis first. ``DirectMemory`` with ``KVMemory.locate_blocks`` moves the
+    same bytes.
 
     Args:
-        tensors: ``[kernel block, ...]`` of any dtype, on one device, no two in the same memory; if the block axis is
-            not the first, as in ``[K or V, block, ...]``, the caller moves it there (``movedim``, a view).
+        tensors: tensors ``[kernel block, ...]`` of any dtype, on one device, which do not share memory. If the block
+            axis is not the first one, as in ``[K or V, block, ...]``, the caller moves it (``movedim``, a view).
         num_blocks: number of blocks; each consists of the same number of successive kernel blocks.
 
     Attributes:
         num_blocks: number of blocks.
         block_bytes: bytes of one block, in all tensors.
-        device: where the tensors are.
+        device: device of the tensors.
 
     Raises:
         ValueError: a tensor's number of kernel blocks is not a multiple of ``num_blocks``, or the tensors are on
@@ -38,13 +38,14 @@ class KVTensors:
     def __init__(self, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
         devices = {tensor.device for tensor in tensors}
         if len(devices) != 1:
-            raise ValueError(f"KV memory has to be on one device, not on {', '.join(map(str, devices)) or 'none'}")
+            raise ValueError(f"KV memory must be on one device, but it is on {', '.join(map(str, devices)) or 'none'}")
         self.num_blocks = num_blocks
         self.device = devices.pop()
         layouts = [_describe(tensor, num_blocks) for tensor in tensors]
         ends = list(itertools.accumulate(layout.nbytes for layout in layouts))
         self.block_bytes = ends[-1]
-        # Integers as wide as the layout allows: this moves every dtype, and wide integers are fastest.
+        # Elements of every dtype are moved as integers, as wide as the layout allows, because wide integers are
+        # fastest.
         unit = math.gcd(8, self.block_bytes, *(number for layout in layouts for number in layout.numbers))
         self._unit = _UNITS[unit]
         self._parts = [
@@ -56,25 +57,25 @@ class KVTensors:
         """Copy blocks to ``rows``.
 
         Args:
-            index: the blocks, int64 ``[n]``, on the device.
-            rows: uint8 ``[n, block_bytes]`` on the device; rows may have gaps that are multiples of 8 bytes.
+            index: numbers of the blocks, int64 ``[n]``, on the device.
+            rows: uint8 ``[n, block_bytes]`` on the device. Between rows there may be gaps of a multiple of 8 bytes.
         """
         for part, row in self._pairs(rows):
             torch.index_select(part, 0, index, out=row)
 
     def scatter(self, index: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy ``rows`` to blocks; both as in ``gather``, and no block twice."""
+        """Copy ``rows`` to blocks. The arguments are those of ``gather``; ``index`` must not have a block twice."""
         for part, row in self._pairs(rows):
             part.index_copy_(0, index, row)
 
     def _pairs(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each tensor, ``[block, ...]``, with its part of the rows in the same shape, ``[n, ...]``."""
+        """Return each tensor ``[block, ...]`` with its part of the rows, which has the shape ``[n, ...]``."""
         units = rows.view(self._unit)
         return [(part.tensor, units[:, part.columns].unflatten(1, part.tensor.shape[1:])) for part in self._parts]
 
 
 class _Part:
-    """One tensor, and its columns of a row."""
+    """Tensor of KV, and the range of columns that its values have in the row of a block."""
 
     def __init__(self, tensor: torch.Tensor, columns: slice) -> None:
         self.tensor = tensor
@@ -82,27 +83,27 @@ class _Part:
 
 
 class _Layout:
-    """Layout of one tensor's blocks in its storage, in bytes: the entries of an axis follow at its stride."""
+    """Layout of the blocks of one tensor in memory: sizes and strides of the axes, in bytes."""
 
     def __init__(self, tensor: torch.Tensor, blocks: tuple[int, int], axes: list[tuple[int, int]], run: int) -> None:
         self._tensor = tensor
-        self._blocks = blocks  # number and stride
-        self._axes = axes  # number and stride of each, outermost first
-        self._run = run  # contiguous bytes
+        self._blocks = blocks  # number of blocks, and the stride between them
+        self._axes = axes  # size and stride of each axis of a block, outermost first
+        self._run = run  # contiguous bytes at the end of the axes
         self._offset = int(tensor.storage_offset()) * tensor.element_size()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one block."""
+        """Bytes of one block in this tensor."""
         return math.prod(size for size, _ in self._axes) * self._run
 
     @property
     def numbers(self) -> list[int]:
-        """All numbers that a unit of several bytes must divide."""
+        """Offsets, strides and sizes in bytes, which must be multiples of the width of the integers."""
         return [self._offset, self._blocks[1], self._run, self.nbytes, *(stride for _, stride in self._axes)]
 
     def view_as(self, unit: int) -> torch.Tensor:
-        """Return ``[block, *axes, unit]`` in the tensor's own memory."""
+        """Return a view of the tensor's memory as integers of ``unit`` bytes, ``[block, *axes, integers]``."""
         axes = [self._blocks, *self._axes, (self._run // unit, unit)]
         shape, strides = [size for size, _ in axes], [stride // unit for _, stride in axes]
         view = torch.empty(0, dtype=_UNITS[unit], device=self._tensor.device)
@@ -110,9 +111,10 @@ class _Layout:
 
 
 def _describe(tensor: torch.Tensor, num_blocks: int) -> _Layout:
-    """Return the layout of a tensor ``[kernel block, ...]``; contiguous neighbouring axes of a block count as one."""
+    """Return the layout of a tensor ``[kernel block, ...]``. Axes of a block that are contiguous are merged to one."""
     if tensor.shape[0] % num_blocks:
-        raise ValueError(f"a tensor has {tensor.shape[0]} kernel blocks, no multiple of {num_blocks} blocks")
+        text = f"a tensor has {tensor.shape[0]} kernel blocks, which is not a multiple of {num_blocks} blocks"
+        raise ValueError(text)
     size = tensor.element_size()
     per_block = tensor.shape[0] // num_blocks
     axes = [(n, stride * size) for n, stride in zip((per_block, *tensor.shape[1:]), tensor.stride(), strict=True)]
@@ -124,7 +126,7 @@ def _describe(tensor: torch.Tensor, num_blocks: int) -> _Layout:
 
 
 def _merge(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge axes of the same memory: if one steps over all of the next one, they become one."""
+    """Merge an axis with the next one if its stride is the whole extent of the next one."""
     merged: list[tuple[int, int]] = []
     for size, stride in axes:
         if merged and merged[-1][1] == size * stride:

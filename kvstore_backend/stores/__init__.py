@@ -1,10 +1,10 @@
-"""Stores of bytes: one file or package each.
+"""Stores: the places in which the bytes of blocks are stored.
 
 mooncake.py          MooncakeStore: a client of a Mooncake cluster
-mooncake_joining.py  opens its native client: the library, the servers that it needs, its setup
-mooncake_admin.py    a Mooncake master's HTTP interface, and the masters that etcd knows
-holdings.py          Holdings: the values of a pool, for operator commands, read in the way of each store
-ssd_folder.py        the folder of Mooncake's SSD offload, and when its last owner left it
+mooncake_joining.py  opens Mooncake's native client: loads the library, checks the servers, joins the cluster
+mooncake_admin.py    reads a Mooncake master's HTTP interface, and lists the masters in etcd
+holdings.py          Holdings: lists, measures, pins and removes the values of a pool, for operator commands
+ssd_folder.py        the folder of Mooncake's SSD offload: delays an owner that joins again too early
 file/                FileStore: a folder that the processes of one machine share
-memory.py            MemoryStore: this process's own memory, for tests and as the fast one of two tiers
+memory.py            MemoryStore: memory of this process, for tests and as the fast tier of two
 """

@@ -1,7 +1,7 @@
-"""Values of a pool, for operator commands: listed, measured, copied, pinned and removed, in the way of each store.
+"""Lists, measures, copies, pins and removes the values of a pool, for operator commands.
 
 An engine knows only the keys that it requests. An operator needs a list of all keys: a Mooncake master lists them over
-HTTP, a folder has them as files. Values are the stored bytes here.
+HTTP, a folder has them as files. A value here is the bytes that are stored under a key.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ __all__ = ["FolderHoldings", "Holdings", "MooncakeHoldings", "StoredBytes"]
 _Answer = TypeVar("_Answer")
 
 StoredBytes = NDArray[np.uint8]
-"""Value as it is stored; for a block, header and payload."""
+"""Value as the store has it; the value of a block has a header and the payload."""
 
 
 class _Values:
-    """Values that are moved through a store, which is joined at the first need: listing does not need it.
+    """Base class: reads, writes, pins and removes values through a store, which is opened when it is first needed.
 
     Args:
-        join: opens the store without giving it memory: a command's memory would disappear with its end.
+        join: opens the store. This process must not give memory to the pool, because its memory is freed when the
+            command ends.
     """
 
     def __init__(self, join: Callable[[], StorageBackend]) -> None:
@@ -46,7 +47,7 @@ class _Values:
         self._joined: StorageBackend | None = None
 
     def read_values(self, keys: Sequence[str], sizes: Sequence[int]) -> list[StoredBytes | None]:
-        """Read values with known sizes; None for a value that is absent now."""
+        """Read values with known sizes in bytes; None for a value that could not be read."""
         memory = np.empty(sum(sizes), dtype=np.uint8)
         ends = list(accumulate(sizes))
         values = [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
@@ -55,28 +56,28 @@ class _Values:
         return [value if status else None for value, status in zip(values, statuses, strict=True)]
 
     def write_values(self, keys: Sequence[str], values: Sequence[StoredBytes]) -> list[Status]:
-        """Store values under keys that are absent; the others do not change."""
+        """Store values under keys that are absent; values that are present do not change."""
         with self._register(values):
             return self._store.put(keys, [_as_spans(value) for value in values])
 
     def keep_values(self, keys: Sequence[str], values: Sequence[StoredBytes], seconds: float) -> list[Status]:
-        """Pin values, which are already stored, against eviction for ``seconds``; 0 unpins them."""
+        """Pin values that are already stored, for ``seconds``; 0 removes the pins."""
         with self._register(values):
             return self._store.keep(keys, [_as_spans(value) for value in values], seconds)
 
     def remove_keys(self, keys: Sequence[str]) -> list[Status]:
-        """Remove keys, also those that a client may be reading now."""
+        """Remove keys and their values, also values that a client may be reading now."""
         return self._store.remove(keys, force=True)
 
     def close(self) -> None:
-        """Leave the pool, if it was joined."""
+        """Close the store, if it was opened."""
         if self._joined is not None:
             self._joined.close()
             self._joined = None
 
     @contextlib.contextmanager
     def _register(self, values: Sequence[StoredBytes]) -> Iterator[None]:
-        """Register the memory of ``values`` with the store during the block: RDMA moves no other bytes."""
+        """Register the memory of ``values`` with the store for the ``with`` block. RDMA needs registered memory."""
         with contextlib.ExitStack() as registered:
             for span in {span for value in values for span in _as_spans(value) if span.nbytes}:
                 self._store.register(*span)
@@ -91,10 +92,7 @@ class _Values:
 
 
 class MooncakeHoldings(_Values):
-    """Values of one tenant of a Mooncake cluster.
-
-    Mooncake 0.3.13's master lists only the keys of the tenant ``default``.
-    """
+    """Values of one tenant of a Mooncake cluster. A master (0.3.13) lists only the keys of the tenant ``default``."""
 
     can_keep = True
     """Whether the pool can pin values."""
@@ -106,33 +104,39 @@ class MooncakeHoldings(_Values):
 
     @cached_property
     def is_listed(self) -> bool:
-        """Whether the master lists the keys: without tenants all keys belong to ``default``."""
+        """Whether the master lists this tenant's keys. Without tenants, all keys belong to ``default``."""
         return self._settings.tenant_id == DEFAULT_TENANT or not self._ask(self._admin.has_tenants)
 
     def list_keys(self) -> list[str]:
-        """Return every key."""
+        """Return all keys.
+
+        Raises:
+            PoolUnavailable: the master does not list this tenant's keys.
+        """
         if self.is_listed:
             return self._ask(lambda: list(self._admin.stream_keys()))
         raise PoolUnavailable(
-            f"Mooncake lists the keys of no tenant but {DEFAULT_TENANT!r}, so those of {self._settings.tenant_id!r} "
-            "cannot be listed: name a namespace, or a prefix whose keys can be computed"
+            f"Mooncake lists only the keys of tenant {DEFAULT_TENANT!r}, so those of {self._settings.tenant_id!r} "
+            "cannot be listed; name a namespace, or a prefix whose keys can be computed"
         )
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Return the size of each value in bytes; None if there is none."""
+        """Return the size of each key's value in bytes; None for a key without a value."""
         if self.is_listed:
             return self._ask(lambda: self._admin.fetch_sizes(keys))
         return self._client.measure_values(keys)
 
     def remove_prefix(self, prefix: str) -> int:
-        """Remove every key that begins with ``prefix``, which must not be empty; return how many were removed."""
+        """Remove all keys that begin with ``prefix``, which must not be empty; return the number of removed keys."""
         removed = self._client.clear_and_count(prefix)
         if removed is None:
-            raise PoolUnavailable(f"the master at {self._settings.master_server_addr} did not say what it removed")
+            raise PoolUnavailable(
+                f"the master at {self._settings.master_server_addr} did not report how many keys it removed"
+            )
         return removed
 
     def count_pins(self) -> int | None:
-        """Return how many values are pinned now; None: not known."""
+        """Return the number of values that are pinned now; None if the master does not report it."""
         kept = self._ask(self._admin.fetch_metrics).get("master_soft_pin_key_count")
         return None if kept is None else int(kept)
 
@@ -140,7 +144,7 @@ class MooncakeHoldings(_Values):
         try:
             return ask()
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as exc:
-            text = f"what the master at {self._admin.address} reports of its keys cannot be read: {exc}"
+            text = f"the report of the master at {self._admin.address} about its keys cannot be read: {exc}"
             raise PoolUnavailable(text) from exc
 
     @property
@@ -156,10 +160,10 @@ class FolderHoldings(_Values):
     is_listed = True
 
     def __init__(self, settings: FileSettings) -> None:
-        """Check the folder, which must already be a pool's.
+        """Check that the folder exists and belongs to a pool.
 
         Raises:
-            PoolUnavailable: the folder does not exist, or is not a pool's.
+            PoolUnavailable: the folder does not exist, or does not belong to a pool.
         """
         super().__init__(lambda: FileStore(settings.path, settings.size))
         self._settings = settings
@@ -170,31 +174,33 @@ class FolderHoldings(_Values):
             raise PoolUnavailable(f"folder {settings.path} {reason}: {remedy}")
 
     def list_keys(self) -> list[str]:
-        """Return every key."""
+        """Return all keys."""
         return list(self._scan())
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Return the size of each value in bytes; None if there is none."""
+        """Return the size of each key's value in bytes; None for a key without a value."""
         blocks = self._scan()
         return [blocks[key].nbytes if key in blocks else None for key in keys]
 
     def count_pins(self) -> None:
-        """Return None: a folder has no pins."""
+        """Return None, because a folder has no pins."""
 
     def remove_prefix(self, prefix: str) -> int:
-        """Remove every key that begins with ``prefix``; return how many were removed.
+        """Remove all keys that begin with ``prefix``; return the number of removed keys.
 
         Raises:
-            PoolUnavailable: some of them are still in the pool, or may be.
+            PoolUnavailable: some of the keys could not be removed.
         """
         statuses = self.remove_keys([key for key in self._scan() if key.startswith(prefix)])
         removed, failed = statuses.count(Status.OK), statuses.count(Status.FAILED)
         if failed:
-            raise PoolUnavailable(f"{removed} blocks removed, but {failed} could not be: they may be in the pool still")
+            raise PoolUnavailable(
+                f"{removed} blocks were removed; {failed} could not be removed and may still be in the pool"
+            )
         return removed
 
     def _scan(self) -> dict[str, Block]:
-        """Return the values by key; a key that is too long for a file's name is replaced by the name of its file."""
+        """Return the file of each value, by key. A key too long for a file name is replaced by the name of its file."""
         try:
             return {unquote(Path(block.path).stem): block for block in scan_blocks(self._settings.path / "blocks")}
         except OSError as exc:
@@ -202,7 +208,7 @@ class FolderHoldings(_Values):
 
 
 Holdings: TypeAlias = MooncakeHoldings | FolderHoldings
-"""Values of one pool; methods raise ``PoolUnavailable`` if it cannot be reached."""
+"""Values of one pool. The methods raise ``PoolUnavailable`` if the pool cannot be reached."""
 
 
 def _as_spans(value: StoredBytes) -> list[Span]:

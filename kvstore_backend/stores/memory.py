@@ -1,4 +1,4 @@
-"""Store in this process's own memory: for tests, for one process, and as the fast half of two tiers."""
+"""Store in this process's own memory: for tests, for one process, and as a fast tier."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["MemoryStore"]
 
 
 class MemoryStore(StorageBackend):
-    """Values copied in and out of a dictionary that evicts the least recently used beyond ``capacity_bytes``.
+    """Store that copies values into a dictionary, and evicts the least recently used above ``capacity_bytes``.
 
-    Bytes are copied outside the lock: a stored value is immutable, so a reader with a reference needs no lock.
+    Bytes are copied outside the lock: a stored value is immutable, so a reader that has a reference needs no lock.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Make an empty store.
+        """Create an empty store.
 
         Raises:
             ValueError: ``capacity_bytes`` is not positive.

@@ -1,8 +1,8 @@
 """Store in a Mooncake cluster: ``mooncake.store.MooncakeDistributedStore`` with reliable answers.
 
-The native client answers with codes, and answers invalid calls with fewer codes than keys. Here each becomes a
-``Status``; a code that is not known to mean success is never ``OK``. In this package only this file and
-``mooncake_joining.py``, when a store is opened, and ``kvstore doctor`` import mooncake.
+The native client returns one number (code) for each key, or fewer codes than keys if a call is invalid. This module
+converts each code to a ``Status``; only a code that is known to mean success becomes ``OK``. In this package only this
+module, ``mooncake_joining.py`` and ``kvstore doctor`` import mooncake.
 """
 
 from __future__ import annotations
@@ -38,46 +38,46 @@ __all__ = ["MooncakeStore"]
 logger = logging.getLogger(__name__)
 
 _NOT_FOUND, _UNREACHABLE = -704, -800
-# Code of a read for an invalid argument. Our arguments are checked, so the target is smaller than the value.
+# Code of a read with an invalid argument. This package checks its arguments, so the target is smaller than the value.
 _TOO_SMALL = -600
 # The codes with a known meaning; every other code is a failure.
 _STORED: dict[int | None, Status] = {0: Status.OK}
 _EXISTS: dict[int | None, Status] = {1: Status.OK, 0: Status.ABSENT}
 _REMOVED: dict[int | None, Status] = {0: Status.OK, _NOT_FOUND: Status.ABSENT}
-# The master assigns memory of a crashed client to puts until it has missed that client for 10 s (--client_ttl). Such
-# puts fail: after 1 s with a metadata server, immediately without one.
+# After a client crashes, the master assigns its memory to puts for 10 s more (--client_ttl). These puts fail: after 1 s
+# with a metadata server, immediately without one.
 _ORPHANED_SECONDS = 15.0
-# A put that failed later than this met a client that hangs; the next put might hang as well.
+# If a put fails after a longer time than this, a client of the cluster hangs; the next put might hang as well.
 _MAX_FAILING_SECONDS = 2.0
-# If one client of two has crashed, every try goes to its memory with probability 1/2: 31 tries fail once in 2^31; with
-# 11 tries, one batch of a dozen blocks in 170 failed. A try takes 0.3 ms, and up to 20 ms with 24 processes on two
-# processors; callers of put wait for 1 s.
+# If one client of two has crashed, each try uses its memory with probability 1/2, so all 31 tries fail once in 2^31
+# puts. (With 11 tries, one batch of 12 blocks in 170 failed.) A try takes 0.3 ms, and up to 20 ms with 24 processes on
+# two processors; callers of put wait for 1 s.
 _MAX_RETRIES = 30
 _RETRY_SECONDS = 0.5
 # Longer than any observed native call (30 s, after a user raised MC_RPC_TIMEOUT_MS to Mooncake's default).
 _MAX_CALL_SECONDS = 40.0
-# Values in several pieces are copied together for ``keep``, this many bytes at a time.
+# Bytes that ``keep`` copies at a time, for values that consist of several spans.
 _STAGING_BYTES = 16 << 20
-# Native clients that were not closed: dropping the last reference would close them.
+# Native clients that must stay open. Python closes a client when its last reference is dropped.
 _LEFT_OPEN: list[Any] = []
 
 
 class MooncakeStore(StorageBackend):
-    """One client of a Mooncake cluster, which also gives the cluster ``global_segment_size`` bytes of memory.
+    """Client of a Mooncake cluster. It also gives the cluster ``global_segment_size`` bytes of memory.
 
-    ``remove`` returns ``FAILED`` while a client holds a lease on the key (10 s after each look-up or read by default);
-    with ``force`` it frees the memory during a read, and the reader may then get other bytes.
+    ``remove`` returns ``FAILED`` while a client has a lease on the key (by default 10 s after each look-up or read).
+    With ``force``, ``remove`` frees the memory even during a read, and the reader may then get other bytes.
 
-    The native client crashes the process when it is called after it was closed, so calls are counted in and out, and
-    ``close`` waits for those that run. Closing the native client takes one to two seconds, during which it holds
-    Python's lock; without a master it would take about 15 s, so then it is left open until the process ends.
+    A call of the native client after its end crashes the process. So this class counts the running calls, and ``close``
+    waits for them. Closing the native client takes one to two seconds and holds Python's lock meanwhile. Without a
+    master it would take about 15 s, so the native client then stays open until the process ends.
 
-    ``put`` returns ``OK`` as soon as another client has *begun* to write the same key, as Mooncake does: it may become
-    readable only a moment later.
+    ``put`` returns ``OK`` as soon as another client has *begun* to write the same key, as Mooncake does: the value may
+    become readable only a moment later.
 
-    Puts go to any client's memory. For some time after this client joined, and after a put failed during the transfer,
-    they go to its own memory first: the master may still assign the memory of a crashed client. Values that
-    failed are put again immediately, several times if this client has no memory.
+    A put writes to the memory of any client. Puts prefer this client's own memory for some time after it joined, and
+    after a transfer failed, because the master may still assign the memory of a crashed client. After a failed
+    transfer, a value is put again immediately, up to ``_MAX_RETRIES`` times.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
@@ -91,12 +91,12 @@ class MooncakeStore(StorageBackend):
         self._calls = threading.Condition()
         self._running = 0
         self.raised_calls = 0
-        """Number of native calls that raised; the first is logged."""
+        """Number of native calls that raised an exception. The first one is logged as an error."""
         self._closed = False
         self._ssd = SsdFolder(settings.ssd_offload_path) if settings.enable_ssd_offload else None
         with contextlib.ExitStack() as undo:
             if self._ssd is not None:
-                undo.callback(self._ssd.give_up)
+                undo.callback(self._ssd.remove_mark)
             self._native = join_cluster(settings)
             undo.callback(self._native.close)
             self._own_memory = _prefer_memory_of(self._native) if settings.global_segment_size else None
@@ -116,9 +116,9 @@ class MooncakeStore(StorageBackend):
         return [_STORED.get(code, Status.FAILED) for code in codes]
 
     def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        """Write the values again, in place: only a write changes how long Mooncake pins them.
+        """Write the values again in the same place, because Mooncake changes the end of a pin only in a write.
 
-        During the write, other clients do not find them.
+        During the write, other clients do not find the values.
         """
         pin = _pin_for(seconds)
         statuses: list[Status] = []
@@ -150,15 +150,15 @@ class MooncakeStore(StorageBackend):
         return Status.OK if self.clear_and_count(prefix) is not None else Status.FAILED
 
     def clear_and_count(self, prefix: str) -> int | None:
-        """Clear a prefix; return how many keys were removed, or None if that is not known."""
+        """Remove all keys that begin with ``prefix``; return their number, or None if the call failed."""
         pattern = f"^{re.escape(prefix)}.*"
         removed = self._call_native([prefix], lambda _: [self._native.remove_by_regex(pattern, True)])[0]
         return removed if removed is not None and removed >= 0 else None
 
     def measure_values(self, keys: Sequence[str]) -> list[int | None]:
-        """Return the size of each value in bytes; None: there is none.
+        """Return the size of each key's value in bytes; None for a key without a value.
 
-        Like a read this grants a lease, so values that were found are not evicted for some time.
+        Like a read, this call grants a lease, so the values that it found are not evicted for some time.
 
         Raises:
             PoolUnavailable: the cluster does not answer.
@@ -167,7 +167,7 @@ class MooncakeStore(StorageBackend):
         for size in sizes:
             if size is None or (size <= 0 and size != _NOT_FOUND):
                 address = self._settings.master_server_addr
-                raise PoolUnavailable(f"the Mooncake master at {address} answers a question for a size with {size}")
+                raise PoolUnavailable(f"the Mooncake master at {address} returned {size} as the size of a block")
         return [None if size == _NOT_FOUND else size for size in sizes]
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
@@ -181,9 +181,9 @@ class MooncakeStore(StorageBackend):
                 logger.warning("Mooncake refused to unregister %d bytes at %#x: code %d", nbytes, address, code)
 
     def health(self) -> Health:
-        """Look up a key at the master.
+        """Report whether the master answers a look-up of a key.
 
-        The client's own health check still reports healthy after the master has died.
+        The native client's own health check cannot be used: it reports a healthy state after the master has died.
         """
         if self._closed:
             return Health(False, "closed")
@@ -197,7 +197,7 @@ class MooncakeStore(StorageBackend):
         return Health(ok, f"the Mooncake master at {self._settings.master_server_addr} answers a look-up with {code}")
 
     def stats(self) -> StoreStats:
-        """Return only the kind: the client does not receive the cluster's measurements."""
+        """Return only the kind of the store, because a client does not receive the cluster's measurements."""
         return StoreStats("mooncake")
 
     def close(self) -> None:
@@ -213,10 +213,13 @@ class MooncakeStore(StorageBackend):
                 self._ssd.leave()
         else:
             _LEFT_OPEN.append(self._native)
-            logger.warning("The pool's client was not closed cleanly: %s", health.detail if idle else "calls still run")
+            logger.warning(
+                "The Mooncake client stays open until the process ends: %s",
+                health.detail if idle else f"calls still run after {_MAX_CALL_SECONDS:g} s",
+            )
 
     def _put_once(self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int | None]:
-        # Not the call with one buffer per value: it fails if another writer has begun with the same key.
+        # The native call with one buffer per value is not used: it fails if another writer has begun with the same key.
         put = self._native.batch_put_from_multi_buffers
         if self._own_memory is not None and time.monotonic() < self._prefer_own_until:
             return self._call_native(keys, put, addresses, sizes, self._own_memory)
@@ -225,7 +228,7 @@ class MooncakeStore(StorageBackend):
     def _put_again(
         self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]], codes: list[int | None]
     ) -> None:
-        """Put values again if the memory from the master could not be reached, and correct their ``codes``."""
+        """Put the values again that have the code ``_UNREACHABLE``, and replace their ``codes``."""
         self._prefer_own_until = time.monotonic() + _ORPHANED_SECONDS
         give_up_at = time.monotonic() + _RETRY_SECONDS
         for _ in range(_MAX_RETRIES):
@@ -239,9 +242,11 @@ class MooncakeStore(StorageBackend):
     def _find_larger_targets(
         self, keys: Sequence[str], wanted: list[int], codes: list[int | None], statuses: list[Status]
     ) -> None:
-        """Correct the answers for values smaller than the target: a crashed owner gives the same code.
+        """Set ``statuses`` to ``ABSENT`` for values that have another size than the target.
 
-        This queries their sizes one by one, and stops at the first correct size: then the owner has crashed.
+        Mooncake returns ``_UNREACHABLE`` for a value smaller than its target, and for a value of a crashed owner. This
+        method queries the size of one value after another. It stops at the first value of the wanted size, because then
+        its owner has crashed.
         """
         for i in (i for i, code in enumerate(codes) if code == _UNREACHABLE):
             size = self._call_native([keys[i]], lambda asked: [self._native.get_size(asked[0])])[0]
@@ -251,7 +256,7 @@ class MooncakeStore(StorageBackend):
 
     @contextlib.contextmanager
     def _stage_values(self, values: Sequence[Value]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield the address of each value in one piece, and its size; values in several pieces are copied together."""
+        """Yield addresses and sizes at which each value is in one piece; if necessary, copy all values to a buffer."""
         sizes = [sum([nbytes for _, nbytes in value]) for value in values]
         if all(len(value) == 1 for value in values):
             yield [value[0].address for value in values], sizes
@@ -270,7 +275,7 @@ class MooncakeStore(StorageBackend):
 
     @contextlib.contextmanager
     def _enter_call(self) -> Iterator[bool]:
-        """Count one native call in and out; yield False if the client is closed and must not be called."""
+        """Count a native call as running during the ``with`` block; yield False if the client is closed."""
         with self._calls:
             if may_call := not self._closed:
                 self._running += 1
@@ -283,7 +288,10 @@ class MooncakeStore(StorageBackend):
                     self._calls.notify_all()
 
     def _call_native(self, keys: Sequence[str], call: Callable[..., list[int]], *arguments: object) -> list[int | None]:
-        """Return one code per key; ``None`` without a code: closed, an exception, fewer answers than keys."""
+        """Call the native client; return one code per key.
+
+        A code is ``None`` if the client is closed, the call raised an exception or returned fewer codes than keys.
+        """
         codes: list[int | None] = []
         with self._enter_call() as may_call:
             if may_call and keys:
@@ -298,7 +306,7 @@ class MooncakeStore(StorageBackend):
 
 
 def _prefer_memory_of(native: Any) -> Any:
-    """Return the configuration of puts to this client's own memory, or to another's if that is full."""
+    """Return the configuration of puts that prefer this client's own memory, and use another's if that is full."""
     from mooncake.store import ReplicateConfig
 
     config = ReplicateConfig()
@@ -307,7 +315,7 @@ def _prefer_memory_of(native: Any) -> Any:
 
 
 def _pin_for(seconds: float) -> Any:
-    """Return the configuration of writes that pin values for ``seconds``; 0 unpins them."""
+    """Return the configuration of writes that pin values for ``seconds``; with 0 they remove the pins."""
     from mooncake.store import ReplicateConfig, SoftPinAction
 
     config = ReplicateConfig()
@@ -318,11 +326,11 @@ def _pin_for(seconds: float) -> Any:
 
 
 def _status_of_read(code: int | None, nbytes: int) -> Status:
-    """Return the status for a get's code with a target of ``nbytes``; the value may be larger, smaller or absent."""
+    """Return the status of a read to a target of ``nbytes`` bytes; a value of another size counts as absent."""
     if code == nbytes:
         return Status.OK
-    is_other = code is not None and (code > 0 or code in (_NOT_FOUND, _TOO_SMALL))
-    return Status.ABSENT if is_other else Status.FAILED
+    is_absent = code is not None and (code > 0 or code in (_NOT_FOUND, _TOO_SMALL))
+    return Status.ABSENT if is_absent else Status.FAILED
 
 
 def _addresses_and_sizes(values: Sequence[Value]) -> tuple[list[list[int]], list[list[int]]]:

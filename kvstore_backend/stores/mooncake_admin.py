@@ -1,4 +1,4 @@
-"""A Mooncake master's HTTP interface, at its ``--metrics_port``, and the masters that etcd knows."""
+"""Reads a Mooncake master's HTTP interface (at its ``--metrics_port``), and lists the masters in etcd."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import httpx
 from kvcommon.mooncake import Segment, parse_plain_metrics, read_segment
 from kvstore_backend.config import MooncakeSettings
 
-__all__ = ["MasterAdmin", "Segment", "TenantAccount", "find_admin", "find_clients_gone", "list_clusters_in_etcd"]
+__all__ = ["MasterAdmin", "Segment", "TenantAccount", "find_admin", "find_ended_clients", "list_clusters_in_etcd"]
 
 _TIMEOUT_SECONDS = 2.0
 # FastDeploy runs a master on 15001 with metrics on 15003; Mooncake's own default for metrics is 9003.
 _METRICS_OFFSET = 2
 _MOONCAKE_METRICS_PORT = 9003
 _MAX_PROBES = 32
-# Keys in one query: they are part of its URL.
+# Maximum number of keys in one query, because the keys are part of the URL.
 _MAX_KEYS = 100
 _NOBODY_LISTENS = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.EHOSTDOWN)
 _VIEW_PREFIX = "mooncake-store/"
@@ -30,15 +30,15 @@ _VIEW_PREFIX = "mooncake-store/"
 
 @dataclass(frozen=True)
 class TenantAccount:
-    """Memory of one tenant, in bytes.
+    """Memory that one tenant may use and uses.
 
     Attributes:
-        name: the name that its clients use.
-        quota: the bytes promised to it.
-        granted: the bytes it gets: all quotas are reduced in proportion if they are more than the pool has.
-        used: bytes of its blocks now.
-        evicted: total bytes evicted for its own later blocks.
-        refused: number of its writes that found no free memory.
+        name: name of the tenant, as its clients configure it.
+        quota: configured limit in bytes.
+        granted: limit in force, in bytes. If all quotas together exceed the pool, each is reduced in proportion.
+        used: bytes of the tenant's blocks now.
+        evicted: bytes of the tenant's blocks that were evicted to make space for its later blocks, in total.
+        refused: number of the tenant's writes that failed because its limit was reached.
     """
 
     name: str
@@ -50,27 +50,28 @@ class TenantAccount:
 
 
 class MasterAdmin:
-    """One master's HTTP interface.
+    """Client of one Mooncake master's HTTP interface.
 
-    Methods raise ``httpx.HTTPError`` or ``ValueError`` for the response of another kind of server.
+    The methods raise ``httpx.HTTPError`` if the master cannot be reached or reports an error, and ``ValueError`` if the
+    response is not from a Mooncake master.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
 
     def fetch_health(self) -> dict[str, Any]:
-        """Return ``role``, ``ha_state``, ``service_ready``, ``leader_address``."""
+        """Return the master's state: ``role``, ``ha_state``, ``service_ready`` and ``leader_address``."""
         health = self._fetch_page("/health").json()
         if not isinstance(health, dict) or "role" not in health:
-            raise ValueError(f"{self.address}/health is not a Mooncake master's")
+            raise ValueError(f"{self.address}/health is not from a Mooncake master")
         return health
 
     def fetch_metrics(self) -> dict[str, float]:
-        """Return all metrics without labels."""
+        """Return the master's metrics that have no labels, by name."""
         return parse_plain_metrics(self._fetch_page("/metrics").text)
 
     def list_segments(self) -> list[Segment]:
-        """Return the memory of the pool, client by client."""
+        """Return the memory segments of the pool."""
         page = self._fetch_page("/get_segments_detail").json()
         try:
             return [read_segment(each) for each in page["segments"]]
@@ -78,15 +79,15 @@ class MasterAdmin:
             raise ValueError(f"{self.address}/get_segments_detail lacks {exc}") from exc
 
     def stream_keys(self) -> Iterator[str]:
-        """Yield every key of the pool."""
+        """Yield all keys of the tenant ``default``."""
         with httpx.stream("GET", f"http://{self.address}/get_all_keys", timeout=30, trust_env=False) as response:
             response.raise_for_status()
             yield from filter(None, response.iter_lines())
 
     def fetch_sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Return the size in bytes of each value of the tenant ``default``; None: there is none, or no reported size.
+        """Return the size in bytes of each key's value, in the tenant ``default``; None if the master reports no size.
 
-        Unlike a client's query, this grants no lease.
+        Unlike a client's query, this query grants no lease.
         """
         sizes: list[int | None] = []
         for first in range(0, len(keys), _MAX_KEYS):
@@ -96,9 +97,10 @@ class MasterAdmin:
         return sizes
 
     def fetch_accounts(self) -> list[TenantAccount]:
-        """Return the tenants that have a quota, or use memory; none if the master does not separate tenants."""
-        response = httpx.get(f"http://{self.address}/api/v1/tenant_quotas", timeout=_TIMEOUT_SECONDS, trust_env=False)
-        if response.status_code in (httpx.codes.CONFLICT, httpx.codes.NOT_FOUND):  # without tenants; without the path
+        """Return the tenants that have a quota or use memory; an empty list if the master does not separate tenants."""
+        response = self._request_quotas()
+        # 409: the master has no tenants; 404: the master's version does not know tenants.
+        if response.status_code in (httpx.codes.CONFLICT, httpx.codes.NOT_FOUND):
             return []
         accounts = response.raise_for_status().json()["data"]
         labelled = self._fetch_labelled_metrics()
@@ -109,11 +111,14 @@ class MasterAdmin:
 
     def has_tenants(self) -> bool:
         """Return whether the master separates tenants (``--enable_multi_tenants``)."""
+        return self._request_quotas().status_code == httpx.codes.OK
+
+    def _request_quotas(self) -> httpx.Response:
         url = f"http://{self.address}/api/v1/tenant_quotas"
-        return httpx.get(url, timeout=_TIMEOUT_SECONDS, trust_env=False).status_code == httpx.codes.OK
+        return httpx.get(url, timeout=_TIMEOUT_SECONDS, trust_env=False)
 
     def _fetch_labelled_metrics(self) -> list[tuple[str, float]]:
-        """Return the metrics with labels: name and labels as text, and the value."""
+        """Return the metrics that have labels: each as the text of name and labels, and the value."""
         lines = (line.rpartition(" ") for line in self._fetch_page("/metrics").text.splitlines() if "{" in line)
         return [(name, float(value)) for name, _, value in lines if not name.startswith("#")]
 
@@ -123,7 +128,7 @@ class MasterAdmin:
 
 
 def _size_of_value(entry: dict[str, Any] | None) -> int | None:
-    """Return the size of a value in bytes, from its first copy in ``/batch_query_keys``."""
+    """Return the size in bytes of a value's first copy, from an entry of ``/batch_query_keys``."""
     if not entry or not entry.get("ok"):
         return None
     in_memory, on_disk = entry.get("values") or [], entry.get("local_disk_values") or entry.get("disk_values") or []
@@ -149,7 +154,12 @@ def _read_account(entry: dict[str, Any], labelled: Sequence[tuple[str, float]]) 
 
 
 def find_admin(master: str, given: str | None = None) -> MasterAdmin | None:
-    """Find the HTTP interface of the master at ``host:port``: at ``given``, otherwise on the usual ports."""
+    """Find the HTTP interface of the master at ``host:port``; return None if none answers.
+
+    Args:
+        master: address of the master for clients.
+        given: address of the HTTP interface; None: try the usual ports on the master's host.
+    """
     host, _, port = master.rpartition(":")
     usual = [f"{host}:{int(port) + _METRICS_OFFSET}", f"{host}:{_MOONCAKE_METRICS_PORT}"]
     for address in [given] if given else usual:
@@ -162,25 +172,25 @@ def find_admin(master: str, given: str | None = None) -> MasterAdmin | None:
     return None
 
 
-def find_clients_gone(segments: Sequence[Segment], metadata_server: str) -> set[str]:
-    """Return the listed clients that have gone: a master lists a crashed client for ten seconds more.
+def find_ended_clients(segments: Sequence[Segment], metadata_server: str) -> set[str]:
+    """Return the ids of the clients that have ended; a master lists a crashed client's segments for ten more seconds.
 
-    A client that does not answer in time may be behind a firewall, so it does not count as gone.
+    A client that does not answer in time may be behind a firewall, so it does not count as ended.
     """
     with ThreadPoolExecutor(_MAX_PROBES) as threads:
-        are_gone = threads.map(lambda segment: _is_gone(segment, metadata_server), segments)
-        return {segment.client for segment, is_gone in zip(segments, are_gone, strict=True) if is_gone}
+        are_ended = threads.map(lambda segment: _has_ended(segment, metadata_server), segments)
+        return {segment.client for segment, has_ended in zip(segments, are_ended, strict=True) if has_ended}
 
 
-def _is_gone(segment: Segment, metadata_server: str) -> bool:
-    """Return whether nothing listens any more at the address of this segment's client."""
+def _has_ended(segment: Segment, metadata_server: str) -> bool:
+    """Return whether no process listens at the address of the segment's client."""
     try:
         host, _, port = (
             segment.endpoint if segment.is_handshaking else _look_up_endpoint(segment.name, metadata_server)
         ).rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT_SECONDS).close()
     except LookupError:
-        return True  # it has removed itself from the metadata server
+        return True  # a client removes itself from the metadata server when it ends
     except OSError as exc:
         return exc.errno in _NOBODY_LISTENS
     except (httpx.HTTPError, ValueError):
@@ -189,7 +199,7 @@ def _is_gone(segment: Segment, metadata_server: str) -> bool:
 
 
 def _look_up_endpoint(name: str, metadata_server: str) -> str:
-    """Look up where a client listens in the metadata server; raise ``LookupError`` if it does not know the client."""
+    """Return a client's ``host:port`` from the metadata server; raise ``LookupError`` if the server has none."""
     params = {"key": f"mooncake/rpc_meta/{name}"}
     response = httpx.get(metadata_server, params=params, timeout=_TIMEOUT_SECONDS, trust_env=False)
     if response.status_code == httpx.codes.NOT_FOUND:
@@ -202,11 +212,11 @@ def _look_up_endpoint(name: str, metadata_server: str) -> str:
 
 
 def list_clusters_in_etcd(settings: MooncakeSettings) -> dict[str, str]:
-    """Return cluster id -> address of its leading master, from the first etcd server that answers.
+    """Return the address of the leading master of each cluster, by cluster id, from the first etcd server that answers.
 
     Raises:
-        httpx.HTTPError: none of them answers.
-        ValueError: the response is not etcd's.
+        httpx.HTTPError: no etcd server answers.
+        ValueError: the response is not from etcd.
     """
     response: httpx.Response | None = None
     for address in settings.etcd_addresses:

@@ -1,8 +1,8 @@
-"""Opening of a native client of Mooncake: its library, the servers that it needs, and its setup.
+"""Opens a native client of Mooncake: loads the library, checks the servers, and joins the cluster.
 
-The setup of the native client would try for 90 s if no server answers, and hang with a server that hangs. So the
-servers are asked first. It ends the process if Mooncake's build has no client for a kind of metadata server: another
-process checks that, without the address, so that the answer comes quickly (0.2 s) and no server sees it.
+``setup`` of the native client would try for 90 s if no server answers, and would hang if a server hangs. So this module
+probes the servers first. ``setup`` also ends the process if Mooncake was built without a client for the configured kind
+of metadata server. So another process checks that first, with an empty address: the check then takes only 0.2 s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore_backend.config import (
     is_named_port_bound,
     set_native_cluster,
     set_native_defaults,
-    talkative_environment,
+    verbose_environment,
 )
 
 __all__ = [
@@ -47,18 +47,18 @@ INSTALL = (
     "pip install mooncake-transfer-engine-non-cuda (with CUDA 12: mooncake-transfer-engine, "
     "with CUDA 13: mooncake-transfer-engine-cuda13, on Ascend: mooncake-transfer-engine-npu)"
 )
-"""Remedy for a missing Mooncake."""
+"""Command that installs Mooncake, for error messages."""
 
 _NO_OFFLOADING = -1300
 _PROBE_SECONDS = 1.5
-# The setup of the native client holds Python's lock, for 6 s if another server listens at the master's address. The
-# pause after a failed try is this many times as long as the try, so that tries cost the process at most a twentieth of
-# its time.
+# ``setup`` of the native client holds Python's lock: for 6 s if the server at the master's address is not a master. The
+# pause after a failed try is 20 times as long as the try, so that tries take at most 5 % of the process's time.
 _PAUSE_FACTOR = 20
-# The native client's class, if it is replaced by another for all other importers.
+# The native client's class, while ``replace_client`` shows another class to other importers.
 _REPLACED: list[Any] = []
-_SECONDS = 20.0  # for a machine under load; a build that has the backend may try to connect
-# Messages that a build without the backend logs, and the programs that cause them.
+# Enough for a machine under load. After that time the build has the backend, and tries to connect.
+_SECONDS = 20.0
+# Messages that a build without the backend logs, and programs that cause the messages.
 _NO_COORDINATOR, _NO_METADATA = "Invalid HA backend entry", "Unable to find metadata storage plugin"
 _ASK_COORDINATOR = """
 import os, sys
@@ -78,7 +78,7 @@ _METADATA_FLAGS = {"etcd": "-DUSE_ETCD=ON", "redis": "-DUSE_REDIS=ON"}
 
 
 def require_library(settings: MooncakeSettings | None = None) -> None:
-    """Raise ``PoolUnavailable`` if Mooncake's library cannot be loaded, or lacks what these settings need."""
+    """Raise ``PoolUnavailable`` if Mooncake's library cannot be loaded, or lacks a backend that ``settings`` need."""
     try:
         load_client_class()
     except ImportError as exc:
@@ -90,7 +90,7 @@ def require_library(settings: MooncakeSettings | None = None) -> None:
 
 
 def is_installed() -> bool:
-    """Return whether Mooncake's library can be loaded here."""
+    """Return whether Mooncake's library can be loaded on this machine."""
     try:
         load_client_class()
     except ImportError:
@@ -101,7 +101,7 @@ def is_installed() -> bool:
 def replace_client(client: type) -> None:
     """Replace ``mooncake.store.MooncakeDistributedStore`` by ``client`` for later imports.
 
-    This file continues to use the native class, so ``client`` may itself use a ``MooncakeStore``.
+    This module continues to use the native class, so ``client`` may itself use a ``MooncakeStore``.
 
     Raises:
         PoolUnavailable: Mooncake's library cannot be loaded.
@@ -123,7 +123,11 @@ def restore_client() -> None:
 
 
 def load_client_class() -> Any:
-    """Return the native client's class; its import loads shared libraries that a machine may lack."""
+    """Import and return the native client's class.
+
+    Raises:
+        ImportError: Mooncake, or a shared library that it needs, is missing.
+    """
     if _REPLACED:
         return _REPLACED[0]
     set_native_defaults()
@@ -136,17 +140,17 @@ def join_cluster(settings: MooncakeSettings) -> Any:
     """Return a native client that has joined the cluster.
 
     Raises:
-        PoolUnavailable: as ``MooncakeStore``.
+        PoolUnavailable: the library cannot be loaded, a server does not answer, or the cluster refuses this client.
     """
     require_library(settings)
     native = load_client_class()()
     with connect_to_master(settings) as connection:
         local_hostname = _drop_port(settings) or _find_own_address(connection)
     _check_servers(settings)
-    # With a metadata server Mooncake chooses its own address, and skips loopback unless configured otherwise. Without
-    # another network it fails, after 30 s a try if the masters are behind etcd.
+    # With a metadata server Mooncake chooses its own address. By default it does not choose loopback, and fails if
+    # there is no other network; with masters in etcd each try takes 30 s.
     if "://" in settings.metadata_server and not binds_address() and not _has_network():
-        raise PoolUnavailable("this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1")
+        raise PoolUnavailable("this machine has no network except loopback; set MC_TCP_BIND_ADDRESS=127.0.0.1")
     if settings.ha_backend:
         set_native_cluster(settings)
     began = time.monotonic()
@@ -168,7 +172,7 @@ def join_cluster(settings: MooncakeSettings) -> Any:
     except ValueError as exc:
         raise PoolUnavailable(
             f"Mooncake refuses its SSD folder {settings.ssd_offload_path!r} ({exc}): ssd_offload_path must be the "
-            "absolute path of a folder that exists, may be written and is no link"
+            "absolute path of an existing, writable folder that is not a link"
         ) from exc
     pause = _PAUSE_FACTOR * (time.monotonic() - began)
     if code:
@@ -177,10 +181,10 @@ def join_cluster(settings: MooncakeSettings) -> Any:
 
 
 def _drop_port(settings: MooncakeSettings) -> str:
-    """Return the host of ``local_hostname``, to which Mooncake adds a free port.
+    """Return ``local_hostname`` without its port, so that Mooncake adds a free port.
 
-    A client with the same name as a crashed one would take the crashed client's memory for its own, and be killed when
-    it writes there. By default nothing listens at that port, which is only a name. Ascend's cards are an exception.
+    A client with the same host and port as a crashed client would regard the crashed client's memory as its own, and
+    would be killed when it writes there. The port stays if Mooncake really listens at it, and with Ascend's cards.
     """
     host, colon, port = settings.local_hostname.rpartition(":")
     is_named = colon and port.isdigit() and (":" not in host or host.endswith("]"))
@@ -190,11 +194,11 @@ def _drop_port(settings: MooncakeSettings) -> str:
 
 
 def _check_servers(settings: MooncakeSettings) -> None:
-    """Raise ``PoolUnavailable`` for a server that hangs: the setup of the native client would hang with it."""
+    """Raise ``PoolUnavailable`` if a server hangs, because ``setup`` of the native client would hang too."""
     if not settings.ha_backend and send_http_probe(settings.master_server_addr) is None:
         raise PoolUnavailable(
-            f"what listens at {settings.master_server_addr} does not answer: it is not a Mooncake master, or one that "
-            "hangs: restart it, or correct the address"
+            f"the server at {settings.master_server_addr} does not answer: it is not a Mooncake master, or it "
+            "hangs; restart it, or correct the address"
         )
     if settings.metadata_server.startswith("http"):
         url = urlsplit(settings.metadata_server)
@@ -202,7 +206,7 @@ def _check_servers(settings: MooncakeSettings) -> None:
         address = f"{url.hostname}:{url.port or 80}"
         _open_connection(address, "Mooncake metadata server", remedy).close()
         if send_http_probe(address) is None:
-            raise PoolUnavailable(f"what listens at {address} does not answer as a metadata server: {remedy}")
+            raise PoolUnavailable(f"the server at {address} does not answer as a metadata server: {remedy}")
     elif "://" in settings.metadata_server:
         scheme, servers = settings.metadata_server.partition("://")[0], settings.list_servers(settings.metadata_server)
         _connect_to_any(servers, scheme).close()
@@ -211,8 +215,8 @@ def _check_servers(settings: MooncakeSettings) -> None:
 def _find_own_address(connection: socket.socket | None) -> str:
     if connection is None:
         raise PoolUnavailable(
-            "local_hostname is not given, and masters behind k8s:// do not show it: set MOONCAKE_LOCAL_HOSTNAME to "
-            "this machine's address"
+            "local_hostname is missing, and it cannot be found with masters behind k8s://; set "
+            "MOONCAKE_LOCAL_HOSTNAME to this machine's address"
         )
     address: str = connection.getsockname()[0]
     return address
@@ -238,12 +242,12 @@ def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
 
 
 def send_http_probe(address: str) -> bytes | None:
-    """Return the first bytes that a listener at ``host:port`` answers to an HTTP request; None: nothing in time.
+    """Send an HTTP request to ``host:port``, and return the first bytes of the response; None: no response in time.
 
-    A Mooncake master sends none, and closes the connection.
+    A Mooncake master closes the connection without a response, so the result is ``b""``.
 
     Raises:
-        OSError: no server listens there.
+        OSError: no server listens at the address.
     """
     host, _, port = address.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as connection:
@@ -257,20 +261,20 @@ def send_http_probe(address: str) -> bytes | None:
 
 
 def _has_network() -> bool:
-    """Return whether there is a route to another machine.
-
-    Connecting a datagram socket finds the route without sending data.
-    """
+    """Return whether this machine has a route to other machines. Connecting a datagram socket sends no data."""
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address without a host
+            probe.connect(("192.0.2.1", 9))  # an address for examples, which no machine has
         except OSError:
             return False
     return True
 
 
 def connect_to_master(settings: MooncakeSettings) -> AbstractContextManager[socket.socket | None]:
-    """Connect to the master, or to a server that knows it; None for Kubernetes."""
+    """Return a connection to the master, or to a server that knows the master's address.
+
+    None: Mooncake finds the master through Kubernetes, so there is no such server.
+    """
     if not settings.ha_backend:
         return _open_connection(settings.master_server_addr, "Mooncake master", "start mooncake_master there")
     if settings.ha_backend == "k8s":
@@ -279,7 +283,7 @@ def connect_to_master(settings: MooncakeSettings) -> AbstractContextManager[sock
 
 
 def _connect_to_any(addresses: Sequence[str], role: str) -> socket.socket:
-    """Connect to the first of these servers that answers."""
+    """Connect to the first server of ``addresses`` that answers."""
     for address in addresses[:-1]:
         with contextlib.suppress(PoolUnavailable):
             return _open_connection(address, role, "")
@@ -287,7 +291,7 @@ def _connect_to_any(addresses: Sequence[str], role: str) -> socket.socket:
 
 
 def _open_connection(address: str, role: str, remedy: str) -> socket.socket:
-    """Connect to ``host:port``; the setup of the native client would try for 90 s if no server answers."""
+    """Connect to ``host:port``; raise ``PoolUnavailable`` with ``remedy`` if no server answers in time."""
     host, _, port = address.rpartition(":")
     try:
         return socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS)
@@ -297,7 +301,11 @@ def _open_connection(address: str, role: str, remedy: str) -> socket.socket:
 
 
 def find_missing_backend(settings: MooncakeSettings) -> tuple[str, str] | None:
-    """Return what Mooncake's build lacks for the settings, and the remedy; ``None``: nothing."""
+    """Check whether Mooncake's library has the clients that ``settings`` need.
+
+    Returns:
+        ``None`` if the library has them; else a text that says which client is missing, and a remedy.
+    """
     if missing := find_missing_coordinator(settings.ha_backend, f"master_server_addr is {settings.master_server_addr}"):
         return missing
     scheme = settings.metadata_server.partition("://")[0]
@@ -306,19 +314,22 @@ def find_missing_backend(settings: MooncakeSettings) -> tuple[str, str] | None:
     missing = (
         f"metadata_server is {settings.metadata_server}, and this build of Mooncake has no client for "
         f"{_NAMES[scheme]} there",
-        f"say P2PHANDSHAKE in every client, or build Mooncake with {_METADATA_FLAGS[scheme]}",
+        f"set P2PHANDSHAKE in every client, or build Mooncake with {_METADATA_FLAGS[scheme]}",
     )
-    return _ask(_ASK_METADATA, scheme, _NO_METADATA, missing)
+    return _check_scheme(_ASK_METADATA, scheme, _NO_METADATA, missing)
 
 
 def find_missing_coordinator(backend: str, named: str) -> tuple[str, str] | None:
-    """Return what Mooncake's build lacks to elect masters through ``backend``, and the remedy; ``None``: nothing.
+    """Check whether Mooncake's library can elect masters through ``backend``.
 
-    For etcd no check is made: PyPI's wheels have that backend.
+    Etcd is not checked, because PyPI's wheels have the backend for etcd.
 
     Args:
-        backend: ``etcd``, ``redis`` or ``k8s``.
-        named: text for the message on where the backend is configured.
+        backend: ``etcd``, ``redis`` or ``k8s``; empty: none.
+        named: beginning of the message, which says where the backend is configured.
+
+    Returns:
+        ``None`` if the library has the backend; else a text that says which backend is missing, and a remedy.
     """
     if backend not in ("redis", "k8s"):
         return None
@@ -327,41 +338,41 @@ def find_missing_coordinator(backend: str, named: str) -> tuple[str, str] | None
         "wheels of PyPI have none",
         f"elect the masters through etcd (etcd://host:port), or build Mooncake with {_FLAGS[backend]}",
     )
-    return _ask(_ASK_COORDINATOR, backend, _NO_COORDINATOR, missing)
+    return _check_scheme(_ASK_COORDINATOR, backend, _NO_COORDINATOR, missing)
 
 
-def _ask(program: str, scheme: str, complaint: str, missing: tuple[str, str]) -> tuple[str, str] | None:
-    """Return ``missing`` if Mooncake refuses an address of this scheme; ``None`` if it accepts it.
+def _check_scheme(program: str, scheme: str, complaint: str, missing: tuple[str, str]) -> tuple[str, str] | None:
+    """Return ``None`` if Mooncake accepts addresses with the scheme, else ``missing``.
 
-    If this cannot be checked, return that instead.
+    If no process can be started for the check, return a text that says so, and a remedy.
     """
     try:
-        return None if _has(program, scheme, complaint) else missing
+        return None if _accepts_scheme(program, scheme, complaint) else missing
     except OSError as exc:
         return (
-            f"whether this build of Mooncake has a client for {_NAMES[scheme]} cannot be found out: no process can be "
+            f"the check whether this build of Mooncake has a client for {_NAMES[scheme]} failed: no process can be "
             f"started ({exc})",
-            f"see that {sys.executable} can be run, and that there are memory and process numbers for it",
+            f"check that {sys.executable} can be run, and that memory and process numbers are free",
         )
 
 
 @cache
-def _has(program: str, scheme: str, complaint: str) -> bool:
-    """Return whether Mooncake accepts an address of this scheme.
+def _accepts_scheme(program: str, scheme: str, complaint: str) -> bool:
+    """Return whether Mooncake accepts addresses with the scheme: ``program`` does not print ``complaint``.
 
     Raises:
         OSError: no process can be started.
     """
     try:
-        asked = subprocess.run(
+        ended = subprocess.run(
             [sys.executable, "-c", program, f"{scheme}://"],
             capture_output=True,
             text=True,
             errors="replace",
             timeout=_SECONDS,
             check=False,
-            env=talkative_environment(),
+            env=verbose_environment(),
         )
     except subprocess.TimeoutExpired:
-        return True  # it tries to connect
-    return complaint not in asked.stderr + asked.stdout
+        return True  # the program tries to connect
+    return complaint not in ended.stderr + ended.stdout

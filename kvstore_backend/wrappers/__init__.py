@@ -1,10 +1,10 @@
-"""Backends around a backend, one concern each.
+"""Wrappers: backends that add one function each to another backend.
 
-wrapper.py       the common part of wrappers: other calls are passed to the inner backend
-checked.py       a header with a checksum before every block; a block that does not verify is a miss
-parts.py         large batches in parts on several threads, for checked.py
-guarded.py       a deadline for every call, and a circuit breaker
+wrapper.py       base class of wrappers: passes all calls to the inner backend
+checked.py       stores a header with a checksum before every block, and checks it in each read
+parts.py         divides large batches among several threads, for checked.py
+guarded.py       gives every call a deadline, and stops the use of a pool that fails (circuit breaker)
 write_behind.py  writes in the background, from its own memory
-tiered.py        a fast backend before a large one
-metered.py       Prometheus metrics of every call
+tiered.py        puts a fast backend before a large one
+metered.py       counts all calls in Prometheus metrics
 """

@@ -1,19 +1,20 @@
-"""Headers that identify every block; a block that does not verify on reading is a miss, and is removed.
+"""Stores a header before every block, and checks it in each read. A block that fails the check is a miss.
 
-A stored object is ``header || payload``, written and read in one piece by scatter/gather, so the payload is not copied.
-The header has 128 bytes, so that the payload stays aligned, in little-endian order::
+The value in the store is ``header || payload``. Scatter/gather writes and reads both in one piece, so the payload is
+not copied. The header has 128 bytes, so that the payload stays aligned. Its fields, in little-endian order::
 
     magic "KVBK" | format version u16 | marks u16 | payload bytes u64 | XXH3-64 of the payload u64
     | namespace digest 16 bytes | block hash 32 bytes | 56 zero bytes
 
-Marks are 0. If the host cannot read the bytes, because they are in a GPU's memory, marks are 0x7575 and the checksum is
-0: only the rest of the header is verified. A reader of one kind never accepts the other.
+Marks are 0 if the header has a checksum. If the host cannot read the payload, because it is in a GPU's memory, marks
+are 0x7575 and the checksum is 0, and a reader checks only the other fields. A reader with checksums never accepts a
+block without a checksum, and the other way round.
 
-The checksum detects bytes that a transport or a stale buffer changed; the digest and the hash detect complete bytes of
+The checksum detects bytes that a transport or a stale buffer changed. The digest and the hash detect the bytes of
 another block. XXH3 (https://xxhash.com) is not cryptographic: it protects against accidents. An attacker who can write
 to the pool can also write a matching header (``docs/operations/security.md``).
 
-Several threads hash a large batch (``parts.py``). No block counts before all of its bytes were verified.
+Several threads hash a large batch (``parts.py``). A block is ``OK`` only after all of its bytes were checked.
 """
 
 from __future__ import annotations
@@ -50,31 +51,32 @@ _HeaderMemory = ctypes.c_char * HEADER_BYTES
 _FIELDS = struct.Struct("<4sHHQQ16s32s56x")
 _FIELD_NAMES = ("magic", "version", "reserved", "size", "checksum", "namespace", "hash")
 REASONS = _FIELD_NAMES
-"""Reasons to reject a block: the field of its header that is wrong."""
+"""Reasons to reject a block: each is the field of the header that is wrong."""
 _UNSUMMED = 0x7575
 _NO_NAMESPACE = bytes(16)
 _SCRATCH_BYTES = 64 * HEADER_BYTES
 
 
 class CheckedBackend(Wrapper):
-    """Wrapper that adds headers to the values in ``store`` and verifies them.
+    """Wrapper that stores a header with each value in ``store``, and checks the header and the value in each read.
 
-    If the value's memory has headroom (``register``), the header is there. Otherwise it is in this wrapper's own
-    memory, so the value has two pieces.
+    If the value's memory has headroom (``register``), the header is written there. Otherwise the header is in this
+    wrapper's own memory, so the value has two pieces.
 
-    A block that does not verify, or has another size than ``header || target``, is ``ABSENT``: the pool has other bytes
-    in its place. It is read once more, and then removed, so that it can be put again.
+    The answer is ``ABSENT`` for a block that fails the check or has another size than header and target together. If
+    the block also fails the check in a second read, it is removed, so that it can be stored again.
 
-    Other clients may read a value while it is removed. A reader that verifies a checksum detects this, so the removal
-    does not wait for it. A reader without checksums might accept another block's bytes. So a block without a checksum
-    is removed only while no client reads it, and its reader checks after the read that it is still present.
+    Other clients may read a block while it is removed. A reader with checksums detects the removal, so a block with a
+    checksum is removed even during reads. A reader without checksums might accept the bytes of another block. So a
+    block without a checksum is removed only while no client reads it, and its reader looks after each read whether the
+    block is still present.
 
     Args:
         store: any backend.
-        rejected: counter of reads that did not verify, by the wrong field of the header: ``magic``, ``version``,
-            ``reserved``, ``size``, ``namespace``, ``hash``, or ``checksum`` (the payload).
-        is_summed: whether headers have checksums. They cannot if this process cannot read the memory of values; a
-            block written without one is a miss for all other readers.
+        rejected: counter of blocks that failed the check, by the field of the header that differed: ``magic``,
+            ``version``, ``reserved``, ``size``, ``namespace``, ``hash``, or ``checksum`` (the payload).
+        is_summed: whether headers have checksums. It must be False if this process cannot read the memory of the
+            values. A block without a checksum is a miss for readers with checksums.
     """
 
     def __init__(self, store: StorageBackend, rejected: Counter[str] | None = None, *, is_summed: bool = True) -> None:
@@ -124,10 +126,10 @@ class CheckedBackend(Wrapper):
         statuses: list[Status],
         rejected: set[int],
     ) -> None:
-        """Read blocks again that are present and unusable, and remove those that still are.
+        """Read the blocks again that are present and failed the check, and remove those that fail again.
 
-        One bad read may be this reader's own fault, and others may be reading the block. A block that is ``ABSENT`` in
-        the read and exists has another size, or was put just now.
+        One failed check may be the fault of this reader's own transfer. A block that was ``ABSENT`` in the read but
+        exists has another size, or was put after the read.
         """
         absent = [i for i, status in enumerate(statuses) if status is Status.ABSENT and i not in rejected]
         exist = self._store.exists([keys[i] for i in absent]) if absent else []
@@ -135,7 +137,7 @@ class CheckedBackend(Wrapper):
         if not suspects:
             return
         again = self._store.get([keys[i] for i in suspects], [whole[i] for i in suspects])
-        useless: dict[bool, list[str]] = {True: [], False: []}  # key: whether they may be removed during a read
+        useless: dict[bool, list[str]] = {True: [], False: []}  # True: may be removed while a client reads the block
         for i, status in zip(suspects, again, strict=True):
             fault = self._find_fault(keys[i], targets[i], whole[i]) if status is Status.OK else None
             if status is Status.OK and fault is None:
@@ -150,10 +152,10 @@ class CheckedBackend(Wrapper):
                 self._store.remove(bad, force=is_forced)
 
     def _confirm_presence(self, keys: Sequence[str], statuses: list[Status]) -> None:
-        """Correct the answers for blocks without a checksum that are absent now, after the read.
+        """Correct the answers for blocks that are absent now, after the read.
 
-        A client that removes a value during a read frees its memory for others: the read may then have the right header
-        and another block's bytes.
+        A client that removed a block during the read freed its memory for other blocks. The read may then have the
+        right header with the bytes of another block, and without checksums only a look-up detects this.
         """
         read = [i for i, status in enumerate(statuses) if status is Status.OK]
         if read:
@@ -166,7 +168,7 @@ class CheckedBackend(Wrapper):
         values: Sequence[Value],
         store: Callable[[Sequence[str], Sequence[Value]], list[Status]],
     ) -> list[Status]:
-        """Call ``store`` with the values and a header before each; return its answers."""
+        """Call ``store`` with a header before each value; return the answers of ``store``."""
         statuses = [Status.FAILED] * len(keys)
         with self._lay_out(values) as whole:
 
@@ -182,10 +184,7 @@ class CheckedBackend(Wrapper):
         return statuses
 
     def _find_fault(self, key: str, target: Value, place: Value) -> _Fault | None:
-        """Return the error of bytes that were read; None: they are this block's.
-
-        Older bytes in this memory do no harm: a header that verifies is correct wherever it came from.
-        """
+        """Check the header and the value that were read for ``key``; return the fault, or None if they are correct."""
         header = _HeaderMemory.from_address(place[0].address).raw
         wanted = _build_header(key, target, is_summed=self._is_summed)
         if header == wanted:
@@ -210,7 +209,7 @@ class CheckedBackend(Wrapper):
 
     @contextlib.contextmanager
     def _lay_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:
-        """Yield the values with memory for a header before each one's first span; valid in the block."""
+        """Yield the values, each with memory for a header before it. The memory is valid in the ``with`` block."""
         roomy = list(self._roomy.items())
         whole: list[Value] = []
         with self._lend_headers(len(values)) as scratch:
@@ -226,7 +225,10 @@ class CheckedBackend(Wrapper):
 
     @contextlib.contextmanager
     def _lend_headers(self, most: int) -> Iterator[Iterator[int]]:
-        """Yield addresses of up to ``most`` headers in registered memory, which is taken at the first use."""
+        """Yield an iterator of addresses for up to ``most`` headers, in registered memory.
+
+        The memory is allocated when the iterator is first used.
+        """
         taken: list[NDArray[np.uint8]] = []
 
         def addresses() -> Iterator[int]:
@@ -255,7 +257,7 @@ class CheckedBackend(Wrapper):
         return scratch
 
     def _drop_scratch(self) -> None:
-        """Unregister the memory for headers that is not in use."""
+        """Unregister and free the memory for headers that is not in use."""
         with contextlib.suppress(IndexError):
             while True:
                 scratch = self._scratch.pop()
@@ -264,22 +266,25 @@ class CheckedBackend(Wrapper):
     def _reject_block(self, key: str, reason: str) -> None:
         with self._lock:
             self.rejected[reason] += 1
-        logger.warning("A block read from the pool is not what it should be (%s): %s", reason, key)
+        logger.warning("A block read from the pool failed its check (%s) and is not used: %s", reason, key)
 
 
 class _Fault(NamedTuple):
-    """Wrong field of a header, and whether it is the header of a block without a checksum."""
+    """Fault of a block that was read: the wrong field of its header, and whether the header has no checksum."""
 
     reason: str
     is_unsummed: bool
 
 
 def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:
-    """Find the error of the bytes that a pool has stored under ``key``: one of ``REASONS``, or None.
+    """Check the bytes that a pool stored under ``key``; return the reason to reject them, or None if they are correct.
 
     Args:
         key: key of a block.
         stored: header and payload, as they were read.
+
+    Returns:
+        One of ``REASONS``, or None.
     """
     if stored.nbytes <= HEADER_BYTES:
         return "size"
@@ -290,7 +295,7 @@ def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:
 
 
 def seal_bytes(key: str, data: bytes) -> NDArray[np.uint8]:
-    """Return the bytes to store under ``key`` so that a ``CheckedBackend`` reads ``data``."""
+    """Return ``data`` with the header that a ``CheckedBackend`` expects under ``key``."""
     stored: NDArray[np.uint8] = np.frombuffer(bytes(HEADER_BYTES) + data, dtype=np.uint8).copy()
     header = _build_header(key, [Span(stored.ctypes.data + HEADER_BYTES, len(data))])
     stored[:HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
@@ -308,15 +313,15 @@ def _hash_value(value: Value) -> int:
 
 
 def _build_header(key: str, value: Value, *, is_summed: bool = True) -> bytes:
-    """Build the header for a value to store, or the expected header for a value that was read."""
+    """Build the header of a value that will be stored, or the expected header of a value that was read."""
     checksum, marks = (_hash_value(value), 0) if is_summed else (0, _UNSUMMED)
     return _HEADER.pack(_MAGIC, FORMAT_VERSION, marks, count_bytes(value), checksum, _build_identity(key))
 
 
 def _build_identity(key: str) -> bytes:
-    """Build the part of a header that a key determines: the namespace's digest and the block's hash.
+    """Build the part of a header that identifies the key: the digest of the namespace and the hash of the block.
 
-    For a key that is not a block's, return zeros and the digest of its text.
+    For a key that is not the key of a block, the part consists of zeros and the digest of the key's text.
     """
     try:
         digest, block_hash = parse_key(key)
@@ -326,6 +331,6 @@ def _build_identity(key: str) -> bytes:
 
 
 def _find_wrong_field(header: bytes, wanted: bytes) -> str:
-    """Return the first field that differs; the checksum last, because it also differs for another block."""
+    """Return the first field that differs. The checksum is compared last, because it differs with the other fields."""
     pairs = zip(_FIELD_NAMES, _FIELDS.unpack(header), _FIELDS.unpack(wanted), strict=True)
     return next((name for name, is_, should in pairs if is_ != should and name != "checksum"), "checksum")

@@ -1,13 +1,16 @@
-"""A deadline for every call, and a circuit breaker: a pool that hangs or dies costs callers one deadline, then nothing.
+"""Gives every call a deadline, and stops the use of a pool that hangs or fails (circuit breaker).
 
-Native calls cannot be interrupted. Each runs on a worker thread; a caller waits for it until its deadline and then gets
-``FAILED``. Such a call is *late*: it may still write into (or read from) the memory that it was given. Two rules make
-late calls harmless:
+A pool that hangs or dies delays callers by one deadline; later calls fail immediately, until the pool answers again.
 
-- From the moment a call becomes late until it has ended the breaker is open: no second call queues behind it, and no
-  caller that uses the same memory meanwhile gets ``OK`` for it.
-- ``wait_for_late_calls`` reports when no late call is left; memory of a call that was ``FAILED`` must not be used for
-  anything else before that. ``BlockPool`` and ``transfers.py`` follow this rule, so that engines do not have to.
+Native calls cannot be interrupted. Each runs on a worker thread. Its caller waits until the deadline and then gets
+``FAILED``. The call is *late* then: it may still write to or read from the memory of its arguments. Two rules make late
+calls harmless:
+
+- The breaker is open from the moment a call becomes late until the call has ended. So no second call waits behind the
+  late call, and no caller gets ``OK`` for memory that the late call may still change.
+- ``wait_for_late_calls`` reports when no late call is left. Before that, the memory of a call that returned ``FAILED``
+  must not be used for anything else. ``BlockPool`` and ``transfers.py`` follow this rule, so that engines do not have
+  to.
 
 States::
 
@@ -15,21 +18,20 @@ States::
                                              ▲                                              │
                                              └──────── no late call left, probe answered ───┘
 
-A store that answers slowly, as on a busy machine, is not a store that hangs. If an answer took a large part of its
+A store may answer slowly without hanging, for example on a busy machine. If an answer took a large part of its
 deadline, or came after it, the deadlines of the next minute are longer, up to ``_MAX_STRETCH`` times. So a store that
-hangs costs one deadline if it was quick before, and at most that many deadlines.
+hangs delays callers by one deadline if it was fast before, and by at most ``_MAX_STRETCH`` deadlines.
 
-A caller that must finish at a certain time, and can wait until then, makes its calls inside ``answered_by``.
+A caller that needs the answers by a certain time, not by the deadlines here, makes its calls inside ``end_calls_at``.
 
-While the breaker is not closed a call costs a few microseconds. A keeper thread opens the store or probes it, so the
-pool recovers without calls.
+While the breaker is open, a call returns after a few microseconds. The keeper, a thread, opens the store or probes it,
+so the pool recovers without calls.
 
-The registration of memory is a call with a deadline, like any other. If the store did not take a registration, because
-the breaker was open, or the call raised or was late, the keeper repeats it before it closes the breaker: no transfer
-begins with memory that the store does not know.
+Registering memory is a call with a deadline, like any other. If the store has not registered the memory, because the
+breaker was open, or the call raised an exception or was late, the keeper repeats the call before it closes the breaker.
+So no transfer begins with memory that the store does not know.
 
-A process that is forked from one with a pool has none of these threads, and no connection of its own: there the breaker
-is open permanently.
+A forked child has no worker threads and no connection to the pool. In the child, the breaker is always open.
 """
 
 from __future__ import annotations
@@ -53,22 +55,22 @@ from kvstore_backend.backend import (
 )
 from kvstore_backend.threads import after_fork
 
-__all__ = ["Deadlines", "GuardedBackend", "answered_by"]
+__all__ = ["Deadlines", "GuardedBackend", "end_calls_at"]
 
 logger = logging.getLogger(__name__)
 
 _PROBE_KEY = "kvstore-probe"
-# Maximum number of callers inside native calls; another one waits for a worker within its own deadline.
+# Maximum number of native calls at the same time. A further call waits for a worker thread, within its own deadline.
 _WORKERS = 8
-# Number of successive look-ups and reads with FAILED for every key that opens the breaker.
+# The breaker opens after this number of successive look-ups and reads that returned FAILED for every key.
 _MAX_FAILURES = 3
 _FIRST_PAUSE_SECONDS = 0.25
 _MAX_PAUSE_SECONDS = 2.0
-# An answer may take this many times as long as the slowest one of the last minute; deadlines are stretched for it.
+# Deadlines are this many times as long as the slowest answer of the last minute, if that is longer than normal.
 _MARGIN = 4.0
 _MAX_STRETCH = 5.0
 _REMEMBER_SECONDS = 60.0
-# A wait that ends this share of its deadline too late shows that this process got no CPU time.
+# If a wait ends later than its deadline by this share of it, this process got no CPU time.
 _STARVED_SHARE = 0.2
 # Leaving a Mooncake cluster takes one to two seconds.
 _LEAVE_SECONDS = 5.0
@@ -76,14 +78,17 @@ _LEAVE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Time that a caller waits for each kind of call.
+    """Deadlines of the calls to a store: the time that a caller waits for an answer.
 
-    exists, remove and stats: ``lookup_seconds``. put and get: ``transfer_seconds``. Both get more time for their keys
-    at ``keys_per_second``, and for their bytes at ``bytes_per_second``. clear, which reads all keys (a folder of
-    200,000 takes 3 s): ``clear_seconds``. Registration, for which RDMA must find the pages one by one:
-    ``register_seconds``, and more time at ``register_bytes_per_second``.
+    - exists, remove: ``lookup_seconds``, plus one second for each ``keys_per_second`` keys.
+    - put, keep, get: ``transfer_seconds``, plus one second for each ``keys_per_second`` keys and each
+      ``bytes_per_second`` bytes.
+    - register, unregister: ``register_seconds``, plus one second for each ``register_bytes_per_second`` bytes. RDMA
+      must find the pages of the memory one by one.
+    - clear: ``clear_seconds``. It reads all keys; a folder with 200,000 values takes 3 s.
+    - stats and probes: ``lookup_seconds``.
 
-    A Mooncake master on a machine at a load of 7 per core answered for 80,000 keys in 1.2 s, which is 67,000 a second.
+    On a machine with a load of 7 per core, a Mooncake master looked up 80,000 keys in 1.2 s (67,000 per second).
     """
 
     lookup_seconds: float = 0.5
@@ -109,7 +114,7 @@ class Deadlines:
 
 
 class _Moment(threading.local):
-    """Time by which the calls of a thread must be answered; None: their deadlines count."""
+    """Time at which the calls of a thread end; None: the calls end at their own deadlines."""
 
     moment: float | None = None
 
@@ -118,10 +123,11 @@ _wanted_by = _Moment()
 
 
 @contextlib.contextmanager
-def answered_by(moment: float) -> Iterator[None]:
-    """Make this thread's calls inside the block wait for an answer until ``moment`` of ``time.monotonic``, no longer.
+def end_calls_at(moment: float) -> Iterator[None]:
+    """Set the deadline of all calls of this thread in the ``with`` block to ``moment``, a time of ``time.monotonic``.
 
-    It replaces their deadlines: it is not stretched, and a starved process gets no second wait.
+    The calls end at ``moment`` even if the store was slow before or this process got no CPU time. Other deadlines are
+    longer in these cases.
     """
     before, _wanted_by.moment = _wanted_by.moment, moment
     try:
@@ -131,7 +137,7 @@ def answered_by(moment: float) -> Iterator[None]:
 
 
 class _AdaptiveDeadline:
-    """Factor for deadlines, from the store's recent response times."""
+    """Computes the factor by which deadlines are longer, from the recent response times of the store."""
 
     __slots__ = ("_share", "_until")
 
@@ -140,7 +146,7 @@ class _AdaptiveDeadline:
         self._until = 0.0
 
     def note_answer(self, share: float, now: float) -> None:
-        """Record the share of its deadline that an answer took; more than 1 if it was late."""
+        """Record how long an answer took, as a share of its deadline; a late answer has a share above 1."""
         if (share >= self._share or now >= self._until) and share <= _MAX_STRETCH:
             self._share, self._until = share, now + _REMEMBER_SECONDS
 
@@ -150,23 +156,26 @@ class _AdaptiveDeadline:
 
 
 class _Call:
-    """One native call on a worker; the guard's lock protects all fields but the first four."""
+    """One native call on a worker thread.
+
+    The lock of ``GuardedBackend`` protects ``has_begun``, ``is_given_up`` and ``ended``.
+    """
 
     __slots__ = ("answer", "asked_at", "ended", "has_begun", "is_given_up", "seconds", "work")
 
     def __init__(self, work: Callable[[], Any], seconds: float) -> None:
         self.work = work
-        self.seconds = seconds  # its deadline while nothing is slow
+        self.seconds = seconds  # deadline while the store is not slow
         self.asked_at = time.monotonic()
         self.answer: Any = None  # stays None if the work raised
         self.has_begun = False
         self.is_given_up = False
-        self.ended = threading.Lock()  # locked until the end; an Event would cost a condition variable each
+        self.ended = threading.Lock()  # locked until the call ends; cheaper than an Event
         self.ended.acquire()
 
 
 class _Region:
-    """Memory that a caller registered; a second registration is another object, because its pages may differ."""
+    """Memory that a caller registered. Each registration is a new object, because the memory's pages may be new."""
 
     __slots__ = ("headroom", "nbytes")
 
@@ -176,16 +185,16 @@ class _Region:
 
 
 class GuardedBackend(StorageBackend):
-    """Guard of the store that ``open_store`` opens.
+    """Wrapper with deadlines and a breaker, around the store that ``open_store`` opens.
 
     Args:
-        open_store: opens the store; called on a separate thread until it does not raise.
-        deadlines: how long callers wait.
+        open_store: opens the store. The keeper thread calls it again until it does not raise an exception.
+        deadlines: time that callers wait for each kind of call.
 
     Attributes:
-        late_calls: total number of calls that were given up while they ran.
+        late_calls: total number of calls that missed their deadline while they ran.
         times_opened: how often the breaker opened after the store had been opened.
-        raised_calls: number of calls that raised, which no store may do; the first is logged.
+        raised_calls: number of calls that raised an exception, which no store may do; the first one is logged as error.
     """
 
     def __init__(self, open_store: Callable[[], StorageBackend], deadlines: Deadlines | None = None) -> None:
@@ -194,14 +203,14 @@ class GuardedBackend(StorageBackend):
         self.times_opened = 0
         self.raised_calls = 0
         self._open_store = open_store
-        self._changed = threading.Condition()  # guards everything below; notified of late calls' ends and new states
+        self._changed = threading.Condition()  # guards all below; notified when a late call ends or the state changes
         self._store: StorageBackend | None = None
-        self._wanted: dict[int, _Region] = {}  # registered by callers, by address
-        self._known: dict[int, _Region] = {}  # registered with the store
-        self._being_told: set[int] = set()  # addresses that are being registered with the store
+        self._wanted: dict[int, _Region] = {}  # memory that callers have registered, by address
+        self._known: dict[int, _Region] = {}  # memory that is registered with the store, by address
+        self._registering: set[int] = set()  # addresses that are being registered with the store
         self._is_closed = False
-        self._trouble: str | None = "the store is being opened"  # reason for an open breaker; None: it is closed
-        self._since = time.monotonic()
+        self._trouble: str | None = "the store is being opened"  # reason why the breaker is open; None: it is closed
+        self._since = time.monotonic()  # time when the breaker opened
         self._num_late = 0
         self._failures = 0
         self._last_stats = StoreStats("unopened")
@@ -232,31 +241,29 @@ class GuardedBackend(StorageBackend):
             return self._trouble is None
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        # A healthy pool may refuse puts when it is full, so they do not count as failures; nor does remove, with
-        # leases.
-        return self._ask_statuses(
-            keys, self.deadlines.seconds_for(values), "put", lambda store: store.put(keys, values)
-        )
+        # Failed puts do not open the breaker, because a working pool refuses puts when it is full. Failed removals do
+        # not open it either, because a working pool refuses to remove blocks with a lease.
+        return self._call_batch(keys, self.deadlines.seconds_for(values), "put", lambda store: store.put(keys, values))
 
     def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        return self._ask_statuses(
+        return self._call_batch(
             keys, self.deadlines.seconds_for(values), "keep", lambda store: store.keep(keys, values, seconds)
         )
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         seconds = self.deadlines.seconds_for(targets)
-        return self._watch_failures(self._ask_statuses(keys, seconds, "get", lambda store: store.get(keys, targets)))
+        return self._watch_failures(self._call_batch(keys, seconds, "get", lambda store: store.get(keys, targets)))
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
         seconds = self.deadlines.seconds_to_look_up(len(keys))
-        return self._watch_failures(self._ask_statuses(keys, seconds, "exists", lambda store: store.exists(keys)))
+        return self._watch_failures(self._call_batch(keys, seconds, "exists", lambda store: store.exists(keys)))
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         seconds = self.deadlines.seconds_to_look_up(len(keys))
-        return self._ask_statuses(keys, seconds, "remove", lambda store: store.remove(keys, force=force))
+        return self._call_batch(keys, seconds, "remove", lambda store: store.remove(keys, force=force))
 
     def clear(self, prefix: str) -> Status:
-        answer = self._ask_store(self.deadlines.clear_seconds, "clear", lambda store: store.clear(prefix))
+        answer = self._call_store(self.deadlines.clear_seconds, "clear", lambda store: store.clear(prefix))
         return Status.FAILED if answer is None else answer
 
     def wait_for_late_calls(self, seconds: float) -> bool:
@@ -264,35 +271,35 @@ class GuardedBackend(StorageBackend):
             return self._changed.wait_for(lambda: self._num_late == 0, seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Register memory; wait for the store up to a deadline, or not at all while the breaker is open."""
+        """Register memory. Waits for the store until a deadline; does not wait while the breaker is open."""
         with self._changed:
             self._wanted[address] = _Region(nbytes, headroom)
-        self._tell_of_memory(address, nbytes)
+        self._update_registration(address, nbytes)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Unregister memory; wait as ``register`` does."""
+        """Unregister memory. Waits for the store until a deadline; does not wait while the breaker is open."""
         with self._changed:
             self._wanted.pop(address, None)
-        self._tell_of_memory(address, nbytes)
+        self._update_registration(address, nbytes)
 
     def health(self) -> Health:
-        """Report what the breaker knows, without a call to the store: this costs nothing and cannot hang."""
+        """Report the state of the breaker, without a call to the store, so this method cannot hang."""
         if self._is_closed:
             return Health(False, self._trouble or "closed")
         if (trouble := self._trouble) is not None:
-            return Health(False, f"set aside {time.monotonic() - self._since:.1f} s ago: {trouble}")
+            return Health(False, f"not used for {time.monotonic() - self._since:.1f} s: {trouble}")
         return Health(True, f"answering: {self._store!r}")
 
     def stats(self) -> StoreStats:
-        """Return the store's own measurements, or only its kind while it cannot be called."""
-        stats = self._ask_store(self.deadlines.lookup_seconds, "stats", lambda store: store.stats())
+        """Return the store's own measurements. If the store does not answer, return only its kind."""
+        stats = self._call_store(self.deadlines.lookup_seconds, "stats", lambda store: store.stats())
         if stats is None:
             return StoreStats(self._last_stats.kind)
         self._last_stats = stats
         return self._last_stats
 
     def close(self) -> None:
-        """Leave the store, within seconds even if it hangs."""
+        """Close the store. If the store hangs, return without closing it, after ``_LEAVE_SECONDS`` at the latest."""
         with self._changed:
             if self._is_closed:
                 return
@@ -307,47 +314,51 @@ class GuardedBackend(StorageBackend):
             leaving.join(_LEAVE_SECONDS)
             is_late = leaving.is_alive()
         if is_late:
-            logger.warning("The pool hangs, and was not closed: %r", store)
+            logger.warning("The pool hangs, so its client stays open: %r", store)
         for _ in range(_WORKERS):
             self._calls.put(None)
 
     def on_fork(self) -> None:
-        """Close the guard in a child process: it has no worker, no keeper, and no connection of its own."""
+        """Close this object in a forked child, which has no worker threads and no connection to the pool."""
         self._changed = threading.Condition()
         self._calls = queue.SimpleQueue()
         self._num_late = 0  # a late call touches only the parent's memory
         self._is_closed = True
         self._trouble = "this process was forked from the one that opened the pool: open the pool after the fork"
 
-    def _ask_statuses(
-        self, keys: Sequence[str], seconds: float, operation: str, ask: Callable[[StorageBackend], list[Status]]
+    def _call_batch(
+        self, keys: Sequence[str], seconds: float, operation: str, work: Callable[[StorageBackend], list[Status]]
     ) -> list[Status]:
         if not keys or self._trouble is not None:
             return [Status.FAILED] * len(keys)
-        answer = self._ask_store(seconds, f"{operation} of {len(keys)} keys", ask)
+        answer = self._call_store(seconds, f"{operation} of {len(keys)} keys", work)
         return answer if answer is not None and len(answer) == len(keys) else [Status.FAILED] * len(keys)
 
-    def _ask_store(self, seconds: float, operation: str, ask: Callable[[StorageBackend], Any]) -> Any:
-        """Return the answer of ``ask``; None if the breaker is open, the deadline has passed or the store raised."""
+    def _call_store(self, seconds: float, operation: str, work: Callable[[StorageBackend], Any]) -> Any:
+        """Run ``work`` on a worker thread, and return its result.
+
+        Returns None if the breaker is open, the deadline has passed or ``work`` raised an exception.
+        """
         store = self._store
         if self._trouble is not None or store is None:
             return None
-        call = self._start_call(store, ask, seconds)
+        call = self._start_call(store, work, seconds)
         is_answered = self._wait_for_call(call, operation)
         how = "answered" if is_answered else "given up"
         logger.debug("%s: %s after %.1f ms", operation, how, 1e3 * (time.monotonic() - call.asked_at))
         return call.answer if is_answered else None
 
-    def _start_call(self, store: StorageBackend, ask: Callable[[StorageBackend], Any], seconds: float) -> _Call:
-        call = _Call(lambda: ask(store), seconds)
+    def _start_call(self, store: StorageBackend, work: Callable[[StorageBackend], Any], seconds: float) -> _Call:
+        call = _Call(lambda: work(store), seconds)
         self._calls.put(call)
         return call
 
     def _wait_for_call(self, call: _Call, operation: str) -> bool:
-        """Wait for ``call``; return False if it was given up; then the breaker is open if the call had begun.
+        """Wait until ``call`` ends; return False if it did not end before its deadline.
 
-        If this process was starved of CPU time during the wait, the store gets its deadline once more, because the
-        store's threads, and a master on the same machine, were starved as well.
+        If the call had begun, it is late then, and the breaker opens. If this process got no CPU time during the wait,
+        the call gets its deadline a second time, because the store's threads, and a master on the same machine, got no
+        CPU time either.
         """
         moment = _wanted_by.moment
         if moment is None:
@@ -363,7 +374,7 @@ class GuardedBackend(StorageBackend):
             if call.ended.acquire(blocking=False):
                 return True
             call.is_given_up = True
-            if not call.has_begun:  # every worker was busy with calls that are within their own deadlines
+            if not call.has_begun:  # all worker threads were busy with calls that have not reached their deadlines
                 return False
             self._num_late += 1
             self.late_calls += 1
@@ -381,12 +392,16 @@ class GuardedBackend(StorageBackend):
             except Exception:
                 self.raised_calls += 1
                 level = logging.ERROR if self.raised_calls == 1 else logging.DEBUG
-                logger.log(level, "A store raised, which it may not; the call counts as failed", exc_info=True)
+                logger.log(
+                    level,
+                    "A store raised an exception, which StorageBackend forbids; the call counts as failed",
+                    exc_info=True,
+                )
             self._end_call(call)
 
     def _end_call(self, call: _Call) -> None:
         with self._changed:
-            if _says_something(call.answer):
+            if _shows_working_store(call.answer):
                 now = time.monotonic()
                 self._pace.note_answer((now - call.asked_at) / call.seconds, now)
             if call.is_given_up:
@@ -395,7 +410,7 @@ class GuardedBackend(StorageBackend):
             call.ended.release()
 
     def _watch_failures(self, answer: list[Status]) -> list[Status]:
-        """Open the breaker after several successive answers that were ``FAILED`` for every key."""
+        """Return ``answer``. Open the breaker after several successive answers with ``FAILED`` for every key."""
         if not answer or answer[0] is not Status.FAILED or answer.count(Status.FAILED) < len(answer):
             self._failures = 0
             return answer
@@ -406,16 +421,16 @@ class GuardedBackend(StorageBackend):
         return answer
 
     def _open_breaker(self, trouble: str) -> None:
-        """Open the breaker, under the lock, unless it is already open."""
+        """Open the breaker if it is closed. The caller holds the lock."""
         if self._trouble is None:
             self._trouble, self._since = trouble, time.monotonic()
             self.times_opened += 1
-            logger.warning("The pool is not used for now: %s", trouble)
+            logger.warning("The pool is not used until it recovers: %s", trouble)
             self._changed.notify_all()
 
     def _run_keeper(self) -> None:
         while self._wait_for_trouble():
-            self._heal()
+            self._recover()
 
     def _wait_for_trouble(self) -> bool:
         """Wait until the breaker is open; return False if the guard is closed."""
@@ -423,18 +438,21 @@ class GuardedBackend(StorageBackend):
             self._changed.wait_for(lambda: self._trouble is not None or self._is_closed)
             return not self._is_closed
 
-    def _heal(self) -> None:
-        """Repeat until the breaker is closed: wait for late calls to end, then open or probe the store, with pauses."""
+    def _recover(self) -> None:
+        """Open or probe the store, with pauses, until it works; then close the breaker.
+
+        Each try waits until no late call is left.
+        """
         pause = _FIRST_PAUSE_SECONDS
-        said = None
+        logged = None
         while self._may_try():
             trouble, least_pause = self._try_store()
             if self._close_breaker_unless(trouble):
-                logger.info("The pool is used after %.1f s without it: %r", time.monotonic() - self._since, self._store)
+                logger.info("The pool is used again after %.1f s: %r", time.monotonic() - self._since, self._store)
                 return
-            if trouble and trouble != said:
-                logger.warning("The pool cannot be used, and is tried again: %s", trouble)
-                said = trouble
+            if trouble and trouble != logged:
+                logger.warning("The pool cannot be used and will be tried again: %s", trouble)
+                logged = trouble
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed, max(pause, least_pause))
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
@@ -446,13 +464,16 @@ class GuardedBackend(StorageBackend):
             return not self._is_closed
 
     def _close_breaker_unless(self, trouble: str | None) -> bool:
-        """Close the breaker if there is no ``trouble``; otherwise record the trouble."""
+        """Close the breaker and return True, or record why it stays open and return False.
+
+        It stays open if there is ``trouble``, a late call, or memory that is not registered with the store.
+        """
         with self._changed:
             if not self._is_closed:
                 if not trouble and self._num_late:
-                    trouble = "a call has not come back yet"
-                if not trouble and self._list_untold():
-                    trouble = "the store does not know all memory yet"
+                    trouble = "a call has not returned yet"
+                if not trouble and self._list_outdated():
+                    trouble = "not all memory is registered with the store yet"
                 self._trouble = trouble
                 self._failures = 0
                 self._changed.notify_all()
@@ -461,7 +482,7 @@ class GuardedBackend(StorageBackend):
     def _try_store(self) -> tuple[str | None, float]:
         """Open or probe the store, and register memory with it.
 
-        Returns None or the trouble, and the pause that it requires.
+        Returns the reason why the store cannot be used (None if it can), and the seconds to wait before the next try.
         """
         try:
             if self._store is None:
@@ -469,16 +490,16 @@ class GuardedBackend(StorageBackend):
             elif trouble := self._probe_store():
                 return trouble, 0.0
             with self._changed:
-                store, untold = self._store, self._list_untold()
+                store, outdated = self._store, self._list_outdated()
             if store is not None:
-                # First what is no longer wanted: new memory may lie where that was.
-                for address in untold:
-                    self._tell_store(store, address, only_forgets=True)
-                for address in untold:
-                    self._tell_store(store, address)
+                # First all old registrations are removed, because new memory may overlap old memory.
+                for address in outdated:
+                    self._register_with(store, address, only_unregisters=True)
+                for address in outdated:
+                    self._register_with(store, address)
         except PoolUnavailable as exc:
             return str(exc), exc.pause_seconds
-        except Exception as exc:  # an error in a library, which another try may not meet
+        except Exception as exc:  # an error in a library, which may not occur in the next try
             logger.debug("Opening the store raised", exc_info=True)
             return f"{type(exc).__name__}: {exc}", 0.0
         return None, 0.0
@@ -488,48 +509,54 @@ class GuardedBackend(StorageBackend):
             if not self._is_closed:
                 self._store = store
                 return
-        _close_store(store)  # close() ended before it could see this store
+        _close_store(store)  # ``close`` has ended, so it does not close this store
 
-    def _tell_of_memory(self, address: int, nbytes: int) -> None:
-        """Register or unregister memory with the store, as callers want; if that fails, the keeper repeats it."""
+    def _update_registration(self, address: int, nbytes: int) -> None:
+        """Register or unregister the memory at ``address`` with the store, as callers requested.
+
+        If that fails, the breaker opens, and the keeper repeats it.
+        """
         seconds = self.deadlines.seconds_to_register(nbytes)
         what = f"registering {nbytes} bytes"
-        self._ask_store(seconds, what, lambda store: self._tell_store(store, address))
+        self._call_store(seconds, what, lambda store: self._register_with(store, address))
         with self._changed:
             if not self._is_closed and self._wanted.get(address) is not self._known.get(address):
                 self._open_breaker(f"{what} did not succeed")
 
-    def _tell_store(self, store: StorageBackend, address: int, *, only_forgets: bool = False) -> None:
-        """Make the store's registration at ``address`` match what callers want; ``only_forgets``: remove it only."""
+    def _register_with(self, store: StorageBackend, address: int, *, only_unregisters: bool = False) -> None:
+        """Remove an outdated registration at ``address``; register the memory there that callers have registered.
+
+        With ``only_unregisters``, only remove the outdated registration.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: address not in self._being_told)
+            self._changed.wait_for(lambda: address not in self._registering)
             wanted, known = self._wanted.get(address), self._known.get(address)
-            if wanted is known or (only_forgets and known is None):
+            if wanted is known or (only_unregisters and known is None):
                 return
-            self._being_told.add(address)
+            self._registering.add(address)
         try:
             if known is not None:
                 store.unregister(address, known.nbytes)
                 known = None
-            if wanted is not None and not only_forgets:
+            if wanted is not None and not only_unregisters:
                 store.register(address, wanted.nbytes, headroom=wanted.headroom)
                 known = wanted
         finally:
             with self._changed:
-                self._being_told.discard(address)
+                self._registering.discard(address)
                 if known is None:
                     self._known.pop(address, None)
                 else:
                     self._known[address] = known
                 self._changed.notify_all()
 
-    def _list_untold(self) -> list[int]:
-        """Return the addresses with another registration than callers want; the caller holds the lock."""
-        addresses = {**self._wanted, **self._known}  # in one order, wherever memory lies
+    def _list_outdated(self) -> list[int]:
+        """Return the addresses at which the store's registration is not the callers'. The caller holds the lock."""
+        addresses = {**self._wanted, **self._known}  # a dictionary, because its order does not depend on the addresses
         return [each for each in addresses if self._wanted.get(each) is not self._known.get(each)]
 
     def _probe_store(self) -> str | None:
-        """Probe the store with a look-up; return None or the trouble."""
+        """Look up a key in the store; return None if the store answers, else the reason why it cannot be used."""
         assert self._store is not None
         seconds = self.deadlines.lookup_seconds
         call = self._start_call(self._store, lambda store: store.exists([_PROBE_KEY]), seconds)
@@ -542,10 +569,10 @@ def _close_store(store: StorageBackend) -> None:
     try:
         store.close()
     except Exception:
-        logger.exception("The store was not closed cleanly: %r", store)
+        logger.exception("The store raised an exception when it was closed: %r", store)
 
 
-def _says_something(answer: Any) -> bool:
-    """Return whether the answer shows that the store works, even if late; a disconnected store returns ``FAILED``."""
+def _shows_working_store(answer: Any) -> bool:
+    """Return whether an answer shows that the store works. A store without connection returns ``FAILED``."""
     first = answer[0] if isinstance(answer, list) and answer else answer
     return first is not None and first is not Status.FAILED

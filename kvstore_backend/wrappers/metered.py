@@ -1,4 +1,4 @@
-"""Prometheus metrics of a pool's work: calls, blocks by outcome, bytes and seconds of every operation."""
+"""Prometheus metrics of a pool: number of calls, blocks by answer, bytes and seconds of each operation."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 __all__ = ["MeteredBackend", "StateCollector"]
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-# The first of these statuses among a call's answers is its outcome.
+# The outcome of a call is the first of these statuses that is among its answers; otherwise ``ABSENT``.
 _DECIDING = (Status.FAILED, Status.OK)
 _TRANSFERS = ("put", "keep", "get")
 _OPERATIONS = (*_TRANSFERS, "exists", "exists_for_all", "remove")
 
 
 class MeteredBackend(Wrapper):
-    """Wrapper that counts the calls to ``store``.
+    """Wrapper that counts and times the calls to ``store``.
 
     Args:
         store: any backend.
-        registry: registry for the metrics; one registry takes one metered pool.
+        registry: registry for the metrics. One registry can have the metrics of one pool only.
     """
 
     def __init__(self, store: StorageBackend, registry: CollectorRegistry) -> None:
@@ -39,7 +39,7 @@ class MeteredBackend(Wrapper):
         nbytes = Counter("kvstore_bytes", "Payload bytes stored or read", ["operation"], registry=registry)
         self._seconds = Histogram(
             "kvstore_call_seconds",
-            "Time a batch call took, by outcome: failed (a block failed), ok (a block was there, or put), absent",
+            "Seconds of a batch call, by outcome: failed (a block failed), ok (a block was found or stored), absent",
             ["operation", "outcome"],
             buckets=_SECONDS,
             registry=registry,
@@ -67,7 +67,7 @@ class MeteredBackend(Wrapper):
         return self._store.get_for_all(keys, targets)
 
     def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
-        # Not counted with the look-ups of readers, whose success rate is the hit rate.
+        # Counted separately from ``exists``, because the success rate of the readers' look-ups is the hit rate.
         return self._count_call("exists_for_all", lambda: self._store.exists_for_all(keys))
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
@@ -101,12 +101,12 @@ class MeteredBackend(Wrapper):
 
 
 class StateCollector(Collector):
-    """Collector for the state of a pool's wrappers, read when metrics are collected.
+    """Collector that reads the state of a pool's wrappers when Prometheus collects the metrics.
 
     Args:
         guarded: the wrapper with the breaker.
-        rejected: blocks that did not verify, by reason (``CheckedBackend.rejected``).
-        write_behind: the wrapper that writes asynchronously, if there is one.
+        rejected: number of blocks that failed the check, by reason (``CheckedBackend.rejected``).
+        write_behind: the wrapper that writes in the background; None if there is none.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class StateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         guarded = self._guarded
         yield GaugeMetricFamily("kvstore_breaker_open", "1 while the pool is not used", float(not guarded.is_ready))
-        yield CounterMetricFamily("kvstore_breaker_opened", "Times use of the pool stopped", guarded.times_opened)
-        yield CounterMetricFamily("kvstore_late_calls", "Calls that outlived their deadline", guarded.late_calls)
+        yield CounterMetricFamily("kvstore_breaker_opened", "Times the use of the pool stopped", guarded.times_opened)
+        yield CounterMetricFamily("kvstore_late_calls", "Calls that missed their deadline", guarded.late_calls)
         # Every reason has a series from the beginning: Prometheus sees no increase in a series that begins with 1.
         rejected = dict.fromkeys(REASONS, 0) | dict(self._rejected)
-        yield _count_by_reason("kvstore_rejected_blocks", "Blocks read that did not verify", rejected)
+        yield _count_by_reason("kvstore_rejected_blocks", "Blocks that failed the check after a read", rejected)
         if (queue := self._write_behind) is not None:
-            yield GaugeMetricFamily("kvstore_write_queue_blocks", "Blocks on their way", queue.queued_blocks)
-            yield GaugeMetricFamily("kvstore_write_queue_bytes", "Bytes on their way", queue.queued_bytes)
+            yield GaugeMetricFamily("kvstore_write_queue_blocks", "Blocks waiting to be written", queue.queued_blocks)
+            yield GaugeMetricFamily("kvstore_write_queue_bytes", "Bytes waiting to be written", queue.queued_bytes)
             yield _count_by_reason("kvstore_dropped_writes", "Blocks that were not written", queue.dropped)
 
 

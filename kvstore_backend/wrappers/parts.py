@@ -1,9 +1,9 @@
-"""Parts of a large batch on several threads, so that hashing does not limit a quick transport.
+"""Divides a large batch into parts for several threads, so that hashing does not limit a fast store.
 
-With a quick transport, each part is moved and hashed separately: while one part is hashed, another is moved. A slow
-transport gets the whole batch in one call, and its parts are hashed before or after, because every cut makes it slower:
-over TCP on two cores, two concurrent halves took 1.5 times as long as the whole. The last batch shows how quick a store
-is.
+If the store is fast, each part is hashed and moved (read or written) separately: while one part is hashed, another is
+moved. A slow store gets the whole batch in one call, and only the hashing is divided, because several calls are slower:
+over TCP on two cores, two concurrent calls for one half each took 1.5 times as long as one call. Whether the store is
+fast is measured in the batch before.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from kvstore_backend.threads import DaemonThreads
 
 __all__ = ["Parts", "Step", "count_bytes"]
 
-# A part costs the store's fixed time for a call, a third of a millisecond with Mooncake.
+# Minimum size of a part, because each part costs the fixed time of a call: 0.3 ms with Mooncake.
 _PART_BYTES = 4 << 20
 _THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 _PARTS = 2 * _THREADS
-# Bytes per second of moving alone that make a store quick; and of all the work, below which it is slow again.
+# A store becomes fast if it moves more bytes per second than the first number. It becomes slow again if hashing and
+# moving together are slower than the second number.
 _QUICK, _SLOW = 3e9, 1.5e9
-# Python's lock is not released to hash less than this, so threads would only block each other.
+# Hashing of smaller values does not release Python's lock, so several threads would only block each other.
 _SHARED_BYTES = 512 << 10
 
 Step = Callable[[slice], None]
-"""Function that processes a part of a batch."""
+"""Function that hashes or moves a part of a batch."""
 
 
 class Parts:
-    """Threads of one store, and its speed in one direction.
+    """Hashes and moves batches on several threads, and remembers how fast the store was.
 
     Args:
-        hashes_first: whether values are hashed before they are moved.
+        hashes_first: True if values are hashed before they are moved (puts); False if after (reads).
     """
 
     def __init__(self, *, hashes_first: bool) -> None:
@@ -48,13 +49,13 @@ class Parts:
         self._is_quick = False
 
     def move(self, values: Sequence[Value], statuses: list[Status], hash_part: Step, move_part: Step) -> None:
-        """Hash and move all parts of ``values``, in this instance's order.
+        """Hash and move a batch of values.
 
         Args:
             values: the batch.
-            statuses: the answers, which ``move_part`` fills in.
-            hash_part: hashes values before or after they are moved.
-            move_part: calls the store.
+            statuses: one status per value, which ``move_part`` sets.
+            hash_part: hashes the values of a part.
+            move_part: calls the store with the values of a part.
         """
         nbytes, parts = _cut_batch(values)
         steps = (hash_part, move_part) if self._hashes_first else (move_part, hash_part)
@@ -76,13 +77,13 @@ class Parts:
                 self._is_quick = nbytes > _QUICK * (time.perf_counter() - began)
 
     def _share(self, parts: Sequence[slice], work: Callable[[slice], bool]) -> None:
-        """Run ``work`` on the parts in order on several threads, until no part is left or it returns False.
+        """Call ``work`` with each part, in order, on several threads. Stop when ``work`` returns False.
 
-        The calling thread is one of them, so the call makes progress even if other calls use all helpers.
+        The calling thread works too, so the batch makes progress even if other batches use all helper threads.
         """
         left = deque(parts)
 
-        def work_on() -> None:
+        def work_until_done() -> None:
             while (part := _take_first(left)) is not None:
                 if not work(part):
                     left.clear()
@@ -90,10 +91,10 @@ class Parts:
         helpers: list[Future[None]] = []
         try:
             for _ in range(min(_THREADS, len(left)) - 1):
-                helpers.append(self._helpers.submit(work_on))
-            work_on()
+                helpers.append(self._helpers.submit(work_until_done))
+            work_until_done()
         finally:
-            # Helpers that have begun use the caller's memory until they end.
+            # Helper threads that have begun use the caller's memory until they end.
             begun = [helper for helper in helpers if not helper.cancel()]
             wait(begun)
         for helper in begun:
@@ -111,9 +112,9 @@ def _work_always(step: Step, part: slice) -> bool:
 
 
 def _work_on_part(part: slice, steps: Sequence[Step], statuses: Sequence[Status]) -> bool:
-    """Process a part; return False if all of it failed.
+    """Hash and move a part. Return False if every value of the part failed, so that later parts are not tried.
 
-    Later parts would wait for the same unavailable pool.
+    The later parts would only wait for the same unavailable pool.
     """
     for step in steps:
         step(part)
@@ -122,9 +123,9 @@ def _work_on_part(part: slice, steps: Sequence[Step], statuses: Sequence[Status]
 
 
 def _cut_batch(values: Sequence[Value]) -> tuple[int, list[slice]]:
-    """Return a batch's bytes, and its parts of similar size.
+    """Return the bytes of a batch, and its parts, which have similar sizes.
 
-    There are two for each thread, so that moving and hashing overlap.
+    A large batch has two parts for each thread, so that moving and hashing overlap.
     """
     ends = list(accumulate(map(count_bytes, values)))
     nbytes = ends[-1] if ends else 0

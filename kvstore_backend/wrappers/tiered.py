@@ -1,11 +1,11 @@
-"""Two backends as one: a fast one before a large one.
+"""Combines two backends (tiers): a fast one before a large one.
 
     get ──► fast ──miss──► large ──copy──► fast
-    put ──through──► large, then fast            OK: the large one has it
-        ──back─────► fast, then large later      OK: one of the two has it, or will have it in a moment
+    put ──through──► large, then fast            OK: the large tier has the value
+        ──back─────► fast, then large later      OK: a tier has the value, or the value is queued for the large tier
 
-The tiers together hold as much as the large one. The fast one holds copies of some of its values, and with ``back``,
-for a short time, values that the large one does not have yet.
+Both tiers together have the capacity of the large tier. The fast tier has copies of some values of the large tier. With
+``back`` it also has, for a short time, values that the large tier does not have yet.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["TieredBackend"]
 
 
 class TieredBackend(StorageBackend):
-    """Backend that reads from ``fast``, otherwise from ``large``, and then puts the value into ``fast``.
+    """Backend that reads from ``fast``; a value that ``fast`` lacks is read from ``large`` and copied to ``fast``.
 
-    A failure of one tier hides no value of the other. But if the other tier returns ``ABSENT``, the answer is
-    ``FAILED``, because the failing tier may have the value.
+    If one tier fails, the values of the other tier can still be read. But if the other tier returns ``ABSENT``, the
+    answer is ``FAILED``, because the failing tier may have the value.
 
     Args:
         fast: memory or a folder on tmpfs.
         large: a folder on SSD, or Mooncake.
-        policy: ``through`` writes to both before it answers; ``back`` writes to ``fast``, and to ``large`` in the
-            background (``WriteBehindBackend``).
+        policy: with ``through``, a put writes to both tiers before it returns; with ``back``, a put writes to ``fast``,
+            and to ``large`` in the background (``WriteBehindBackend``).
 
     Attributes:
-        write_behind: with ``back``, the wrapper around ``large``; otherwise None.
+        write_behind: with ``back``, the wrapper around ``large`` that writes in the background; otherwise None.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class TieredBackend(StorageBackend):
         return self._copy_to_fast(keys, values, self._large.keep(keys, values, seconds))
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        is_asked = self._fast.is_ready
+        may_be_late = self._fast.is_ready
         statuses = self._fast.get(keys, targets)
         missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
-        # A read that the fast tier gave up may still write into the targets.
-        if not missing or (is_asked and not self._fast.wait_for_late_calls(0)):
+        # A late read of the fast tier may still write into the targets.
+        if not missing or (may_be_late and not self._fast.wait_for_late_calls(0)):
             return statuses
         wanted, places = [keys[i] for i in missing], [targets[i] for i in missing]
         found = self._copy_to_fast(wanted, places, self._large.get(wanted, places))
@@ -85,7 +85,7 @@ class TieredBackend(StorageBackend):
         return self._large.get_for_all(keys, targets)
 
     def drop_own_copies(self, prefix: str) -> bool:
-        """Clear the fast tier, and the queued writes to the large one."""
+        """Remove the copies in the fast tier, and the queued writes to the large tier."""
         is_dropped = self._large.drop_own_copies(prefix)
         return self._fast.clear(prefix) is Status.OK and is_dropped
 
@@ -102,7 +102,7 @@ class TieredBackend(StorageBackend):
         return large if fast else fast
 
     def flush_writes(self, seconds: float) -> bool:
-        """Wait until the large tier has all values put so far; return False if ``seconds`` were not enough."""
+        """Wait until all earlier puts have reached the large tier; return False if ``seconds`` were not enough."""
         return self.write_behind is None or self.write_behind.flush_writes(seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
@@ -118,7 +118,7 @@ class TieredBackend(StorageBackend):
         return self._fast.is_ready or self._large.is_ready
 
     def wait_for_late_calls(self, seconds: float) -> bool:
-        """Wait for each tier in turn, so for up to twice ``seconds``."""
+        """Wait for the late calls of one tier after the other, up to ``seconds`` for each."""
         return self._fast.wait_for_late_calls(seconds) and self._large.wait_for_late_calls(seconds)
 
     def health(self) -> Health:
@@ -126,7 +126,7 @@ class TieredBackend(StorageBackend):
         return Health(fast.ok and large.ok, f"fast tier: {fast.detail}; large tier: {large.detail}")
 
     def stats(self) -> StoreStats:
-        """Return the large tier's measurements."""
+        """Return the measurements of the large tier, and the kind of both tiers."""
         fast, large = self._fast.stats(), self._large.stats()
         return StoreStats(f"{fast.kind} before {large.kind}", large.keys, large.used_bytes, large.capacity_bytes)
 
@@ -137,19 +137,22 @@ class TieredBackend(StorageBackend):
             self._fast.close()
 
     def _copy_to_fast(self, keys: Sequence[str], values: Sequence[Value], statuses: list[Status]) -> list[Status]:
-        """Copy values to the fast tier after a put or get of the large tier; return the large tier's answers."""
-        here = [i for i, status in enumerate(statuses) if status is Status.OK]
-        if not here or not self._fast.is_ready:
+        """Copy the values that the large tier has stored or read to the fast tier; return the large tier's answers.
+
+        The answers are ``FAILED`` for all keys if the copy is late.
+        """
+        done = [i for i, status in enumerate(statuses) if status is Status.OK]
+        if not done or not self._fast.is_ready:
             return statuses
-        return self._fail_if_late(statuses, self._fast.put([keys[i] for i in here], [values[i] for i in here]))
+        return self._fail_if_late(statuses, self._fast.put([keys[i] for i in done], [values[i] for i in done]))
 
     def _fail_if_late(self, statuses: list[Status], copied: list[Status]) -> list[Status]:
-        """Return the answers; ``FAILED`` for all if the fast tier gave a copy up, and may still read the memory."""
+        """Return ``statuses``; ``FAILED`` for all keys if a late put of the fast tier may still read the memory."""
         if Status.FAILED in copied and not self._fast.wait_for_late_calls(0):
             return [Status.FAILED] * len(statuses)
         return statuses
 
 
 def _combine_statuses(one: Status, other: Status) -> Status:
-    """Combine the answers for a key: the fast tier's ``one``, which is not ``OK``, and the large tier's ``other``."""
+    """Return the answer for a key from the fast tier's answer ``one`` (not ``OK``) and the large tier's ``other``."""
     return Status.FAILED if one is Status.FAILED and other is Status.ABSENT else other

@@ -1,7 +1,7 @@
-"""Wrapper: a backend around a backend, which passes on every call that is not its concern.
+"""Base class of wrappers. A wrapper is a backend around another backend, and passes calls to it.
 
-``exists_for_all`` and ``get_for_all`` are not passed on: a wrapper that changes values must also change the values of
-these calls, so they use its own ``exists`` and ``get``. Wrappers with their own copies override them.
+``exists_for_all`` and ``get_for_all`` call the wrapper's own ``exists`` and ``get``, because a wrapper that changes
+values must also change the values of these calls. Wrappers with their own copies of values override both methods.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Wrapper", "call_after_late_calls"]
 
 
 class Wrapper(StorageBackend):
-    """Backend around ``store``, which it owns: closing the wrapper closes the store."""
+    """Backend that passes every call to ``store``. ``close`` also closes the store."""
 
     _store: StorageBackend
 
@@ -76,14 +76,15 @@ class Wrapper(StorageBackend):
 logger = logging.getLogger(__name__)
 
 _WARN_AFTER_SECONDS = 60.0
-# Callables without a thread to wait for them. They refer to memory that a call may still touch, so it is never freed.
-_KEPT_FOR_GOOD: list[Callable[[], None]] = []
+# Functions that no thread will call. Each keeps memory alive that a late call may still use.
+_NEVER_CALLED: list[Callable[[], None]] = []
 
 
 def call_after_late_calls(stack: StorageBackend, take_back: Callable[[], None]) -> None:
-    """Call ``take_back`` when ``stack`` has no late call, on a new thread; it may never be called.
+    """Call ``take_back`` on a new thread as soon as ``stack`` has no late call.
 
-    Until then ``take_back`` stays referenced, and with it the memory that it gives back.
+    Until then, a reference to ``take_back`` keeps the memory alive that the function makes usable again. If the late
+    calls never end, or no thread can be started, ``take_back`` is never called.
     """
 
     def wait() -> None:
@@ -92,10 +93,10 @@ def call_after_late_calls(stack: StorageBackend, take_back: Callable[[], None]) 
         try:
             take_back()
         except Exception:
-            logger.exception("Memory that a late call had could not be taken back")
+            logger.exception("Memory of a late call could not be made usable again")
 
     try:
         threading.Thread(target=wait, name="pool-late-calls", daemon=True).start()
     except RuntimeError as exc:
-        _KEPT_FOR_GOOD.append(take_back)
-        logger.error("Memory that a late call may touch is permanently out of use: %s", exc)
+        _NEVER_CALLED.append(take_back)
+        logger.error("Memory that a late call may still use is never used again: %s", exc)

@@ -1,16 +1,16 @@
-"""Bounded asynchronous writes: a put copies into the wrapper's memory and returns; a thread writes in batches.
+"""Writes in the background: a put copies the blocks to a queue in memory and returns; a thread writes them in batches.
 
-The arena, a ring::
+The memory of the queue (the arena) is a ring of fixed size::
 
     ┌────────┬───────────────────────────────┬────────┐
-    │  free  │ oldest  ...  queued  ... newest│  free  │   a block leaves when it was written or given up
+    │  free  │ oldest  ...  queued  ... newest│  free  │   a block is removed when it was written or dropped
     └────────┴───────────────────────────────┴────────┘
 
-Blocks leave in the order they came, so the ring needs no free list. Until a block has left, this wrapper answers for
-it: ``exists`` returns ``OK``, ``get`` copies it out of the arena, and a second put of it returns ``OK`` immediately. So
-``OK`` of a put has its usual meaning, *readable now*, in this process; other clients of the pool can read the block
-only after the write. The pool may still refuse it, which is counted in ``dropped`` and looks like an eviction to
-readers.
+Blocks are removed in the order in which they were added, so the ring needs no list of free places. While a block is in
+the ring, this wrapper answers calls for it: ``exists`` returns ``OK``, ``get`` copies it from the arena, and a second
+put of it returns ``OK`` immediately. So in this process a put that returned ``OK`` means *readable now*, as usual.
+Other clients of the pool can read the block only after it was written. If the pool refuses the block, ``dropped``
+counts it, and readers do not find it any more, as after an eviction.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _RETRY_SECONDS = _FLUSH_SECONDS = 2.0
 _ALIGNMENT = 128
 _FIRST_PAUSE_SECONDS = 0.05
 _LATE_CALL_WAIT_SECONDS = 1.0
-# Arenas that a call which never returned may still read from.
+# Arenas that must not be freed, because a late call may still read them.
 _ABANDONED: list[NDArray[np.uint8]] = []
 
 
 class _Block:
-    """Block in the arena: its ``nbytes`` bytes at offset ``start``, headroom before them."""
+    """Block in the arena: ``nbytes`` bytes at the offset ``start``, with headroom before ``start``."""
 
     __slots__ = ("is_sending", "nbytes", "start")
 
@@ -58,18 +58,18 @@ class _Block:
 class WriteBehindBackend(Wrapper):
     """Wrapper that writes to ``store`` in the background.
 
-    A put that finds no space in the arena is ``FAILED``: the write is dropped and counted, never waited for.
+    A put returns ``FAILED`` without waiting if the arena has no space for the block; ``dropped`` counts the block.
 
     Args:
         store: any backend; ``close`` closes it.
-        arena_bytes: memory for queued blocks.
-        batch_bytes: approximate size of one write.
-        retry_seconds: how long blocks are tried again that a working pool refuses (it may be full for a short time).
-        flush_seconds: how long ``close`` continues to write.
+        arena_bytes: size of the memory for queued blocks.
+        batch_bytes: maximum size of one write in bytes; a larger block is written alone.
+        retry_seconds: time in which a write is repeated that a working pool refuses (a pool may be full for a moment).
+        flush_seconds: time in which ``close`` continues to write.
 
     Attributes:
-        dropped: blocks that did not reach the pool, by reason: ``arena full``, ``refused`` (by a working pool),
-            ``pool away``, ``closed``.
+        dropped: number of blocks that were not written to the pool, by reason: ``arena full``, ``refused`` (by a
+            working pool), ``pool away`` (the pool does not answer), ``closed``.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class WriteBehindBackend(Wrapper):
         self._base: int = self._arena.ctypes.data
         self._changed = threading.Condition()  # guards everything below
         self._blocks: OrderedDict[str, _Block] = OrderedDict()  # in the order of the ring
-        self._tail = 0  # end of the newest block
+        self._tail = 0  # offset of the end of the newest block
         self._is_closed = False
-        self._gave_up = False  # closed, and the time for the remaining writes is over
+        self._must_stop = False  # closed, and the time for the remaining writes is over
         self._sender = threading.Thread(target=self._run_sender, name="pool-write-behind", daemon=True)
         self._has_raised = False
         with contextlib.ExitStack() as undo:
@@ -105,17 +105,17 @@ class WriteBehindBackend(Wrapper):
         after_fork(self)
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"{len(self._blocks)} blocks on their way"
+        state = "closed" if self._is_closed else f"{len(self._blocks)} blocks queued"
         return f"WriteBehindBackend({self._store!r}, {state})"
 
     @property
     def queued_blocks(self) -> int:
-        """Number of blocks accepted and not yet written."""
+        """Number of blocks in the queue: accepted and not yet written."""
         return len(self._blocks)
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of these blocks."""
+        """Size of all blocks in the queue, in bytes."""
         with self._changed:
             return sum(block.nbytes for block in self._blocks.values())
 
@@ -143,9 +143,9 @@ class WriteBehindBackend(Wrapper):
         return _fill_in(statuses, self._store.exists(ask) if ask else [])
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        """Remove keys from the pool and the queue.
+        """Remove keys from the queue and the pool.
 
-        Returns the pool's answers, and ``FAILED`` for blocks that are being sent.
+        The status is ``FAILED`` for a block that is being written now; that block is not removed.
         """
         with self._changed:
             if self._is_closed:
@@ -163,21 +163,24 @@ class WriteBehindBackend(Wrapper):
         return _fill_in(statuses, found)
 
     def clear(self, prefix: str) -> Status:
-        """Clear a prefix in the queue and the pool.
+        """Remove all keys that begin with ``prefix`` from the queue and the pool.
 
-        Returns the pool's answer, and ``FAILED`` while a block is being sent.
+        Returns ``FAILED`` if one of the blocks is being written now, or the pool's answer otherwise.
         """
         is_sending = self._withdraw(prefix)
         answer = self._store.clear(prefix)
         return Status.FAILED if is_sending else answer
 
     def drop_own_copies(self, prefix: str) -> bool:
-        """Remove blocks from the queue that are not being sent."""
+        """Remove the keys that begin with ``prefix`` from the queue, except blocks that are being written now."""
         self._withdraw(prefix)
         return self._store.drop_own_copies(prefix)
 
     def _withdraw(self, prefix: str) -> bool:
-        """Remove blocks from the queue that are not being sent; return whether others are."""
+        """Remove the keys that begin with ``prefix`` from the queue, except blocks that are being written now.
+
+        Returns whether there is a block that is being written now.
+        """
         with self._changed:
             queued = {key for key in self._blocks if key.startswith(prefix)}
             is_sending = {key for key in queued if self._blocks[key].is_sending}
@@ -185,20 +188,20 @@ class WriteBehindBackend(Wrapper):
         return bool(is_sending)
 
     def flush_writes(self, seconds: float) -> bool:
-        """Wait until all accepted blocks have been written or given up; return False if ``seconds`` were not enough."""
+        """Wait until all queued blocks have been written or dropped; return False if ``seconds`` were not enough."""
         with self._changed:
             last = next(reversed(self._blocks.values()), None)
             return last is None or self._changed.wait_for(lambda: last not in self._blocks.values(), seconds)
 
     def close(self) -> None:
-        """Write accepted blocks for ``flush_seconds`` more, drop the rest, close the store."""
+        """Write queued blocks for up to ``flush_seconds``, drop the others, and close the store."""
         with self._changed:
             if self._is_closed:
                 return
             self._is_closed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._blocks, self._flush_seconds)
-            self._gave_up = True
+            self._must_stop = True
             self._changed.notify_all()
         with contextlib.ExitStack() as closing:
             closing.callback(self._store.close)
@@ -211,7 +214,7 @@ class WriteBehindBackend(Wrapper):
                 self._store.unregister(self._base, self._arena.nbytes)
 
     def on_fork(self) -> None:
-        """Close the wrapper in a child process, which has no sender: the parent writes the queued blocks."""
+        """Close the wrapper in a forked child, which has no sender thread. The parent writes the queued blocks."""
         self._changed = threading.Condition()
         self._is_closed = True
         self._blocks = OrderedDict()
@@ -228,7 +231,7 @@ class WriteBehindBackend(Wrapper):
                 self.dropped["arena full" if self._store.is_ready else "pool away"] += 1
                 return Status.FAILED
             payload = start + HEADROOM_BYTES
-            # Under the lock, so that blocks enter the queue complete and in the order of the ring.
+            # Copied under the lock, so that a queued block is complete and the queue has the order of the ring.
             position = self._base + payload
             for address, size in value:
                 ctypes.memmove(position, address, size)
@@ -239,7 +242,7 @@ class WriteBehindBackend(Wrapper):
         return Status.OK
 
     def _find_room(self, nbytes: int) -> int | None:
-        """Return a place in the ring for ``nbytes`` behind the newest block; None: there is none now."""
+        """Return the offset of ``nbytes`` free bytes behind the newest block; None if the ring has no space."""
         oldest = next(iter(self._blocks.values()), None)
         tail = -(-self._tail // _ALIGNMENT) * _ALIGNMENT if oldest else 0
         head = oldest.start - HEADROOM_BYTES if oldest else 0
@@ -250,7 +253,7 @@ class WriteBehindBackend(Wrapper):
         return 0 if oldest and nbytes <= head else None
 
     def _copy_out(self, key: str, target: Value) -> Status | None:
-        """Copy a queued block to ``target``; return the answer, or None for a block that is not queued."""
+        """Copy a queued block to ``target``; return the status, or None if the block is not queued."""
         with self._changed:
             if self._is_closed:
                 return Status.FAILED
@@ -271,39 +274,45 @@ class WriteBehindBackend(Wrapper):
             pause = _FIRST_PAUSE_SECONDS
             while not self._try_batch(batch, is_last=time.monotonic() + pause > give_up_at):
                 with self._changed:
-                    self._changed.wait_for(lambda: self._gave_up, pause)
-                    if self._gave_up:
+                    self._changed.wait_for(lambda: self._must_stop, pause)
+                    if self._must_stop:
                         return
                 pause *= 2
 
     def _next_batch(self) -> dict[str, _Block]:
-        """Return the oldest blocks, marked as being sent; none when there will be no more."""
+        """Wait for queued blocks; mark the oldest as being sent, and return them (none: the sender must end)."""
         with self._changed:
             self._changed.wait_for(lambda: self._blocks or self._is_closed)
             batch: dict[str, _Block] = {}
             nbytes = 0
             for key, block in self._blocks.items():
                 nbytes += block.nbytes
-                if self._gave_up or (batch and nbytes > self._batch_bytes):
+                if self._must_stop or (batch and nbytes > self._batch_bytes):
                     break
                 batch[key] = block
                 block.is_sending = True
             return batch
 
     def _try_batch(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
-        """Call ``_send_batch``; a store that raises counts as refusing the blocks, and the sender continues."""
+        """Call ``_send_batch``; treat an exception of the store as a refusal of the blocks."""
         try:
             return self._send_batch(batch, is_last=is_last)
         except Exception:
             if not self._has_raised:
-                logger.exception("A store raised on %d blocks, which it may not; said once", len(batch))
+                logger.exception(
+                    "A store raised an exception on %d blocks, which StorageBackend forbids; this is logged once",
+                    len(batch),
+                )
             self._has_raised = True
             if is_last:
                 self._finish_blocks(batch, set(batch), "refused")
             return is_last
 
     def _send_batch(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
-        """Write the blocks of ``batch`` that the pool lacks; return False if some stay in it, to be tried again."""
+        """Write the blocks of ``batch`` that the pool lacks; return False if some blocks must be tried again.
+
+        Blocks that were written or dropped are removed from ``batch``.
+        """
         keys = list(batch)
         known = self._store.exists(keys)
         self._finish_blocks(batch, {key for key, status in zip(keys, known, strict=True) if status is Status.OK})
@@ -315,16 +324,17 @@ class WriteBehindBackend(Wrapper):
         values = [[Span(self._base + block.start, block.nbytes)] for block in batch.values()]
         stored = self._store.put(keys, values)
         self._finish_blocks(batch, {key for key, status in zip(keys, stored, strict=True) if status is Status.OK})
-        # A call that was given up may still read from the arena, so nothing may be written there meanwhile.
+        # A late call may still read from the arena, so the memory of these blocks must not be used again before it
+        # ends.
         while batch and not self._store.wait_for_late_calls(_LATE_CALL_WAIT_SECONDS):
-            if self._gave_up:
+            if self._must_stop:
                 return True
         if is_last:
             self._finish_blocks(batch, set(batch), "refused")
         return not batch
 
     def _finish_blocks(self, batch: dict[str, _Block], keys: set[str], dropped_because: str | None = None) -> None:
-        """Remove blocks that were written, or dropped for a reason, from the batch and from the arena."""
+        """Remove blocks from the batch and from the arena; with ``dropped_because``, count them as dropped."""
         for key in keys:
             del batch[key]
         with self._changed:
@@ -341,11 +351,11 @@ class WriteBehindBackend(Wrapper):
 
     def _take_out(self, keys: set[str]) -> None:
         for key in keys:
-            self._blocks.pop(key, None)  # close() may have removed it already
+            self._blocks.pop(key, None)  # ``close`` may have removed the block already
         self._changed.notify_all()
 
 
 def _fill_in(statuses: Sequence[Status | None], answers: Sequence[Status]) -> list[Status]:
-    """Return the statuses with each ``None`` replaced by the next answer."""
+    """Return ``statuses`` with each ``None`` replaced by the next item of ``answers``."""
     rest = iter(answers)
     return [next(rest) if status is None else status for status in statuses]

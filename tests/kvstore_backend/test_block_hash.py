@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvstore_backend.block_hash import HASH_BYTES, extend_block_hashes, root_hash
+from kvstore_backend.block_hash import extend_block_hashes, root_hash
 
 TOKEN = st.integers(0, 2**32 - 1)
 TOKENS = st.lists(TOKEN, max_size=80)
@@ -22,7 +22,7 @@ def hashes_of(tokens: list[int], block_size: int = 4, root: bytes | None = None)
 def test_every_full_block_has_a_hash_and_a_partial_one_has_none(tokens: list[int], block_size: int) -> None:
     hashes = hashes_of(tokens, block_size)
     assert len(hashes) == len(tokens) // block_size
-    assert all(len(digest) == HASH_BYTES for digest in hashes)
+    assert all(len(digest) == 32 for digest in hashes)
 
 
 @given(TOKENS, TOKENS, BLOCK_SIZE)

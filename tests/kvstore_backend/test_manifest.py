@@ -51,6 +51,11 @@ def test_a_pool_that_lies_is_told_from_a_manifest(data: bytes) -> None:
         decode_manifest(data, NAMESPACE.digest)
 
 
+def test_other_bytes_are_told_in_a_sentence() -> None:
+    with pytest.raises(ManifestError, match="it is not JSON"):
+        decode_manifest(b"?" * MANIFEST_BYTES, NAMESPACE.digest)
+
+
 @given(st.sampled_from(["manifest", "fields", "facts", "block_format", "written_at"]), st.data())
 def test_a_manifest_with_a_member_of_another_kind_is_refused(member: str, data: st.DataObject) -> None:
     wrong = st.none() | st.floats() | st.booleans() | st.lists(st.integers()) | st.just({"model": None})
@@ -62,7 +67,7 @@ def test_a_manifest_with_a_member_of_another_kind_is_refused(member: str, data: 
 @pytest.mark.parametrize("field", ["model", "kv_dtype", "block_size", "tp_rank"])
 def test_nobody_can_say_of_a_namespace_what_is_not_true_of_it(field: str) -> None:
     lie = replace(MANIFEST, fields={**MANIFEST.fields, field: "other"})
-    with pytest.raises(ManifestError, match="not true of this namespace"):
+    with pytest.raises(ManifestError, match="have another digest than this namespace"):
         decode_manifest(encode_manifest(lie), NAMESPACE.digest)
 
 
@@ -78,7 +83,7 @@ def test_facts_that_do_not_fit_are_left_out_and_fields_never() -> None:
     assert decoded.fields == MANIFEST.fields
     assert decoded.facts["name"] == "qwen"
     assert "bell" not in decoded.facts
-    with pytest.raises(ManifestError, match="of the 2048"):
+    with pytest.raises(ManifestError, match="at most 2048"):
         encode_manifest(Manifest({f"field {i}": "x" * 390 for i in range(9)}))
 
 
@@ -91,7 +96,7 @@ def test_its_key_tells_the_namespace() -> None:
     key = manifest_key(NAMESPACE.digest)
     assert (key, parse_manifest_key(key)) == (f"kvstore-manifest/{NAMESPACE.digest}", NAMESPACE.digest)
     for other in (NAMESPACE.key(bytes(32)), NAMESPACE.digest, "kvstore-manifest/", f"{key}0"):
-        with pytest.raises(ValueError, match="no key of a manifest"):
+        with pytest.raises(ValueError, match="is not the key of a manifest"):
             parse_manifest_key(other)
 
 

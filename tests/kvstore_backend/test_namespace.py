@@ -196,7 +196,7 @@ def test_a_config_that_cannot_be_used_is_named(tmp_path: Path, content: str, sen
 )
 def test_a_broken_safetensors_file_is_named(tmp_path: Path, content: bytes) -> None:
     (checkpoint(tmp_path / "m") / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model.safetensors is not a (whole )?safetensors file"):
+    with pytest.raises(ConfigError, match=r"model.safetensors is not a (complete )?safetensors file"):
         fingerprint_model(tmp_path / "m")
 
 
@@ -286,5 +286,5 @@ def test_a_key_is_taken_apart_into_what_it_was_made_of() -> None:
     ],
 )
 def test_any_other_text_is_no_key_of_a_block(text: str) -> None:
-    with pytest.raises(ValueError, match="is no key of a block"):
+    with pytest.raises(ValueError, match="is not the key of a block"):
         module.parse_key(text)

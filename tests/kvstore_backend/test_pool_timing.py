@@ -47,5 +47,5 @@ def test_loading_is_timed_and_leaves_nothing_behind() -> None:
 
 
 def test_a_pool_without_room_is_said_in_a_sentence() -> None:
-    with pytest.raises(PoolUnavailable, match="blocks that were put could not be read"):
+    with pytest.raises(PoolUnavailable, match="stored blocks could not be read"):
         time_loading(load_config("memory:?size=1MiB"), 1024)

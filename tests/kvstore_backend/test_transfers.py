@@ -675,3 +675,20 @@ def test_what_is_to_be_kept_is_kept_for_so_long(memory: KVMemory) -> None:
     assert kept.outcome.count == 4
     assert store.kept == [(4, 60.0)]
     transfers.close()
+
+
+def test_useless_blocks_are_removed_although_somebody_has_just_read_them(memory: KVMemory) -> None:
+    store = _Leased(MemoryStore(1 << 20))
+    pool = BlockPool(store, NAMESPACE)
+    transfers = Transfers(pool, memory.direct, lambda event: event())
+    fill_pool(pool, HASHES)
+    transfers.remove(HASHES[1:])
+    wait_until(lambda: pool.lookup(HASHES) == 1, "the removal")
+    transfers.close()
+
+
+class _Leased(Wrapper):
+    """A store all of whose values have just been read: it removes them by force alone."""
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        return super().remove(keys, force=force) if force else [Status.FAILED] * len(keys)

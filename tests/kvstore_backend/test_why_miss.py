@@ -30,7 +30,7 @@ def manifest(facts: dict[str, str] | None = None, **fields: str | int) -> Manife
         (manifest({"architecture": "2", "name": "llama"}, model="b"), "other_model", "'qwen' of A, 'llama' of B"),
         (manifest(weights_version="7"), "other_weights", "nothing of A, '7' of B"),
         (manifest(tp_size=2, num_kv_heads=1), "other_tp_size", "also: num_kv_heads differs: 2 of A, 1 of B"),
-        (manifest(tp_rank=1), "other_rank", "each rank of a set-up has its own blocks"),
+        (manifest(tp_rank=1), "other_rank", "each rank of a configuration has its own blocks"),
         (manifest(num_layers=12), "other_shape", "num_layers differs: 24 of A, 12 of B"),
         (manifest(layout="vllm 1"), "other_layout", "'layer,kv,head,token,dim' of A, 'vllm 1' of B"),
         (manifest(tenant="red"), "other_tenant", "nothing of A, 'red' of B"),
@@ -122,7 +122,7 @@ def test_the_place_and_the_words_that_differ_are_named() -> None:
 
 def test_a_prompt_that_continues_another_and_an_equal_one_are_named() -> None:
     assert compare_prompts([1, 2], [1, 2, 3]).reason == "continues"
-    assert "the first prompt continues after all 2 tokens" in compare_prompts([1, 2, 3], [1, 2]).sentence
+    assert "the first prompt begins with all 2 tokens" in compare_prompts([1, 2, 3], [1, 2]).sentence
     assert compare_prompts([1, 2], [1, 2]).reason == "same_prompt"
 
 

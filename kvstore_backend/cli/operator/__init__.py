@@ -1,10 +1,10 @@
 """Operator commands on the blocks of a pool.
 
-ls.py         kvstore ls: a pool's namespaces, or a prefix
-clear.py      kvstore clear: removes the named blocks
-why_miss.py   kvstore why-miss: why two configurations do not share blocks, or where two prompts diverge
+ls.py         kvstore ls: lists the namespaces of a pool, or the blocks of a prefix
+clear.py      kvstore clear: removes blocks
+why_miss.py   kvstore why-miss: compares two configurations, or two prompts, that do not share blocks
 pin.py        kvstore pin, unpin: protects blocks from eviction for a time
-asking.py     HTTP requests to instances and routers
-pool.py       which pool: arguments, and its opened holdings
-scope.py      which blocks of the pool: namespaces, or those of a prefix; and what a pool holds
+asking.py     sends HTTP requests to instances and routers
+pool.py       reads the arguments that select the pool, and opens its holdings
+scope.py      reads the arguments that select blocks, and lists the namespaces of a pool
 """

@@ -1,4 +1,4 @@
-"""HTTP requests to instances and routers about blocks; every error is one sentence."""
+"""Sends HTTP requests to instances and routers, for operator commands. Each error's message is one sentence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "tokenize",
 ]
 
-# Long enough for a router, which asks its instances.
+# Long enough for a router, which sends requests to its instances.
 _TIMEOUT_SECONDS = 30.0
 _ROLES = ("mixed", "prefill", "decode")
 _CLEAR_PATHS = ("/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache")
@@ -50,16 +50,16 @@ class CacheState:
 
     @property
     def sentence(self) -> str:
-        """Contents of the cache, as a sentence for an operator who cleared the pool."""
+        """Sentence about the contents of the cache, for an operator who cleared the pool."""
         if self.num_blocks is None:
-            return f"{self.address} does not say what is in its own cache; --caches clears it"
+            return f"{self.address} does not report the content of its own cache; --caches clears it"
         if not self.num_blocks:
-            return f"{self.address} has nothing in its own cache"
-        return f"{self.address} has {self.num_blocks} blocks of this model in its own cache still; --caches clears it"
+            return f"{self.address} has no blocks in its own cache"
+        return f"{self.address} still has {self.num_blocks} blocks of this model in its own cache; --caches clears it"
 
 
 def is_address(text: str) -> bool:
-    """Return whether the text is HOST:PORT or a URL of HOST:PORT, and not a digest."""
+    """Return whether ``text`` is an address (HOST:PORT, or http://HOST:PORT), and not a digest."""
     with contextlib.suppress(ValueError):
         return bool(parse_address(text))
     return False
@@ -70,21 +70,21 @@ def read_instance(address: str) -> Manifest:
 
     Raises:
         ConfigError: ``address`` is not an address.
-        PoolUnavailable: no server answers there, or it is not an instance of this project.
+        PoolUnavailable: no server answers at the address, or it is not an instance of this project.
     """
     content = _ask(address, "instance", "GET", "/kvcache")
     try:
         return parse_manifest(content.get("manifest"))
     except ManifestError as exc:
-        raise PoolUnavailable(f"the instance at {address} does not say what its blocks are: {exc}") from None
+        raise PoolUnavailable(f"the instance at {address} does not describe its blocks: {exc}") from None
 
 
 def read_cache(address: str) -> CacheState:
-    """Read how many blocks an instance's own cache holds; instances of other engines do not report it.
+    """Read the number of blocks in an instance's own cache. Instances of other engines do not report it.
 
     Raises:
         ConfigError: ``address`` is not an address.
-        PoolUnavailable: no server answers there.
+        PoolUnavailable: no server answers at the address.
     """
     answer, content = _request(address, "instance", "GET", "/kvcache")
     if answer.status_code != httpx.codes.OK or not isinstance(content, dict):
@@ -94,11 +94,11 @@ def read_cache(address: str) -> CacheState:
 
 
 def clear_cache(address: str) -> None:
-    """Make an instance clear its own cache, with our path for that, or the path of vLLM or SGLang.
+    """Make an instance clear its own cache: an instance of this project, vLLM or SGLang.
 
     Raises:
         ConfigError: ``address`` is not an address.
-        PoolUnavailable: no server answers there, or the instance did not clear its cache.
+        PoolUnavailable: no server answers at the address, or the instance did not clear its cache.
     """
     status = 0
     for path in _CLEAR_PATHS:
@@ -107,15 +107,15 @@ def clear_cache(address: str) -> None:
             return
         if status not in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
             break
-    raise PoolUnavailable(f"the instance at {address} did not clear its own cache: it answered {status}")
+    raise PoolUnavailable(f"the instance at {address} did not clear its own cache; it answered {status}")
 
 
 def list_instances(router: str, token_file: Path | None) -> list[str]:
     """Return the addresses of a router's instances.
 
     Raises:
-        ConfigError: ``router`` is not an address, or the token's file cannot be read.
-        PoolUnavailable: no server answers there, or it is not a router.
+        ConfigError: ``router`` is not an address, or the file with the token cannot be read.
+        PoolUnavailable: no server answers at the address, or it is not a router.
     """
     content = _ask(router, "router", "GET", "/registered", headers=_authorise(token_file))
     entries = [each for role in _ROLES for each in content.get(role, [])]
@@ -123,41 +123,42 @@ def list_instances(router: str, token_file: Path | None) -> list[str]:
 
 
 def clear_caches_of_router(router: str, token_file: Path | None) -> list[str]:
-    """Make all instances of a router clear their caches.
+    """Make all instances of a router clear their own caches; return a sentence for each instance that failed.
 
-    Returns a sentence for each failure. Errors are those of ``list_instances``.
+    Raises the same errors as ``list_instances``.
     """
     headers = _authorise(token_file)
     answer, content = _request(router, "router", "POST", "/admin/clear_prefix_cache", headers=headers)
     outcomes = content.get("instances") if isinstance(content, dict) else None
     if not isinstance(outcomes, dict):
-        raise PoolUnavailable(f"the router at {router} cleared no caches: it answered {answer.status_code}")
+        raise PoolUnavailable(f"the router at {router} cleared no caches; it answered {answer.status_code}")
     return [f"{each} did not clear its cache: {why}" for each, why in outcomes.items() if why != "success"]
 
 
 def find_pool_url(address: str) -> str:
-    """Return the URL of the pool that an instance uses; errors are those of ``read_instance``."""
+    """Return the URL of the pool that an instance uses. Raises the same errors as ``read_instance``."""
     pool = _ask(address, "instance", "GET", "/kvcache").get("pool")
     url = pool.get("url") if isinstance(pool, dict) else None
     if not isinstance(url, str) or not url:
-        raise PoolUnavailable(f"the instance at {address} does not say which pool it uses: name the pool")
+        raise PoolUnavailable(f"the instance at {address} does not report which pool it uses; name the pool")
     return url
 
 
 def tokenize(address: str, body: Mapping[str, Any]) -> list[int]:
-    """Return the tokens of a prompt, as the instance makes them; errors are those of ``read_instance``.
+    """Return the tokens of a prompt, as an instance converts it. Raises the same errors as ``read_instance``.
 
     Args:
-        body: ``prompt``, a text, or ``messages``.
+        address: address of the instance.
+        body: the prompt: a member ``prompt`` with text, or a member ``messages``.
     """
     tokens = _ask(address, "instance", "POST", "/tokenize", body=body).get("tokens")
     if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-        raise PoolUnavailable(f"the instance at {address} does not say which tokens a prompt has")
+        raise PoolUnavailable(f"the instance at {address} does not report the tokens of a prompt")
     return tokens
 
 
 def detokenize(address: str, tokens: Sequence[int]) -> str:
-    """Return the text of tokens; errors are those of ``read_instance``."""
+    """Return the text of tokens, as an instance converts them. Raises the same errors as ``read_instance``."""
     text = _ask(address, "instance", "POST", "/detokenize", body={"tokens": list(tokens)}).get("prompt")
     return text if isinstance(text, str) else ""
 
@@ -181,7 +182,7 @@ def _ask(
 def _request(
     address: str, kind: str, method: str, path: str, *, body: object = None, headers: Mapping[str, str] | None = None
 ) -> tuple[httpx.Response, object]:
-    """Return the response and its JSON content; None for content that is not JSON."""
+    """Send a request; return the response and its JSON content. The content is None if it is not JSON."""
     try:
         url = parse_address(address).url
     except ValueError:

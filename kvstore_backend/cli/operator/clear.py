@@ -1,4 +1,4 @@
-"""Remove blocks from a pool: those of namespaces, or of a prefix; nothing that is not named."""
+"""Remove the blocks of namespaces, or of a prefix, from a pool."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from kvstore_backend.stores.holdings import Holdings
 
 __all__ = ["add_arguments", "run"]
 
-# Longer than instances take to find a mark (``refill.py``) and to write queued blocks.
+# Instances need less time to find a mark (``refill.py``) and to write their queued blocks.
 _SETTLE_SECONDS = 6.0
-# The longest pin that a Mooncake master grants by default.
+# Seconds of the longest pin that a Mooncake master grants by default.
 _MARK_KEPT_SECONDS = 86400.0
 _MAX_TRIES = 3
 
@@ -39,34 +39,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_scope_arguments(parser, verb="remove")
     add = parser.add_argument
     add("--all", action="store_true", help="remove all namespaces (of the tenant); keys of other software stay")
-    add("--dry-run", action="store_true", help="only say what would be removed")
-    add("--yes", action="store_true", help="do not ask on a terminal; without a terminal there is no question")
+    add("--dry-run", action="store_true", help="only print what would be removed")
+    add(
+        "--yes",
+        action="store_true",
+        help="do not ask for confirmation on a terminal (without a terminal, the command never asks)",
+    )
     add(
         "--instances",
         nargs="+",
         default=[],
         metavar="HOST:PORT",
-        help="instances to ask what their own caches still hold; CONFIG comes before this",
+        help="instances that report how many blocks their own caches still have; write CONFIG before this flag",
     )
-    add("--router", metavar="HOST:PORT", help="ask all instances of this router")
-    add("--token-file", type=Path, metavar="FILE", help="with the router's admin token, if it has one")
-    add("--caches", action="store_true", help="clear those instances' own caches, too, whole")
+    add("--router", metavar="HOST:PORT", help="the same for all instances of this router")
+    add("--token-file", type=Path, metavar="FILE", help="file with the router's admin token, if it has one")
+    add("--caches", action="store_true", help="also clear the own caches of these instances completely")
     parser.epilog = (
-        "A prefix's blocks belong to all prompts that begin with it. The command takes six seconds longer than "
-        "removing does: then it removes what was on its way into the pool. Instances save nothing again that they had "
-        "cached, and go on answering from their caches; --caches with --instances or --router clears those."
+        "The blocks of a prefix belong to all prompts that begin with it. After the removal the command waits six "
+        "seconds, and then removes the blocks that arrived meanwhile. Instances do not save their cached blocks again, "
+        "but they still use their own caches; --caches with --instances or --router clears these."
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Remove the named blocks, and print how many were removed.
+    """Remove the blocks that the arguments select, and print how many were removed.
 
     Raises:
-        ConfigError: the arguments do not name blocks.
-        PoolUnavailable: the pool cannot be reached, or the pool, an instance or a router did not do all of it.
+        ConfigError: the arguments select no blocks.
+        PoolUnavailable: the pool cannot be reached, or did not remove all blocks; or an instance or a router did not
+            clear all caches.
     """
     if arguments.caches and not (arguments.instances or arguments.router):
-        raise ConfigError("--caches clears the caches of instances: name them with --instances or --router")
+        raise ConfigError("--caches clears the caches of instances; name them with --instances or --router")
     with open_holdings(arguments) as holdings:
         is_whole = arguments.all and not holdings.is_listed and not arguments.dry_run
         scopes = [] if is_whole else _find_scopes(arguments, holdings)
@@ -84,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     states = [read_cache(address) for address in _find_instances(arguments)]
     _report(arguments, removed, late, [each for each in states if is_whole or _may_hold(each, scopes, arguments)])
     if not is_marked:
-        troubles.append("the pool took no mark of this clear, so instances may put blocks again that they have cached")
+        troubles.append(
+            "the pool did not store the mark of this clear, so instances may store their cached blocks again"
+        )
     if troubles:
         raise PoolUnavailable("; ".join(troubles))
     return 0
@@ -99,7 +106,7 @@ def _is_terminal() -> bool:
 
 
 def _is_confirmed(counts: dict[str, int]) -> bool:
-    """Ask the operator for confirmation; return whether the answer is yes."""
+    """Print the number of blocks, and ask the operator for confirmation; return whether the answer is yes."""
     for digest, count in counts.items():
         print(f"{count} blocks of namespace {digest}")
     if not counts:
@@ -114,19 +121,19 @@ def _find_scopes(arguments: argparse.Namespace, holdings: Holdings) -> list[Scop
     if not arguments.all:
         return find_scope(arguments, holdings)
     if arguments.namespace or names_prefix(arguments):
-        raise ConfigError("--all is everything: leave it out, or leave out what else is named")
+        raise ConfigError("--all removes everything; leave it out, or leave out the other arguments")
     return [Scope(digest, None) for digest in read_catalogue(holdings).namespaces]
 
 
 def _mark_clear(holdings: Holdings, digests: Sequence[str]) -> bool:
-    """Write the marks for the instances, before anything is removed; return whether the pool took all marks."""
+    """Write the marks from which instances learn of the clear; return whether the pool stored all of them."""
     are_written = [_write_mark(holdings, mark_key(digest)) for digest in digests]
     return all(are_written)
 
 
 def _write_mark(holdings: Holdings, key: str) -> bool:
     mark = make_mark(key)
-    for _ in range(_MAX_TRIES):  # another operator may be doing the same
+    for _ in range(_MAX_TRIES):  # another operator may write the same mark at the same time
         holdings.remove_keys([key])
         if not all(holdings.keep_values([key], [mark], _MARK_KEPT_SECONDS)):
             holdings.write_values([key], [mark])
@@ -153,22 +160,24 @@ def _count_blocks(scope: Scope, holdings: Holdings) -> int:
 
 
 def _clear_scope(scope: Scope, holdings: Holdings) -> int:
-    """Remove the blocks; return how many there were.
+    """Remove the blocks of a scope; return how many were removed.
 
     Raises:
-        PoolUnavailable: some of them are still in the pool, or may be.
+        PoolUnavailable: some blocks could not be removed.
     """
     if scope.keys is None:
         return holdings.remove_prefix(key_prefix(scope.digest))
     statuses = holdings.remove_keys(scope.keys)
     removed, failed = statuses.count(Status.OK), statuses.count(Status.FAILED)
     if failed:
-        raise PoolUnavailable(f"{removed} blocks removed, but {failed} could not be: they may be in the pool still")
+        raise PoolUnavailable(
+            f"{removed} blocks were removed; {failed} could not be removed and may still be in the pool"
+        )
     return removed
 
 
 def _find_instances(arguments: argparse.Namespace) -> list[str]:
-    """Return the instances that the arguments name, and those of the router."""
+    """Return the addresses of the instances in the arguments, and of the router's instances."""
     listed = list_instances(arguments.router, arguments.token_file) if arguments.router else []
     return list(dict.fromkeys([*arguments.instances, *listed]))
 
@@ -187,7 +196,7 @@ def _clear_caches(arguments: argparse.Namespace) -> list[str]:
 
 
 def _may_hold(state: CacheState, scopes: Sequence[Scope], arguments: argparse.Namespace) -> bool:
-    """Return whether the instance may have removed blocks in its cache."""
+    """Return whether the instance's own cache may have blocks that were removed from the pool."""
     return arguments.all or state.digest in ("", *(scope.digest for scope in scopes))
 
 
@@ -200,8 +209,8 @@ def _report(arguments: argparse.Namespace, removed: dict[str, int], late: int, s
     for digest, count in removed.items():
         print(f"{count} blocks {verb} of {'all namespaces' if digest == ALL else f'namespace {digest}'}")
     if not removed:
-        print("the pool has no namespace: nothing to remove")
+        print("the pool has no namespace, so nothing was removed")
     if late:
-        print(f"{late} more had been on their way into the pool, and were removed")
+        print(f"{late} more blocks arrived in the pool meanwhile and were removed")
     for each in states:
         print(each.sentence)

@@ -1,4 +1,4 @@
-"""Show a pool's namespaces with their blocks, or how much of a prefix is there."""
+"""Show the namespaces of a pool, or how many blocks of a prefix the pool has."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the namespaces, or the blocks of the prefix.
+    """Print the namespaces of the pool, or the number of blocks of the prefix.
 
     Raises:
-        ConfigError: the arguments do not name blocks.
-        PoolUnavailable: the pool cannot be reached, or did not do all of it.
+        ConfigError: the arguments select no blocks, or cannot be used.
+        PoolUnavailable: the pool cannot be reached, or cannot list its keys.
     """
     with open_holdings(arguments) as holdings:
         if names_prefix(arguments):
@@ -122,8 +122,8 @@ def _show_prefix(scopes: Sequence[Scope], holdings: Holdings, *, is_json: bool) 
         return 0
     for row in rows:
         print(
-            f"{row['namespace']}: {row['found']} of {row['blocks']} blocks of the prefix are there "
-            f"({format_bytes(row['bytes'])}); the leading {row['leading']} are of use: "
+            f"{row['namespace']}: the pool has {row['found']} of {row['blocks']} blocks of the prefix "
+            f"({format_bytes(row['bytes'])}); the {row['leading']} leading blocks can be used: "
             f"{row['leading_tokens']} of {row['tokens']} tokens"
         )
     return 0

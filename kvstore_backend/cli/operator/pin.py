@@ -1,7 +1,7 @@
 """Pin blocks, which protects them from eviction for a time, or unpin them: ``kvstore pin`` and ``kvstore unpin``.
 
-Mooncake sets a pin when it writes, so both commands read the stored bytes and write them again in place. A block is not
-found during its write.
+Mooncake sets and removes pins only in a write. So both commands read the stored bytes and write them again in the same
+place. During the write, other clients do not find the block.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_duration,
         default="30m",
         metavar="TIME",
-        help="for how long: 90s, 30m, 1h, 1d (default 30m); the master's --max_kv_soft_pin_ttl, a day, is the most",
+        help="duration: 90s, 30m, 1h, 1d (default 30m); the maximum is the master's --max_kv_soft_pin_ttl, one day",
     )
     _add_dry_run(parser)
     parser.epilog = (
-        "A pin is soft, as Mooncake has it: what is pinned is evicted after all else. Reading does not renew it, and "
-        "it does not survive a restart of the master."
+        "A pin is Mooncake's soft pin: pinned blocks are evicted last. Reading a block does not renew its pin, and a "
+        "restart of the master removes all pins."
     )
 
 
@@ -53,21 +53,21 @@ def add_unpin_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_dry_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="only say how many blocks the arguments name")
+    parser.add_argument("--dry-run", action="store_true", help="only print how many blocks would be selected")
 
 
 def pin(arguments: argparse.Namespace) -> int:
-    """Pin the blocks that the arguments name.
+    """Pin the blocks that the arguments select.
 
     Raises:
-        ConfigError: the arguments do not name blocks, or the pool has no pins.
-        PoolUnavailable: the pool cannot be reached, or did not do all of it.
+        ConfigError: the arguments select no blocks, or the pool cannot pin blocks.
+        PoolUnavailable: the pool cannot be reached, or not all blocks could be read and written.
     """
     return _change_pins(arguments, arguments.seconds, "pinned")
 
 
 def unpin(arguments: argparse.Namespace) -> int:
-    """Unpin the blocks that the arguments name; errors are those of ``pin``."""
+    """Unpin the blocks that the arguments select. Raises the same errors as ``pin``."""
     return _change_pins(arguments, 0.0, "unpinned")
 
 
@@ -75,14 +75,14 @@ def parse_duration(text: str) -> float:
     """Parse ``90s``, ``30m``, ``1h``, ``1d`` to seconds; a number without a unit means seconds."""
     match = _DURATION.fullmatch(text)
     if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 30m, 1h or 1d")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write 90s, 30m, 1h or 1d")
     return float(int(match[1]) * _UNITS[match[2] or "s"])
 
 
 def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> int:
     with open_holdings(arguments) as holdings:
         if not holdings.can_keep:
-            raise ConfigError("a folder evicts what was used least recently and pins nothing: only Mooncake pins")
+            raise ConfigError("a file pool cannot pin blocks; only Mooncake can")
         results = {}
         for scope in find_scope(arguments, holdings):
             results[scope.digest] = _change_scope(scope, holdings, seconds, is_dry=arguments.dry_run)
@@ -93,17 +93,21 @@ def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> in
             would = "would be " if arguments.dry_run else ""
             print(f"{counts['done']} blocks of namespace {digest} {would}{verb}{_tell_rest(counts)}")
     if seconds and not any(counts["done"] or counts["failed"] for counts in results.values()):
-        raise PoolUnavailable("the pool has none of these blocks whole, so nothing is pinned")
+        raise PoolUnavailable("the pool has none of these blocks complete, so nothing is pinned")
+    if not seconds and any(counts["damaged"] for counts in results.values()):
+        raise PoolUnavailable(
+            "damaged blocks are not written again, so their pins stay; remove these blocks with kvstore clear"
+        )
     if any(counts["failed"] for counts in results.values()):
         raise PoolUnavailable(
-            "the pool did not take all of them: some were being read or written, or --for is more than the master "
-            "allows (--max_kv_soft_pin_ttl); try again"
+            f"not all blocks were {verb}: some could not be read, some were being read or written, or --for is longer "
+            "than the master allows (--max_kv_soft_pin_ttl); try again"
         )
     return 0
 
 
 def _change_scope(scope: Scope, holdings: Holdings, seconds: float, *, is_dry: bool) -> dict[str, int]:
-    """Change the pins of the blocks; count those ``done``, ``absent``, ``damaged`` and ``failed``."""
+    """Pin or unpin the blocks; return the numbers of blocks ``done``, ``absent``, ``damaged`` and ``failed``."""
     keys, sizes = _find_present(scope, holdings)
     counts = Counter(done=0, absent=len(scope.keys) - len(keys) if scope.keys else 0, damaged=0, failed=0)
     if is_dry:
@@ -112,35 +116,38 @@ def _change_scope(scope: Scope, holdings: Holdings, seconds: float, *, is_dry: b
     with show_progress("pin" if seconds else "unpin", len(keys)) as tell:
         for batch in _read_batches(holdings, keys, sizes):
             stored = holdings.keep_values(batch.keys, batch.values, seconds).count(Status.OK)
-            counts.update(done=stored, failed=len(batch.keys) - stored, absent=batch.gone, damaged=batch.damaged)
+            failed = len(batch.keys) - stored + batch.unread
+            counts.update(done=stored, failed=failed, absent=batch.gone, damaged=batch.damaged)
             tell(sum(counts.values()))
     return dict(counts)
 
 
 def _tell_rest(counts: dict[str, int]) -> str:
-    rest = {"absent": "not in the pool", "damaged": "damaged, so left alone", "failed": "not taken by the pool"}
+    rest = {"absent": "not in the pool", "damaged": "damaged, so not changed", "failed": "could not be read or written"}
     parts = [f"{counts[name]} {text}" for name, text in rest.items() if counts[name]]
     return f" ({', '.join(parts)})" if parts else ""
 
 
 class _Batch(NamedTuple):
-    """Some blocks.
+    """Blocks that were read from the pool.
 
     Attributes:
-        keys: keys of the blocks that arrived undamaged.
-        values: their values, headers included.
-        gone: number of blocks that were evicted meanwhile, or did not arrive.
+        keys: keys of the blocks that were read and passed the check.
+        values: values of these blocks, with their headers.
+        gone: number of blocks that the pool has lost meanwhile, for example because they were evicted.
+        unread: number of blocks that could not be read although the pool has them, for example because a lease ended.
         damaged: number of blocks that failed the check.
     """
 
     keys: list[str]
     values: list[StoredBytes]
     gone: int
+    unread: int
     damaged: int
 
 
 def _find_present(scope: Scope, holdings: Holdings) -> tuple[list[str], list[int]]:
-    """Return the keys of a scope that the pool has, and the bytes of each value.
+    """Return the keys of a scope that the pool has, and the size of each value in bytes.
 
     Raises:
         PoolUnavailable: the pool does not answer.
@@ -151,18 +158,21 @@ def _find_present(scope: Scope, holdings: Holdings) -> tuple[list[str], list[int
 
 
 def _read_batches(holdings: Holdings, keys: Sequence[str], sizes: Sequence[int]) -> Iterator[_Batch]:
-    """Read blocks, a batch at a time."""
+    """Read blocks, and yield them in batches of up to ``_BATCH_BYTES``."""
     for part in split_by_size(sizes, _BATCH_BYTES):
         yield _read_batch(holdings, keys[part], sizes[part])
 
 
 def _read_batch(holdings: Holdings, keys: Sequence[str], sizes: Sequence[int]) -> _Batch:
-    read = zip(keys, holdings.read_values(keys, sizes), strict=True)
+    read = list(zip(keys, holdings.read_values(keys, sizes), strict=True))
     arrived = [(key, value) for key, value in read if value is not None]
+    missing = [key for key, value in read if value is None]
+    unread = sum(size is not None for size in holdings.find_sizes(missing)) if missing else 0
     whole = [(key, value) for key, value in arrived if find_fault(key, value) is None]
     return _Batch(
         [key for key, _ in whole],
         [value for _, value in whole],
-        gone=len(keys) - len(arrived),
+        gone=len(missing) - unread,
+        unread=unread,
         damaged=len(arrived) - len(whole),
     )

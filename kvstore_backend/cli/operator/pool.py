@@ -1,4 +1,4 @@
-"""Pool of an operator's command: its arguments, and its opened holdings."""
+"""Reads the arguments that select the pool of an operator's command, and opens the pool's holdings."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ __all__ = ["add_pool_arguments", "find_pool", "open_holdings", "read_pool_config
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that select the pool, the tenant and the output format."""
     parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
-    parser.add_argument("--tenant", metavar="NAME", help="the owner of the blocks, where the master separates tenants")
+    parser.add_argument("--tenant", metavar="NAME", help="tenant of the blocks, if the master separates tenants")
     parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
 
 
 def read_pool_config(arguments: argparse.Namespace) -> PoolConfig:
-    """Read the configuration that the arguments name, for the tenant that they name.
+    """Read the configuration of the pool and the tenant that the arguments select.
 
     Raises:
-        ConfigError: the configuration cannot be used, has no pool, or its store has no tenants.
+        ConfigError: the configuration cannot be used or has no pool, or the pool has no tenants.
     """
     config = find_pool(arguments.config, getattr(arguments, "instances", []))
     if arguments.tenant is None:
         return config
     if not isinstance(config.store, MooncakeSettings):
-        raise ConfigError(f"--tenant is {arguments.tenant!r}, but the store {config.backend} knows no tenants")
+        raise ConfigError(f"--tenant is {arguments.tenant!r}, but a {config.backend} pool has no tenants")
     try:
         return replace(config, store=replace(config.store, tenant_id=parse_tenant(arguments.tenant)))
     except ValueError as exc:
@@ -51,7 +51,7 @@ def read_pool_config(arguments: argparse.Namespace) -> PoolConfig:
 
 
 def find_pool(source: str | None, instances: Sequence[str]) -> PoolConfig:
-    """Read the pool that ``source`` or the environment names; without both, the pool of the first instance.
+    """Read the configuration of a pool: from ``source``, else from the environment, else from the first instance.
 
     Raises:
         ConfigError: the configuration cannot be used, or has no pool.
@@ -61,17 +61,17 @@ def find_pool(source: str | None, instances: Sequence[str]) -> PoolConfig:
         source = find_pool_url(instances[0])
     config = read_config(source)
     if config is None:
-        raise ConfigError("the configuration says that there is no pool")
+        raise ConfigError('the configuration turns the pool off ("backend": ""); name a pool')
     return config
 
 
 @contextlib.contextmanager
 def open_holdings(arguments: argparse.Namespace) -> Iterator[Holdings]:
-    """Open the holdings of the pool, and close them at the end of the block.
+    """Open the holdings of the pool, and close them at the end of the ``with`` block.
 
     Raises:
-        ConfigError: as ``read_pool_config``; or only the pool's own process can list it.
-        PoolUnavailable: no server answers, or it is not a pool.
+        ConfigError: the configuration cannot be used or has no pool, or only the pool's own process can list it.
+        PoolUnavailable: the pool does not answer.
     """
     with _silence_log(), contextlib.closing(_find_holdings(arguments)) as holdings:
         yield holdings
@@ -79,7 +79,7 @@ def open_holdings(arguments: argparse.Namespace) -> Iterator[Holdings]:
 
 @contextlib.contextmanager
 def _silence_log() -> Iterator[None]:
-    """Silence the log of this package during the block; the commands' messages contain everything that matters."""
+    """Silence the log of this package in the ``with`` block, because the command's own messages report errors."""
     logger = logging.getLogger("kvstore_backend")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -97,4 +97,4 @@ def _find_holdings(arguments: argparse.Namespace) -> Holdings:
         case FileSettings() as store:
             return FolderHoldings(store)
         case MemorySettings():
-            raise ConfigError("memory is each process's own: only that process can list what it holds")
+            raise ConfigError("a memory pool belongs to one process; only that process can list its blocks")

@@ -1,7 +1,7 @@
-"""Blocks that an operator's command names: whole namespaces, or the chain of blocks of a prefix.
+"""Reads which blocks an operator's command selects: whole namespaces, or the blocks of a prefix.
 
-A block's name is a hash of all tokens up to its end, so a prefix names the chain of its full blocks and no later
-blocks: keys do not show which prompts continue from there. Blocks that are not named here are not touched.
+The name of a block is a hash of all tokens up to its end. So a prefix selects its own full blocks, but not the later
+blocks of prompts that begin with the prefix: the keys do not show which blocks follow each other.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ __all__ = [
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SHORT_DIGEST = re.compile(r"[0-9a-f]{8,31}")
 _OWN_HASHES = "kvstore"
-"""Value in manifests of namespaces whose blocks are named as in ``block_hash.py``."""
+"""Value of the fact ``block_hashes`` in the manifest if block hashes are computed by ``block_hash.py``."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Blocks of one namespace.
+    """Selected blocks of one namespace.
 
     Attributes:
-        digest: the namespace.
+        digest: digest of the namespace.
         keys: keys of the blocks of a prefix, in order; None: all blocks of the namespace.
-        num_tokens: number of tokens in the blocks of those keys.
-        manifest: the manifest of the namespace, if the pool has it.
+        num_tokens: number of tokens in the blocks of the prefix.
+        manifest: manifest of the namespace; None if the pool does not have it.
     """
 
     digest: str
@@ -64,9 +64,7 @@ class Scope:
     manifest: Manifest | None = None
 
     def name_keys(self, holdings: Holdings) -> list[str]:
-        """Return the keys in this scope, whether or not the pool has them.
-
-        For a whole namespace, these are the keys that the pool lists.
+        """Return the keys of the prefix, which the pool may not have; or all keys of the namespace in the pool.
 
         Raises:
             PoolUnavailable: the pool cannot list its keys.
@@ -77,43 +75,43 @@ class Scope:
 
 
 def add_scope_arguments(parser: argparse.ArgumentParser, *, verb: str) -> None:
-    """Declare the arguments that name blocks; ``verb`` is what the command does with them."""
+    """Declare the arguments that select blocks; ``verb`` names the command's action in their help."""
     add = parser.add_argument
     add(
         "--namespace",
         action="append",
         metavar="DIGEST",
-        help=f"{verb} this namespace: its 32 hex digits, or a beginning that is only one's; may come several times",
+        help=f"{verb} this namespace: its 32 hex digits, or at least the first 8 of them; repeatable",
     )
     named = parser.add_mutually_exclusive_group()
     named.add_argument("--prefix", metavar="TEXT", help=f"{verb} the full blocks of this text; needs --model")
-    named.add_argument("--prefix-file", metavar="FILE", type=Path, help="the same, with the text from a file")
+    named.add_argument("--prefix-file", metavar="FILE", type=Path, help="the same for the text in a file")
     named.add_argument(
-        "--tokens", metavar="IDS", help=f"{verb} the full blocks of these token ids: 1,2,3, or @FILE that has them"
+        "--tokens", metavar="IDS", help=f"{verb} the full blocks of these token ids: 1,2,3, or @FILE with the ids"
     )
     add("--model", metavar="FOLDER", type=Path, help="the checkpoint whose tokenizer the text is for")
     add("--salt", default="", help="the cache_salt of the requests with these blocks")
-    add("--block-size", type=int, metavar="N", help="tokens in a block, where no manifest in the pool says so")
+    add("--block-size", type=int, metavar="N", help="tokens per block; needed if the pool has no manifest")
 
 
 def names_prefix(arguments: argparse.Namespace) -> bool:
-    """Return whether the arguments name a prefix, not whole namespaces."""
+    """Return whether the arguments select the blocks of a prefix, not whole namespaces."""
     return any(given is not None for given in (arguments.prefix, arguments.prefix_file, arguments.tokens))
 
 
 def find_scope(arguments: argparse.Namespace, holdings: Holdings) -> list[Scope]:
-    """Return the blocks that the arguments name, namespace by namespace.
+    """Return the blocks that the arguments select, one scope for each namespace.
 
-    A prefix without a namespace belongs to the pool's only namespace.
+    If the arguments have a prefix and no namespace, the namespace is the only one in the pool.
 
     Raises:
-        ConfigError: the arguments name nothing, or are ambiguous.
-        PoolUnavailable: the keys of the pool are needed, and it cannot list them.
+        ConfigError: the arguments select no blocks, or are ambiguous.
+        PoolUnavailable: the keys of the pool are needed, and the pool cannot list them.
     """
     tokens = _read_tokens(arguments) if names_prefix(arguments) else None
     digests = _find_digests(arguments.namespace or [], holdings, is_needed=tokens is not None)
     if not digests:
-        raise ConfigError("nothing is named: give --namespace DIGEST (kvstore ls shows them), --prefix or --tokens")
+        raise ConfigError("no blocks are named; give --namespace DIGEST (kvstore ls shows them), --prefix or --tokens")
     if tokens is None:
         return [Scope(digest, None) for digest in digests]
     manifests = find_manifests(holdings, digests)
@@ -124,14 +122,17 @@ def find_scope(arguments: argparse.Namespace, holdings: Holdings) -> list[Scope]
 
 
 def _find_digests(named: Sequence[str], holdings: Holdings, *, is_needed: bool) -> list[str]:
-    """Return the named digests, each once; if none is named but one ``is_needed``, that of the only namespace."""
+    """Return the complete digests for ``named``, each once.
+
+    If ``named`` is empty and ``is_needed``, return the digest of the only namespace in the pool.
+    """
     if all(_DIGEST.fullmatch(name) for name in named) and (named or not is_needed):
         return list(dict.fromkeys(named))
     catalogue = read_catalogue(holdings)
     if named:
         return list(dict.fromkeys(_complete_digest(name, catalogue) for name in named))
     if len(catalogue.namespaces) > 1:
-        raise ConfigError(f"the pool has {_tell_namespaces(catalogue)}: say with --namespace which one's blocks")
+        raise ConfigError(f"the pool has {_tell_namespaces(catalogue)}: choose one with --namespace")
     return list(catalogue.namespaces) or _refuse_empty(catalogue)
 
 
@@ -143,7 +144,7 @@ def _complete_digest(name: str, catalogue: Catalogue) -> str:
     found = [digest for digest in catalogue.namespaces if digest.startswith(name)]
     if len(found) != 1:
         many = "several namespaces begin" if found else "no namespace begins"
-        raise ConfigError(f"--namespace is {name!r}, but {many} so: the pool has {_tell_namespaces(catalogue)}")
+        raise ConfigError(f"--namespace is {name!r}, but {many} with it; the pool has {_tell_namespaces(catalogue)}")
     return found[0]
 
 
@@ -155,7 +156,7 @@ def _tell_namespaces(catalogue: Catalogue) -> str:
 
 def _refuse_empty(catalogue: Catalogue) -> list[str]:
     others = f" but {catalogue.others} keys of other software" if catalogue.others else ""
-    raise ConfigError(f"the pool has no namespace{others}, so none can be selected: name one with --namespace")
+    raise ConfigError(f"the pool has no namespace{others}, so none can be selected; give a digest with --namespace")
 
 
 def _scope_of_prefix(
@@ -163,16 +164,20 @@ def _scope_of_prefix(
 ) -> Scope:
     namer = manifest.facts.get("block_hashes", _OWN_HASHES) if manifest else _OWN_HASHES
     if namer != _OWN_HASHES:
-        raise ConfigError(f"the blocks of namespace {digest} are named by {namer}, so a prefix's cannot be computed")
+        raise ConfigError(
+            f"{namer} computes the block hashes of namespace {digest}, so the blocks of a prefix cannot be found"
+        )
     size = block_size or (manifest.block_size if manifest else 0)
     if size <= 0:
-        raise ConfigError(f"the pool has no manifest of namespace {digest}: say --block-size, as its instances have it")
+        raise ConfigError(f"the pool has no manifest of namespace {digest}; give the --block-size of its instances")
     try:
         hashes = extend_block_hashes([], tokens, size, root_hash(salt))
     except ValueError as exc:
         raise ConfigError(f"--tokens cannot be used: {exc}") from None
     if not hashes:
-        raise ConfigError(f"the prefix has {len(tokens)} tokens, less than one block of {size}: no block has it")
+        raise ConfigError(
+            f"the prefix has {len(tokens)} tokens, less than one block of {size}, so no block contains it"
+        )
     keys = [f"{key_prefix(digest)}{each.hex()}" for each in hashes]
     return Scope(digest, keys, len(hashes) * size, manifest)
 
@@ -183,7 +188,7 @@ def _read_tokens(arguments: argparse.Namespace) -> list[int]:
         return _parse_tokens(arguments.tokens)
     text = arguments.prefix if arguments.prefix is not None else _read_text(arguments.prefix_file, "--prefix-file")
     if arguments.model is None:
-        raise ConfigError("a text is named, but no --model FOLDER whose tokenizer makes tokens of it; or give --tokens")
+        raise ConfigError("a text needs a tokenizer; give --model FOLDER, or give --tokens instead")
     return _encode_text(text, arguments.model)
 
 
@@ -192,7 +197,7 @@ def _parse_tokens(given: str) -> list[int]:
     try:
         return [int(word) for word in re.split(r"[\s,]+", text.strip(" \t\r\n,[]")) if word]
     except ValueError as exc:
-        raise ConfigError(f"--tokens must be whole numbers with commas between, such as 1,2,3: {exc}") from None
+        raise ConfigError(f"--tokens must be whole numbers separated by commas, such as 1,2,3: {exc}") from None
 
 
 def _read_text(path: Path, flag: str) -> str:
@@ -204,7 +209,7 @@ def _read_text(path: Path, flag: str) -> str:
 
 
 def _encode_text(text: str, model: Path) -> list[int]:
-    """Return the tokens of a prompt of this text, as ``/v1/completions`` makes them."""
+    """Return the tokens of a text, as an instance converts the prompt of ``/v1/completions``."""
     ids: list[int] = open_tokenizer(model).encode(text).ids
     return ids
 
@@ -219,27 +224,27 @@ def open_tokenizer(model: Path) -> Any:
     if not file.is_file():
         raise ConfigError(f"--model {model} has no tokenizer.json; give the folder of the checkpoint, or --tokens")
     try:
-        tokenizers = importlib.import_module("tokenizers")  # imported here, because a router's machine does not need it
+        tokenizers = importlib.import_module("tokenizers")  # imported here, because other commands do not need it
     except ImportError:
         raise ConfigError("the tokenizers library is not installed: pip install tokenizers, or give --tokens") from None
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as exc:  # the library raises Exception itself
-        raise ConfigError(f"{file} is no tokenizer that can be read: {exc}") from None
+        raise ConfigError(f"{file} is not a readable tokenizer: {exc}") from None
 
 
-# Blocks of a namespace have one size, so a few are enough to estimate the total.
+# Number of blocks that are measured to estimate the size of a namespace, because its blocks have equal sizes.
 _SAMPLE = 8
 
 
 @dataclass
 class NamespaceEntry:
-    """One namespace.
+    """Namespace in a pool.
 
     Attributes:
-        digest: its name.
-        keys: keys of its blocks.
-        manifest: the manifest that its instances wrote; None if they wrote none, or it was evicted.
+        digest: digest of the namespace.
+        keys: keys of the namespace's blocks in the pool.
+        manifest: manifest of the namespace; None if the pool does not have it.
     """
 
     digest: str
@@ -247,7 +252,7 @@ class NamespaceEntry:
     manifest: Manifest | None = None
 
     def measure(self, holdings: Holdings) -> int | None:
-        """Estimate the bytes of its blocks, headers included, from a sample; None if the sampled blocks have gone."""
+        """Estimate the bytes of all blocks with their headers, from some of them; None if none of these is found."""
         found = [size for size in holdings.find_sizes(self.keys[:_SAMPLE]) if size is not None]
         if not self.keys:
             return 0
@@ -256,11 +261,11 @@ class NamespaceEntry:
 
 @dataclass
 class Catalogue:
-    """Keys of a pool, sorted.
+    """Keys of a pool, sorted by namespace.
 
     Attributes:
-        namespaces: namespaces by digest; also namespaces of which the pool has only the manifest.
-        others: number of keys that other software wrote.
+        namespaces: namespaces by digest, including namespaces of which the pool has only the manifest.
+        others: number of keys of other software.
     """
 
     namespaces: dict[str, NamespaceEntry]
@@ -268,7 +273,7 @@ class Catalogue:
 
 
 def read_catalogue(holdings: Holdings) -> Catalogue:
-    """List everything that the pool holds.
+    """List all keys of the pool, and read the manifests.
 
     Raises:
         PoolUnavailable: the pool cannot list its keys.
@@ -296,7 +301,7 @@ def read_catalogue(holdings: Holdings) -> Catalogue:
 
 
 def find_manifests(holdings: Holdings, digests: Sequence[str]) -> dict[str, Manifest]:
-    """Return the manifests of these namespaces that the pool has and that match their digests."""
+    """Return the manifests of namespaces, by digest. A manifest that is missing or does not match is omitted."""
     if not digests:
         return {}
     found = {}

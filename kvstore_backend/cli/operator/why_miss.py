@@ -37,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='a prompt: a text, a JSON list of token ids, or JSON with "messages"',
     )
     add = parser.add_argument
-    add("--compare-with", type=Path, metavar="FILE", help="the prompt whose blocks it should have shared")
+    add("--compare-with", type=Path, metavar="FILE", help="an earlier prompt that should have the same leading blocks")
     add("--instance", metavar="HOST:PORT", help="the instance that converts the prompts to tokens")
     add("--model", type=Path, metavar="FOLDER", help="the checkpoint whose tokenizer converts texts to tokens")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the reason.
+    """Print the reason why blocks were not shared.
 
     Raises:
         ConfigError: the arguments are contradictory or incomplete.
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare_setups(arguments: argparse.Namespace) -> Verdict:
-    """Compare two configurations; the pool is read only for those that are named by digests."""
+    """Compare two configurations. The pool is read only for a configuration that is given by its digest."""
     names: list[str] = arguments.between
     found = {name: read_instance(name) for name in names if is_address(name)}
     if digests := [name for name in names if name not in found]:
@@ -79,12 +79,12 @@ def _find_manifest(name: str, catalogue: Catalogue) -> Manifest:
         return entries[0].manifest
     if len(entries) == 1:
         raise ConfigError(
-            f"namespace {entries[0].digest} has no manifest in the pool that is true of it: its instances have left, "
-            "or are of an older version; compare the instances themselves with --between HOST:PORT HOST:PORT"
+            f"namespace {entries[0].digest} has no valid manifest in the pool: its instances have ended, or have an "
+            "older version; compare the instances themselves with --between HOST:PORT HOST:PORT"
         )
     if not catalogue.namespaces:
         others = f"; its {catalogue.others} keys are of other software" if catalogue.others else ""
-        raise ConfigError(f"the pool holds no namespace: no instance has joined it, or it was cleared{others}")
+        raise ConfigError(f"the pool has no namespace: no instance has joined it, or it was cleared{others}")
     known = ", ".join(sorted(catalogue.namespaces)[:4])
     found = "several namespaces that begin with" if entries else "no namespace"
     raise ConfigError(f"the pool has {found} {name!r}; it has {known}")
@@ -92,7 +92,7 @@ def _find_manifest(name: str, catalogue: Catalogue) -> Manifest:
 
 def _compare_prompts(arguments: argparse.Namespace) -> Verdict:
     if arguments.compare_with is None:
-        raise ConfigError("a prompt is compared with another one: give --compare-with FILE, too")
+        raise ConfigError("a prompt is compared with another prompt; also give --compare-with FILE")
     decode: Callable[[Sequence[int]], str] | None = None
     encode = _refuse_text
     if arguments.instance:
@@ -112,15 +112,15 @@ def _compare_prompts(arguments: argparse.Namespace) -> Verdict:
 
 def _refuse_text(body: dict[str, Any]) -> list[int]:
     if "messages" in body:
-        raise ConfigError("messages are rendered only by an instance: name one with --instance HOST:PORT")
+        raise ConfigError("only an instance can render messages; name one with --instance HOST:PORT")
     raise ConfigError("a text needs a tokenizer: give --model FOLDER, or --instance HOST:PORT")
 
 
 def _read_tokens(path: Path, encode: Callable[[dict[str, Any]], list[int]]) -> list[int]:
-    """Read the prompt in a file, and return its tokens.
+    """Read a prompt from a file, and return its tokens.
 
     Raises:
-        ConfigError: the file cannot be read, has no prompt, or one that cannot be converted to tokens.
+        ConfigError: the file cannot be read or has no prompt, or the prompt cannot be converted to tokens.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -140,5 +140,5 @@ def _read_tokens(path: Path, encode: Callable[[dict[str, Any]], list[int]]) -> l
     if isinstance(value, list) and value and all(type(each) is int and 0 <= each < 1 << 32 for each in value):
         return value
     raise ConfigError(
-        f"prompt file {path} has neither a text, nor messages, nor a list of token ids, whole numbers in [0, 2**32)"
+        f"prompt file {path} must have a text, messages or a list of token ids, which are whole numbers in [0, 2**32)"
     )

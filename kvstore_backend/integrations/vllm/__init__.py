@@ -1,22 +1,24 @@
-"""vLLM's KV connector over the pool; ``connector.py`` says how it is configured.
+"""KV connector for vLLM. ``connector.py`` describes its configuration.
 
-vLLM finds ``KVStoreConnector`` here with its ``kv_connector_module_path``; an import of this package loads vLLM only
-then.
+vLLM loads ``KVStoreConnector`` from this package, by ``kv_connector_module_path``. Other users can import modules of
+the package without vLLM.
 
-connector.py  KVStoreConnector, the class that vLLM loads: configuration, and calls to one of the two halves
+connector.py  KVStoreConnector, the class that vLLM loads: reads the configuration, and calls one of the two halves
 scheduler.py  the half in vLLM's scheduler process: decides which blocks to load and to save
 hybrid.py     the same half for models with several KV cache groups
-groups.py     those groups, and the longest prefix at which every group can resume
 worker.py     the half in a worker: moves blocks between vLLM's memory and the pool
-messages.py   the messages between the halves, once a step
-memory.py     the addresses of a vLLM block's bytes
-route.py      the route of blocks to the pool: through host buffers, or direct
-clock.py      the duration of steps, on the host and on a GPU
-cached.py     vLLM's cached blocks that were saved to the pool, to put them again if the pool loses them
-fields.py     which of vLLM's settings are part of the namespace, and why the others are not
-settings.py   those settings of one instance
-adapters.py   LoRA adapters: which bytes vLLM computes with
-counts.py     counters of a half, by name, which add up over workers
+messages.py   the messages between the halves, once per step
+memory.py     finds the addresses of a vLLM block's bytes
+route.py      selects the route between vLLM's memory and the pool: through host buffers, or direct
+clock.py      measures the duration of steps, on the host and on a GPU
+cached.py     vLLM's cached blocks that were saved to the pool: saves them again if the pool has lost them
+fields.py     lists vLLM's settings that are part of the namespace, and the reasons why others are not
+support.py    checks which models and settings of vLLM the connector supports, and reads the groups of layers
+namespace.py  the namespace of a worker's blocks, the shardings that it can read, and the facts of its instance
+settings.py   collects the settings of one instance for the namespace
+adapters.py   checks which files of a LoRA adapter vLLM has loaded
+counts.py     counters of one half, by name
+metrics.py    the counts in vLLM's log and metrics
 """
 
 from typing import Any

@@ -1,11 +1,12 @@
-"""LoRA adapters: which bytes vLLM computes with, as far as that can be proved.
+"""Checks with which files of a LoRA adapter vLLM computes, so that blocks of different files get different names.
 
-vLLM reads an adapter's files when it loads the adapter, and again silently after it had to drop it
-(``--max-cpu-loras``) or on request (``load_inplace``); the weights may be views of the files while they are in use. Its
-block hashes contain only the adapter's name and path. So a worker looks at the files just before and just after vLLM
-reads them, and hashes them on its own thread (``LoadedAdapters``). The scheduler caches a request with an adapter only
-if every rank has reported the same digest (``KnownAdapters``). Once the files of a name and path have changed, or may
-have changed, that name and path is never cached again: vLLM's own cache may have blocks of either contents.
+vLLM's block hashes contain only the name and path of an adapter, not its weights. vLLM reads the files of an adapter
+when it loads the adapter. It reads them again, without notice, after it had to drop the adapter (``--max-cpu-loras``),
+or on request (``load_inplace``); and its weights may be views of the files. So a worker compares the state of the files
+just before and just after vLLM reads them, and computes their digest on its own thread (``LoadedAdapters``). Requests
+with an adapter use the pool only if every rank has reported the same digest (``KnownAdapters``). If the files of an
+adapter have changed, or may have changed, its requests never use the pool again, because vLLM's own cache may have
+blocks of the old and of the new files.
 """
 
 from __future__ import annotations
@@ -26,89 +27,95 @@ logger = logging.getLogger(__name__)
 Adapter = tuple[str, str]
 """Name and path of a LoRA adapter, which identify it in vLLM's block hashes."""
 
-_Sight = tuple[tuple[str | int, ...], ...]
+_Marks = tuple[tuple[str | int, ...], ...]
 _CHUNK = 1 << 20
-# Marks that identify a file's contents: st_ctime_ns changes with every write, and no program can set it.
-_MARKS = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+# Values of ``os.stat`` that show a change of a file: st_ctime_ns changes with every write, and no program can set it.
+_STAT_FIELDS = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
 
 
 def name_adapter(lora: Any) -> Adapter:
-    """Return the adapter of vLLM's ``LoRARequest``."""
+    """Return name and path of the adapter in vLLM's ``LoRARequest``."""
     return lora.lora_name, lora.lora_path
 
 
 class LoadedAdapters:
-    """Adapters that a worker's engine has read, and the digests of their files."""
+    """Adapters that vLLM has read in this worker, and the digests of their files."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sights: dict[Adapter, _Sight | None] = {}  # None: the files changed, or cannot be seen
+        self._marks: dict[Adapter, _Marks | None] = {}  # None: the files have changed, or cannot be read
         self._kinds: dict[Adapter, bytes] = {}
-        self._news: dict[Adapter, bytes | None] = {}
+        self._new_digests: dict[Adapter, bytes | None] = {}
         self._unread: queue.SimpleQueue[Adapter] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def watch(self, manager: Any) -> None:
-        """Observe everything that ``manager``, vLLM's class that reads adapters, reads from now on.
+        """Wrap the method of vLLM's class ``manager`` that reads adapters, so that this object sees every read.
 
-        If a vLLM version has no such method, nothing is observed, so no request with an adapter is cached.
+        If this version of vLLM has no such method, requests with an adapter do not use the pool.
         """
         read = getattr(manager, "_load_adapter", None)
         if read is None:
-            logger.warning("This vLLM reads LoRA adapters in another way: requests with one are not cached")
+            logger.warning(
+                "This version of vLLM loads LoRA adapters in an unknown way; requests with an adapter do not "
+                "use the pool"
+            )
             return
 
         @wraps(read)
         def watched(this: Any, lora: Any) -> Any:
-            before = _look_at(lora.lora_path)
+            before = _read_marks(lora.lora_path)
             adapter = read(this, lora)
-            self._note_read(lora, before, _look_at(lora.lora_path))
+            self._note_read(lora, before, _read_marks(lora.lora_path))
             return adapter
 
         manager._load_adapter = watched
 
     def is_unchanged(self, adapter: Adapter) -> bool:
-        """Return whether the files are still those that vLLM has read; if not, give the adapter up permanently."""
+        """Return whether the adapter's files are still those that vLLM has read; if not, exclude the adapter."""
         with self._lock:
-            sight = self._sights.get(adapter)
-        if sight is not None and _look_at(adapter[1]) == sight:
+            marks = self._marks.get(adapter)
+        if marks is not None and _read_marks(adapter[1]) == marks:
             return True
-        self._give_up(adapter)
+        self._exclude(adapter)
         return False
 
-    def take_news(self) -> dict[Adapter, bytes | None]:
-        """Return the digests made since the last call; None: this adapter is never cached again."""
+    def take_digests(self) -> dict[Adapter, bytes | None]:
+        """Return the digests that are new since the last call, by adapter; None: the adapter is excluded."""
         with self._lock:
-            news, self._news = self._news, {}
-        return news
+            digests, self._new_digests = self._new_digests, {}
+        return digests
 
-    def _note_read(self, lora: Any, before: _Sight | None, after: _Sight | None) -> None:
+    def _note_read(self, lora: Any, before: _Marks | None, after: _Marks | None) -> None:
         adapter = name_adapter(lora)
-        # The kind of file determines how vLLM interprets its bytes.
+        # vLLM interprets the bytes of a file by its kind.
         kind = repr(getattr(lora, "is_3d_lora_weight", False)).encode()
         with self._lock:
-            is_new = adapter not in self._sights
+            is_new = adapter not in self._marks
             is_same = before == after and kind == self._kinds.setdefault(adapter, kind)
             if is_same and after is not None and not getattr(lora, "load_inplace", False):
                 if is_new:
-                    self._sights[adapter] = after
+                    self._marks[adapter] = after
                     self._begin_digest(adapter)
                     return
-                if self._sights[adapter] == after:
+                if self._marks[adapter] == after:
                     return
-        self._give_up(adapter)
+        self._exclude(adapter)
 
-    def _give_up(self, adapter: Adapter) -> None:
+    def _exclude(self, adapter: Adapter) -> None:
+        """Exclude an adapter: its requests never use the pool again."""
         with self._lock:
-            if self._sights.get(adapter, ()) is not None:
-                logger.warning("Adapter %s (%s) is no folder here, or has changed: not cached", *adapter)
-                self._news[adapter] = None
-            self._sights[adapter] = None
+            if self._marks.get(adapter, ()) is not None:
+                logger.warning(
+                    "Adapter %s (%s) is not a folder here, or has changed; its requests do not use the pool", *adapter
+                )
+                self._new_digests[adapter] = None
+            self._marks[adapter] = None
 
     def _begin_digest(self, adapter: Adapter) -> None:
-        """Queue the adapter for its digest; the caller holds the lock.
+        """Compute the digest of the adapter's files on a thread. The caller holds the lock.
 
-        The thread is a daemon: files that cannot be read now must not prevent the end of the process.
+        The thread is a daemon, because a file system that hangs must not prevent the end of the process.
         """
         self._unread.put(adapter)
         if self._thread is None:
@@ -121,46 +128,51 @@ class LoadedAdapters:
             digest = _digest_files(adapter[1], self._kinds[adapter])
             if digest is not None and self.is_unchanged(adapter):
                 with self._lock:
-                    if self._sights[adapter] is not None:
-                        self._news[adapter] = digest
+                    if self._marks[adapter] is not None:
+                        self._new_digests[adapter] = digest
             else:
-                self._give_up(adapter)
+                self._exclude(adapter)
 
 
 class KnownAdapters:
-    """State of adapters in the scheduler, from its workers' reports; used only on the scheduler's thread."""
+    """Digests of adapters in the scheduler, from the reports of all ranks. Used only on the scheduler's thread."""
 
     def __init__(self) -> None:
         self._digests: dict[Adapter, list[bytes | None]] = {}
-        self._given_up: set[Adapter] = set()
+        self._excluded: set[Adapter] = set()
 
-    def take_news(self, news: Mapping[Adapter, Iterable[bytes | None]]) -> None:
-        """Record the digests that ranks report for each adapter, None for one given up."""
-        for adapter, digests in news.items():
+    def add_digests(self, reported: Mapping[Adapter, Iterable[bytes | None]]) -> None:
+        """Record the digests that ranks report for each adapter; None: the rank has excluded the adapter."""
+        for adapter, digests in reported.items():
             self._digests.setdefault(adapter, []).extend(digests)
 
     def find_digest(self, lora: Any, num_ranks: int) -> bytes | None:
-        """Return the digest that identifies the adapter; None: a request with it is not cached, or not yet."""
+        """Return the digest of an adapter's files; None: requests with the adapter do not use the pool now.
+
+        Args:
+            lora: vLLM's ``LoRARequest``.
+            num_ranks: number of ranks that must have reported the same digest.
+        """
         adapter = name_adapter(lora)
         if getattr(lora, "load_inplace", False):
-            self._given_up.add(adapter)
+            self._excluded.add(adapter)
         digests = self._digests.get(adapter, [])
-        if adapter in self._given_up or len(digests) != num_ranks or len(set(digests)) != 1:
+        if adapter in self._excluded or len(digests) != num_ranks or len(set(digests)) != 1:
             return None
         return digests[0]
 
 
-def _look_at(path: str) -> _Sight | None:
-    """Return marks that distinguish a folder's files from later ones; None: no such folder."""
+def _read_marks(path: str) -> _Marks | None:
+    """Return names and ``_STAT_FIELDS`` of the files in a folder, which show a change; None: the folder is missing."""
     try:
         files = [(file.name, file.stat()) for file in sorted(Path(path).expanduser().iterdir()) if file.is_file()]
     except OSError:
         return None
-    return tuple((name, *(getattr(stat, mark) for mark in _MARKS)) for name, stat in files)
+    return tuple((name, *(getattr(stat, field) for field in _STAT_FIELDS)) for name, stat in files)
 
 
 def _digest_files(path: str, kind: bytes) -> bytes | None:
-    """Return a digest of all files of a folder, names and bytes; None: they cannot be read."""
+    """Return a digest of the names and bytes of all files in a folder; None if a file cannot be read."""
     digest = hashlib.sha256(kind)
     try:
         for file in sorted(file for file in Path(path).expanduser().iterdir() if file.is_file()):
@@ -180,14 +192,14 @@ _GROUP_TAG = b"kvstore.vllm.group.v1\0"
 def name_blocks(
     block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: bytes = b"", group: bytes = b""
 ) -> list[bytes]:
-    """Return a name of 32 bytes for each block.
+    """Return the name of each block in the pool, of 32 bytes.
 
     Args:
-        block_hashes: vLLM's own, of 32 bytes.
-        adapter: digest of the request's LoRA adapter; empty: it has none.
-        epoch: random bytes that separate this instance's blocks after its weights were changed in place; empty: they
-            were not changed.
-        group: identifies the KV cache group of a model that has several; empty: it has one, with full attention.
+        block_hashes: vLLM's hashes of the blocks, of 32 bytes.
+        adapter: digest of the request's LoRA adapter; empty: the request has no adapter.
+        epoch: random bytes that give this instance's blocks other names after its weights were changed in place; empty:
+            the weights were not changed.
+        group: identification of a KV cache group; empty: the model has one group, with full attention.
     """
     if not adapter and not epoch and not group:
         return list(block_hashes)

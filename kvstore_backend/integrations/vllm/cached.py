@@ -1,8 +1,8 @@
-"""vLLM's cached blocks that were saved to the pool, and can be saved again if the pool has lost them.
+"""Blocks in vLLM's own cache that were saved to the pool, so that they can be saved again if the pool has lost them.
 
-vLLM retains the blocks of finished requests until it needs their memory, each with the hash of its contents. A block
-whose hash is still the one under which it was saved still has those bytes. Saves are part of vLLM's steps: an idle
-instance saves nothing again, and the refill tries later.
+vLLM keeps the blocks of finished requests until it needs their memory, each with the hash of its contents. A block that
+still has the hash under which it was saved still has the saved bytes. Saves are part of vLLM's steps. So an idle
+instance saves nothing again, and the refill tries again later.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from kvstore_backend.pool import BlockPool
 
 __all__ = ["CachedBlocks"]
 
-# Beyond this number the oldest names are dropped; vLLM's own number of blocks is usually smaller.
+# Maximum number of names; more drop the oldest ones. vLLM's number of blocks is usually smaller.
 _MAX_NAMES = 1 << 16
-# Time for a step of vLLM and a save in it; an idle instance makes no step.
+# Maximum time until a step of vLLM, with the save in it, has ended. An idle instance makes no step.
 _SAVE_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 
 
 class CachedBlocks:
-    """Source of blocks for a ``Refill``, called on its thread; vLLM's blocks are touched on the scheduler's thread.
+    """Source of blocks for a ``Refill``. The refill's thread calls it; only the scheduler's thread uses vLLM's blocks.
 
     Args:
-        pools: the pools of every rank.
+        pools: the pools of all ranks.
         blocks: vLLM's blocks, each with its ``block_hash``.
-        post: runs a callable on the scheduler's thread, in its next step.
-        save: begins to save named blocks, on the scheduler's thread, and calls its last argument at the end.
-        touch_in_order: makes vLLM reuse these blocks after all others, the last of them last; on the same thread.
+        post: calls a function on the scheduler's thread, in its next step.
+        save: begins to save blocks with their names, and calls its last argument when the save has ended. Called on
+            the scheduler's thread.
+        touch_in_order: makes vLLM reuse blocks later than all other blocks, the last of them last. Called on the
+            scheduler's thread.
     """
 
     def __init__(
@@ -54,8 +56,8 @@ class CachedBlocks:
         self._places: dict[bytes, tuple[int, Any]] = {}  # name -> block, and its hash at that time
 
     def note_blocks(self, names: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Record blocks that the pool receives or has received. Called on the scheduler's thread."""
-        # The beginning of a prefix is recorded last, because it is more useful than the blocks after it.
+        """Record blocks that are saved to the pool, or were saved. Called on the scheduler's thread."""
+        # The first block is recorded last, so that it is dropped last: it is useful without the blocks after it.
         for name, block in reversed(list(zip(names, blocks, strict=True))):
             if (block_hash := getattr(self._blocks[block], "block_hash", None)) is not None:
                 self._places.pop(name, None)
@@ -64,26 +66,28 @@ class CachedBlocks:
             del self._places[next(iter(self._places))]
 
     def forget_all(self) -> None:
-        """Drop all records, because known hashes may mean other bytes from now on. Called on the scheduler's thread."""
+        """Drop all records, because the same hashes may now mean other bytes. Called on the scheduler's thread."""
         self._places.clear()
 
     def withhold_blocks(self) -> None:
-        """Do not save earlier blocks again, because an operator cleared the pool. Called on the refill's thread.
+        """Drop all records, because an operator cleared the pool. Called on the refill's thread.
 
-        vLLM saves a cached block once more when the next request uses it.
+        When the next request uses a cached block, vLLM saves and records the block again.
         """
         self._places = {}
 
     def list_saved_blocks(self, most: int) -> Sequence[bytes]:
-        """Return names of up to ``most`` blocks that are still cached, the last saved first."""
+        """Return the names of up to ``most`` recorded blocks that vLLM still has, the last recorded first."""
         names = list(self._places)
         names.reverse()
         return [name for name in names if self._find(name) is not None][:most]
 
     def save_again(self, names: Sequence[bytes]) -> tuple[int, int]:
-        """Save blocks that are still cached; return how many were tried, and how many every rank's pool has now.
+        """Save the blocks again that vLLM still has.
 
-        If no step of vLLM saves them in time, the result is all tried and none present, and none is saved later.
+        Returns:
+            The number of blocks that were saved again, and the number that the pools of all ranks have now. If no step
+            of vLLM saves them in time: the number of ``names``, and 0.
         """
         tried: queue.SimpleQueue[Sequence[bytes]] = queue.SimpleQueue()
         given_up = threading.Event()
@@ -94,20 +98,20 @@ class CachedBlocks:
                 self._save(list(places), list(places.values()), lambda: tried.put(list(places)))
 
         self._post(begin)
-        there = self._wait_for(tried)
-        if there is None:
+        saved = self._wait_for(tried)
+        if saved is None:
             given_up.set()
             return len(names), 0
-        if not there:
+        if not saved:
             return 0, 0
-        return len(there), min(pool.exists(there, for_all=True).count(Status.OK) for pool in self._pools)
+        return len(saved), min(pool.exists(saved, for_all=True).count(Status.OK) for pool in self._pools)
 
     def close(self) -> None:
-        """Stop a running ``save_again``, and every later one."""
+        """End a running ``save_again``, and all later ones, without a wait."""
         self._is_closed = True
 
     def _wait_for(self, tried: queue.SimpleQueue[Sequence[bytes]]) -> Sequence[bytes] | None:
-        """Return the names that were tried; None if no step reports them in time, or after ``close``."""
+        """Wait for the names of saved blocks in the queue; return None after ``_SAVE_SECONDS`` or ``close``."""
         give_up_at = time.monotonic() + _SAVE_SECONDS
         while not self._is_closed and time.monotonic() < give_up_at:
             with contextlib.suppress(queue.Empty):
@@ -115,7 +119,7 @@ class CachedBlocks:
         return None
 
     def end_round(self, names: Sequence[bytes]) -> None:
-        """Restore the order in which vLLM reuses the blocks that were saved again."""
+        """Restore the order in which vLLM reuses the blocks: the saves have changed it."""
 
         def put_in_order() -> None:
             places = [self._find(name) for name in reversed(names)]
@@ -124,6 +128,6 @@ class CachedBlocks:
         self._post(put_in_order)
 
     def _find(self, name: bytes) -> int | None:
-        """Return the block that still has the contents of this name; None if there is none."""
+        """Return the id of the block with this name if the block still has its contents; otherwise None."""
         block, block_hash = self._places.get(name, (0, None))
         return block if block_hash is not None and self._blocks[block].block_hash == block_hash else None

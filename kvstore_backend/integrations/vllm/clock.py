@@ -1,4 +1,7 @@
-"""Duration of steps: from the host's clock, or from events on a GPU, where a step is only queued when it returns."""
+"""Measures the duration of steps: with the host's clock, or with events on a GPU.
+
+On a GPU the host cannot measure a step, because vLLM only queues the step's work.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ __all__ = ["DeviceClock", "HostClock", "Mark", "StepClock"]
 
 
 class StepClock(Protocol):
-    """Clock for steps, one after another; all calls come from the thread that runs them."""
+    """Interface of a clock that measures successive steps. All calls come from the thread that runs the steps."""
 
     def begin(self) -> None:
-        """Record the begin of a step."""
+        """Record the beginning of a step."""
 
     def end(self, num_tokens: int) -> None:
-        """Record that the step's work is queued; ``num_tokens`` is 0 if the step does not count."""
+        """Record that all work of the step is queued. A step with ``num_tokens`` 0 is not measured."""
 
     def take_steps(self) -> list[tuple[int, float]]:
-        """Return tokens and seconds of the steps that ended since the last call, without steps of 0 tokens."""
+        """Return the tokens and the seconds of each measured step that ended since the last call."""
 
 
 class HostClock:
-    """Clock for engines that compute on the host: a step has ended when it returns."""
+    """Clock for engines that compute on the host. A step has ended when ``end`` is called."""
 
     def __init__(self) -> None:
         self._begun = 0.0
@@ -43,23 +46,23 @@ class HostClock:
 
 
 class Mark(Protocol):
-    """Protocol of a ``torch.cuda.Event`` with timing."""
+    """Interface of a device's event that records its time, such as ``torch.cuda.Event``."""
 
     def record(self) -> object:
-        """Queue this mark after all work of the current stream."""
+        """Queue this event after all work in the current stream."""
 
     def query(self) -> bool:
-        """Return whether that work has ended."""
+        """Return whether the work before this event has ended."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds from this mark to ``end_event``."""
+        """Return the milliseconds from this event to ``end_event``."""
 
 
 class DeviceClock:
-    """Clock for engines that queue their work: measures the time on the device, however busy the host is.
+    """Clock for engines that queue their work on a device. It measures the time of the device, not of the host.
 
     Args:
-        make_mark: makes an event of the device.
+        make_mark: returns a new event of the device.
     """
 
     def __init__(self, make_mark: Callable[[], Mark]) -> None:

@@ -1,4 +1,4 @@
-"""Counts of one half of the vLLM connector since the last read: small numbers by name, which add up."""
+"""Counters of one half of the vLLM connector, by name. The counts of several workers can be added."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvstore_backend.load_or_compute import Decision
 __all__ = ["OUTCOMES", "Counts", "add_counts"]
 
 OUTCOMES = ("ok", "absent", "failed", "dropped")
-"""Possible outcomes for a block that is looked up, loaded or saved.
+"""Possible outcomes of the look-up, load or save of a block.
 
-``save ok``: the pool has it now, from this save or from before; ``save dropped``: the save never began.
+``save ok``: the pool has the block now, from this save or an earlier one; ``save dropped``: the save was never begun.
 """
 
 
 class Counts:
     """Counters of one namespace, such as ``load ok`` (blocks), ``load bytes`` and ``load seconds``.
 
-    Several threads may call it.
+    Several threads may call the methods.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -29,19 +29,23 @@ class Counts:
         self._counts: Counter[str] = Counter()
 
     def add_operation(self, operation: str, seconds: float = 0.0, nbytes: int = 0, **blocks: int) -> None:
-        """Count one ``lookup``, ``load`` or ``save``: ``blocks`` by outcome, with bytes and time."""
+        """Count one operation: its seconds, its bytes, and its numbers of blocks by outcome, such as ``ok=3``.
+
+        The operation is ``lookup``, ``load``, ``save``, ``gather`` (blocks loaded from another sharding), or the name
+        of a group with missing blocks.
+        """
         with self._lock:
             for figure, number in (*blocks.items(), ("bytes", nbytes), ("seconds", seconds)):
                 if number:
                     self._counts[f"{operation} {figure}"] += number  # type: ignore[assignment]
 
     def add_decision(self, decision: Decision) -> None:
-        """Count one decision for a request with blocks in the pool."""
+        """Count the decision to load or to compute, for a request with blocks in the pool."""
         with self._lock:
             self._counts[f"decide {decision}"] += 1
 
     def pop_counts(self) -> dict[str, dict[str, float]]:
-        """Return all counts since the last call, by namespace; empty if nothing was counted."""
+        """Return all counts since the last call, by namespace, and reset them; empty if nothing was counted."""
         with self._lock:
             taken, self._counts = self._counts, Counter()
         return {self.namespace: dict(taken)} if taken else {}
@@ -50,11 +54,11 @@ class Counts:
 def add_counts(
     one: Mapping[str, Mapping[str, float]], other: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
-    """Return the sum of both."""
+    """Return the sums of two results of ``pop_counts``."""
     total: dict[str, dict[str, float]] = {}
     for counts in (one, other):
         for namespace, numbers in counts.items():
-            of_it = total.setdefault(namespace, {})
+            sums = total.setdefault(namespace, {})
             for name, number in numbers.items():
-                of_it[name] = of_it.get(name, 0) + number
+                sums[name] = sums.get(name, 0) + number
     return total

@@ -1,11 +1,13 @@
-"""Table of every setting of vLLM 0.32, and whether it is part of the namespace; imports nothing from vLLM.
+"""Table of all settings of vLLM 0.32: which are part of the namespace, and why others are not. Imports nothing of vLLM.
 
-``FIELDS`` has one entry for each class of the ``VllmConfig`` tree. A field is *counted* (instances that differ in it
-share no blocks), *nested* (a class with its own entry), or left out for a reason: it cannot change the bytes of a
-block. In doubt a field is counted: an unnecessary miss only costs time, but a false hit gives wrong answers. A field of
-a later vLLM that is not in the table counts if it is not at its default, and so do all fields of an unknown class.
+``FIELDS`` has one entry for each class in the tree of ``VllmConfig``. A field is *counted* (part of the namespace),
+*nested* (a class with its own entry), or *left out* for a reason: it cannot change the bytes of a block. A field is
+counted in case of doubt, because an unnecessary miss only costs time, but a false hit gives wrong answers. A field of a
+later version of vLLM that is not in the table, and each field of an unknown class, is counted if it is not at its
+default.
 
-One difference does not count: the order in which the same numbers are added. Batches also change it from step to step.
+A field that only changes the order of additions, and so the rounding, is left out, because batches change this order
+from step to step too.
 """
 
 from __future__ import annotations
@@ -19,29 +21,32 @@ from typing import Any, NamedTuple
 
 __all__ = ["FIELDS", "IGNORED_VARIABLES", "Kind", "classify", "collect_fields", "describe_config"]
 
-_ROUNDING = "the same sums in another order, as other batches give, too"
-_STEPS = "which tokens are computed in which step"
-_OUTPUT = "what becomes of hidden states and logits; the sampled tokens are in the keys"
-_MEMORY = "where things lie and how much room they have, not what they are"
-_WIRES = "how processes find and call each other"
-_WATCHED = "what is logged and measured"
-_TOKENS = "how prompts become tokens and inputs, which are in the keys"
-_NAMESPACE = "a field of Namespace of its own"
-_STATES = "of models with recurrent states, and part of their Namespace.layout"
-_REFUSED = "the connector refuses models and settings where it matters"
-_DERIVED = "made of other settings"
-_CHECKPOINT = "what is in the files counts, as fingerprint_model"
-_DRAFTS = "how drafts are accepted, not what their KV is"
-_EVENTS = "how other processes receive events"
+# Reasons for which fields are left out.
+_ROUNDING = "it only changes the order of additions, as batches do"
+_STEPS = "it only decides which tokens are computed in which step"
+_OUTPUT = "it only changes the use of hidden states and logits; the sampled tokens are in the block hashes"
+_MEMORY = "it only decides where data is stored and how much of it, not its values"
+_WIRES = "it only decides how processes find and call each other"
+_WATCHED = "it only decides what is logged and measured"
+_TOKENS = "it only decides how prompts become tokens and inputs, which are in the block hashes"
+_NAMESPACE = "another field of Namespace contains it"
+_STATES = "it concerns only models with recurrent states, and is part of their Namespace.layout"
+_REFUSED = "the connector refuses the models and settings for which it can change bytes"
+_DERIVED = "vLLM derives it from other settings"
+_CHECKPOINT = "fingerprint_model contains the content of the files"
+_DRAFTS = "it only decides how drafts are accepted, not their KV"
+_EVENTS = "it only decides how other processes receive events"
 
 
 class Kind(NamedTuple):
-    """Fields of one class, as names with blanks between them."""
+    """Fields of one class of vLLM. The names of the fields are separated by spaces."""
 
     counted: str = ""
+    """Fields that are part of the namespace."""
     nested: str = ""
+    """Fields that are classes with their own entry."""
     left_out: Mapping[str, str] = {}
-    """Reason -> names of the fields."""
+    """Reason -> fields that are not part of the namespace for this reason."""
 
 
 FIELDS: Mapping[str, Kind] = {
@@ -57,8 +62,8 @@ FIELDS: Mapping[str, Kind] = {
             _STATES: "mamba_config",
             _DERIVED: "quant_config",
             _EVENTS: "kv_events_config",
-            "how many encoder outputs are cached": "ec_manager_config",
-            "how weights get here; for weights that change in place there is weights_version": "weight_transfer_config",
+            "it only decides how many encoder outputs are cached": "ec_manager_config",
+            "it only decides how weights arrive; weights_version is for weights that change": "weight_transfer_config",
             _WIRES: "instance_id shutdown_timeout",
         },
     ),
@@ -70,12 +75,12 @@ FIELDS: Mapping[str, Kind] = {
             _CHECKPOINT: "model revision word_embeddings_untied_by_checkpoint",
             _TOKENS: "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init allowed_local_media_path "
             "allowed_media_domains enable_prompt_embeds io_processor_plugin renderer_num_workers",
-            "what it leads to is hf_config": "hf_text_config hf_config_path config_format",
+            "hf_config is the result of it": "hf_text_config hf_config_path config_format",
             _DERIVED: "is_submodel_config spec_target_max_model_len allow_deprecated_quantization",
             _ROUNDING: "enforce_eager disable_cascade_attn",
             _OUTPUT: "return_sampling_mask max_logprobs logprobs_mode use_fp64_gumbel enable_trace_replay "
             "logits_processors pooler_config",
-            "what attention reads of it counts, as generation_config attn_*": "generation_config "
+            "only attention reads it, and generation_config attn_* is counted": "generation_config "
             "override_generation_config",
             _WIRES: "served_model_name hf_token",
             _MEMORY: "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph "
@@ -106,7 +111,7 @@ FIELDS: Mapping[str, Kind] = {
             _MEMORY: "gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks "
             "kv_cache_memory_bytes kv_offloading_size kv_offloading_backend mamba_page_size_padded "
             "skip_page_size_padded",
-            "what an instance itself caches": "enable_prefix_caching prefix_cache_retention_interval",
+            "it only decides what the own cache retains": "enable_prefix_caching prefix_cache_retention_interval",
             _STATES: "mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode "
             "enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm use_kda_recoverssm",
         },
@@ -135,7 +140,7 @@ FIELDS: Mapping[str, Kind] = {
             "_api_process_rank enable_fault_tolerance fault_tolerance_config",
         },
     ),
-    # A model that attends to an image as a whole sees only a part of it if a chunk ends inside the image.
+    # If a chunk of a prompt ends inside an image, a model with attention over the whole image reads only a part of it.
     "SchedulerConfig": Kind(
         "disable_chunked_mm_input",
         "",
@@ -185,7 +190,7 @@ FIELDS: Mapping[str, Kind] = {
         {
             _MEMORY: "max_lora_rank max_loras max_cpu_loras max_lora_cls_labels",
             _ROUNDING: "fully_sharded_loras specialize_active_lora",
-            "the adapter of a request is in its keys": "default_mm_loras",
+            "the names of blocks contain the adapter of a request": "default_mm_loras",
         },
     ),
     "SpeculativeConfig": Kind(
@@ -208,18 +213,18 @@ FIELDS: Mapping[str, Kind] = {
         "",
         {
             _WIRES: "kv_connector engine_id kv_buffer_device kv_role kv_port kv_connector_module_path",
-            _NAMESPACE: "kv_connector_extra_config",  # its weights_version; the rest controls transfers
-            "what is done where blocks do not come": "kv_load_failure_policy",
+            _NAMESPACE: "kv_connector_extra_config",  # weights_version; its other members control transfers
+            "it only decides what happens if blocks do not arrive": "kv_load_failure_policy",
         },
     ),
-    # The output of another instance's encoder for an image becomes KV here.
+    # This instance computes KV from the output of another instance's encoder.
     "ECTransferConfig": Kind(
         "ec_connector ec_connector_module_path mm_encoder_output_widths",
         "",
         {_WIRES: "engine_id ec_buffer_device ec_buffer_size ec_role ec_ip ec_port ec_connector_extra_config"},
     ),
 }
-"""Classes of vLLM by name -> the treatment of each field."""
+"""Name of each class of vLLM's configuration -> its fields."""
 
 _IGNORED = """
 CUDA_HOME CUDA_VISIBLE_DEVICES FORCE_COLOR LD_LIBRARY_PATH LOCAL_RANK MAX_JOBS MOONCAKE_PREFERRED_SEGMENT
@@ -242,18 +247,20 @@ VLLM_USAGE_SOURCE VLLM_USAGE_STATS_SERVER VLLM_USE_PRECOMPILED VLLM_WORKER_MULTI
 VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
 """
 IGNORED_VARIABLES = frozenset(_IGNORED.split())
-"""Environment variables that vLLM reads and that cannot change bytes; every other one counts if it is set."""
+"""Environment variables that vLLM reads and that cannot change bytes. Every other variable is counted if it is set."""
 
-# Classes with a shorter prefix than their name.
+# Prefixes for the names of settings, of classes for which the prefix is not the class's name.
 _SHORT = {"ModelConfig": ""}
-# Members of config.json that record its origin, and the version of transformers.
+# Members of config.json with its origin and the version of transformers, which change no bytes.
 _NOISE = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 
 
 def classify(kind: str, name: str) -> str:
-    """Return the treatment of a field.
+    """Return ``"counted"``, ``"nested"``, the reason why a field is left out, or ``""`` for an unknown field.
 
-    It is ``"counted"``, ``"nested"``, the reason to leave the field out, or ``""`` if the field is not known.
+    Args:
+        kind: name of the field's class.
+        name: name of the field.
     """
     fields = FIELDS.get(kind, Kind())
     for verdict, names in (("counted", fields.counted), ("nested", fields.nested), *fields.left_out.items()):
@@ -263,14 +270,15 @@ def classify(kind: str, name: str) -> str:
 
 
 def collect_fields(config: Any, special: Mapping[str, object] | None = None) -> dict[str, object]:
-    """Collect all counted fields of a tree of dataclasses that are not at their defaults.
+    """Return all counted fields of a configuration that are not at their defaults, by name.
 
     Args:
-        config: vLLM's ``VllmConfig``.
-        special: values that replace those of ``<class>.<field>``; None: this field does not count here.
+        config: vLLM's ``VllmConfig``, a tree of dataclasses.
+        special: values for some fields, by ``<class>.<field>``, which replace the fields' own values; None: the field
+            is not counted.
 
     Returns:
-        Names and values; JSON can represent the values.
+        Values that JSON can represent, by ``<class>.<field>``.
     """
     return dict(_walk(config, special or {}))
 
@@ -293,7 +301,7 @@ def _walk(config: Any, special: Mapping[str, object]) -> Iterator[tuple[str, obj
 
 
 def _find_default(field: dataclasses.Field[Any]) -> object:
-    """Return a field's default; for a field without a default, a value that is equal to nothing else."""
+    """Return the default of a field; for a field without a default, a value that no field can have."""
     if field.default_factory is not dataclasses.MISSING:
         try:
             return field.default_factory()
@@ -306,7 +314,7 @@ def _find_default(field: dataclasses.Field[Any]) -> object:
 
 
 def _describe(value: Any) -> object:
-    """Convert a value for JSON; equal values have equal results, and an unknown kind may be equal to nothing else."""
+    """Convert a value for JSON. Equal values have equal results, except objects of unknown classes."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, enum.Enum):
@@ -324,7 +332,7 @@ def _describe(value: Any) -> object:
 
 
 def describe_config(config: Any) -> object:
-    """Return a digest of a model's configuration as transformers has read it, without its folder and origin."""
+    """Return a digest of a model's configuration in transformers, without its folder, origin and version."""
     read = getattr(config, "to_dict", None)
     if read is None:
         return _describe(config)

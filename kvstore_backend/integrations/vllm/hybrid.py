@@ -1,12 +1,18 @@
-"""The scheduler's half for models with several KV cache groups; ``groups.py`` explains what a hit is there.
+"""Scheduler's half of the vLLM connector for models with several KV cache groups.
 
-The unit of look-ups, loads and saves is the least common multiple of the groups' block sizes: a resume point is a
-multiple of it. In transfers a block is ``group * num_blocks + id`` (``memory.py``). A transfer lists full-attention
-groups last: a reader that finds their blocks finds the other groups' blocks, too. It would load nothing otherwise.
+``kvstore_backend/groups.py`` defines groups, resume points and hits. Facts about vLLM 0.32: there is a block hash for
+every ``hash_block_size`` tokens, and this number divides all block sizes. The last hash in a block depends on the whole
+prefix up to the end of the block. Before a load, vLLM allocates exactly the blocks that a group needs, and fills the
+places before them with its null block.
 
-A block of a window is saved when it is full, if vLLM has not dropped it before: a later prompt may end its common
-prefix anywhere. vLLM makes states only where a step ends at a block boundary, and reports each of them once, in the
-step that computes it (``offer_states``).
+A *unit* is the least common multiple of the groups' block sizes, in tokens. Look-ups, loads and saves work in units,
+because a resume point is a multiple of a unit. In transfers a block is ``group * num_blocks + id`` (``memory.py``). A
+transfer lists the blocks of full-attention groups last. They are stored last, so a reader that finds them also finds
+the blocks of the other groups, without which it could load nothing.
+
+A block of a sliding window is saved when it is full, if vLLM has not dropped it before, because a later prompt may have
+a common prefix of any length. vLLM keeps a recurrent state only if a step ends at a block boundary, and reports it
+once, in the step that computes it (``offer_states``).
 """
 
 from __future__ import annotations
@@ -19,10 +25,10 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from kvstore_backend.backend import Status, StorageBackend
+from kvstore_backend.groups import Exists, Group, Resume, find_resume_point
 from kvstore_backend.integrations.vllm.adapters import name_blocks
-from kvstore_backend.integrations.vllm.groups import Exists, Group, Resume, find_resume_point
 from kvstore_backend.integrations.vllm.messages import Transfer
-from kvstore_backend.integrations.vllm.scheduler import Request, SchedulerHalf, _Found, _Question, _Tracked
+from kvstore_backend.integrations.vllm.scheduler import Request, SchedulerHalf, _Found, _Lookup, _Tracked
 
 __all__ = ["HybridSchedulerHalf"]
 
@@ -33,12 +39,12 @@ Tables = Sequence[Sequence[int]]
 
 
 class HybridSchedulerHalf(SchedulerHalf):
-    """Planner of loads and saves of a model with several groups.
+    """Plans the loads and saves of a model with several groups.
 
     Args:
-        backend: as for ``SchedulerHalf``.
+        backend: the pool's backend, for look-ups; ``close`` closes it.
         groups: the groups, in vLLM's order.
-        hash_block_size: tokens in each of a request's ``block_hashes``.
+        hash_block_size: number of tokens for each hash in ``Request.block_hashes``.
         options: the other arguments of ``SchedulerHalf``.
     """
 
@@ -46,7 +52,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         super().__init__(backend, math.lcm(*(group.block_size for group in groups)), **options)
         self._namer = _Namer(groups, hash_block_size)
         self._groups = groups
-        # Full attention last: see above.
+        # Full-attention groups are last in transfers.
         self._order = sorted(range(len(groups)), key=lambda number: groups[number].kind == "full")
         self._states: list[tuple[str, int, int, int]] = []
 
@@ -58,14 +64,14 @@ class HybridSchedulerHalf(SchedulerHalf):
         states, self._states = self._states, []
         for request_id, number, block, num_tokens in states:
             tracked = self._requests.get(request_id)
-            # A state within a unit is at no resume point; what was loaded or saved is in the pool.
+            # A state in the middle of a unit is not saved, because it is not at a resume point.
             if tracked is not None and num_tokens % self._block_size == 0:
                 self._plan_state(tracked, number, block, num_tokens)
         return super().plan_step(scheduled, blocks_of)
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
         if num_computed % self._block_size:
-            return 0  # vLLM reports only multiples; a state in the middle of a unit could not be continued
+            return 0  # not a resume point, so no state can be continued there
         return super().matched_tokens(request, num_computed)
 
     def _name_blocks(self, request: Request, first: int, end: int) -> Sequence[bytes]:  # type: ignore[override]
@@ -105,17 +111,20 @@ class HybridSchedulerHalf(SchedulerHalf):
         if resume.num_tokens < resume.num_reached and not unknown:
             for group, missing in zip(self._groups, resume.missing, strict=True):
                 self._counts.add_operation(group.name.replace(" ", "_"), missing=missing)
-            logger.info("A hit is shorter than full attention allows: %s", resume.describe(self._groups))
+            logger.info("A hit is shorter than the full-attention blocks allow: %s", resume.describe(self._groups))
         return _Found(count, None)
 
     def _look_up_in(self, wanted: _Wanted, unknown: set[Status]) -> Exists:
-        """Return a function that looks up blocks of every rank; it adds ``FAILED`` to ``unknown`` if a pool fails."""
+        """Return a function that looks up blocks in the pools of all ranks.
+
+        The function adds ``FAILED`` to ``unknown`` if a pool does not answer.
+        """
 
         def exists(blocks: Sequence[tuple[int, int]]) -> list[bool]:
             names = [wanted.name(number, place) for number, place in blocks]
             present = [True] * len(names)
             for pool in self._pools:
-                # A rank is asked only for blocks that the ranks before it have.
+                # Only blocks that the ranks before have are looked up.
                 places = [i for i, has in enumerate(present) if has]
                 for i, status in zip(places, pool.exists([names[i] for i in places]) if places else (), strict=True):
                     present[i] = bool(status)
@@ -125,23 +134,23 @@ class HybridSchedulerHalf(SchedulerHalf):
 
         return exists
 
-    def _pin_load(self, request: Request, question: _Question, end: int, blocks: Tables) -> Transfer:
-        wanted, num_tokens = question.names, end * self._block_size
+    def _pin_load(self, request: Request, lookup: _Lookup, end: int, blocks: Tables) -> Transfer:
+        wanted, num_tokens = lookup.names, end * self._block_size
         assert isinstance(wanted, _Wanted)
         names: list[bytes] = []
         targets: list[int] = []
         for number in self._order:
             group = self._groups[number]
-            begin = question.first * self._block_size // group.block_size
+            begin = lookup.first * self._block_size // group.block_size
             needed = [place for place in group.list_needed(num_tokens) if place >= begin]
             if needed and (needed[-1] >= len(blocks[number]) or self._has_null(blocks[number][needed[0] :])):
-                # An empty load fails, and the request computes its tokens.
+                # A load without blocks counts as failed, so the request computes its tokens.
                 logger.error("vLLM gave %s no blocks of %s to load into", request.request_id, group.name)
                 names, targets = [], []
                 break
             names += [wanted.name(number, place) for place in needed]
             targets += [self._number_block(number, blocks[number][place]) for place in needed]
-        return replace(self._pin_blocks(request, names, targets, is_load=True), num_units=end - question.first)
+        return replace(self._pin_blocks(request, names, targets, is_load=True), num_units=end - lookup.first)
 
     def _plan_save(self, tracked: _Tracked, computed: int, blocks: Callable[[], Tables]) -> None:
         full = self._num_full(tracked, computed)
@@ -150,7 +159,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         per_unit = sum(self._block_size // group.block_size for group in self._groups if group.kind != "state")
         end = min(full, tracked.num_saved + self._count_save_room() // max(1, per_unit))
         if end <= tracked.num_saved or not (wanted := self._name_blocks(tracked.request, tracked.num_saved, end)):
-            return  # they may get names later: the digest of an adapter is still being computed
+            return  # blocks without names may get names later, when the digest of an adapter is known
         assert isinstance(wanted, _Wanted)
         first, tracked.num_saved = tracked.num_saved, end
         tables = blocks()
@@ -162,16 +171,17 @@ class HybridSchedulerHalf(SchedulerHalf):
             if group.kind == "state":
                 continue
             if group.kind == "full" and self._has_null(table[places.start : places.stop]):
-                tracked.is_stale = True  # vLLM dropped blocks that it still names; the null block may have any bytes
+                # vLLM has replaced blocks of the request by the null block, which may have any bytes.
+                tracked.is_stale = True
                 return
-            # vLLM has dropped blocks before the window; no later step of this request reads them.
+            # vLLM has dropped the blocks before the window, because later steps of the request do not read them.
             kept = [place for place in places if place < len(table) and not self._has_null([table[place]])]
             names += [wanted.name(number, place) for place in kept]
             sources += [self._number_block(number, table[place]) for place in kept]
         self._begin_save(tracked, names, sources)
 
     def _plan_state(self, tracked: _Tracked, number: int, block: int, num_tokens: int) -> None:
-        """Plan to save the state after ``num_tokens`` tokens, which is in ``block`` after this step."""
+        """Plan to save a recurrent state: after this step, ``block`` has the state after ``num_tokens`` tokens."""
         end = num_tokens // self._block_size
         if end <= tracked.num_saved or not self._may_plan_save(tracked) or self._count_save_room() < 1:
             return
@@ -188,7 +198,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         if not names:
             return
         self._planned_saves.append(self._pin_blocks(tracked.request, names, sources, is_load=False))
-        # Not with an adapter, because a worker may refuse the save.
+        # Blocks of an adapter are not recorded, because a worker may refuse their save.
         if self._cached is not None and tracked.request.lora_request is None:
             self._cached.note_blocks(names, sources)
 
@@ -211,7 +221,7 @@ class HybridSchedulerHalf(SchedulerHalf):
 
 
 class _Namer:
-    """Names of the blocks of each group."""
+    """Computes the names of blocks in the pool, for each group."""
 
     def __init__(self, groups: Sequence[Group], hash_block_size: int) -> None:
         self._groups = groups
@@ -222,11 +232,11 @@ class _Namer:
         ]
 
     def count_units(self, num_hashes: int) -> int:
-        """Return how many whole units have names."""
+        """Return the number of complete units for which a request with ``num_hashes`` hashes has names."""
         return num_hashes * self._hash_size // self._unit
 
     def name(self, hashes: Sequence[bytes], number: int, place: int, adapter: bytes, epoch: bytes) -> bytes:
-        """Return the name of the block at ``place`` of a group: the last hash in a block covers its whole prefix."""
+        """Return the name of the block at index ``place`` of group ``number``, from the last hash in the block."""
         last = (place + 1) * self._groups[number].block_size // self._hash_size - 1
         (name,) = name_blocks([hashes[last]], adapter, epoch, self._tags[number])
         return name
@@ -234,7 +244,10 @@ class _Namer:
 
 @dataclass(frozen=True)
 class _Wanted(Sequence[bytes]):
-    """Units of a request from ``first`` to ``end``, each as the hash of its last tokens; names blocks of all groups."""
+    """Units of a request from ``first`` to ``end``. It computes the names of their blocks, which depend on the group.
+
+    As a sequence, it has only a length: an index raises ``TypeError``.
+    """
 
     namer: _Namer
     hashes: Sequence[bytes]
@@ -253,15 +266,15 @@ class _Wanted(Sequence[bytes]):
     def __getitem__(self, index: slice) -> Sequence[bytes]: ...
 
     def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
-        raise TypeError("the blocks of several groups are named one at a time")
+        raise TypeError("the block names of several groups must be computed one at a time")
 
     def name(self, number: int, place: int) -> bytes:
-        """Return the name of the block at ``place`` of a group."""
+        """Return the name of the block at index ``place`` of group ``number``."""
         return self.namer.name(self.hashes, number, place, self.adapter, self.epoch)
 
 
 class _Repeated(Sequence[Any]):
-    """vLLM's blocks once for each group: the numbers of blocks in transfers are indices here."""
+    """Sequence that repeats vLLM's blocks for each group, so that the numbers of blocks in transfers are indices."""
 
     def __init__(self, blocks: Sequence[Any], times: int) -> None:
         self._blocks = blocks

@@ -1,12 +1,14 @@
-"""Places of a vLLM block's bytes: one span per layer if the layout stores a layer's part of it in one piece.
+"""Finds the addresses of a vLLM block's bytes, in all layers.
 
-vLLM gives each layer a tensor ``[kernel block, head, token, content]`` whose axes are in memory in the order that the
-attention backend needs (``KVCacheLayout``): NHD, HND, heads before blocks, or all layers of a block in one piece, in
-which case the tensors are views of one allocation. MLA has one head; FP8 has elements of one byte. A block of the
-scheduler is one or several successive kernel blocks.
+vLLM gives each layer a tensor ``[kernel block, head, token, content]``. The order of the axes in memory depends on the
+attention backend (``KVCacheLayout``): NHD, HND, heads before blocks, or all layers of a block in one piece, so that the
+tensors are views of one allocation. MLA has one head; FP8 has elements of one byte. A block of the scheduler is one or
+several successive kernel blocks. A block has one span per layer if the layout stores a layer's part of it in one piece,
+otherwise several.
 
-If a model has several KV cache groups (``groups.py``), the layers of different groups share the same memory: the bytes
-of a block are those of the layers of the group that owns it. Then a block is given here as ``group * num_blocks + id``.
+If a model has several KV cache groups (``kvstore_backend/groups.py``), the groups share the same memory: the bytes of a
+block are those in the layers of the group that owns the block. The number of a block is then
+``group * num_blocks + id``.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from kvstore_backend.transfers import Event
 
 __all__ = ["GroupedMemory", "KVMemory"]
 
-# Devices whose memory can be a source or target of blocks: the host, and GPUs (ROCm's are also called cuda).
+# Devices with memory from and to which blocks can be moved: the host, and GPUs (torch calls ROCm's GPUs cuda too).
 _DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's part of block ``b``: pieces of ``nbytes`` at ``address + b * stride + offset`` for each offset."""
+    """Places of blocks in one layer: block ``b`` has ``nbytes`` bytes at ``address + b * stride + offset``, for each
+    offset."""
 
     address: int
     stride: int
@@ -42,24 +45,26 @@ class _Layer:
 
 
 class KVMemory:
-    """KV memory of one group of layers of a worker; describes it without copying it.
+    """Description of a worker's KV memory, for one group of layers.
 
     Args:
         tensors: vLLM's ``kv_caches``: layer name -> tensor. Layers that share one tensor count once.
         num_blocks: number of the scheduler's blocks.
-        is_mixed: whether layers may differ in layout, such as MLA and its indexer; then ``axes`` is empty.
+        is_mixed: whether layers may have different layouts, such as MLA and its indexer.
 
     Attributes:
         tensors: the tensors of layers with their own memory, in the order of the layers.
-        num_blocks: as given.
-        is_on_device: whether they are on a GPU.
-        layout: order and size of a block's axes in memory, the same for every layer; part of a namespace.
-        axes: the same in the form of ``kvstore_backend.resharding``; empty if no axis is known to be the heads.
+        num_blocks: number of the scheduler's blocks.
+        is_on_device: whether the tensors are on a GPU.
+        layout: order and sizes of a block's axes in memory, as text for ``Namespace.layout``.
+        axes: order and sizes of a block's axes, for ``kvstore_backend.resharding``; empty if the axis of the heads is
+            not known, or if layers have different layouts.
         num_layers: number of layers with their own memory.
         block_bytes: bytes of a block in all layers.
 
     Raises:
-        ConfigError: the memory is neither the host's nor a GPU's, or its layers differ in an unsupported way.
+        ConfigError: a tensor is neither in host memory nor on a GPU, its size does not match ``num_blocks``, or layers
+            have different layouts without ``is_mixed``.
     """
 
     def __init__(self, tensors: Mapping[str, Any], num_blocks: int, *, is_mixed: bool = False) -> None:
@@ -72,7 +77,7 @@ class KVMemory:
                 )
             if tensor.shape[0] % num_blocks:
                 raise ConfigError(
-                    f"layer {name} has {tensor.shape[0]} kernel blocks, no multiple of {num_blocks} blocks"
+                    f"layer {name} has {tensor.shape[0]} kernel blocks, which is not a multiple of {num_blocks} blocks"
                 )
         self.tensors = tuple(unique.values())
         self.num_blocks = num_blocks
@@ -81,7 +86,8 @@ class KVMemory:
         is_one = len(set(layouts)) == 1
         if not is_one and not is_mixed:
             raise ConfigError(
-                f"layers differ in layout ({', '.join(sorted(set(layouts)))}); KVStoreConnector needs one"
+                f"layers have different layouts ({', '.join(sorted(set(layouts)))}); KVStoreConnector needs the same "
+                "layout in all layers"
             )
         self.layout = layouts[0] if is_one else " ".join(f"{len([*run])}x{name}" for name, run in groupby(layouts))
         self.num_layers = len(self.tensors)
@@ -93,15 +99,16 @@ class KVMemory:
                 _prefer_large_pages(span)
 
     def list_allocations(self) -> list[Span]:
-        """Return all memory that spans may be in."""
+        """Return the allocations that contain all tensors."""
         storages = [tensor.untyped_storage() for tensor in self.tensors]
         return [Span(*each) for each in {storage.data_ptr(): storage.nbytes() for storage in storages}.items()]
 
     def merge_layers(self) -> tuple[Any, ...]:
-        """Return ``tensors``, or one tensor ``[kernel block, layer, ...]`` for all: then a copy takes one operation.
+        """Return one tensor ``[kernel block, layer, ...]`` for all layers if possible, otherwise ``tensors``.
 
-        They are merged if they are in one allocation at equal distances, and each layer's part of a block is before the
-        next layer's, so that a block's bytes stay in the same order.
+        With one tensor, the copy of a block takes one operation. The tensors can be merged if they are in one
+        allocation at equal distances, and each layer's part of a block is before the next layer's part, so that the
+        bytes of a block keep their order.
         """
         first = self.tensors[0]
         offsets = [tensor.storage_offset() for tensor in self.tensors]
@@ -122,7 +129,7 @@ class KVMemory:
         return (first.as_strided(shape, (strides[0], distance, *strides[1:]), offsets[0]),)
 
     def locate_blocks(self, blocks: Iterable[int]) -> list[Value]:
-        """Return the spans of each block, in an order that is the same in every instance with this layout."""
+        """Return the spans of each block. The order is the same in every instance with the same ``layout``."""
         return [
             [
                 Span(layer.address + block * layer.stride + offset, layer.nbytes)
@@ -133,11 +140,11 @@ class KVMemory:
         ]
 
     def count_bytes(self, blocks: Sequence[int]) -> int:
-        """Return the total size of these blocks."""
+        """Return the total size of ``blocks`` in bytes."""
         return len(blocks) * self.block_bytes
 
     def record_event(self) -> Event | None:
-        """Record an event for all GPU work that the calling thread has queued; return None on the host."""
+        """Record an event for the end of all GPU work that this thread has queued; return None for host memory."""
         if not self.is_on_device:
             return None
         from kvstore_backend.staging.cuda import CudaDevice  # this import loads torch
@@ -145,26 +152,29 @@ class KVMemory:
         return CudaDevice(self.tensors[0].device).record_event()
 
     def make_mark(self) -> Mark:
-        """Return an event of the GPU with timing, not recorded yet."""
+        """Return a new event of the GPU that measures time, not recorded yet."""
         from kvstore_backend.staging.cuda import CudaDevice  # this import loads torch
 
         return CudaDevice(self.tensors[0].device).make_mark()
 
     def bind_thread(self) -> None:
-        """Make the memory's GPU the calling thread's GPU; do nothing for host memory."""
+        """Make the GPU of this memory the current GPU of the calling thread; do nothing for host memory."""
         if self.is_on_device:
             from kvstore_backend.staging.cuda import CudaDevice  # this import loads torch
 
             CudaDevice(self.tensors[0].device).bind_thread()
 
     def layout_of(self, heads: int) -> str:
-        """Return the ``layout`` of this memory if it had that many heads; only for memory with ``axes``."""
+        """Return the ``layout`` that this memory would have with ``heads`` heads. Needs memory with ``axes``."""
         tensor = self.tensors[0]
         axes = [(name, heads if name == "h" else n, stride) for name, n, stride in self._order_axes(tensor, keep="h")]
         return _describe_layout([axis for axis in axes if axis[1] > 1], str(tensor.dtype))
 
     def clear_blocks(self, blocks: Iterable[int]) -> None:
-        """Zero blocks after a failed read: attention multiplies masked positions by 0, and 0 * NaN is NaN."""
+        """Set blocks to zero after a failed read, because old bytes may be NaN.
+
+        Attention multiplies the values of masked positions by 0, and 0 * NaN is NaN.
+        """
         for block, tensor in itertools.product(blocks, self.tensors):
             size = self._count_kernel_blocks(tensor)
             tensor[block * size : (block + 1) * size].zero_()
@@ -172,7 +182,7 @@ class KVMemory:
             cleared.synchronize()
 
     def _count_kernel_blocks(self, tensor: Any) -> int:
-        """Return how many kernel blocks a block of the scheduler has in this tensor."""
+        """Return the number of kernel blocks in each block of the scheduler, in this tensor."""
         return int(tensor.shape[0]) // self.num_blocks
 
     def _list_axes(self, tensor: Any) -> tuple[tuple[str, int], ...]:
@@ -182,9 +192,9 @@ class KVMemory:
         return (("layer", self.num_layers), *axes, ("byte", tensor.element_size()))
 
     def _order_axes(self, tensor: Any, keep: str = "") -> list[tuple[str, int, int]]:
-        """Return the axes of one block: name, size, stride in bytes; the outermost in memory first.
+        """Return name, size and stride in bytes of each axis of one block, the outermost axis in memory first.
 
-        Axes of size 1 are left out, except the one named ``keep``: it comes after the others with its stride.
+        Axes of size 1 are omitted, except the axis ``keep``, which comes after other axes with the same stride.
         """
         size: int = tensor.element_size()
         names = ("k", "h", "n", "c", *map(str, range(tensor.dim())))
@@ -204,10 +214,10 @@ class KVMemory:
 
 
 class GroupedMemory:
-    """KV memory of several groups of layers in the same allocation; a block is ``group * num_blocks + id``.
+    """Description of a worker's KV memory, for several groups of layers. A block is ``group * num_blocks + id``.
 
     Args:
-        groups: the memory of each group.
+        groups: description for each group. All groups use the same allocations.
     """
 
     def __init__(self, groups: Sequence[KVMemory]) -> None:
@@ -221,41 +231,41 @@ class GroupedMemory:
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The tensors of all groups, some of them in the same memory."""
+        """Tensors of all groups. Tensors of different groups may have the same memory."""
         return tuple(itertools.chain.from_iterable(group.tensors for group in self.groups))
 
     @property
     def num_layers(self) -> int:
-        """Number of layers with their own blocks."""
+        """Number of layers with their own memory, in all groups."""
         return sum(group.num_layers for group in self.groups)
 
     def list_allocations(self) -> list[Span]:
-        """Return all memory that spans may be in, each allocation once."""
+        """Return the allocations that contain all tensors, each once."""
         return list(dict.fromkeys(span for group in self.groups for span in group.list_allocations()))
 
     def locate_blocks(self, blocks: Iterable[int]) -> list[Value]:
-        """Return the spans of each block, in an order that is the same in every instance with these layouts."""
+        """Return the spans of each block. The order is the same in every instance with the same layouts."""
         return [value for number, block in self._split(blocks) for value in self.groups[number].locate_blocks([block])]
 
     def count_bytes(self, blocks: Iterable[int]) -> int:
-        """Return the total size of these blocks."""
+        """Return the total size of ``blocks`` in bytes."""
         return sum(self.groups[number].block_bytes for number, _ in self._split(blocks))
 
     def clear_blocks(self, blocks: Iterable[int]) -> None:
-        """Zero blocks after a failed read, in the layers of their group."""
+        """Set blocks to zero after a failed read, in the layers of their groups."""
         for number, block in self._split(blocks):
             self.groups[number].clear_blocks([block])
 
     def _split(self, blocks: Iterable[int]) -> Iterable[tuple[int, int]]:
-        """Return group and id of each block."""
+        """Yield the group and the id of each block."""
         return (divmod(block, self.num_blocks) for block in blocks)
 
 
 def _prefer_large_pages(span: Span) -> None:
-    """Advise the system to commit memory in large pages when it is first written; the system may ignore this.
+    """Advise the system to use large pages for memory that is written for the first time. It may ignore the advice.
 
-    By default memory is committed in pages of 4 KiB. A load of 15 MiB into memory that was never written took 350 ms
-    with them on a busy machine, and 18 ms into memory that was written before.
+    By default, memory is allocated in pages of 4 KiB at the first write, which is slow: on a busy machine, a load of
+    15 MiB took 350 ms into memory that was never written, and 18 ms into memory that was written before.
     """
     if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
         start = -(-span.address // mmap.PAGESIZE) * mmap.PAGESIZE

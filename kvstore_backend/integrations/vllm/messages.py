@@ -1,9 +1,10 @@
-"""Messages between the two halves of the vLLM connector, once a step; imports nothing from vLLM.
+"""Messages between the two halves of the vLLM connector, once per step. This module imports nothing from vLLM.
 
-Ownership of blocks, which both halves follow: the scheduler *pins* a block for a transfer (it raises vLLM's own
-reference count), from the step that plans the transfer until every rank has reported the transfer's end. A rank reports
-the end when ``kvstore_backend.transfers`` releases the block. If the request is preempted, finished or aborted
-meanwhile, its own reference is freed, and the block is still not used for anything else.
+Rule for the ownership of blocks: the scheduler *pins* the blocks of a transfer, that is, it increases vLLM's reference
+counts of the blocks. It pins them in the step that plans the transfer, and unpins them when every rank has reported the
+end of the transfer. A rank reports the end when ``kvstore_backend.transfers`` has released the blocks. If the request
+is preempted, finished or aborted meanwhile, vLLM releases the request's references, but no other request gets the
+blocks.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ __all__ = ["Plan", "Report", "Transfer"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """One load or save.
+    """One load or save of blocks.
 
     Attributes:
-        number: identifies it within one scheduler.
-        request_id: the request.
-        names: the pool's names of the blocks, 32 bytes each.
-        blocks: vLLM's ids of the same blocks; if the model has several groups, as in ``memory.py``.
-        run: for a load with some blocks from another sharding of the model, those blocks.
-        adapter: the LoRA adapter that the blocks belong to; None: only the model's weights.
-        num_units: for a load of blocks of several groups, which is complete or has failed: number of the scheduler's
-            blocks that it brings; 0: one for each name, and the leading ones are of use alone.
+        number: number of the transfer, unique within one scheduler.
+        request_id: id of the request; empty for blocks that are saved again because the pool lost them.
+        names: names of the blocks in the pool, 32 bytes each.
+        blocks: vLLM's ids of the blocks. In a model with several groups: ``group * num_blocks + id`` (``memory.py``).
+        run: for a load, the blocks that were looked up, if some of them come from another sharding; otherwise None.
+        adapter: LoRA adapter with which the blocks were computed; None: no adapter.
+        num_units: for a load of blocks of several groups: number of units of the prompt (``hybrid.py``) that the load
+            brings. Such a load is useful only if it is complete. 0: the model has one group, and the leading blocks are
+            useful without the others.
     """
 
     number: int
@@ -44,13 +46,13 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """Message from the scheduler to every worker.
+    """Message from the scheduler to every worker, for one step.
 
     Attributes:
-        loads: transfers to begin in this step.
-        saves: transfers to begin after its forward pass.
-        awaited: numbers of saves, begun now or before, that must end before the step's tokens are returned.
-        num_tokens: tokens computed in this step, if it computes parts of prompts; otherwise 0.
+        loads: loads that the worker begins in this step.
+        saves: saves that the worker begins after the step's forward pass.
+        awaited: numbers of saves, begun in this step or earlier, that must end before the step's tokens are returned.
+        num_tokens: number of tokens computed in this step if it computes parts of prompts; otherwise 0.
     """
 
     loads: Sequence[Transfer] = ()
@@ -61,14 +63,15 @@ class Plan:
 
 @dataclass
 class Report:
-    """Message from workers to the scheduler.
+    """Message from one worker, or from several, to the scheduler.
 
     Attributes:
-        ended: numbers of transfers that touch no block any more, each with the number of ranks that report it.
-        short: requests that loaded fewer blocks than planned.
-        loads: number of blocks that a load brought, and its seconds.
-        steps: tokens of a step with parts of prompts, and its seconds.
-        adapters: digests of LoRA adapters, one from each rank that has read them; None: the adapter has changed.
+        ended: number of each transfer that has released its blocks -> number of ranks that report it.
+        short: ids of requests that loaded fewer blocks than planned.
+        loads: for each load, the number of blocks that it brought, and its seconds.
+        steps: for each step with parts of prompts, its tokens and its seconds.
+        adapters: LoRA adapter -> digests of its files, from each rank that has read them; None: the files have changed.
+        saved: number of each save with which the pool has all of the save's blocks -> number of ranks that report it.
     """
 
     ended: Counter[int] = field(default_factory=Counter)
@@ -76,15 +79,17 @@ class Report:
     loads: list[tuple[int, float]] = field(default_factory=list)
     steps: list[tuple[int, float]] = field(default_factory=list)
     adapters: dict[Adapter, list[bytes | None]] = field(default_factory=dict)
+    saved: Counter[int] = field(default_factory=Counter)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the report has no content."""
-        return not (self.ended or self.short or self.loads or self.steps or self.adapters)
+        """Whether the report contains nothing."""
+        return not (self.ended or self.short or self.loads or self.steps or self.adapters or self.saved)
 
     def add_report(self, other: Report) -> None:
-        """Add another rank's report."""
+        """Add the report of another rank to this report."""
         self.ended.update(other.ended)
+        self.saved.update(other.saved)
         self.short |= other.short
         self.loads += other.loads
         self.steps += other.steps

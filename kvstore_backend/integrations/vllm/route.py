@@ -1,15 +1,14 @@
-"""Route of blocks between vLLM's memory and the pool, as ``memory`` in ``kv_connector_extra_config`` names it.
+"""Selects the route of blocks between vLLM's memory and the pool: ``memory`` in ``kv_connector_extra_config``.
 
-staged  through host buffers (``kvstore_backend.staging``): pinned buffers and a CUDA stream for KV on a GPU; for KV in
-        host memory the stand-in runs the same steps
-direct  the pool itself reads and writes vLLM's memory. On a GPU Mooncake does that by RDMA. The host cannot read that
-        memory, so its blocks have no checksums.
+staged  blocks pass through host buffers (``kvstore_backend.staging``): pinned buffers and a CUDA stream for KV on a
+        GPU; for KV in host memory, the stand-in for a device runs the same steps
+direct  the pool reads and writes vLLM's memory. On a GPU Mooncake does this by RDMA. The host cannot read the memory of
+        a GPU, so the blocks have no checksums.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Literal
 
@@ -17,7 +16,7 @@ from kvstore_backend.backend import ConfigError
 from kvstore_backend.config import MooncakeSettings, PoolConfig
 from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
 from kvstore_backend.pool import BlockPool
-from kvstore_backend.transfers import DirectMemory, Event, TransferMemory, Window
+from kvstore_backend.transfers import DirectMemory, TransferMemory
 
 __all__ = ["Route", "choose_route", "open_route", "read_route"]
 
@@ -29,10 +28,10 @@ _CUDA_WHEELS = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 
 
 def read_route(extra: Mapping[str, object]) -> Route | None:
-    """Return the route that ``kv_connector_extra_config`` names, or None.
+    """Return the route in ``kv_connector_extra_config``; None if there is none.
 
     Raises:
-        ConfigError: there is no such route.
+        ConfigError: the value is not a route.
     """
     named = extra.get("memory")
     for route in _ROUTES:
@@ -47,10 +46,10 @@ def read_route(extra: Mapping[str, object]) -> Route | None:
 
 
 def choose_route(named: Route | None, memory: KVMemory | GroupedMemory, config: PoolConfig) -> Route:
-    """Return the named route, or the best one if none was named: staged on a GPU, direct in host memory.
+    """Return the configured route, or the default: ``staged`` for KV on a GPU, ``direct`` for KV in host memory.
 
     Raises:
-        ConfigError: the direct route was named, and this pool cannot reach a GPU's memory.
+        ConfigError: ``direct`` is configured, the KV is on a GPU, and the pool cannot reach a GPU's memory.
     """
     if named == "direct" and memory.is_on_device:
         _require_device_access(config)
@@ -58,10 +57,12 @@ def choose_route(named: Route | None, memory: KVMemory | GroupedMemory, config: 
 
 
 def open_route(route: Route, memory: KVMemory | GroupedMemory, pool: BlockPool) -> TransferMemory:
-    """Return ``memory`` as transfers reach it on this route, and register everything that the pool will touch."""
+    """Return the object with which transfers reach ``memory`` on the route; register the memory with the pool."""
     if route == "staged":
         if isinstance(memory, GroupedMemory):
-            return _StagedGroups([_stage(group, pool) for group in memory.groups], memory.num_blocks)
+            from kvstore_backend.staging import StagedGroups
+
+            return StagedGroups([_stage(group, pool) for group in memory.groups], memory.num_blocks)
         return _stage(memory, pool)
     for span in memory.list_allocations():
         pool.register(*span)
@@ -74,31 +75,8 @@ def _stage(memory: KVMemory, pool: BlockPool) -> TransferMemory:
     return StagedMemory(KVTensors(memory.merge_layers(), memory.num_blocks), pool)
 
 
-class _StagedGroups:
-    """Memory of several groups: a window has blocks of one group, whose buffers fit its size of blocks."""
-
-    def __init__(self, groups: Sequence[TransferMemory], num_blocks: int) -> None:
-        self._groups = groups
-        self._num_blocks = num_blocks
-        self.record_event = groups[0].record_event
-
-    def open_incoming(self, blocks: Sequence[int], after: Event | None) -> Window:
-        number, own = self._take_group(blocks)
-        return self._groups[number].open_incoming(own, after)
-
-    def open_outgoing(self, blocks: Sequence[int], after: Event | None) -> Window:
-        number, own = self._take_group(blocks)
-        return self._groups[number].open_outgoing(own, after)
-
-    def _take_group(self, blocks: Sequence[int]) -> tuple[int, list[int]]:
-        """Return the group of the first block, and the ids of the leading blocks of that group."""
-        number = blocks[0] // self._num_blocks
-        leading = itertools.takewhile(lambda block: block // self._num_blocks == number, blocks)
-        return number, [block % self._num_blocks for block in leading]
-
-
 def _require_device_access(config: PoolConfig) -> None:
-    """Refuse a pool that cannot read and write a GPU's memory, with a message of one sentence."""
+    """Raise ``ConfigError`` if the pool cannot read and write the memory of a GPU."""
     store = config.store
     if not isinstance(store, MooncakeSettings):
         trouble = f"the pool is a {config.backend} pool"
@@ -110,8 +88,8 @@ def _require_device_access(config: PoolConfig) -> None:
         return
     raise ConfigError(
         f'memory in kv_connector_extra_config is "direct", and the KV is on a GPU, but {trouble}; Mooncake reaches a '
-        "GPU's memory by RDMA with GPUDirect, in its build for CUDA: leave memory out, and blocks go through host "
-        "buffers"
+        "GPU's memory only by RDMA with GPUDirect, in its build for CUDA; leave memory out, so that blocks pass "
+        "through host buffers"
     )
 
 

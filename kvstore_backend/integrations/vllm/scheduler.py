@@ -1,21 +1,21 @@
-"""The half of the vLLM connector in vLLM's scheduler process: plans loads and saves; imports nothing from vLLM.
+"""Half of the vLLM connector in vLLM's scheduler process: plans loads and saves. Imports nothing from vLLM.
 
-It never waits for the pool: look-ups run on their own threads, and a request without an answer is looked up again in
-the next step. (A step may wait 2 ms in total, because most look-ups take less than 1 ms, and the next step may be 50 ms
-away.) Ownership of blocks: ``messages.py``.
+The scheduler does not wait for the pool: look-ups run on their own threads. If a look-up has no result yet, the request
+waits until the next step. (A step may wait 2 ms in total, because most look-ups take less than 1 ms, and the next step
+may be 50 ms later.) ``messages.py`` has the rule for the ownership of blocks.
 
-If prefill and decode are separate instances, prefill receives a request for one token, then decode receives the request
-for the answer. A request for one token is only for its KV if a router has marked it as prefill's part
-(``do_remote_decode`` in ``kv_transfer_params``) or the instance only saves. It is answered when its blocks are in the
-pool (``Plan.awaited``), so decode finds them. No other request waits for saves, because such a wait delays all requests
-of the instance.
+If prefill and decode are separate instances, prefill first receives the request with a limit of one token. Then decode
+receives the request, and generates the response. A *prefill request* is a request for one token that a router has
+marked (``do_remote_decode`` in ``kv_transfer_params``), or that arrives at an instance that only saves. Its response is
+returned only when its blocks are in the pool (``Plan.awaited``), so that decode finds them. No other request waits for
+saves, because such a wait delays all requests of the instance.
 
-If both receive a request at the same time, decode waits for the blocks that prefill saves: it repeats the look-up until
-all blocks of the prompt are present, or nothing new has arrived for ``prefill_wait_s``. It computes the blocks that are
-still missing.
+If prefill and decode receive a request at the same time, decode waits for the blocks that prefill saves: it repeats the
+look-up until the pool has all blocks of the prompt, or until no new block has arrived for ``prefill_wait_s``. Then it
+computes the missing blocks.
 
-If loading the pool's blocks takes longer than computing them (``load_or_compute.py``), they are computed. Blocks that a
-prefill instance computed for this one are always loaded, because that decision was made earlier.
+If loading blocks takes longer than computing them (``load_or_compute.py``), they are computed. Blocks that a prefill
+instance has computed for this instance are always loaded.
 """
 
 from __future__ import annotations
@@ -46,28 +46,26 @@ from kvstore_backend.refill import Refill
 from kvstore_backend.resharding import PeerShardings, Run, ShardingFamily
 from kvstore_backend.threads import DaemonThreads
 
-__all__ = ["Blocks", "Request", "SchedulerHalf"]
+__all__ = ["Blocks", "Request", "SchedulerHalf", "Stored"]
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 0.002
 _LOOKUPS = 4
-# Seconds between two look-ups of blocks that prefill computes; the master answers thousands of look-ups a second.
+# Seconds between two look-ups of blocks that prefill computes. A master answers thousands of look-ups per second.
 _AGAIN_SECONDS = 0.02
-# Duration of a step that only waits for prefill; without it vLLM would make a thousand steps a second.
+# Duration of a step in which all requests wait for prefill. Without it vLLM would make a thousand steps per second.
 _IDLE_SECONDS = 0.005
-# Maximum share of all blocks in saves that wait for a slow pool; more saves wait for a later step.
+# Maximum share of vLLM's blocks that saves may pin. With a slow pool, further saves wait for a later step.
 _SAVE_SHARE = 0.25
-
-
-# Workers receive blocks to save this long after the look-ups' client last reached the pool.
+# Saves are still planned for this time after the scheduler's client last reached the pool.
 _TRUST_SECONDS = 5.0
-# A transfer keeps vLLM's steps running, and a pause waiting, this long: longer than a call to a working pool.
+# A transfer requires further steps of vLLM for this time, which is longer than a call to a working pool.
 _PUSH_SECONDS = 30.0
 
 
 class Request(Protocol):
-    """The part of vLLM's ``Request`` that is used."""
+    """Members of vLLM's ``Request`` that this module uses."""
 
     @property
     def request_id(self) -> str: ...
@@ -95,7 +93,7 @@ class Request(Protocol):
 
 
 class Blocks(Protocol):
-    """The part of vLLM's ``BlockPool`` that is used."""
+    """Members of vLLM's ``BlockPool`` that this module uses."""
 
     @property
     def blocks(self) -> Sequence[Any]: ...
@@ -109,12 +107,14 @@ class Blocks(Protocol):
 
 @dataclass
 class _Tracked:
-    """Request with blocks; its first ``num_saved`` blocks are in the pool or being saved.
+    """Request that has blocks of vLLM.
 
     Attributes:
-        num_noted: leading blocks that are known to be cached and saved.
-        is_stale: whether its blocks differ from what their names say (they are older than a reset, or some are
-            missing); then it saves nothing more.
+        num_saved: number of its leading blocks that are in the pool or are being saved.
+        num_noted: number of its leading blocks that ``CachedBlocks`` has recorded.
+        is_loading: whether a load of its blocks has not ended.
+        is_stale: whether its blocks may not match their names, because they are older than a reset of the cache, or
+            some are missing. Then no more blocks of the request are saved.
     """
 
     request: Request
@@ -125,28 +125,42 @@ class _Tracked:
 
 
 @dataclass
-class _Question:
-    """Look-up of a request: how many of the blocks from ``first`` on, with these ``names``, the pool has.
+class _Lookup:
+    """Look-up of a request's blocks in the pool, which may be repeated.
 
     Attributes:
-        answer: answer of the last look-up, which began at ``asked_at``.
-        found: number found by earlier look-ups; the last block was found at ``found_at``.
-        run: run of the last look-up, if some of its blocks come from another sharding.
-        decision: whether found blocks are loaded or computed; ``None``: none were found yet.
+        first: place of the first block in the prompt.
+        names: names of the blocks from ``first`` on.
+        answer: result of the last look-up.
+        begun_at: time when the last look-up began.
+        found_at: time when the last new block was found.
+        found: number of leading blocks that were found.
+        run: the blocks of the last look-up, if some of them come from another sharding; otherwise None.
+        decision: whether the found blocks are loaded or computed; None: not decided yet.
     """
 
     first: int
     names: Sequence[bytes]
     answer: Future[_Found]
-    asked_at: float
+    begun_at: float
     found_at: float
     found: int = 0
     run: Run | None = None
     decision: Decision | None = None
 
 
+class Stored(NamedTuple):
+    """Successive blocks that all ranks have stored in the pool: vLLM's hashes of the blocks, and of their parent.
+
+    The parent is the block before the first one; None: the first one begins the prompt.
+    """
+
+    block_hashes: Sequence[bytes]
+    parent: bytes | None
+
+
 class _Found(NamedTuple):
-    """Number of leading blocks found, and the run of them if some come from another sharding."""
+    """Result of a look-up: number of leading blocks, and a ``Run`` if some of them come from another sharding."""
 
     num_blocks: int
     run: Run | None
@@ -154,25 +168,36 @@ class _Found(NamedTuple):
 
 @dataclass
 class _Pin:
-    """Blocks of a transfer, pinned until all ranks have reported its end; then ``on_end`` is called."""
+    """Pinned blocks of a transfer. They are unpinned when all ranks have reported the end of the transfer.
+
+    Attributes:
+        ranks: number of ranks that have not reported the end.
+        on_end: called after the blocks were unpinned.
+        stored: the blocks of a save, which ``take_stored`` returns when all ranks have stored them; None: not reported.
+        num_unsaved: number of ranks that have not stored all blocks.
+    """
 
     request_id: str
     blocks: Sequence[int]
     ranks: int
     is_load: bool
     on_end: Callable[[], None] = field(default=lambda: None)
-    begun_at: float = field(default_factory=lambda: time.monotonic())  # evaluated late, because tests replace the clock
+    stored: Stored | None = None
+    num_unsaved: int = 0
+    begun_at: float = field(default_factory=lambda: time.monotonic())  # a lambda, because tests replace the clock
 
 
 class SchedulerHalf:
-    """Planner of one scheduler's loads and saves. All calls come from vLLM's scheduler thread.
+    """Plans the loads and saves of one vLLM scheduler. All methods are called from vLLM's scheduler thread.
 
     Args:
-        backend: the store, for look-ups; ``close`` closes it.
+        backend: the pool's backend, for look-ups; ``close`` closes it.
         block_size: tokens in a block.
-        loads: whether to look up and load.
-        saves: whether to save.
-        prefill_wait_s: how long a prompt waits for its next block, if a prefill instance also received the request.
+        loads: whether blocks are looked up and loaded.
+        saves: whether blocks are saved.
+        prefill_wait_s: seconds for which a prompt waits for its next block from a prefill instance that received the
+            request at the same time; 0: no wait.
+        reports_stored: whether ``take_stored`` will be called.
     """
 
     def __init__(
@@ -183,8 +208,11 @@ class SchedulerHalf:
         loads: bool = True,
         saves: bool = True,
         prefill_wait_s: float = 0.0,
+        reports_stored: bool = False,
     ) -> None:
         self._backend = backend
+        self._reports_stored = reports_stored
+        self._stored: list[Stored] = []
         self._block_size = block_size
         self._loads = loads
         self._saves = saves
@@ -195,32 +223,32 @@ class SchedulerHalf:
         self._blocks: Blocks | None = None
         self._adapters = KnownAdapters()
         self._epoch = b""
-        self._is_empty = False  # vLLM's own cache was reset, and no request got blocks since
-        self._is_stale = False  # vLLM's own cache may have blocks from before the last reset
+        self._is_empty = False  # whether vLLM's own cache was reset, and no request got blocks since
+        self._is_stale = False  # whether vLLM's own cache may have blocks from before the last ``forget_blocks``
         self._threads = DaemonThreads(_LOOKUPS, "pool-lookup")
         self._load_or_compute = LoadOrCompute(block_size)
         self._patience = _PATIENCE_SECONDS
         self._ready_at = -math.inf
-        self._is_waiting = False  # whether some request of this step waits for prefill
+        self._is_waiting = False  # whether a request of this step waits for prefill
         self._requests: dict[str, _Tracked] = {}
-        self._questions: dict[str, _Question] = {}
-        self._barred: set[str] = set()  # requests with a short load: they compute the rest
+        self._lookups: dict[str, _Lookup] = {}
+        self._short_loads: set[str] = set()  # requests that loaded fewer blocks than planned: they compute the others
         self._planned_loads: list[Transfer] = []
         self._planned_saves: list[Transfer] = []
         self._pins: dict[int, _Pin] = {}
         self._last_number = 0
-        self._posts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # to be called in the next step
+        self._deferred: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # called in the next step
         self._cached: CachedBlocks | None = None
         self._refill: Refill | None = None
         self.num_lookups = 0
-        """Number of look-ups begun, repeated ones included."""
+        """Total number of look-ups that were begun, including repeated ones."""
 
     def learn_namespaces(self, namespaces: Sequence[Namespace], family: ShardingFamily | None = None) -> None:
-        """Take the namespaces of all ranks from the workers; before this call everything is a miss.
+        """Begin to use the pool with the namespaces of all ranks, which the workers report. Before, all is a miss.
 
         Args:
-            namespaces: namespaces of all ranks.
-            family: rank 0's family; None: blocks of other shardings are not looked up.
+            namespaces: the namespace of each rank.
+            family: family of shardings of rank 0; None: blocks of other shardings are not looked up.
         """
         self._pools = [BlockPool(self._backend, namespace) for namespace in namespaces]
         if family is not None:
@@ -229,10 +257,10 @@ class SchedulerHalf:
         self._watch_for_losses()
 
     def bind_blocks(self, blocks: Blocks) -> None:
-        """Take vLLM's block pool; its reference counts pin blocks.
+        """Set vLLM's block pool, to pin blocks by its reference counts. Wrap its method ``reset_prefix_cache``.
 
-        vLLM resets its cache only if no block is referenced, and a save holds references as long as a slow pool takes.
-        So this object calls the pool's ``reset_prefix_cache`` without those references, and restores them when it ends.
+        vLLM resets its cache only if no block has references, but saves to a slow pool hold references for a long time.
+        So the wrapper releases the references of all transfers, resets the cache, and takes the references again.
         """
         self._blocks = blocks
         if (reset := getattr(blocks, "reset_prefix_cache", None)) is not None:
@@ -240,53 +268,54 @@ class SchedulerHalf:
         self._watch_for_losses()
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
-        """Return how many tokens after the first ``num_computed`` the pool has, in full blocks; ``None``: unknown.
+        """Return the number of tokens after the first ``num_computed`` that the pool has, in full blocks.
 
-        At least one token is left to compute, because vLLM needs its logits.
+        ``None``: not known yet; vLLM asks again in the next step. At least one token of the prompt remains to be
+        computed, because vLLM needs its logits.
         """
         first, end = num_computed // self._block_size, (request.num_tokens - 1) // self._block_size
-        if not self._loads or end <= first or request.request_id in self._barred or not self._is_ready:
+        if not self._loads or end <= first or request.request_id in self._short_loads or not self._is_ready:
             return 0
         if self._is_stale:
             return 0
-        question = self._questions.get(request.request_id)
-        if question is None or question.first != first:
+        lookup = self._lookups.get(request.request_id)
+        if lookup is None or lookup.first != first:
             wanted = self._name_blocks(request, first, end)
             if not wanted:
                 return 0
             now = time.monotonic()
-            question = _Question(first, wanted, self._begin_lookup(wanted), now, now)
-            self._questions[request.request_id] = question
-        found = self._wait_for_answer(question)
+            lookup = _Lookup(first, wanted, self._begin_lookup(wanted), now, now)
+            self._lookups[request.request_id] = lookup
+        found = self._wait_for_answer(lookup)
         if found is None:
             return None
-        if self._is_prefilled_elsewhere(request, question, found):
+        if self._is_prefilled_elsewhere(request, lookup, found):
             self._is_waiting = True
             return None
-        return found * self._block_size if found and self._decide(question, found) == "load" else 0
+        return found * self._block_size if found and self._decide(lookup, found) == "load" else 0
 
     def on_allocation(self, request: Request, blocks: Callable[[], Any], num_external: int) -> None:
-        """Record that a request has its ``blocks``; ``num_external`` of their tokens are from the pool."""
+        """Record that a request got ``blocks``, and plan the load of ``num_external`` tokens from the pool."""
         self._is_empty = False
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
-        question = self._questions.pop(request.request_id, None)
-        if not num_external or question is None:
+        lookup = self._lookups.pop(request.request_id, None)
+        if not num_external or lookup is None:
             return
         tracked.is_loading = True
-        tracked.num_saved = question.first + num_external // self._block_size
-        self._planned_loads.append(self._pin_load(request, question, tracked.num_saved, blocks()))
-        if question.run is not None:  # the own sharding lacks some of them, which is not a loss
+        tracked.num_saved = lookup.first + num_external // self._block_size
+        self._planned_loads.append(self._pin_load(request, lookup, tracked.num_saved, blocks()))
+        if lookup.run is not None:  # blocks that the own sharding lacks are not recorded, because they were not lost
             tracked.num_noted = tracked.num_saved
 
     def plan_step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Any]) -> Plan:
-        """Return the workers' transfers in the step that computes ``scheduled`` tokens of each request.
+        """Return the transfers that the workers begin in this step.
 
         Args:
-            scheduled: number of tokens by request.
+            scheduled: number of tokens that the step computes, by request id.
             blocks_of: returns the ids of a request's blocks.
         """
         self._patience = _PATIENCE_SECONDS
-        self._run_posts()
+        self._run_deferred()
         prefilled: set[str] = set()
         computes_prompt = False
         for request_id, count in scheduled.items():
@@ -306,35 +335,41 @@ class SchedulerHalf:
         return Plan(loads, saves, awaited, sum(scheduled.values()) if computes_prompt else 0)
 
     def offer_states(self, offers: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
-        """Take the states that the next planned step computes at block boundaries; called before ``plan_step``.
+        """Record the recurrent states that this step computes at block boundaries. Called before ``plan_step``.
 
         Args:
-            offers: by request: group, block, and number of tokens before the boundary. A model with one group has none.
+            offers: request id -> for each state: number of the group, id of the block, number of tokens before the
+                boundary. Only models with several groups have states.
         """
 
     def on_request_end(self, request: Request, blocks: Any) -> None:
-        """Record the end of a request, before its blocks are freed, and save its last full blocks."""
-        self._questions.pop(request.request_id, None)
-        self._barred.discard(request.request_id)
+        """Record the end of a request, and plan to save its last full blocks. Called before vLLM frees the blocks."""
+        self._lookups.pop(request.request_id, None)
+        self._short_loads.discard(request.request_id)
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None or tracked.is_loading:
             return
-        # The last token was sampled; its KV was not computed.
+        # The KV of the last token was not computed, because the token was sampled in the last step.
         computed = min(request.num_computed_tokens, request.num_tokens - 1, self._count_covered(blocks))
         self._plan_save(tracked, computed, lambda: blocks)
         if self._find_adapter(request) is None:
-            return  # not cached, so no save was dropped
+            return  # the request does not use the pool, so no save was dropped
         if (missing := self._num_full(tracked, computed) - tracked.num_saved) > 0 and self._counts is not None:
             self._counts.add_operation("save", dropped=missing)
 
     def on_report(self, report: Report) -> None:
-        """Process the workers' report: unpin blocks that no transfer touches any more, and record durations."""
+        """Process the workers' report: unpin the blocks of transfers that ended, and record durations and digests."""
         for num_blocks, seconds in report.loads:
             self._load_or_compute.record_load(num_blocks, seconds)
         for num_tokens, seconds in report.steps:
             self._load_or_compute.record_step(num_tokens, seconds)
-        self._barred |= report.short & self._requests.keys()
-        self._adapters.take_news(report.adapters)
+        self._short_loads |= report.short & self._requests.keys()
+        self._adapters.add_digests(report.adapters)
+        for number, ranks in report.saved.items():
+            if (saved := self._pins.get(number)) is not None and saved.stored is not None:
+                saved.num_unsaved -= ranks
+                if saved.num_unsaved == 0:
+                    self._stored.append(saved.stored)
         for number, ranks in report.ended.items():
             pin = self._pins[number]
             pin.ranks -= ranks
@@ -343,49 +378,55 @@ class SchedulerHalf:
                 self._free_pin(pin)
 
     def forget_blocks(self) -> bool:
-        """Forget everything saved before: this instance may compute other bytes now, because its weights changed.
+        """Give all later blocks new names, because the weights may have changed, so that older blocks are not used.
 
-        Other instances may not have changed, so its blocks are not shared until the next start. Requests that already
-        have blocks save none of them. If vLLM's own cache could not be reset, it may still use older blocks: then
-        nothing is loaded or saved until a reset of both succeeds.
+        Until its next start, this instance shares no blocks with other instances, because their weights may not have
+        changed. Requests that already have blocks save none of them. If vLLM's own cache was not reset, it may still
+        use older blocks: then nothing is loaded or saved until both resets succeed.
 
         Returns:
-            Whether vLLM's own cache has no older block.
+            Whether vLLM's own cache has no older blocks.
         """
         self._epoch = os.urandom(16)
-        self._questions.clear()
+        self._lookups.clear()
         for tracked in self._requests.values():
             tracked.is_stale = True
         if self._cached is not None:
             self._cached.forget_all()
         self._is_stale = not self._is_empty
-        logger.warning("The cache was reset: blocks are no longer shared with other instances until the next start")
+        logger.warning(
+            "The prefix cache was reset: this instance shares no blocks with other instances until its next start"
+        )
         if self._is_stale:
-            logger.warning("vLLM's own cache was not: nothing is loaded or saved until a reset of both succeeds")
+            logger.warning("vLLM's own cache was not reset: nothing is loaded or saved until both are reset")
         return not self._is_stale
 
     @property
     def has_pins(self) -> bool:
-        """Whether some transfer has not ended, or waits for a step to begin."""
-        return bool(self._pins) or not self._posts.empty()
+        """Whether a transfer has not ended, or waits for the next step."""
+        return bool(self._pins) or not self._deferred.empty()
 
     @property
     def is_moving(self) -> bool:
-        """Whether a transfer may still end soon; one that hangs for long keeps its blocks, but needs no steps."""
+        """Whether vLLM must make steps for a transfer that may end soon. A transfer that hangs needs no steps."""
         oldest = time.monotonic() - _PUSH_SECONDS
-        return self.has_pins and (not self._posts.empty() or any(pin.begun_at > oldest for pin in self._pins.values()))
-
-    @property
-    def num_open_lookups(self) -> int:
-        """Number of requests with a running look-up, or that wait for prefill."""
-        return len(self._questions)
+        may_end = not self._deferred.empty() or any(pin.begun_at > oldest for pin in self._pins.values())
+        return self.has_pins and may_end
 
     def take_counts(self) -> dict[str, dict[str, float]]:
-        """Return all counts since the last call."""
+        """Return all counts since the last call, by namespace."""
         return self._counts.pop_counts() if self._counts is not None else {}
 
+    def take_stored(self) -> list[Stored]:
+        """Return the blocks that were stored in the pool since the last call.
+
+        Blocks of requests with an adapter, and blocks after ``forget_blocks``, are not included.
+        """
+        stored, self._stored = self._stored, []
+        return stored
+
     def close(self) -> None:
-        """Leave the pool; wait for that only a short time."""
+        """Close the pool; return after a short time even if it hangs."""
         if self._refill is not None:
             self._refill.close()
         if self._cached is not None:
@@ -396,7 +437,7 @@ class SchedulerHalf:
         leaving.join(2.0)
 
     def _reset_cache(self, reset: Callable[[], bool]) -> bool:
-        """Reset vLLM's own cache, although transfers pin blocks; they stay pinned."""
+        """Reset vLLM's own cache while transfers pin blocks. Their blocks stay pinned."""
         assert self._blocks is not None
         held = [self._find_blocks(pin.blocks) for pin in self._pins.values()]
         for blocks in held:
@@ -409,7 +450,7 @@ class SchedulerHalf:
         return self._is_empty
 
     def _is_prefill(self, request: Request) -> bool:
-        """Return whether a request is only for its KV, which a decode instance will look up."""
+        """Return whether a request is a prefill request: a decode instance will look up its blocks."""
         is_marked = bool((request.kv_transfer_params or {}).get("do_remote_decode"))
         return request.max_tokens == 1 and (is_marked or not self._loads)
 
@@ -419,62 +460,67 @@ class SchedulerHalf:
 
     @property
     def _may_save(self) -> bool:
-        """Whether workers receive blocks to save.
+        """Whether saves may be planned: the scheduler's client has reached the pool in the last ``_TRUST_SECONDS``.
 
-        A late look-up says little about the workers' own clients, which detect failures themselves.
+        A short failure of the scheduler's client does not prevent saves, because the workers have their own clients.
         """
         now = time.monotonic()
         if self._is_ready:
             self._ready_at = now
         return bool(self._pools) and now - self._ready_at < _TRUST_SECONDS
 
-    def _wait_for_answer(self, question: _Question) -> int | None:
-        """Return how many blocks the last look-up found; ``None``: it still runs."""
+    def _wait_for_answer(self, lookup: _Lookup) -> int | None:
+        """Return the number of blocks that the last look-up found; ``None``: the look-up has not ended."""
         start = time.monotonic()
         try:
-            found, question.run = question.answer.result(self._patience)
+            found, lookup.run = lookup.answer.result(self._patience)
             return found
         except NotYet:
             return None
         finally:
             self._patience = max(0.0, self._patience - (time.monotonic() - start))
 
-    def _decide(self, question: _Question, found: int) -> Decision:
-        """Decide to load ``found`` blocks, or to compute their tokens.
+    def _decide(self, lookup: _Lookup, found: int) -> Decision:
+        """Decide whether to load ``found`` blocks or to compute their tokens. A decision for a look-up does not change.
 
-        vLLM may ask several times until it has free blocks; the decision does not change.
+        vLLM may ask several times for a request, until it has free blocks.
         """
-        if question.decision is None:
+        if lookup.decision is None:
             assert self._counts is not None
             num_running = sum(not tracked.is_loading for tracked in self._requests.values())
-            is_decided = bool(self._prefill_wait_s)
-            question.decision = "load" if is_decided else self._load_or_compute.decide(found, num_running)
-            self._counts.add_decision(question.decision)
-            if question.decision == "compute":
-                logger.info("%d blocks of the pool are computed, which is quicker: %s", found, self._load_or_compute)
-        return question.decision
+            has_prefill = bool(self._prefill_wait_s)
+            lookup.decision = "load" if has_prefill else self._load_or_compute.decide(found, num_running)
+            self._counts.add_decision(lookup.decision)
+            if lookup.decision == "compute":
+                logger.info(
+                    "%d blocks are computed instead of loaded, because computing is faster: %s",
+                    found,
+                    self._load_or_compute,
+                )
+        return lookup.decision
 
-    def _is_prefilled_elsewhere(self, request: Request, question: _Question, found: int) -> bool:
-        """Return whether more blocks of the prompt are expected soon; then they are looked up again.
+    def _is_prefilled_elsewhere(self, request: Request, lookup: _Lookup, found: int) -> bool:
+        """Return whether the request waits for blocks that a prefill instance saves; if so, repeat the look-up.
 
-        A preempted request does not wait: it has its own tokens, which no prefill instance saves.
+        A preempted request does not wait, because it also needs blocks of its generated tokens, and prefill does not
+        save these.
         """
         if not self._prefill_wait_s or request.num_tokens > request.num_prompt_tokens:
             return False
-        missing, now = len(question.names) - found, time.monotonic()
-        if found > question.found:
-            question.found, question.found_at = found, now
-        if missing and now - question.found_at >= self._prefill_wait_s:
+        missing, now = len(lookup.names) - found, time.monotonic()
+        if found > lookup.found:
+            lookup.found, lookup.found_at = found, now
+        if missing and now - lookup.found_at >= self._prefill_wait_s:
             logger.warning(
-                "Request %s: %d blocks of its prompt did not come from a prefill instance; they are computed. (Does it "
-                "save, to this pool, in this namespace?)",
+                "Request %s: %d blocks of its prompt did not arrive from a prefill instance and are computed; check "
+                "that the prefill instance saves to this pool, in this namespace",
                 request.request_id,
                 missing,
             )
             return False
-        if missing and now - question.asked_at >= _AGAIN_SECONDS:
-            question.asked_at = now
-            question.answer = self._begin_lookup(question.names, question.found)
+        if missing and now - lookup.begun_at >= _AGAIN_SECONDS:
+            lookup.begun_at = now
+            lookup.answer = self._begin_lookup(lookup.names, lookup.found)
         return missing > 0
 
     def _begin_lookup(self, wanted: Sequence[bytes], found_before: int | None = None) -> Future[_Found]:
@@ -482,7 +528,12 @@ class SchedulerHalf:
         return self._threads.submit(lambda: self._look_up(wanted, found_before))
 
     def _look_up(self, wanted: Sequence[bytes], found_before: int | None = None) -> _Found:
-        """Return how many leading blocks every rank finds; a repeated look-up counts only new blocks."""
+        """Return the number of leading blocks that the pools of all ranks have.
+
+        Args:
+            wanted: names of the blocks.
+            found_before: number of blocks that earlier look-ups found and counted; None: this is the first look-up.
+        """
         assert self._counts is not None
         start = time.monotonic()
         count, run = len(wanted), None
@@ -502,7 +553,7 @@ class SchedulerHalf:
         return _Found(count, run)
 
     def _extend_run(self, wanted: Sequence[bytes], count: int) -> Run | None:
-        """Find more leading blocks than the ``count`` that every rank has, in another sharding."""
+        """Find more leading blocks than the first ``count``, in other shardings; None: there are no more."""
         if self._peers is None or count == len(wanted) or not self._is_ready or self._peers.is_alone():
             return None
         by_rank = [pool.exists(wanted[count:]) for pool in self._pools]
@@ -510,32 +561,32 @@ class SchedulerHalf:
         return self._peers.extend_run([Status.OK] * count + rest, 0, lambda _: wanted)
 
     def _name_blocks(self, request: Request, first: int, end: int) -> list[bytes]:
-        """Return the pool's names of blocks ``first`` to ``end``; none if the request's blocks cannot be named."""
+        """Return the names in the pool of blocks ``first`` to ``end``; empty if the blocks have no names yet."""
         adapter = self._find_adapter(request)
         return [] if adapter is None else name_blocks(request.block_hashes[first:end], adapter, self._epoch)
 
     def _find_adapter(self, request: Request) -> bytes | None:
-        """Return the digest of a request's LoRA adapter; empty: it has none; None: its blocks cannot be named."""
+        """Return the digest of a request's LoRA adapter; empty: it has no adapter; None: the digest is not known."""
         return b"" if (lora := request.lora_request) is None else self._adapters.find_digest(lora, len(self._pools))
 
     def _num_full(self, tracked: _Tracked, computed: int) -> int:
-        """Return how many blocks are full and have a name once ``computed`` tokens are computed."""
+        """Return the number of blocks that are full and have a hash when ``computed`` tokens are computed."""
         return min(computed // self._block_size, len(tracked.request.block_hashes))
 
     def _count_covered(self, blocks: Any) -> int:
-        """Return how many leading tokens a request's blocks can hold."""
+        """Return the number of tokens for which a request's blocks have space."""
         return len(blocks) * self._block_size
 
-    def _pin_load(self, request: Request, question: _Question, end: int, blocks: Any) -> Transfer:
-        """Return the pinned load of the blocks up to ``end`` that were looked up."""
-        names = question.names[: end - question.first]
-        return replace(self._pin_blocks(request, names, blocks[question.first : end], is_load=True), run=question.run)
+    def _pin_load(self, request: Request, lookup: _Lookup, end: int, blocks: Any) -> Transfer:
+        """Pin the blocks of a look-up up to the place ``end``, and return their load."""
+        names = lookup.names[: end - lookup.first]
+        return replace(self._pin_blocks(request, names, blocks[lookup.first : end], is_load=True), run=lookup.run)
 
     def _may_plan_save(self, tracked: _Tracked) -> bool:
         return self._saves and self._may_save and not tracked.is_stale and not self._is_stale
 
     def _count_save_room(self) -> int:
-        """Return how many more blocks may be in saves now."""
+        """Return the number of blocks that further saves may pin now."""
         assert self._blocks is not None
         held = sum(len(pin.blocks) for pin in self._pins.values() if not pin.is_load)
         return int(_SAVE_SHARE * len(self._blocks.blocks)) - held
@@ -547,13 +598,20 @@ class SchedulerHalf:
         assert self._blocks is not None
         end = min(full, tracked.num_saved + self._count_save_room())
         if end <= tracked.num_saved or not (named := self._name_blocks(tracked.request, tracked.num_saved, end)):
-            return  # they may get names later: the digest of an adapter is still being computed
+            return  # blocks without names may get names later, when the digest of an adapter is known
         (first, tracked.num_saved), table = (tracked.num_saved, end), blocks()
         if any(self._blocks.blocks[block].is_null for block in table[first:end]):
-            tracked.is_stale = True  # vLLM dropped blocks that it still names; the null block may have any bytes
+            # vLLM has replaced blocks of the request by the null block, which may have any bytes.
+            tracked.is_stale = True
             return
-        self._planned_saves.append(self._pin_blocks(tracked.request, named, table[first:end], is_load=False))
-        # Includes loaded blocks, which have arrived by now. Not with an adapter, because a worker may refuse the save.
+        save = self._pin_blocks(tracked.request, named, table[first:end], is_load=False)
+        self._planned_saves.append(save)
+        if self._reports_stored and tracked.request.lora_request is None and not self._epoch:
+            hashes = tracked.request.block_hashes
+            stored = Stored(hashes[first:end], hashes[first - 1] if first else None)
+            self._pins[save.number].stored = stored
+        # Loaded blocks are recorded too; their load has ended. Blocks of an adapter are not recorded, because a worker
+        # may refuse their save.
         if self._cached is not None and tracked.request.lora_request is None:
             noted, tracked.num_noted = tracked.num_noted, end
             self._cached.note_blocks(self._name_blocks(tracked.request, noted, end), table[noted:end])
@@ -561,37 +619,39 @@ class SchedulerHalf:
     def _pin_blocks(
         self, request: Request | None, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool
     ) -> Transfer:
-        """Return a transfer of ``blocks``, pinned until it ends; ``request`` is None after the request's end."""
+        """Pin ``blocks`` and return their transfer; ``request`` is None for blocks that are saved again."""
         assert self._blocks is not None
         self._last_number += 1
         self._blocks.touch(self._find_blocks(blocks))
         request_id = "" if request is None else request.request_id
         adapter = None if request is None or request.lora_request is None else name_adapter(request.lora_request)
-        self._pins[self._last_number] = _Pin(request_id, blocks, len(self._pools), is_load)
+        self._pins[self._last_number] = _Pin(
+            request_id, blocks, len(self._pools), is_load, num_unsaved=len(self._pools)
+        )
         return Transfer(self._last_number, request_id, named, blocks, adapter=adapter)
 
     def _find_blocks(self, blocks: Sequence[int]) -> list[Any]:
-        """Return vLLM's objects of these blocks."""
+        """Return vLLM's block objects for the blocks of a transfer."""
         assert self._blocks is not None
         return [self._blocks.blocks[block] for block in blocks]
 
     def _list_all_blocks(self) -> Sequence[Any]:
-        """Return vLLM's objects of all blocks, at the numbers that transfers use."""
+        """Return vLLM's block objects for all blocks, at the indices that transfers use."""
         assert self._blocks is not None
         return self._blocks.blocks
 
     def _watch_for_losses(self) -> None:
-        """Begin to save blocks again that the pool has lost, once pools and blocks are known."""
+        """Start the refill, which saves blocks again that the pool has lost, when namespaces and blocks are known."""
         if self._pools and self._blocks is not None and self._saves and self._refill is None:
             self._cached = CachedBlocks(
-                self._pools, self._list_all_blocks(), self._posts.put, self._save_again, self._touch_in_order
+                self._pools, self._list_all_blocks(), self._deferred.put, self._save_again, self._touch_in_order
             )
             digests = [pool.namespace.digest for pool in self._pools]
             self._refill = Refill(self._pools[0], self._cached, lambda _: None, digests=digests)
 
-    def _run_posts(self) -> None:
-        while not self._posts.empty():
-            self._posts.get()()
+    def _run_deferred(self) -> None:
+        while not self._deferred.empty():
+            self._deferred.get()()
 
     def _save_again(self, names: Sequence[bytes], blocks: Sequence[int], on_end: Callable[[], None]) -> None:
         if not blocks or not self._may_save:
@@ -615,5 +675,5 @@ class SchedulerHalf:
         tracked = self._requests.get(pin.request_id)
         if pin.is_load and tracked is not None:
             tracked.is_loading = False
-            if pin.request_id in self._barred:
+            if pin.request_id in self._short_loads:
                 tracked.num_saved = 0

@@ -1,4 +1,4 @@
-"""Settings of a vLLM instance that determine its blocks' bytes, for its namespace; imports nothing from vLLM."""
+"""Collects the settings of a vLLM instance that can change the bytes of its blocks. Imports nothing from vLLM."""
 
 from __future__ import annotations
 
@@ -8,42 +8,44 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.config import named_variables
+from kvstore_backend.config import select_variables
 from kvstore_backend.integrations.vllm.fields import IGNORED_VARIABLES, collect_fields, describe_config
 from kvstore_backend.namespace import fingerprint_model
 
 __all__ = ["collect_settings", "find_checkpoint"]
 
-# All of these formats read the checkpoint's safetensors, if it has any.
+# Load formats with the same result: each reads the checkpoint's safetensors, if the checkpoint has any.
 _PLAIN_FORMATS = ("auto", "hf", "safetensors")
-# Some models build these rotations for an instance's longest prompt; they then differ for all prompts.
+# Kinds of rotary embeddings that depend on ``max_model_len`` in some models, for all prompts.
 _ROPES_BY_LENGTH = ("longrope", "dynamic")
-# Llama 4 scales queries by position from this length on (vLLM 0.32's llama4.py), unless configured otherwise.
+# Without another setting, Llama 4 scales queries by position if ``max_model_len`` is larger (vLLM 0.32's llama4.py).
 _LLAMA4_TUNED_FROM = 32768
 
 
 def collect_settings(vllm_config: Any, variables: Iterable[str] = ()) -> dict[str, object]:
-    """Return names and values of settings that are not at their defaults; equal for instances that may share blocks.
+    """Return the settings that can change the bytes of blocks and differ from their defaults, with their values.
+
+    Instances with equal results can share blocks.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        variables: names of environment variables that vLLM reads.
+        variables: names of the environment variables that vLLM reads.
 
     Raises:
-        ConfigError: the files of a draft model are missing here.
+        ConfigError: the files of the draft model are not on this machine.
     """
     settings = collect_fields(vllm_config, _describe_special(vllm_config))
     settings |= _describe_generation(vllm_config.model_config)
-    # vLLM makes the hash of every prompt's first block from Python's seed; cuBLAS itself reads the other variable.
+    # The hash of every prompt's first block depends on PYTHONHASHSEED. cuBLAS reads NVIDIA_TF32_OVERRIDE.
     counted = {"PYTHONHASHSEED", "NVIDIA_TF32_OVERRIDE", *variables} - IGNORED_VARIABLES
-    return settings | {f"environment {name}": value for name, value in named_variables(counted).items()}
+    return settings | {f"environment {name}": value for name, value in select_variables(counted).items()}
 
 
 def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:
-    """Return the folder from which the weights were loaded; for a name of the Hugging Face hub, the download folder.
+    """Return the folder from which vLLM loads the weights: the model's folder, or the download folder of a hub name.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the model is not a folder, and Hugging Face's cache on this machine does not have it.
     """
     folder = Path(model.model)
     if folder.is_dir():
@@ -55,11 +57,16 @@ def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:
             snapshot_download(model.model, revision=model.revision, cache_dir=download_dir, local_files_only=True)
         )
     except Exception as exc:
-        raise ConfigError(f"model {model.model!r} is no folder, and not in Hugging Face's cache here: {exc}") from exc
+        raise ConfigError(
+            f"model {model.model!r} is neither a folder nor in Hugging Face's cache on this machine: {exc}"
+        ) from exc
 
 
 def _describe_special(vllm_config: Any) -> dict[str, object]:
-    """Return values for fields with own values that contain too much or too little."""
+    """Return values that replace the values of some fields for the namespace, by ``<class>.<field>``.
+
+    The field's own value differs between instances with equal blocks, or is equal for instances with different blocks.
+    """
     model, load = vllm_config.model_config, vllm_config.load_config
     rope = getattr(model.hf_text_config, "rope_parameters", None)
     is_by_length = any(each in str(rope) for each in _ROPES_BY_LENGTH)
@@ -71,8 +78,7 @@ def _describe_special(vllm_config: Any) -> dict[str, object]:
         "LoadConfig.load_format": None if load.load_format in _PLAIN_FORMATS else str(load.load_format),
     }
     if (loras := vllm_config.lora_config) is not None:
-        # Usually the model's dtype; then there is no difference from instances without adapters, and prompts are
-        # shared.
+        # Usually the same as the model's dtype; then prompts without adapters share blocks with other instances.
         special["LoRAConfig.lora_dtype"] = None if loras.lora_dtype in ("auto", model.dtype) else str(loras.lora_dtype)
     if (drafts := vllm_config.speculative_config) is not None:
         special["SpeculativeConfig.draft_model_config"] = _describe_draft(drafts, model, load.download_dir)
@@ -82,7 +88,7 @@ def _describe_special(vllm_config: Any) -> dict[str, object]:
 
 
 def _describe_generation(model: Any) -> dict[str, object]:
-    """Return the generation settings that attention reads; ``hf_config`` lacks them if Llama 4 is a part of a model."""
+    """Return the generation settings that attention reads. ``hf_config`` may lack them, for example with Llama 4."""
     generation = {**model.try_get_generation_config(), **model.override_generation_config}
     counted = {name: value for name, value in generation.items() if name.startswith("attn_")}
     kinds = [
@@ -95,7 +101,7 @@ def _describe_generation(model: Any) -> dict[str, object]:
 
 
 def _describe_draft(drafts: Any, model: Any, download_dir: str | None) -> str | None:
-    """Return a fingerprint of the weights that make drafts; None: the model's own weights, or no drafts."""
+    """Return the fingerprint of the draft model; None if there is none, or if drafts use the model's own weights."""
     draft = drafts.draft_model_config
     if draft is None or draft.model == model.model:
         return None

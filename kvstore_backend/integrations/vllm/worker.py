@@ -1,6 +1,6 @@
-"""The half of the vLLM connector in a worker: moves blocks and reports the results; imports nothing from vLLM.
+"""Half of the vLLM connector in a worker: moves blocks and reports the results. Imports nothing from vLLM.
 
-Ownership of blocks: ``messages.py``.
+``messages.py`` has the rule for the ownership of blocks.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ __all__ = ["Loaded", "WorkerHalf"]
 
 logger = logging.getLogger(__name__)
 
-# Maximum time that a step that answers a prefill waits for its saves; with a slower pool, decode computes missing
-# blocks. A save that hangs ends earlier, at the pool's own deadlines.
+# Maximum time for which the last step of a prefill request waits for its saves. With a slower pool, decode computes the
+# missing blocks. A save that hangs ends earlier, at the pool's own deadlines.
 _SAVE_WAIT_SECONDS = 5.0
 
 
 @dataclass
 class Loaded:
-    """Loads that ended, by request.
+    """Loads that ended in one step.
 
     Attributes:
-        requests: all of them.
-        blocks: blocks that did not arrive, of requests that use the blocks before them.
-        failed: requests that restart in other blocks, because a call that was given up may still write to theirs.
+        requests: ids of all requests with loads that ended.
+        blocks: ids of the blocks that did not arrive, of requests that use their leading blocks.
+        failed: ids of requests that must restart in other blocks, because a late call may still write to their blocks,
+            or because the leading blocks are not useful alone (a model with several groups).
     """
 
     requests: set[str] = field(default_factory=set)
@@ -47,17 +48,17 @@ class Loaded:
 
 
 class WorkerHalf:
-    """Loads and saves of one worker's blocks.
+    """Loads and saves the blocks of one worker.
 
     Args:
         pool: the pool; ``close`` closes it.
         memory: the worker's KV memory.
-        family: family of the pool's namespace; None: blocks of other shardings are not read.
-        route: ``memory`` as transfers reach it; default: directly.
-        clock: clock of the steps; default: the host's.
+        family: family of shardings that are read; None: only blocks of the own sharding are read.
+        route: object with which transfers reach ``memory``; None: the direct route.
+        clock: clock that measures the steps; None: the host's clock.
 
     Attributes:
-        adapters: LoRA adapters that the engine has read; blocks are moved only for those with unchanged files.
+        adapters: LoRA adapters that vLLM has read. Blocks of an adapter are moved only if its files have not changed.
     """
 
     def __init__(
@@ -85,11 +86,11 @@ class WorkerHalf:
         self._transfers = Transfers(pool, route, self._run_with_lock, start_thread=memory.bind_thread)
 
     def begin_step(self) -> None:
-        """Record the begin of a step of the engine."""
+        """Record the beginning of a step of the engine."""
         self._clock.begin()
 
     def start_loads(self, loads: Iterable[Transfer]) -> None:
-        """Begin to read; ``take_outcomes`` reports the end."""
+        """Begin to load blocks; ``take_outcomes`` reports the end of each load."""
         for load in loads:
             try:
                 self._transfers.load(
@@ -100,13 +101,13 @@ class WorkerHalf:
                     decide=partial(self._read_run, load, load.run) if load.run else None,
                 )
             except Exception:
-                logger.exception("Loading %d blocks could not begin; they will be computed", len(load.blocks))
+                logger.exception("Loading %d blocks could not be started; they will be computed", len(load.blocks))
                 with self._lock:
                     self._on_release(load)
                     self._on_load_end(load, Outcome(0, 0.0, True))
 
     def start_saves(self, saves: Iterable[Transfer]) -> None:
-        """Begin to write blocks with complete contents."""
+        """Begin to save blocks, which must be full."""
         for save in saves:
             if save.adapter is not None and not self.adapters.is_unchanged(save.adapter):
                 self._drop_save(save)
@@ -118,46 +119,50 @@ class WorkerHalf:
                     save.names, save.blocks, partial(self._on_save_end, save), partial(self._on_release, save)
                 )
             except Exception:
-                logger.exception("Saving %d blocks could not begin", len(save.blocks))
+                logger.exception("Saving %d blocks could not be started", len(save.blocks))
                 self._drop_save(save)
 
     def wait_for_saves(self, numbers: Iterable[int]) -> bool:
-        """Wait until others can read the blocks of these saves; return False if it takes too long, or failed."""
+        """Wait until other clients can read the blocks of these saves; return False after ``_SAVE_WAIT_SECONDS``."""
         awaited, end = set(numbers), time.monotonic() + _SAVE_WAIT_SECONDS
         if not awaited:
             return True
         with self._lock:
             if not self._lock.wait_for(lambda: not awaited & self._saving, _SAVE_WAIT_SECONDS):
-                logger.warning("Blocks took more than %g s to the pool; decode may not find them", _SAVE_WAIT_SECONDS)
+                logger.warning("Saving blocks took more than %g s; decode may not find them", _SAVE_WAIT_SECONDS)
                 return False
         return self._pool.flush_writes(max(0.0, end - time.monotonic()))
 
     def end_step(self, num_tokens: int) -> None:
-        """Record that all work of a step was begun; ``num_tokens`` is 0 if it has no parts of prompts.
+        """Record that all work of a step was queued. The step is measured if ``num_tokens`` is not 0.
 
-        The scheduler receives the step's duration, and compares loads with it.
+        ``num_tokens`` is 0 for a step without parts of prompts. The scheduler receives the duration of the step, to
+        decide whether loading is faster than computing.
         """
         self._clock.end(num_tokens)
 
     def take_outcomes(self) -> tuple[Loaded, Report]:
-        """Return the loads that ended since the last call, and the report to the scheduler; all of them are counted."""
+        """Return the loads that ended since the last call, and the report to the scheduler.
+
+        ``take_counts`` includes all transfers that are reported here.
+        """
         with self._lock:
             loaded, self._loaded = self._loaded, Loaded()
             report, self._report = self._report, Report()
         report.steps = self._clock.take_steps()
-        report.adapters = {adapter: [digest] for adapter, digest in self.adapters.take_news().items()}
+        report.adapters = {adapter: [digest] for adapter, digest in self.adapters.take_digests().items()}
         return loaded, report
 
     def take_counts(self) -> dict[str, dict[str, float]]:
-        """Return all counts since the last call."""
+        """Return all counts since the last call, by namespace."""
         return self._counts.pop_counts()
 
     def close(self) -> None:
-        """Give running saves a short time, drop the rest, and leave the pool."""
+        """Wait a short time for running saves, drop the others, and close the pool."""
         self._transfers.close()
 
     def _drop_save(self, save: Transfer) -> None:
-        """Release the blocks of a save that has not begun."""
+        """Count a save that has not begun as dropped, and report its end, so that the scheduler unpins its blocks."""
         self._counts.add_operation("save", dropped=len(save.blocks))
         with self._lock:
             self._saving.discard(save.number)
@@ -168,7 +173,10 @@ class WorkerHalf:
             event()
 
     def _read_run(self, load: Transfer, run: Run, read_leading: ReadLeading) -> int:
-        """Read blocks, some of which come from another sharding; block sizes are equal, so names are equal too."""
+        """Read the blocks of ``load``, some of them from the other sharding of ``run``; return how many were read.
+
+        Both shardings have the same block size, so blocks have the same names in both.
+        """
         assert self._peers is not None, "the scheduler found blocks of another sharding without a family"
         return read_leading(len(load.blocks), self._peers.reader_of(run, load.names, 0, load.names))
 
@@ -184,8 +192,8 @@ class WorkerHalf:
             self._counts.add_operation("gather", ok=load.run.count_foreign(outcome.count))
         self._loaded.requests.add(load.request_id)
         if load.num_units:
-            # vLLM takes no single blocks back from a request of several groups: it restarts in others. A load without
-            # blocks is of a request that did not get the blocks that it needs.
+            # In a model with several groups vLLM cannot use a part of the blocks, so the request restarts in other
+            # blocks. A load without blocks belongs to a request to which vLLM gave too few blocks.
             if missing or not load.blocks:
                 self._report.short.add(load.request_id)
                 self._loaded.failed.add(load.request_id)
@@ -198,9 +206,11 @@ class WorkerHalf:
             self._loaded.failed.add(load.request_id)
 
     def _on_save_end(self, save: Transfer, outcome: Outcome) -> None:
-        # "ok" means that the pool has the block now; it had many before, so a number of bytes would be too large.
+        # "ok" means that the pool has the block now. It may have had the block before, so bytes are not counted.
         missing = len(save.blocks) - outcome.count
         self._saving.discard(save.number)
+        if not missing:
+            self._report.saved[save.number] += 1
         self._lock.notify_all()
         self._counts.add_operation("save", outcome.seconds, ok=outcome.count, failed=missing)
 

@@ -1,8 +1,8 @@
-"""Pool in a folder that several processes share.
+"""Store in a folder that several processes share.
 
-store.py   FileStore: keys to files, and bytes between files and memory
-ledger.py  Ledger: permissions to write, evictions, and the clean-up after writers that were killed
-folder.py  the files in a folder, and which folder may be a pool's
+store.py   FileStore: stores each value in a file, and reads it again
+ledger.py  Ledger: limits the size of the folder, evicts values, and removes the files of killed writers
+folder.py  lists the files in a folder, and checks whether a folder can be used as a pool
 """
 
 from kvstore_backend.stores.file.store import FileStore

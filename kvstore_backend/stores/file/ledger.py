@@ -1,16 +1,16 @@
-"""Ledger of a shared folder: permissions to write, evictions, and the removal of files of killed writers.
+"""Ledger of a shared folder: limits the size of the folder, evicts values, and removes the files of killed writers.
 
     folder/
-    ├── ledger              bytes and number of values, the boot they were stored in, and the bytes at which values are
-    │                       evicted; its lock guards the folder
-    │                       (at 0 both numbers, at 16 the boot's id, at 54 the size, at 63 whether a process is changing
-    │                       the blocks)
-    ├── blocks/<2 hex>/...  one file a value, complete from the moment it has a name here
-    └── writers/<name>/     one a process, locked as long as that process lives: values being written
+    ├── ledger              a file of 64 bytes; its lock guards the folder. Its contents: at byte 0 the bytes of all
+    │                       values, at 8 the number of values, at 16 the id of the machine's last start, at 54 the size
+    │                       limit of the folder, at 63 whether a process is changing the blocks
+    ├── blocks/<2 hex>/...  one file for each value; a file here is always complete
+    └── writers/<name>/     one folder for each process, locked as long as the process lives; its files are the values
+                            that the process is writing
 
-Every step that gives a file a name or removes one runs under the ledger's lock; bytes are moved outside it. No step
-under that lock takes longer with more values, with two exceptions: a count after a writer was killed in the middle of a
-change, and the removal of values from before the machine's last start.
+Files are created, renamed and removed under the ledger's lock; bytes are written and read outside it. The time under
+the lock does not grow with the number of values, with two exceptions: a count after a writer was killed in the middle
+of a change, and the removal of values from before the machine's last start.
 """
 
 from __future__ import annotations
@@ -59,33 +59,33 @@ _SIZE = struct.Struct("<Q")
 _ACCOUNTS_AT, _BOOT_ID_AT, _SIZE_AT, _STATE_AT = 0, 16, 54, 63
 _CONSISTENT, _CHANGING = b"\1", b"\0"
 _WRITER = re.compile(r"\d+-[0-9a-f]{8}")
-# An eviction frees more than was requested, so that not every put must evict: this share of the values it looked at.
+# An eviction frees more bytes than requested, so that not every put must evict: this share of the sampled bytes.
 _EVICTED_SHARE = 0.05
-# A filesystem needs the rest for itself, in addition to the bytes of its files.
+# Share of the free space that the values may use. The filesystem needs the rest for its own data.
 _FILLED_SHARE = 0.95
 
 DEFAULT_BYTES = 1 << 30
-"""Size of a new folder without a configured size."""
+"""Size limit of a new folder, in bytes, if no size is configured."""
 
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-"""File with an id that the kernel draws at each start of the machine."""
+"""File with an id that the kernel generates at each start of the machine."""
 
 SAMPLE_SIZE = 4096
-"""Number of values that an eviction looks at, in random folders; with fewer values it looks at all of them.
+"""Number of values in the sample of an eviction, from random folders.
 
-It removes those of them that were used least recently.
+The eviction removes the values of the sample that were used least recently. A folder with fewer values is the sample.
 """
 
 
 class Accounts(NamedTuple):
-    """Bytes and number of values in a folder, values being written included."""
+    """Bytes and number of the values in a folder, including values that are being written."""
 
     used_bytes: int
     keys: int
 
 
 class Draft(NamedTuple):
-    """Value being written: an open file of the value's size."""
+    """Value that is being written: an open file of the value's size."""
 
     path: str
     file: int
@@ -93,27 +93,27 @@ class Draft(NamedTuple):
 
 
 class FolderRemoved(OSError):
-    """Error: the folder, or a part of it, was removed by another program; a new ``Ledger`` creates it again."""
+    """Error: another program removed the folder or a part of it. A new ``Ledger`` creates the folder again."""
 
 
 class Ledger:
-    """Accounts that limit a folder to one size for all processes that open it.
+    """Limits a folder to one size for all processes that open it.
 
-    The size belongs to the folder. A process without a configured size uses it. A process with another size is refused
-    while another process has the folder open, and otherwise changes the size: if each process had its own limit, the
-    smallest one would in effect apply to all.
+    The ledger stores the size limit of the folder. A process without a configured size uses the stored limit. A process
+    with another size is refused while another process has the folder open; otherwise it changes the stored limit. (If
+    each process had its own limit, the smallest limit would apply to all.)
 
-    The ledger is trusted: it records that a process is changing the folder. A process that takes the lock and finds
-    this record, because another was killed in the middle of a change, counts the values again. All methods raise
-    ``OSError`` if something is wrong with the folder, and several threads may call them.
+    Before a change of the folder, a process marks the ledger as changing. A process that was killed during a change
+    leaves this mark, and the next process that locks the ledger counts the values again. All methods raise ``OSError``
+    if the folder cannot be used. Several threads may call them.
     """
 
     def __init__(self, folder: Path, size: int | None) -> None:
-        """Open ``folder``, which is created if it is missing; clean up after writers that were killed.
+        """Open ``folder``, or create it if it is missing, and remove the drafts of killed writers.
 
-        A folder with other contents is refused: only values and writers' drafts are ever removed. Values from before
-        the machine's last start are dropped: files are not synced to the disk, so after a crash a file may have its
-        full size without its bytes.
+        Raises ``PermissionError`` for a folder that ``find_refusal`` refuses. Values from before the machine's last
+        start are removed: files are not synced to the disk, so after a crash of the machine a file may have its full
+        size without its bytes.
         """
         self.blocks = folder / "blocks"
         self._ledger = folder / "ledger"
@@ -123,11 +123,11 @@ class Ledger:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (refusal := find_refusal(folder)) is not None:
             raise PermissionError(errno.EPERM, f"it {refusal[0]}; {refusal[1]}")
-        self._ledger.touch(mode=0o600)  # before anything else: a folder without a ledger is not ours
+        self._ledger.touch(mode=0o600)  # first, because a folder with files and no ledger is refused
         with self._lock_ledger() as ledger, contextlib.ExitStack() as undo:
             boot_id = BOOT_ID_FILE.read_bytes()
             if (recorded := os.pread(ledger, len(boot_id), _BOOT_ID_AT)) != boot_id:
-                if len(recorded) == len(boot_id) and all(recorded):  # otherwise the ledger is new or was cut short
+                if len(recorded) == len(boot_id) and all(recorded):  # otherwise the ledger is new or was truncated
                     self._refuse_other_machine()
                 for block in scan_blocks(self.blocks):
                     os.unlink(block.path)
@@ -149,28 +149,33 @@ class Ledger:
             undo.pop_all()
         room = used + filesystem.f_bavail * filesystem.f_frsize
         self.capacity = min(self.size, int(room * _FILLED_SHARE))
-        """Bytes at which values are evicted: the size, or less if the filesystem has less space."""
+        """Bytes at which values are evicted: the size limit, or less if the filesystem has less space."""
         if self.capacity < self.size:
-            logger.warning("%s has room for %d of the %d bytes requested", folder, self.capacity, self.size)
+            logger.warning(
+                "The filesystem of %s has space for only %d of the configured %d bytes",
+                *(folder, self.capacity, self.size),
+            )
 
     def read_accounts(self) -> Accounts:
-        """Return the folder's accounts now."""
+        """Return the bytes and the number of the values in the folder now."""
         with self._lock_ledger() as ledger:
             return _read_accounts(ledger)
 
     def reserve_draft(self, nbytes: int) -> Draft:
-        """Create a draft for a value when there is space for it; evict values if necessary. The caller closes its file.
+        """Create a draft for a value of ``nbytes`` bytes; evict other values if necessary.
+
+        The caller closes the draft's file.
 
         Raises:
             FolderRemoved: the ledger or this process's folder in ``writers`` was removed.
-            OSError: ``ENOSPC`` if even eviction does not free enough space.
+            OSError: with ``ENOSPC`` if eviction cannot free enough space.
         """
         with self._lock_ledger() as ledger:
             if _read_accounts(ledger).used_bytes + nbytes > self.capacity >= nbytes:
                 self._evict_blocks(ledger, nbytes)
             used, keys = _read_accounts(ledger)
             if used + nbytes > self.capacity:
-                raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes in {self.capacity}")
+                raise OSError(errno.ENOSPC, f"no space for {nbytes} bytes; the folder's limit is {self.capacity} bytes")
             path = f"{self._own}/{next(self._serial)}"
             os.pwrite(ledger, _CHANGING, _STATE_AT)
             try:
@@ -189,10 +194,10 @@ class Ledger:
         return Draft(path, file, nbytes)
 
     def publish_draft(self, draft: Draft, block: str) -> None:
-        """Give a complete draft its name in ``blocks``, unless another writer's value already has it.
+        """Move a complete draft to the path ``block``; remove the draft if another writer has stored the value there.
 
         Raises:
-            FolderRemoved: any part of the folder was removed.
+            FolderRemoved: a part of the folder was removed.
         """
         with self._lock_ledger() as ledger:
             if os.path.exists(block):
@@ -207,37 +212,40 @@ class Ledger:
                 raise FolderRemoved(errno.EIO, "its blocks were removed") from None
 
     def discard_draft(self, draft: Draft) -> None:
-        """Free the space of a draft that will not be published."""
+        """Remove a draft that will not be published, and free its space."""
         with self._lock_ledger() as ledger:
             _remove_files(ledger, draft)
 
     def remove_block(self, block: str) -> None:
-        """Remove a stored value; ``FileNotFoundError`` if there is none."""
+        """Remove the stored value at the path ``block``; raise ``FileNotFoundError`` if the path does not exist."""
         with self._lock_ledger() as ledger:
             _remove_files(ledger, Block(0, block, os.stat(block).st_size))
 
     def clear_prefix(self, prefix: str) -> None:
-        """Remove the stored values in files with names that begin with ``prefix``; other calls can run in between."""
+        """Remove the stored values in files with names that begin with ``prefix``.
+
+        The lock is released after each subfolder of ``blocks``, so other calls may run in between.
+        """
         for folder in list_folders(self.blocks):
             with self._lock_ledger() as ledger:
                 _remove_files(ledger, *scan_block_folder(folder, prefix))
 
     def close(self) -> None:
-        """Leave the folder; its values stay for other processes."""
+        """Remove this process's folder in ``writers``; the stored values stay for other processes."""
         with contextlib.suppress(OSError), self._lock_ledger() as ledger:
             _remove_writer(ledger, self._own)
-        self.let_go()
+        self.release_lock()
 
-    def let_go(self) -> None:
-        """Close the files that this process has open, and do not change the folder."""
+    def release_lock(self) -> None:
+        """Close the file that marks this process as alive, without a change of the folder."""
         os.close(self._alive)
 
     @contextlib.contextmanager
     def _lock_ledger(self) -> Iterator[int]:
-        """Open and lock the ledger, against other processes and threads."""
+        """Yield the open ledger, locked against other processes and threads."""
         try:
             ledger = os.open(self._ledger, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:  # not passed on, because it would mean that a value is absent
+        except FileNotFoundError:  # to callers a FileNotFoundError means that a value is absent
             raise FolderRemoved(errno.EIO, "its ledger was removed") from None
         try:
             fcntl.flock(ledger, fcntl.LOCK_EX)
@@ -248,30 +256,34 @@ class Ledger:
             os.close(ledger)
 
     def _refuse_other_machine(self) -> None:
-        """Raise if a process has the folder open that did not see this machine's start."""
+        """Raise ``OSError`` if a process of another machine has the folder open."""
         for writer in list_folders(self._writers):
             if _WRITER.fullmatch(writer.name) and not _is_writer_dead(writer.path):
-                text = "a process of another machine has it open, and a folder is a pool for one machine's processes; "
-                raise OSError(errno.EINVAL, text + "give each machine a folder of its own, or use a Mooncake pool")
+                text = "a process of another machine has it open, but only the processes of one machine can share it; "
+                raise OSError(errno.EINVAL, text + "give each machine its own folder, or use a Mooncake pool")
 
     def _settle_size(self, ledger: int, named: int | None) -> int:
-        """Return the size of the folder, which becomes ``named`` if no other process has it open."""
+        """Return the size limit of the folder: the stored one, or ``named`` if no other process has the folder open.
+
+        Raises:
+            OSError: another process has the folder open, and its limit is not ``named``.
+        """
         recorded = _read_size(ledger)
         size = named or recorded or DEFAULT_BYTES
         if recorded and size != recorded and any(_WRITER.fullmatch(each.name) for each in list_folders(self._writers)):
-            text = f"it has a size of {recorded} bytes for all who have it open now, and {size} were asked for; "
-            raise OSError(errno.EINVAL, text + "name the same size or none, or end those processes first to change it")
+            text = f"other processes have it open with a size of {recorded} bytes, but this process requests {size}; "
+            raise OSError(errno.EINVAL, text + "give the same size or none, or stop those processes first")
         os.pwrite(ledger, _SIZE.pack(size), _SIZE_AT)
         return size
 
     def _evict_blocks(self, ledger: int, nbytes: int) -> None:
-        """Remove the least recently used values until ``nbytes`` more fit, and some more."""
+        """Remove the least recently used values until ``nbytes`` more bytes fit, and some more values."""
         self._remove_dead_writers(ledger)
         folders = list_folders(self.blocks)
         random.shuffle(folders)
         while True:
             sample = _sample_blocks(folders)
-            if not folders:  # the rest is quick to count, and another program may have removed some
+            if not folders:  # few values are left, so a count is quick; another program may have removed values
                 self._recount_blocks(ledger)
             used = _read_accounts(ledger).used_bytes
             goal = self.capacity - nbytes - _EVICTED_SHARE * sum(block.nbytes for block in sample)
@@ -286,21 +298,21 @@ class Ledger:
                 return
 
     def _remove_dead_writers(self, ledger: int) -> None:
-        """Remove the folders and drafts of writers that were killed."""
+        """Remove the folders and drafts of processes that were killed."""
         for writer in list_folders(self._writers):
             if _WRITER.fullmatch(writer.name) and _is_writer_dead(writer.path):
                 _remove_writer(ledger, writer)
 
     def _recount_blocks(self, ledger: int) -> None:
-        """Count the existing values and their bytes, and write them to the ledger."""
+        """Count the existing values and drafts, and write their bytes and number to the ledger."""
         sizes = [block.nbytes for block in scan_blocks(self.blocks)]
         sizes += [entry.stat().st_size for writer in list_folders(self._writers) for entry in os.scandir(writer)]
         write_accounts(ledger, Accounts(sum(sizes), len(sizes)))
 
 
 def _sample_blocks(folders: list[os.DirEntry[str]]) -> list[Block]:
-    """Return the values in enough of ``folders`` for a fair sample; those folders are removed from the list."""
-    now = time.time_ns()  # if the clock was set back, a last use in the future counts as unknown
+    """Return the values of the last folders of the list, at least ``SAMPLE_SIZE``, and remove these folders from it."""
+    now = time.time_ns()  # a last use in the future (the clock was set back) counts as the oldest
     sample: list[Block] = []
     while folders and len(sample) < SAMPLE_SIZE:
         found = scan_block_folder(folders.pop())
@@ -309,7 +321,7 @@ def _sample_blocks(folders: list[os.DirEntry[str]]) -> list[Block]:
 
 
 def _is_writer_dead(writer: str) -> bool:
-    """Return whether the process that made this folder has ended: the kernel has released its lock."""
+    """Return whether the process that created the folder has ended. At its end the kernel releases its lock."""
     folder = os.open(writer, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -321,14 +333,14 @@ def _is_writer_dead(writer: str) -> bool:
 
 
 def _remove_writer(ledger: int, writer: os.PathLike[str]) -> None:
-    """Remove a writer's folder, and the values that it was writing from the accounts."""
+    """Remove a process's folder in ``writers`` with its drafts, and subtract the drafts from the accounts."""
     drafts = [Block(0, entry.path, entry.stat().st_size) for entry in list_entries(writer) if entry.is_file()]
     _remove_files(ledger, *drafts)
     shutil.rmtree(writer, ignore_errors=True)
 
 
 def _remove_files(ledger: int, *values: Block | Draft) -> None:
-    """Remove values, and their part of the accounts."""
+    """Remove the files of values, and subtract them from the accounts."""
     if not values:
         return
     used, keys = _read_accounts(ledger)
@@ -340,7 +352,7 @@ def _remove_files(ledger: int, *values: Block | Draft) -> None:
 
 
 def find_size(folder: Path, named: int | None) -> int:
-    """Return the size that the folder gets if a single process opens it; reads only the ledger."""
+    """Return the size limit that the folder would have if one process opened it with ``named``. Changes nothing."""
     try:
         ledger = os.open(folder / "ledger", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -352,7 +364,7 @@ def find_size(folder: Path, named: int | None) -> int:
 
 
 def _read_size(ledger: int) -> int:
-    """Read the size in the ledger; 0 if none was recorded yet."""
+    """Return the size limit in the ledger; 0 if the ledger has none yet."""
     record = os.pread(ledger, _SIZE.size, _SIZE_AT)
     return int(_SIZE.unpack(record)[0]) if len(record) == _SIZE.size else 0
 
@@ -360,11 +372,11 @@ def _read_size(ledger: int) -> int:
 def _read_accounts(ledger: int) -> Accounts:
     record = os.pread(ledger, _ACCOUNTS.size, _ACCOUNTS_AT)
     if len(record) < _ACCOUNTS.size:
-        raise OSError(errno.EIO, "its ledger was cut short")
+        raise OSError(errno.EIO, "its ledger was truncated")
     return Accounts(*_ACCOUNTS.unpack(record))
 
 
 def write_accounts(ledger: int, accounts: Accounts) -> None:
-    """Write the accounts after a change, which ends the change."""
+    """Write the accounts after a change, and mark the change as complete."""
     os.pwrite(ledger, _ACCOUNTS.pack(*accounts), _ACCOUNTS_AT)
     os.pwrite(ledger, _CONSISTENT, _STATE_AT)

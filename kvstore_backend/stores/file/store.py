@@ -1,7 +1,7 @@
 """Store in a folder that the processes of one machine share: on a tmpfs, or on an SSD.
 
-A value is written to a separate file that gets its name when it is complete: no process can open an incomplete value.
-Reads take no lock: a file that is evicted during a read stays complete until it is closed.
+A value is written to a temporary file, which is renamed when it is complete: no process can read an incomplete value.
+Reads need no lock: a file that is evicted during a read stays readable until it is closed.
 """
 
 from __future__ import annotations
@@ -40,20 +40,19 @@ _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 
 class FileStore(StorageBackend):
-    """Values as files, shared by all processes that open the same folder; the least recently used are evicted.
+    """Store of values as files. All processes that open the same folder share them. Evicts the least recently used.
 
-    With more than some thousand values, eviction takes the least recently used of a random sample. A folder is trusted
-    as much as the users who may write to it: it is refused if it belongs to another user than this process's or root,
-    or if other users may write to it.
+    With more than ``SAMPLE_SIZE`` values, an eviction takes the least recently used values of a random sample. A folder
+    is refused if it belongs to another user than this process's user or root, or if other users may write to it.
     """
 
     def __init__(self, folder: str | Path, capacity_bytes: int | None) -> None:
-        """Open the folder, which is created if it is missing.
+        """Open the folder, or create it if it is missing.
 
         Args:
-            folder: a folder on a filesystem of this machine, not of a network.
-            capacity_bytes: limit for all processes together; less if the filesystem has less space. None: the folder's
-                own limit, ``DEFAULT_BYTES`` for a new one.
+            folder: a folder on a filesystem of this machine, not on a network filesystem.
+            capacity_bytes: size limit for all processes together; less if the filesystem has less space. None: the
+                limit that the folder has already, or ``DEFAULT_BYTES`` for a new folder.
 
         Raises:
             ValueError: ``capacity_bytes`` is not positive.
@@ -63,7 +62,7 @@ class FileStore(StorageBackend):
             raise ValueError(f"capacity_bytes is {capacity_bytes}; it must be positive")
         self._folder = Path(folder).absolute()
         self._closed = False
-        self._opening = threading.Lock()  # guards the ledger in use, and ensures that none is opened after ``close``
+        self._opening = threading.Lock()  # guards ``_ledger`` and ``_closed``: no ledger is opened after ``close``
         try:
             self._ledger = Ledger(self._folder, capacity_bytes)
         except OSError as exc:
@@ -86,7 +85,10 @@ class FileStore(StorageBackend):
         return [self._try_call(self._ledger.remove_block, key) for key in keys]
 
     def clear(self, prefix: str) -> Status:
-        """Remove keys by prefix; it finds only keys short enough for a file's name, as those of blocks are."""
+        """Remove all keys that begin with ``prefix``, except keys that are too long for a file name.
+
+        The keys of blocks are short enough.
+        """
         if self._closed:
             return Status.FAILED
         try:
@@ -103,7 +105,7 @@ class FileStore(StorageBackend):
             used = self._ledger.read_accounts().used_bytes
         except OSError as exc:
             return Health(False, f"folder {self._folder} cannot be used: {exc.strerror}")
-        return Health(True, f"folder {self._folder} holds {used} of {self._ledger.capacity} bytes")
+        return Health(True, f"folder {self._folder} has {used} of {self._ledger.capacity} bytes")
 
     def stats(self) -> StoreStats:
         try:
@@ -113,26 +115,25 @@ class FileStore(StorageBackend):
         return StoreStats("file", keys, used, self._ledger.capacity)
 
     def close(self) -> None:
-        """Leave the folder; its values stay for other processes."""
+        """Close the folder; the stored values stay for other processes."""
         with self._opening:
             if not self._closed:
                 self._closed = True
                 self._ledger.close()
 
     def on_fork(self) -> None:
-        """Close the store in a child process, because its drafts and lock belong to the parent.
+        """Close the store in a child process after a fork, because the drafts and the lock belong to the parent.
 
-        The child must open the folder again.
-
-        A lock lasts as long as any process has the file open: the child closes it, so that it ends with the parent.
+        To use the folder, the child must open another store. The child closes its copy of the locked file, because a
+        lock lasts until all processes have closed the file: so the lock ends when the parent ends.
         """
         self._opening = threading.Lock()
         if not self._closed:
             self._closed = True
-            self._ledger.let_go()
+            self._ledger.release_lock()
 
     def _try_call(self, call: Callable[..., object], key: str, *value: Value) -> Status:
-        """Call ``call`` with the path of the key's file; return ``OK`` unless it failed."""
+        """Call ``call`` with the path of the key's file; return ``OK``, or the status for the error that it raised."""
         if self._closed:
             return Status.FAILED
         try:
@@ -154,21 +155,26 @@ class FileStore(StorageBackend):
             _write_block(self._reopen_ledger(ledger, exc), path, value)
 
     def _reopen_ledger(self, ledger: Ledger, reason: FolderRemoved) -> Ledger:
-        """Replace a ledger after its folder was removed, for example by a user who empties the pool."""
+        """Open the folder again after another program removed it; return the new ledger.
+
+        Does nothing if another thread has already replaced ``ledger``. Raises ``reason`` if the store is closed.
+        """
         with self._opening:
             if self._closed:
                 raise reason
             if self._ledger is ledger:
                 self._ledger = Ledger(self._folder, ledger.size)
                 ledger.close()
-                logger.warning("Folder %s is opened again: %s", self._folder, reason.strerror)
+                logger.warning(
+                    "Folder %s was removed or replaced and is opened again: %s", self._folder, reason.strerror
+                )
             return self._ledger
 
     def _get_value(self, path: str, target: Value) -> None:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if (stored := os.fstat(file).st_size) != _count_bytes(target):
-                text = f"{stored} bytes are stored, {_count_bytes(target)} were asked for"
+                text = f"{stored} bytes are stored, but the target has {_count_bytes(target)} bytes"
                 raise FileNotFoundError(errno.ENOENT, text)
             _move_bytes(os.preadv, file, target)
             _mark_used(file)
@@ -176,7 +182,7 @@ class FileStore(StorageBackend):
             os.close(file)
 
     def _block_path(self, key: str) -> str:
-        """Return the path of a key's value; its name is the key itself if possible, so that operators can read it."""
+        """Return the path of a key's file. The file name is the quoted key, or a hash if the key is too long."""
         name = quote(key, safe="")
         if len(name) > _MAX_NAME_LENGTH:
             name = "=" + hashlib.sha256(name.encode()).hexdigest()
@@ -194,7 +200,7 @@ def _write_block(ledger: Ledger, path: str, value: Value) -> None:
         _mark_used(draft.file)
         ledger.publish_draft(draft, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the earlier error says more
+        with contextlib.suppress(OSError):  # the earlier error is raised
             ledger.discard_draft(draft)
         raise
     finally:
@@ -202,13 +208,13 @@ def _write_block(ledger: Ledger, path: str, value: Value) -> None:
 
 
 def _move_bytes(call: Callable[[int, Sequence[memoryview], int], int], file: int, value: Value) -> None:
-    """Read or write all of ``value`` at the beginning of ``file``, however few bytes each call moves."""
+    """Read or write all bytes of ``value`` at the beginning of ``file``; repeat ``call`` until all bytes are moved."""
     pending = memory_views(value)
     offset = 0
     while pending:
         moved = call(file, pending[:_MAX_BUFFERS], offset)
         if moved == 0:
-            raise OSError(errno.EIO, f"the file ends after {offset} bytes")
+            raise OSError(errno.EIO, f"the block's file ends after {offset} bytes")
         offset += moved
         while pending and moved >= len(pending[0]):
             moved -= len(pending.pop(0))
@@ -217,6 +223,6 @@ def _move_bytes(call: Callable[[int, Sequence[memoryview], int], int], file: int
 
 
 def _mark_used(file: int) -> None:
-    """Record that a file is in use now; the kernel's own clock for files is too coarse to order uses."""
+    """Set the time of a file's last use to now; the kernel's own clock for files is too coarse to sort them by it."""
     now = time.time_ns()
     os.utime(file, ns=(now, now))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import resource
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def test_a_folder_for_offloading_is_told_with_its_room(tmp_path: Path) -> None:
     limited = {"MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": str(1 << 20)}
     finding = told_of_ssd(tmp_path, limited, global_segment_size=1 << 20)
     assert finding.level == "ok"
-    assert finding.text.startswith(f"{tmp_path} holds 8 KiB, and may take 1 MiB; ")
+    assert finding.text.startswith(f"{tmp_path} has 8 KiB, and may have 1 MiB; ")
 
 
 @pytest.mark.parametrize(("limit", "levels"), [("", ["ok"]), ("1", ["ok"]), ("500", ["warn", "ok"])])
@@ -105,9 +106,9 @@ def test_buckets_that_lose_blocks_are_a_warning(tmp_path: Path, limit: str, leve
     ("name", "reason"),
     [
         ("nowhere", "does not exist"),
-        ("file", "is no folder"),
+        ("file", "is not a folder"),
         ("link", "is a symbolic link"),
-        ("../there", "is no absolute path without .."),
+        ("../there", "is not an absolute path without .."),
     ],
 )
 def test_a_folder_that_mooncake_would_not_take_is_refused(tmp_path: Path, name: str, reason: str) -> None:
@@ -120,10 +121,39 @@ def test_a_folder_that_mooncake_would_not_take_is_refused(tmp_path: Path, name: 
 def test_a_disk_with_less_room_than_the_memory_before_it_is_a_warning(tmp_path: Path) -> None:
     finding = told_of_ssd(tmp_path, global_segment_size=1 << 60)
     assert finding.level == "warn"
-    assert "less than the memory that it is to extend" in finding.text
+    assert "less than the memory of this client" in finding.text
 
 
 def test_a_disk_that_is_full_before_mooncake_evicts_is_a_warning(tmp_path: Path) -> None:
     finding = told_of_ssd(tmp_path, {"MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": str(1 << 60)}, global_segment_size=1)
     assert finding.level == "warn"
     assert "writes will fail before Mooncake begins to evict" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"--enable_kv_events", "publishes no KV events, although it accepts --enable_kv_events"),
+        (b"--enable_kv_events\0kv_events: zmq_bind failed for ", "can publish KV events (--enable_kv_events)"),
+        (b"an older master", "publishes no KV events"),
+    ],
+)
+def test_what_a_build_of_mooncake_publishes_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, said: str
+) -> None:
+    program = tmp_path / "mooncake_master"
+    program.write_bytes(content)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    (finding,) = checks.check_events()
+    assert (finding.level, finding.subject) == ("ok", "KV events")
+    assert finding.text.startswith(f"this build's master {said}")
+
+
+def test_without_a_master_on_this_machine_nothing_is_said_of_its_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert list(checks.check_events()) == []

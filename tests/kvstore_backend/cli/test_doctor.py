@@ -24,7 +24,7 @@ from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.peer import Peer
 from tests.support.ports import free_port, free_ports
 from tests.support.timed_instance import timed_instance
-from tests.support.waiting import wait_until
+from tests.support.waiting import port_answers, wait_until
 
 
 def url(master: MooncakeMaster, **changes: object) -> str:
@@ -76,6 +76,20 @@ def test_a_metadata_server_that_strangers_reach_is_told(mooncake_master: Mooncak
     assert "kvstore master --metadata-port 0" in told[0]["remedy"]
 
 
+def test_whether_the_master_publishes_kv_events_is_told(tmp_path: Path) -> None:
+    """RFC 1527 of Mooncake; the wheel 0.3.13.post1 takes the flags and publishes nothing."""
+    (port,) = free_ports(1)
+    flags = ("--enable_kv_events=true", f"--kv_events_bind_endpoint=tcp://127.0.0.1:{port}", "--kv_events_backend_id=a")
+    with mooncake_master(tmp_path / "log", *flags) as master:
+        publishes = port_answers(port)
+        (line,) = [each for each in doctor(url(master)).of("ok") if each["subject"] == "KV events"]
+    assert "enable_kv_events=1" in (tmp_path / "log").read_text()
+    assert ("can publish KV events" in line["text"], "publishes no KV events" in line["text"]) == (
+        publishes,
+        not publishes,
+    )
+
+
 def test_its_lines_read_for_people_as_well(tmp_path: Path) -> None:
     ended = kvstore("doctor", f"file://{tmp_path}/pool?size=16MiB")
     assert ended.status == 0
@@ -89,7 +103,7 @@ def test_1_a_misspelt_key(tmp_path: Path) -> None:
     path.write_text('{"path": "' + str(tmp_path / "pool") + '", "szie": "64MiB", "comment": "ours"}')
     findings = doctor(MOONCAKE_CONFIG_PATH=str(path)).findings
     (warning,) = [each["text"] for each in findings if (each["level"], each["subject"]) == ("warn", "configuration")]
-    assert warning == f'not known and not used in {path}: "szie" (did you mean size?), "comment"'
+    assert warning == f'unknown and not used in {path}: "szie" (did you mean size?), "comment"'
 
 
 def test_2_no_master_running() -> None:
@@ -107,8 +121,8 @@ def test_3_the_metrics_port_for_the_masters(mooncake_master: MooncakeMaster) -> 
 
 def test_4_something_else_at_the_masters_port(silent_port: int) -> None:
     diagnosis = doctor(f"mooncake://127.0.0.1:{silent_port}?protocol=tcp")
-    cause = f"what listens at 127.0.0.1:{silent_port} does not answer: it is not a Mooncake master, or one that hangs"
-    told(diagnosis, "master", cause, "ss -tlnp shows what listens there")
+    cause = f"the server at 127.0.0.1:{silent_port} does not answer: it is not a Mooncake master, or it hangs"
+    told(diagnosis, "master", cause, "ss -tlnp shows which process listens there")
 
 
 def test_5_a_master_that_hangs(tmp_path: Path) -> None:
@@ -116,7 +130,7 @@ def test_5_a_master_that_hangs(tmp_path: Path) -> None:
         master.process.signal(signal.SIGSTOP)
         diagnosis = doctor(url(master, metadata_server="P2PHANDSHAKE"))
         master.process.signal(signal.SIGCONT)
-    told(diagnosis, "master", "or one that hangs", "restart the master")
+    told(diagnosis, "master", "or it hangs", "restart the master")
 
 
 def test_6_no_metadata_server(mooncake_master: MooncakeMaster) -> None:
@@ -128,13 +142,15 @@ def test_6_no_metadata_server(mooncake_master: MooncakeMaster) -> None:
 
 def test_7_something_else_for_the_metadata_server(mooncake_master: MooncakeMaster) -> None:
     diagnosis = doctor(url(mooncake_master, metadata_server=mooncake_master.metrics_url))
-    told(diagnosis, "metadata", "is not Mooncake's metadata server: status 200", "the path is /metadata")
+    told(
+        diagnosis, "metadata", "is not Mooncake's metadata server: it answers with status 200", "the path is /metadata"
+    )
 
 
 @pytest.mark.skipif(bool(list_rdma_devices()), reason="this machine has RDMA devices")
 def test_8_rdma_without_a_device(mooncake_master: MooncakeMaster) -> None:
     diagnosis = doctor(url(mooncake_master, protocol="rdma"))
-    told(diagnosis, "configuration", "this machine has no RDMA device", "say tcp, or leave it out")
+    told(diagnosis, "configuration", "this machine has no RDMA device", "set tcp, or leave it out")
 
 
 def test_9_a_library_that_cannot_be_loaded(mooncake_master: MooncakeMaster, tmp_path: Path) -> None:
@@ -155,7 +171,7 @@ def test_11_a_segment_too_small_for_one_prompt(tmp_path: Path, model: Path) -> N
     (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 800}))
     with mooncake_master(tmp_path / "log") as master:
         diagnosis = doctor(url(master), "--model", model)
-    cause = "64 MiB from each process like this one, 0 bytes from those that have joined; 1000 tokens of the model take"
+    cause = "each process like this one gives 64 MiB, and those that have joined give 0 bytes; 1000 tokens"
     told(diagnosis, "capacity", cause, "raise global_segment_size to at least 781.2 MiB")
 
 
@@ -173,7 +189,7 @@ def test_13_a_folder_of_somebody_elses(tmp_path: Path) -> None:
         told(doctor(f"file://{folder}"), "folder", f"{folder} belongs to user 12345", f"chown 0 {folder}")
     else:
         folder.chmod(0o500)
-        told(doctor(f"file://{folder}"), "folder", f"{folder} cannot be written to", "make it writable")
+        told(doctor(f"file://{folder}"), "folder", f"{folder} is not writable", "make it writable")
 
 
 def test_a_folder_of_the_users_own_data_is_left_as_it_is(tmp_path: Path) -> None:
@@ -181,7 +197,12 @@ def test_a_folder_of_the_users_own_data_is_left_as_it_is(tmp_path: Path) -> None
     photos.parent.mkdir(parents=True)
     photos.touch()
     diagnosis = doctor(f"file://{tmp_path}?size=1MiB")
-    told(diagnosis, "folder", f"{tmp_path} holds blocks and no ledger, so it is not a pool's", "name a new or an empty")
+    told(
+        diagnosis,
+        "folder",
+        f"{tmp_path} contains blocks and no ledger, so it is not the folder of a pool",
+        "name a new or an empty",
+    )
     assert photos.exists()
 
 
@@ -191,14 +212,14 @@ def test_14_clients_that_joined_in_another_way(tmp_path: Path) -> None:
         shaking = master.config(metadata_server="P2PHANDSHAKE")
         with Peer(functools.partial(open_store, shaking)):
             diagnosis = doctor(url(master), "--master-metrics", admin)
-    told(diagnosis, "sharing", "1 of 1 clients (127.0.0.1:", "use one metadata_server in every client")
+    told(diagnosis, "sharing", "1 of 1 clients (127.0.0.1:", "use one metadata_server in all clients")
     assert "joined with P2PHANDSHAKE" in diagnosis.failures["sharing"]
 
 
 def test_15_a_pool_that_nobody_gives_memory(tmp_path: Path) -> None:
     with mooncake_master(tmp_path / "log") as master:
         diagnosis = doctor(url(master, global_segment_size=0))
-    told(diagnosis, "capacity", "no client gives the pool memory", "set global_segment_size in some client")
+    told(diagnosis, "capacity", "no client gives memory to the pool", "set global_segment_size in a client")
 
 
 def test_16_no_etcd_behind_a_pool_with_several_masters() -> None:
@@ -254,7 +275,7 @@ def _usable(diagnosis: Diagnosis) -> Diagnosis | None:
 def test_18_mindies_configuration_with_the_pool_off(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"BackendConfig": {"kvPoolConfig": {"backend": "", "configPath": ""}}}')
-    told(doctor(path), "configuration", "it says that there is no pool", 'say "backend": "mooncake" in kvPoolConfig')
+    told(doctor(path), "configuration", "it turns the pool off", 'set "backend": "mooncake" in kvPoolConfig')
 
 
 def test_19_a_local_hostname_that_is_another_machines(mooncake_master: MooncakeMaster) -> None:
@@ -287,7 +308,7 @@ def test_a_folder_that_does_not_exist_is_said_and_not_made(tmp_path: Path) -> No
     diagnosis = doctor(f"file://{tmp_path}/misspelt/pool?size=1MiB")
     assert diagnosis.status == 0
     said = {each["subject"]: each["text"] for each in diagnosis.of("ok")}
-    assert said["folder"].startswith(f"{tmp_path}/misspelt/pool does not exist, is made when it is first used")
+    assert said["folder"].startswith(f"{tmp_path}/misspelt/pool does not exist; it will be created at its first use")
     assert "bytes equal" in said["trial"]
     assert list(tmp_path.iterdir()) == []
 
@@ -313,7 +334,7 @@ def test_a_file_that_says_rdma_passes_with_the_variable_that_says_tcp(
         told(doctor(**named), "configuration", f"\"protocol\" in {path} is 'rdma'", "or set MOONCAKE_PROTOCOL=tcp")
     for diagnosis in (doctor(**named, MOONCAKE_PROTOCOL="tcp"), doctor(path, MOONCAKE_PROTOCOL="tcp")):
         assert diagnosis.status == 0, diagnosis.failures
-        assert f'MOONCAKE_PROTOCOL=tcp comes before "protocol" in {path}, which says rdma' in [
+        assert f'MOONCAKE_PROTOCOL=tcp overrides "protocol" in {path}, which is rdma' in [
             each["text"] for each in diagnosis.of("warn")
         ]
 
@@ -334,14 +355,18 @@ def test_a_pool_that_was_tried_is_told_from_one_that_was_not(tmp_path: Path) -> 
 def test_the_context_that_links_cost_is_told_in_tokens_of_the_model(model: Path) -> None:
     (finding,) = [each for each in doctor("--cards", 128, "--model", model).findings if each["subject"] == "context"]
     assert "600 MB less for KV on every card" in finding["text"]
-    assert "about 73242 tokens less at 8 KiB of KV a token" in finding["text"]
+    assert "about 73242 tokens less at 8 KiB of KV per token" in finding["text"]
 
 
 @pytest.mark.parametrize(
     ("instance_of", "level", "text"),
     [
-        (partial(timed_instance, 0.001, context=100), "ok", "pay"),
-        (partial(timed_instance, 0.0, context=10**8, tokens_per_word=10**6), "warn", "this pool loses: 1000"),
+        (partial(timed_instance, 0.001, context=100), "ok", "faster"),
+        (
+            partial(timed_instance, 0.0, context=10**8, tokens_per_word=10**6),
+            "warn",
+            "loading is slower than computing: 1000",
+        ),
     ],
     ids=["slow instance", "quick instance"],
 )
@@ -358,7 +383,9 @@ def test_a_pool_is_compared_with_an_instances_computing(
 
 
 @pytest.mark.parametrize(
-    ("fixed", "said"), [(0.002, "every hit pays"), (0.1, "hits of 84 tokens or more pay")], ids=["quick", "slow"]
+    ("fixed", "said"),
+    [(0.002, "every hit is faster"), (0.1, "hits of 84 tokens or more are faster")],
+    ids=["quick", "slow"],
 )
 def test_the_length_from_which_on_hits_pay_is_told_where_a_block_may_be_shorter(
     monkeypatch: pytest.MonkeyPatch, model: Path, fixed: float, said: str

@@ -50,14 +50,14 @@ def test_values_are_read_as_the_program_reads_them(line: str, values: dict[str, 
     [
         (
             "--client_tll=20",
-            "--client_tll is no flag of kvstore master, nor of mooncake_master; did you mean --client_ttl?",
+            "--client_tll is not a flag of kvstore master, nor of mooncake_master; did you mean --client_ttl?",
         ),
-        ("--prot=1", "--prot is no flag of kvstore master, nor of mooncake_master; did you mean --port?"),
-        ("--zzz", "--zzz is no flag of kvstore master, nor of mooncake_master: kvstore master --help and"),
+        ("--prot=1", "--prot is not a flag of kvstore master, nor of mooncake_master; did you mean --port?"),
+        ("--zzz", "--zzz is not a flag of kvstore master, nor of mooncake_master: kvstore master --help and"),
         ("--client_ttl --enable_offload", "--client_ttl of mooncake_master needs a value"),
         ("--client_ttl", "--client_ttl of mooncake_master needs a value"),
-        ("-client_ttl=20", "'-client_ttl=20' is no flag of kvstore master: a flag has two dashes"),
-        ("20", "'20' is no flag of kvstore master"),
+        ("-client_ttl=20", "'-client_ttl=20' is not a flag of kvstore master; a flag begins with two dashes"),
+        ("20", "'20' is not a flag of kvstore master"),
     ],
 )
 def test_what_neither_knows_gets_one_sentence(line: str, sentence: str) -> None:

@@ -25,8 +25,8 @@ def test_a_pipe_gets_a_line_each_few_seconds(monkeypatch: pytest.MonkeyPatch) ->
             clock += 2
             tell(done, "put")
     assert pipe.getvalue().splitlines() == [
-        "bench: put, 38% after 6 s, some 10 s left",
-        "bench: put, 75% after 12 s, some 4 s left",
+        "bench: put, 38% after 6 s, about 10 s left",
+        "bench: put, 75% after 12 s, about 4 s left",
     ]
 
 

@@ -25,7 +25,8 @@ def test_mindies_example_of_128_dies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cards", "factor"), [(1, "0.92 may stay"), (2, "0.91"), (151, "0.91"), (152, "0.90"), (302, "0.89"), (512, "0.88")]
+    ("cards", "factor"),
+    [(1, "is low enough"), (2, "0.91"), (151, "0.91"), (152, "0.90"), (302, "0.89"), (512, "0.88")],
 )
 def test_every_600_mb_of_links_lower_the_factor_by_a_hundredth(cards: int, factor: str) -> None:
     assert factor in hccl_sizing(cards, 0.92)[1].text
@@ -67,9 +68,9 @@ def test_a_model_of_text_and_images_has_its_figures_one_level_down(tmp_path: Pat
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"num_hidden_layers": 2}, "does not say 'num_attention_heads'"),
+        ({"num_hidden_layers": 2}, "lacks 'num_attention_heads'"),
         ([], "is not the configuration of a decoder model"),
-        ({**QWEN2, "dtype": "int3"}, "does not say 'int3'"),
+        ({**QWEN2, "dtype": "int3"}, "lacks 'int3'"),
     ],
 )
 def test_a_configuration_that_does_not_say_enough(tmp_path: Path, config: object, sentence: str) -> None:
@@ -82,13 +83,13 @@ def test_the_context_is_shorter_by_the_memory_that_links_take(cards: int, tokens
     (finding,) = context_cost(cards, 10**6, 8)
     assert finding.level == "warn"
     assert f"about {tokens} tokens less" in finding.text
-    assert f"up to {tokens * 8} if the model's 8 cards share it" in finding.text
+    assert f"up to {tokens * 8} if it is divided among the model's 8 cards" in finding.text
 
 
 def test_the_context_of_a_model_that_is_not_known_is_shorter_without_a_figure() -> None:
     (finding,) = context_cost(128, None)
     assert "600 MB less for KV on every card" in finding.text
-    assert "--model FOLDER shows how many tokens less" in finding.remedy
+    assert "--model FOLDER shows how many tokens are lost" in finding.remedy
 
 
 def test_one_card_alone_costs_no_context() -> None:

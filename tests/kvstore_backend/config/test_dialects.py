@@ -108,7 +108,7 @@ def test_mindies_server_configuration_names_that_file(tmp_path: Path, nested: bo
 def test_mindies_empty_backend_is_no_pool(tmp_path: Path) -> None:
     path = written(tmp_path / "config.json", {"kvPoolConfig": {"backend": "", "configPath": ""}})
     assert read_config(path, environ={}) is None
-    with pytest.raises(ConfigError, match=r"there is to be no pool .* but mooncake is asked for"):
+    with pytest.raises(ConfigError, match=r"the configuration turns the pool off .* but mooncake is requested"):
         load_config("mooncake", config_path=path, environ={})
 
 
@@ -251,17 +251,17 @@ def test_a_file_of_ours_is_recognised_by_its_keys(tmp_path: Path) -> None:
         ("moncake://h:1", "'moncake://h:1' has the scheme 'moncake'; did you mean mooncake?"),
         ("zk://h:1", "'zk://h:1' has the scheme 'zk'; valid: mooncake, etcd, redis, k8s, file, memory"),
         ("mooncake://h", "its address is 'h'; it must be host:port, such as 127.0.0.1:15001"),
-        ("mooncake:?protocol=tcp", "must name the master as mooncake://host:port"),
-        ("mooncake://h:1/pool", "and nothing after it but ?"),
+        ("mooncake:?protocol=tcp", "must have the form mooncake://host:port"),
+        ("mooncake://h:1/pool", "or mooncake://host:port?SETTINGS"),
         ("mooncake://h:1?protocl=tcp", 'unknown key "protocl" in mooncake://h:1?protocl=tcp; did you mean protocol?'),
         ("mooncake://h:1?protocol=tpc", "is 'tpc'; it must be tcp or rdma, or ascend"),
-        ("mooncake://h:1?master_server_address=g:2", "says master_server_addr twice"),
+        ("mooncake://h:1?master_server_address=g:2", "gives master_server_addr twice"),
         ("mooncake://h:1?protocol", "is not a URL of a pool"),
-        ("file:///pool?size=4GiB&size=8GiB", "is not a URL of a pool: it says size twice"),
+        ("file:///pool?size=4GiB&size=8GiB", "is not a URL of a pool: it gives size twice"),
         ("file:///pool#1?size=4GiB", "in a path, write %23 for #"),
-        ("etcd://h1:2379;h2", "after etcd:// it must be host:port, or several of them with ; between"),
-        ("file://dev/shm/kvpool", "must name a whole path after three slashes"),
-        ("file:dev/shm/kvpool", "must name a whole path after three slashes"),
+        ("etcd://h1:2379;h2", "after etcd:// it must be host:port, or several of them separated by ;"),
+        ("file://dev/shm/kvpool", "must have an absolute path after three slashes"),
+        ("file:dev/shm/kvpool", "must have an absolute path after three slashes"),
         ("memory://x", "must be memory:, or memory:?size=1GiB"),
         ("memory:?size=0", "is '0'; it must be more than 0 bytes"),
         ("memory:?fast=mooncake://h:1", "it must be a URL such as memory:?size=1GiB"),
@@ -279,14 +279,14 @@ def test_a_wrong_url_gets_one_sentence(source: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ({**VLLM, "master_server_addr": "h:1"}, "say the same twice; remove one"),
-        ({**VLLM, "device_name": '{"0": "mlx5_0"}'}, "it must be names separated by commas"),
+        ({**VLLM, "master_server_addr": "h:1"}, "set the same; remove one"),
+        ({**VLLM, "device_name": '{"0": "mlx5_0"}'}, "it must be one list of names, separated by commas"),
         ({**VLLM, "global_segment_size": "many GB"}, "\"global_segment_size\" in {} is 'many GB'; a size is"),
         ({**VLLM, "enable_ssd_offload": "maybe"}, "is 'maybe'; it must be true or false"),
         ({"kvPoolConfig": []}, '"kvPoolConfig" in {} is []; it must be an object with the keys backend, configPath'),
         ({"kvPoolConfig": {"backnd": ""}}, 'unknown key "backnd" in "kvPoolConfig" in {}; did you mean backend?'),
         ({"kvPoolConfig": {"backend": "unifiedcache"}}, 'it must be mooncake, file, memory, or "" for no pool'),
-        ({"kvPoolConfig": {"backend": "mooncake"}}, 'names no file in "configPath"'),
+        ({"kvPoolConfig": {"backend": "mooncake"}}, 'has no "configPath"; with "backend"'),
         ({"kvPoolConfig": {"backend": "mooncake", "configPath": "no.json"}}, 'no.json\' (named by "kvPoolConfig" in'),
         ({"kvPoolConfig": {"backend": "memory", "asyncWrite": "often"}}, "asyncWrite of"),
     ],

@@ -8,14 +8,14 @@ import pytest
 from kvstore_backend.config import (
     MooncakeSettings,
     ascend_buffer_pool,
+    choose_rdma_devices,
     engine_variables,
     fastdeploy_plugins,
     library_folders,
-    named_model,
-    named_protocol,
-    named_rdma_devices,
-    named_variables,
     read_config,
+    read_model_folder,
+    read_protocol,
+    select_variables,
     set_native_cluster,
     set_native_defaults,
 )
@@ -35,7 +35,7 @@ def test_the_native_librarys_defaults_never_override_what_a_user_set(monkeypatch
 
 def test_of_an_engines_variables_those_that_are_set_are_told() -> None:
     environ = {"VLLM_B": "2", "VLLM_A": "", "HOME": "/root"}
-    assert list(named_variables(["VLLM_C", "VLLM_B", "VLLM_A"], environ).items()) == [("VLLM_A", ""), ("VLLM_B", "2")]
+    assert list(select_variables(["VLLM_C", "VLLM_B", "VLLM_A"], environ).items()) == [("VLLM_A", ""), ("VLLM_B", "2")]
 
 
 def test_the_native_library_is_told_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,18 +53,18 @@ def test_plugins_are_separated_by_commas() -> None:
 
 
 def test_the_model_is_named_by_a_variable() -> None:
-    assert named_model({"KVSTORE_MODEL": "/models/m"}) == "/models/m"
-    assert named_model({}) == ""
+    assert read_model_folder({"KVSTORE_MODEL": "/models/m"}) == "/models/m"
+    assert read_model_folder({}) == ""
 
 
 def test_the_protocol_and_its_devices_are_named_for_the_hand_over_too() -> None:
-    assert named_protocol({"MOONCAKE_PROTOCOL": " TCP "}) == "tcp"
-    assert named_protocol({}) == ""
+    assert read_protocol({"MOONCAKE_PROTOCOL": " TCP "}) == "tcp"
+    assert read_protocol({}) == ""
     environ = {"MOONCAKE_RDMA_DEVICES": "mlx5_1"}
     mooncake = read_config("mooncake://h:1?protocol=tcp&rdma_devices=mlx5_0", environ=environ)
-    assert named_rdma_devices(mooncake, environ) == "mlx5_0"
-    assert named_rdma_devices(read_config("memory:", environ={}), environ) == "mlx5_1"
-    assert named_rdma_devices(None, environ) == "mlx5_1"
+    assert choose_rdma_devices(mooncake, environ) == "mlx5_0"
+    assert choose_rdma_devices(read_config("memory:", environ={}), environ) == "mlx5_1"
+    assert choose_rdma_devices(None, environ) == "mlx5_1"
 
 
 def test_what_a_machine_with_ascend_cards_is_told_by_variables() -> None:

@@ -110,14 +110,14 @@ def test_the_process_environment_is_read_where_no_other_is_given(monkeypatch: py
 def test_protocol_not_given_is_tcp_without_an_rdma_device_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert mooncake(MASTER).protocol == "tcp"
-    assert caplog.messages == ["protocol is not given: using tcp, as this machine has no RDMA device"]
+    assert caplog.messages == ["protocol is not given: using tcp because this machine has no RDMA device"]
 
 
 def test_protocol_not_given_is_rdma_with_a_device(rdma_devices: Path, caplog: pytest.LogCaptureFixture) -> None:
     (rdma_devices / "mlx5_0").mkdir(parents=True)
     caplog.set_level(logging.INFO)
     assert mooncake(MASTER).protocol == "rdma"
-    assert caplog.messages == ["protocol is not given: using rdma, as this machine has an RDMA device"]
+    assert caplog.messages == ["protocol is not given: using rdma because this machine has an RDMA device"]
 
 
 def test_without_a_metadata_server_clients_shake_hands_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -125,7 +125,7 @@ def test_without_a_metadata_server_clients_shake_hands_and_that_is_said(caplog: 
     environ = {"MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1:15001", "MOONCAKE_PROTOCOL": "tcp"}
     assert mooncake(environ).metadata_server == "P2PHANDSHAKE"
     assert caplog.messages == [
-        "metadata_server is not given: using P2PHANDSHAKE, as every other client of the pool must"
+        "metadata_server is not given: using P2PHANDSHAKE; every other client of the pool must use it too"
     ]
 
 
@@ -183,11 +183,11 @@ def test_variables_of_mooncake_and_its_other_users_are_let_alone() -> None:
         ),
         (
             {**MASTER, "MOONCAKE_PROTOCOL": "tpc"},
-            "MOONCAKE_PROTOCOL is 'tpc'; it must be tcp or rdma, or ascend where Mooncake was built for it",
+            "MOONCAKE_PROTOCOL is 'tpc'; it must be tcp or rdma, or ascend if Mooncake was built for it",
         ),
         (
             {**MASTER, "MOONCAKE_PROTOCOL": "rdma"},
-            "MOONCAKE_PROTOCOL is 'rdma'; this machine has no RDMA device: say tcp, or leave it out",
+            "MOONCAKE_PROTOCOL is 'rdma'; this machine has no RDMA device; set tcp, or leave it out",
         ),
         (
             {"MOONCAKE_CONFIG_PATH": "/nowhere/c.json"},
@@ -221,11 +221,11 @@ def test_a_wrong_environment_gets_one_sentence(environ: dict[str, str], sentence
         ({"metadata_server": "p2phandshake"}, "it must be P2PHANDSHAKE, or a URL"),
         ({"metadata_server": "http://h:port/metadata"}, "it must be P2PHANDSHAKE, or a URL"),
         ({"protocol": "rdma"}, "\"protocol\" in {} is 'rdma'; this machine has no RDMA device"),
-        ({"protocol": "rdma"}, "say tcp, or leave it out"),
+        ({"protocol": "rdma"}, "set tcp, or leave it out"),
         ("{", "configuration file '{}' is not JSON: "),
         (
             '{"protocol": "tcp", "protocol": "rdma"}',
-            "configuration file '{}' cannot be used: it says protocol twice",
+            "configuration file '{}' cannot be used: it gives protocol twice",
         ),
         ('{"protocol": ' + "[" * 100_000, "configuration file '{}' is nested too deep"),
         ("\xff", "configuration file '{}' is not JSON: "),
@@ -249,7 +249,7 @@ def test_members_of_a_file_that_are_not_known_are_named_in_one_warning(
         assert mooncake(MASTER, config_path=path).rdma_devices == ""
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == [
-        f'not known and not used in {path}: "comment", "protocl" (did you mean protocol?), '
+        f'unknown and not used in {path}: "comment", "protocl" (did you mean protocol?), '
         '"device_nam" (did you mean device_name?)'
     ]
 
@@ -269,7 +269,7 @@ def test_a_folder_may_be_named_by_fastdeploys_variable(tmp_path: Path) -> None:
     assert load_config("file", environ=ours).store == FileSettings(Path("/dev/shm/kvpool"))
     a_file = tmp_path / "file"
     a_file.touch()
-    with pytest.raises(ConfigError, match=r"^FILE_BACKEND_STORAGE_DIR is .* this is a file"):
+    with pytest.raises(ConfigError, match=r"^FILE_BACKEND_STORAGE_DIR is .* it is a file"):
         load_config("file", environ={"FILE_BACKEND_STORAGE_DIR": str(a_file)})
 
 
@@ -281,7 +281,7 @@ def test_a_folder_may_be_named_as_the_master(tmp_path: Path) -> None:
     assert read_config(environ={"MOONCAKE_CONFIG_PATH": str(path)}) == PoolConfig(folder, async_write=True)
     environ = {"MOONCAKE_MASTER_SERVER_ADDR": "file:///dev/shm/kvpool?size=4GiB", "MOONCAKE_PROTOCOL": "rdma"}
     assert read_config(environ=environ) == PoolConfig(folder)
-    with pytest.raises(ConfigError, match="must name a whole path after three slashes"):
+    with pytest.raises(ConfigError, match="must have an absolute path after three slashes"):
         read_config(environ={"MOONCAKE_MASTER_SERVER_ADDR": "file:kvpool"})
 
 
@@ -340,7 +340,7 @@ def test_what_kubernetes_makes_of_a_service_named_kvstore_is_let_alone(name: str
         ("file", {"KVSTORE_FILE_PATH": "~nosuchuser/x"}, "it must be the path of a folder: "),
         ("file", {"KVSTORE_FILE_PATH": "/tmp/" + "x" * 300}, "it must be the path of a folder: File name too long"),
         ("file", {"KVSTORE_FILE_PATH": "/tmp/a\0b"}, "it must be the path of a folder: embedded null byte"),
-        ("file", {"KVSTORE_FILE_PATH": __file__}, "it must be the path of a folder, and this is a file"),
+        ("file", {"KVSTORE_FILE_PATH": __file__}, "it must be the path of a folder, but it is a file"),
         ("file", {"KVSTORE_FILE_PATH": " "}, "KVSTORE_FILE_PATH is ' '; it must be the path of a folder"),
         ("memory", {"KVSTORE_MEMORY_SIZE": "much"}, "KVSTORE_MEMORY_SIZE is 'much'; a size is"),
     ],
@@ -366,7 +366,7 @@ def test_the_variable_of_the_protocol_comes_before_the_file_and_that_is_said_onc
     path = json_file(tmp_path, {**RDMA_FILE, "rdma_devices": ""})
     environ = {"MOONCAKE_CONFIG_PATH": str(path), "MOONCAKE_PROTOCOL": "tcp"}
     assert mooncake(environ).protocol == mooncake(environ).protocol == "tcp"
-    assert caplog.messages == [f'MOONCAKE_PROTOCOL=tcp comes before "protocol" in {path}, which says rdma']
+    assert caplog.messages == [f'MOONCAKE_PROTOCOL=tcp overrides "protocol" in {path}, which is rdma']
 
 
 def test_the_variable_of_the_protocol_is_heard_beside_a_file_that_is_named_otherwise(tmp_path: Path) -> None:
@@ -406,15 +406,15 @@ def test_rdma_that_is_not_there_is_refused_with_the_file_the_word_and_the_variab
     with pytest.raises(ConfigError) as caught:
         mooncake({"MOONCAKE_CONFIG_PATH": str(path)})
     assert str(caught.value) == (
-        f"\"protocol\" in {path} is 'rdma'; this machine has no RDMA device: say tcp, or leave it out, "
-        "or set MOONCAKE_PROTOCOL=tcp, which comes before the file"
+        f"\"protocol\" in {path} is 'rdma'; this machine has no RDMA device; set tcp, or leave it out, "
+        "or set MOONCAKE_PROTOCOL=tcp, which overrides the file"
     )
 
 
 def test_what_the_variable_changes_is_told_to_whoever_asks(tmp_path: Path) -> None:
     path = json_file(tmp_path, RDMA_FILE)
     environ = {"MOONCAKE_CONFIG_PATH": str(path), "MOONCAKE_PROTOCOL": "TCP"}
-    sentence = f'MOONCAKE_PROTOCOL=tcp comes before "protocol" in {path}, which says rdma'
+    sentence = f'MOONCAKE_PROTOCOL=tcp overrides "protocol" in {path}, which is rdma'
     assert describe_override(environ=environ) == describe_override(path, environ=environ) == sentence
     assert describe_override(path, environ={}) == describe_override("mooncake://h:1", environ=environ) == ""
     assert describe_override(path, environ={"MOONCAKE_PROTOCOL": "rdma"}) == describe_override(environ={}) == ""

@@ -55,7 +55,7 @@ def test_masters_may_be_elected_in_kubernetes() -> None:
         (
             parse_master_address,
             "etcd://h1:1;h2",
-            "after etcd:// it must be host:port, or several of them with ; between",
+            "after etcd:// it must be host:port, or several of them separated by ;",
         ),
         (parse_master_address, "etcd://https://h:1", "after etcd:// it must be host:port"),
         (parse_master_address, "redis://h:1;i:1", "after redis:// it must be host:port"),
@@ -63,7 +63,7 @@ def test_masters_may_be_elected_in_kubernetes() -> None:
         (parse_master_address, "redis://secret@h:1", "a password goes into MC_REDIS_PASSWORD"),
         (parse_metadata_server, "redis://secret@h:1", "a password goes into MC_REDIS_PASSWORD"),
         (parse_master_address, "user@h:1", "it must be host:port"),
-        (parse_master_address, "k8s://a/b/c", "after k8s:// it must be namespace/lease"),
+        (parse_master_address, "k8s://a/b/c", "after k8s:// it must have namespace/lease"),
         (parse_metadata_server, "etcd://h1", "after etcd:// it must be host:port"),
         (parse_metadata_server, "k8s://default/lease", "it must be P2PHANDSHAKE, or a URL"),
         (parse_metadata_server, "zookeeper://h:1", "it must be P2PHANDSHAKE, or a URL"),

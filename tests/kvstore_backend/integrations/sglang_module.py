@@ -5,6 +5,7 @@ cases, with a field for each that SGLang 0.5.23 has (``sglang_fields.txt``).
 
 Importing SGLang as a whole needs its GPU kernels; this one module needs little more than torch. So of an installed
 SGLang (or one unpacked in a folder that is on the path) the packages above the module are stood in for by empty ones.
+``import_hybrid`` imports its host pools of hybrid models, too.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FIELDS", "installed_fields", "is_installed", "serve", "sglang_module"]
+__all__ = ["FIELDS", "import_hybrid", "installed_fields", "is_installed", "serve", "sglang_module"]
 
 NAME = "sglang.srt.mem_cache.hicache_storage"
 _PARENTS = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
+# Packages and modules that need GPU kernels or models, of which a module of the hybrid pools uses little or nothing.
+_MORE_PARENTS = ("sglang.srt.configs", "sglang.srt.layers", "sglang.srt.layers.quantization")
+_UNUSED = ("sglang.srt.observability.metrics_collector", "sglang.srt.session.streaming_session")
 _CONTEXT = "sglang.srt.runtime_context"
 _RECORDS = "sglang.srt.arg_groups.arg_utils"
 
@@ -71,6 +75,30 @@ def serve(settings: dict[str, Any] | None) -> None:
         return server
 
     sys.modules[_CONTEXT].get_server_args = get_server_args  # type: ignore[attr-defined]
+
+
+def import_hybrid() -> dict[str, Any]:
+    """Import the installed SGLang's classes for caches of hybrid models, within ``sglang_module(real=True)``."""
+    srt = Path(sys.modules["sglang.srt"].__path__[0])
+    for name in _MORE_PARENTS:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [str(srt.joinpath(*name.split(".")[2:]))]
+    for name in _UNUSED:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__getattr__ = _make_class  # type: ignore[method-assign]
+    found: dict[str, Any] = {}
+    for name in (
+        *("device_pool_info", "pool_host", "pool_host.base", "pool_host.mha", "pool_host.mamba", "base_prefix_cache"),
+        *("hybrid_cache.hybrid_cache_controller", "unified_radix_cache", "utils"),
+    ):
+        found |= vars(importlib.import_module(f"sglang.srt.mem_cache.{name}"))
+    return found
+
+
+def _make_class(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
 
 
 @contextmanager

@@ -23,10 +23,10 @@ from kvstore_backend.config import MemorySettings, PoolConfig, describe_url
 from kvstore_backend.integrations.fastdeploy import FastDeployClient, activate, process_namespace
 from kvstore_backend.integrations.fastdeploy_engine import Engine, parse_arguments
 from kvstore_backend.integrations.fastdeploy_settings import (
+    CAN_CHANGE_KV,
     CANNOT_CHANGE_KV,
-    DECIDE_ON_KV,
+    KV_VARIABLES,
     NEUTRAL_VARIABLES,
-    VARIABLES_ON_KV,
 )
 from kvstore_backend.manifest import Manifest
 from kvstore_backend.stores.mooncake_joining import restore_client
@@ -357,10 +357,10 @@ def test_each_setting_of_the_engine_that_decides_on_kv_has_a_namespace_of_its_ow
 ) -> None:
     command = commands(models[0])[kind]
     found = {digest_of(command, engine_of(models[0])): ""}
-    arguments = {name: engine_of(models[0], None, **{name: "another value"}) for name in DECIDE_ON_KV}
+    arguments = {name: engine_of(models[0], None, **{name: "another value"}) for name in CAN_CHANGE_KV}
     drafting = {"method": "mtp", "model": str(models[1])}
     arguments["speculative_config"] = engine_of(models[0], speculative_config=json.dumps(drafting))
-    variables = {name: engine_of(models[0], {name: "another value"}) for name in VARIABLES_ON_KV}
+    variables = {name: engine_of(models[0], {name: "another value"}) for name in KV_VARIABLES}
     unknown = {"unknown": engine_of(models[0], nobody_knows=1), "FD_X": engine_of(models[0], {"FD_X": "1"})}
     for name, engine in {**arguments, **variables, **unknown}.items():
         digest = digest_of(command, engine)
@@ -551,9 +551,9 @@ def test_the_revision_that_is_served_is_the_one_that_counts(models: list[Path], 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_path": "PaddlePaddle/ERNIE"}, "no folder here"),
-        ({"model_path": "/nowhere"}, "'/nowhere' is no folder here"),
-        ({"key_cache_shape": "100,2"}, "--key_cache_shape is '100,2'; four numbers are known here"),
+        ({"model_path": "PaddlePaddle/ERNIE"}, "not a folder here"),
+        ({"model_path": "/nowhere"}, "'/nowhere' is not a folder here"),
+        ({"key_cache_shape": "100,2"}, "--key_cache_shape is '100,2'; it must have four numbers"),
         ({"mp_num": "two"}, "--mp_num is 'two'; it must be a number"),
     ],
 )
@@ -654,7 +654,9 @@ def test_weights_that_may_change_need_a_version(
     activated: None, master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        pytest.raises(ConfigError, match=r"--dynamic-load-weight lets weights change, and .*version.yaml does not say"),
+        pytest.raises(
+            ConfigError, match=r"--dynamic-load-weight allows new weights, but .*version.yaml has no version"
+        ),
         storage(OneClass, master, argv(models[0]), dynamic_load_weight=True),
     ):
         pass
@@ -706,7 +708,7 @@ def test_where_a_miss_is_an_error_asynchronous_writes_are_refused(
 ) -> None:
     monkeypatch.setenv("KVSTORE_ASYNC_WRITE", "1")
     with (
-        pytest.raises(ConfigError, match=r"with FD_PD_TRANSFER_VIA_STORAGE=1 .*: leave async_write out"),
+        pytest.raises(ConfigError, match=r"with FD_PD_TRANSFER_VIA_STORAGE=1 .*; leave async_write out"),
         storage(OneClass, master, argv(models[0])),
     ):
         pass

@@ -81,7 +81,7 @@ class TestFindingTheEngine:
     def test_without_one_the_settings_are_not_known_and_that_is_said(self, tmp_path: Path) -> None:
         process(tmp_path, "self", ["python", "my_script.py", "--model", "/m"], 1)
         process(tmp_path, "1", ["init"], 0)
-        with pytest.raises(ConfigError, match="neither this process nor one above it is FastDeploy's API server"):
+        with pytest.raises(ConfigError, match="neither this process nor a parent of it is FastDeploy's API server"):
             find_engine(tmp_path)
 
     def test_a_process_that_cannot_be_read_is_named(self, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_arguments_that_fastdeploy_does_not_take_are_refused(monkeypatch: pytest
         module = types.ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(ConfigError, match="own parser does not take its command line"):
+    with pytest.raises(ConfigError, match="own parser refuses its command line"):
         parse_arguments(["--nonsense"])
 
 
@@ -258,7 +258,7 @@ class TestWeights:
     def test_weights_that_may_change_need_one(self, tmp_path: Path, content: str | None) -> None:
         if content is not None:
             (tmp_path / "version.yaml").write_text(content)
-        with pytest.raises(ConfigError, match=f"{tmp_path}/version.yaml does not say which they are"):
+        with pytest.raises(ConfigError, match=f"{tmp_path}/version.yaml has no version of the weights"):
             Weights(tmp_path, may_change=True)
 
     def test_a_version_that_is_gone_cannot_be_told(self, tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from kvstore_backend.integrations.fastdeploy_settings import (
+    CAN_CHANGE_KV,
     CANNOT_CHANGE_KV,
-    DECIDE_ON_KV,
+    IN_OTHER_FIELDS,
+    KV_VARIABLES,
     NEUTRAL_VARIABLES,
-    TOLD_OTHERWISE,
     VARIABLE_PREFIXES,
-    VARIABLES_ON_KV,
 )
 from kvstore_backend.namespace import Namespace
 
@@ -60,8 +60,8 @@ def installed(kind: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "known"),
     [
-        ("arguments", [*DECIDE_ON_KV, *CANNOT_CHANGE_KV, *TOLD_OTHERWISE]),
-        ("variables", [*VARIABLES_ON_KV, *NEUTRAL_VARIABLES]),
+        ("arguments", [*CAN_CHANGE_KV, *CANNOT_CHANGE_KV, *IN_OTHER_FIELDS]),
+        ("variables", [*KV_VARIABLES, *NEUTRAL_VARIABLES]),
     ],
 )
 def test_every_setting_of_fastdeploys_is_judged_once(source: str, kind: str, known: list[str], tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_every_setting_of_fastdeploys_is_judged_once(source: str, kind: str, kno
 
 
 def test_arguments_that_are_told_otherwise_name_a_field_of_the_namespace() -> None:
-    assert {*TOLD_OTHERWISE.values()} <= {*Namespace.__dataclass_fields__}
+    assert {*IN_OTHER_FIELDS.values()} <= {*Namespace.__dataclass_fields__}
 
 
 def test_variables_with_fastdeploys_beginnings_need_no_list() -> None:

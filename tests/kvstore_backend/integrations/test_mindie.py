@@ -66,7 +66,7 @@ def test_the_prefix_cache_may_be_one_plugin_of_several(tmp_path: Path, plugins: 
         (lambda b, m: b.update(npuDeviceIds=[0, 1]), "a list of card ids for each instance"),
         (lambda b, m: m.pop("local_hostname"), '"local_hostname" is not in .* MindIE has no default'),
         (lambda b, m: m.update(metadata_server=" "), "metadata_server"),
-        (lambda b, m: m.update(protocol="tcp"), "is 'tcp'; MindIE takes 'ascend' only"),
+        (lambda b, m: m.update(protocol="tcp"), "is 'tcp'; MindIE accepts only 'ascend'"),
     ],
 )
 def test_what_mindies_server_would_refuse_is_refused(tmp_path: Path, change: Change, message: str) -> None:
@@ -83,7 +83,7 @@ def test_an_empty_backend_turns_pooling_off_and_asks_for_nothing_else(tmp_path: 
 
 
 def test_another_file_is_no_servers_configuration() -> None:
-    with pytest.raises(ConfigError, match="no configuration of a MindIE server"):
+    with pytest.raises(ConfigError, match="is not a configuration of a MindIE server"):
         read_server(EXAMPLE / "mooncake.json")
 
 
@@ -173,21 +173,21 @@ def test_a_set_up_as_the_guide_wants_it_passes(set_up: SetUp, capsys: pytest.Cap
             lambda s: s.mooncake.update(metadata_server="http://10.0.0.1:15002/metadata"),
             "MindIE",
             '"metadata_server" in',
-            'say "metadata_server": "P2PHANDSHAKE"',
+            'write "metadata_server": "P2PHANDSHAKE"',
             id="1 a metadata server",
         ),
         pytest.param(
             lambda s: s.mooncake.update(protocol="rdma"),
             "MindIE",
-            "is 'rdma'; MindIE takes 'ascend' only",
-            'say "protocol": "ascend"',
+            "is 'rdma'; MindIE accepts only 'ascend'",
+            'write "protocol": "ascend"',
             id="2 another protocol",
         ),
         pytest.param(
             lambda s: s.mooncake.pop("use_ascend_direct"),
             "MindIE",
             '"use_ascend_direct" is not in',
-            'say "use_ascend_direct": true',
+            'write "use_ascend_direct": true',
             id="3 no ascend direct",
         ),
         pytest.param(
@@ -249,7 +249,7 @@ def test_a_set_up_as_the_guide_wants_it_passes(set_up: SetUp, capsys: pytest.Cap
         pytest.param(
             lambda s: s.machine.install("mooncake-transfer-engine-non-cuda"),
             "ascend build",
-            "mooncake-transfer-engine-non-cuda is installed, which has no ascend transport",
+            "the installed mooncake-transfer-engine-non-cuda has no ascend transport",
             "pip install mooncake-transfer-engine-npu",
             id="12 a Mooncake for other machines",
         ),
@@ -257,7 +257,7 @@ def test_a_set_up_as_the_guide_wants_it_passes(set_up: SetUp, capsys: pytest.Cap
             lambda s: setattr(s, "cards", 513),
             "HCCL links",
             "513 cards are more than one pool can link",
-            "at most 512 cards a pool",
+            "each with at most 512 cards",
             id="13 too many cards",
         ),
         pytest.param(
@@ -298,8 +298,8 @@ def test_a_path_that_depends_on_where_the_server_is_started_is_a_warning(
     set_up.backend["kvPoolConfig"]["configPath"] = "mooncake.json"
     status, warnings = set_up.diagnose(capsys)
     assert status == 0
-    assert "looks for from the folder that its server is started in" in warnings["MindIE"]
-    assert f"say '{set_up.folder}/mooncake.json'" in warnings["MindIE"]
+    assert "searches it in the folder in which its server is started" in warnings["MindIE"]
+    assert f"write '{set_up.folder}/mooncake.json'" in warnings["MindIE"]
 
 
 def test_a_variable_for_other_engines_changes_nothing_for_mindie(
@@ -314,7 +314,7 @@ def test_the_doctor_says_what_the_cards_links_take(capsys: pytest.CaptureFixture
     main(["doctor", str(EXAMPLE / "config.json")])
     said = capsys.readouterr().out
     assert "the prefix cache is on in every model" in said
-    assert "give --cards the number of all servers of the pool together" in said
+    assert "give --cards the number of cards in all servers of the pool" in said
     assert "7 x 4 MB = 28 MB" in said
     assert "lower it from 0.92 to 0.91" in said
     assert "600 MB less for KV on every card" in said

@@ -179,7 +179,7 @@ class TestPatience:
             asked.append(hashes)
             return [Status.FAILED if each == b"b" and len(asked) == 1 else Status.OK for each in hashes]
 
-        assert patient.client._insist(ask, [b"a", b"b"]) == [Status.OK] * 2
+        assert patient.client._call_patiently(ask, [b"a", b"b"]) == [Status.OK] * 2
         assert asked == [[b"a", b"b"], [b"b"]]
 
     def test_what_is_not_there_is_not_waited_for(self, patient: Client) -> None:
@@ -231,12 +231,12 @@ class TestPatience:
 
         def count_tries() -> int:
             tries.clear()
-            assert patient.client._insist(fail, [b"a"]) == [Status.FAILED]
+            assert patient.client._call_patiently(fail, [b"a"]) == [Status.FAILED]
             return len(tries)
 
         assert count_tries() > 1
         assert [count_tries(), count_tries()] == [1, 1]
-        assert patient.client._insist(lambda hashes: [Status.ABSENT], [b"a"]) == [Status.ABSENT]
+        assert patient.client._call_patiently(lambda hashes: [Status.ABSENT], [b"a"]) == [Status.ABSENT]
         assert count_tries() > 1, "that was the next outage"
 
     def test_a_transfer_has_the_time_of_its_bytes_besides(
@@ -251,10 +251,10 @@ class TestPatience:
         def answer(*_: object) -> list[Status]:
             return [Status.OK]
 
-        monkeypatch.setattr(mooncake_client, "answered_by", note)
-        patient.client._insist(answer, [b"a"])
+        monkeypatch.setattr(mooncake_client, "end_calls_at", note)
+        patient.client._call_patiently(answer, [b"a"])
         for nbytes in (10**9, 10**12):
-            patient.client._insist(answer, [b"a"], [[Span(0, nbytes)]])
+            patient.client._call_patiently(answer, [b"a"], [[Span(0, nbytes)]])
         lookup, large, too_large = moments
         assert large - lookup == pytest.approx(10, abs=5)
         assert too_large - lookup == pytest.approx(60, abs=5), "no longer than twice its patience of 30 s"

@@ -6,9 +6,11 @@ Host memory is a double of SGLang's ``MHATokenToKVPoolHost``: its layouts, and t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.integrations.sglang_settings import CANNOT_CHANGE_KV, DECIDE_ON_KV
+from kvstore_backend.integrations.sglang_settings import CAN_CHANGE_KV, CANNOT_CHANGE_KV
 from kvstore_backend.manifest import Manifest
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
@@ -24,7 +26,7 @@ from kvstore_backend.why_miss import compare_setups
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from tests.faults.injector import Fault, FaultInjector
-from tests.kvstore_backend.integrations.sglang_module import NAME, is_installed, serve, sglang_module
+from tests.kvstore_backend.integrations.sglang_module import NAME, import_hybrid, is_installed, serve, sglang_module
 from tests.support.strict_registration import StrictStore
 from tests.support.waiting import wait_until
 
@@ -297,7 +299,9 @@ def test_two_kinds_of_fp8_share_no_pages(attach: Attach) -> None:
 @pytest.mark.parametrize("said", [{}, {"kv_cache_dtype": "auto"}])
 def test_bytes_that_may_be_either_fp8_are_refused(attach: Attach, said: dict[str, Any]) -> None:
     serve(said)
-    with pytest.raises(ConfigError, match=r'torch.uint8, which may be fp8_e4m3 or fp8_e5m2: .*"kv_cache_dtype"'):
+    with pytest.raises(
+        ConfigError, match=r'torch.uint8 in host memory, which may mean fp8_e4m3 or fp8_e5m2; .*"kv_cache_dtype"'
+    ):
         attach(bytes_memory())
 
 
@@ -314,7 +318,7 @@ def test_each_setting_that_decides_on_kv_has_a_namespace_of_its_own(
     (tmp_path / "another value").write_text("for settings that name files")
     monkeypatch.setattr(integration, "open_pool", lambda _, namespace, *__, **___: BlockPool(MemoryStore(1), namespace))
     found = dict(zip(namespaces(attach(HostMemory())), [""], strict=True))
-    for name in sorted(DECIDE_ON_KV):
+    for name in sorted(CAN_CHANGE_KV):
         serve({name: "another value"})
         (digest,) = namespaces(attach(HostMemory()))
         assert digest not in found, f"{name} changes no namespace, or that of {found.get(digest)}"
@@ -391,7 +395,7 @@ def test_another_version_of_sglang_shares_no_pages(
 
 def test_a_server_that_tells_no_settings_needs_a_version_of_its_weights(attach: Attach) -> None:
     serve(None)
-    with pytest.raises(ConfigError, match=r'does not expose its server.s settings .*say "weights_version"'):
+    with pytest.raises(ConfigError, match=r'does not expose its server.s settings .*set "weights_version"'):
         attach(HostMemory())
     assert attach(HostMemory(), {"weights_version": "1"}).is_ready
 
@@ -449,14 +453,14 @@ def test_the_memory_of_all_kinds_of_state_in_one_is_refused(attach: Attach, mode
     unified.storage_format_tag, unified.stores_page_envelope = "unified-token-major", True  # type: ignore[attr-defined]
     del unified.head_dim
     for extra in ({}, {"model_path": str(model)}):
-        with pytest.raises(ConfigError, match=r"--enable-unified-memory.*start it without that"):
+        with pytest.raises(ConfigError, match=r"--enable-unified-memory.*start the server without this option"):
             attach(unified, extra, model_name=f"{model}-unified-token-major")
 
 
 def test_host_memory_without_a_shape_is_refused(attach: Attach) -> None:
     host = HostMemory()
     del host.head_dim
-    with pytest.raises(ConfigError, match="HostMemory has no known shape"):
+    with pytest.raises(ConfigError, match="HostMemory is not supported"):
         attach(host)
 
 
@@ -559,7 +563,7 @@ def test_a_closed_backend_misses(attach: Attach) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"model_path": "Qwen/Qwen2.5"}, 'no folder here; say "model_path"'),
+        ({"model_path": "Qwen/Qwen2.5"}, 'not a folder here; set "model_path"'),
         ({"pool": "ftp://x"}, "scheme"),
     ],
 )
@@ -571,12 +575,201 @@ def test_what_cannot_be_used_is_refused(attach: Attach, extra: dict[str, Any], m
 def test_memory_that_holds_no_kv_is_refused(attach: Attach) -> None:
     host = HostMemory()
     host.kv_buffer = None  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="only logical"):
+    with pytest.raises(ConfigError, match="only a logical"):
         attach(host)
 
 
 def test_a_configuration_without_a_pool_is_refused(attach: Attach, tmp_path: Path) -> None:
     file = tmp_path / "off.json"
     file.write_text(json.dumps({"kvPoolConfig": {"backend": "", "configPath": ""}}))
-    with pytest.raises(ConfigError, match="no pool"):
+    with pytest.raises(ConfigError, match="turns the pool off"):
         attach(HostMemory(), {"pool": str(file)})
+
+
+# SGLang's own host pools of a hybrid model, and its own controller and radix tree, over our store.
+
+PROMPT_PAGES, WINDOW, STATE_EVERY = 8, 2, 2  # in pages
+
+
+class Hybrid:
+    """One rank of SGLang: host pools for layers with full attention, with windows, and recurrent ones, on a CPU."""
+
+    def __init__(self, attach: Attach, classes: dict[str, Any]) -> None:
+        self._classes = classes
+        name = classes["PoolName"]
+        with classes["host_memory_budget_scope"](1 << 30):
+            pools = self._make_attention(3), self._make_attention(5), self._make_states()
+        self.pools = dict(zip((name.KV, name.SWA, name.MAMBA), pools, strict=True))
+        self.backend = attach(self.pools[name.KV])
+        for side in (name.SWA, name.MAMBA):
+            self.backend.register_mem_host_pool_v2(self.pools[side], side)
+        entries = [
+            classes["PoolEntry"](each, pool, None, lambda layer: layer, is_primary_index_anchor=each == name.KV)
+            for each, pool in self.pools.items()
+        ]
+        self._controller = controller = object.__new__(classes["HybridCacheController"])
+        controller.page_size, controller.storage_backend = PAGE, self.backend
+        controller.storage_config = SimpleNamespace(is_storage_writer=True)
+        controller.mem_pool_host = classes["HostPoolGroup"](entries)
+        controller.page_get_func, controller.page_set_func = (
+            controller._page_get_zero_copy,
+            controller._page_set_zero_copy,
+        )
+        controller.prefetch_sync_queue, controller.extra_host_mem_release_queues = Queue(), {}
+
+    def fill(self, seed: int) -> None:
+        """Fill all host memory with random numbers."""
+        generator = torch.Generator().manual_seed(seed)
+        for pool in self.pools.values():
+            for buffer in pool.get_hybrid_pool_buffer():
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
+
+    def save(self, tokens: Sequence[int], first_page: int) -> None:
+        """Save the pages from ``first_page`` on, and the state at the end, as after a step that ends there."""
+        hashes, count = self._hash(tokens), len(tokens) // PAGE - first_page
+        places = indices(*range(first_page, first_page + count))
+        transfers = [
+            self._transfer("SWA", hashes[first_page:], places),
+            self._transfer("MAMBA", hashes[-1:], torch.tensor([first_page])),
+        ]
+        operation = self._classes["StorageOperation"](
+            places, tokens, hash_value=hashes[first_page:], prefix_keys=hashes[:first_page], pool_transfers=transfers
+        )
+        self._controller._page_backup(operation)
+        assert operation.completed_tokens == count * PAGE
+
+    def query(self, tokens: Sequence[int]) -> tuple[Any, int]:
+        """Return the operation for a prompt, and the number of pages at which it can resume."""
+        transfers = [self._transfer("SWA", ["?"] * WINDOW), self._transfer("MAMBA", ["?"])]
+        handle = self._classes["CacheRequestHandle"]("request", 0)
+        operation = self._classes["PrefetchOperation"](handle, tokens, pool_transfers=transfers)
+        operation.hash_value, found = self._controller._storage_hit_query(operation)
+        assert found == len(operation.hash_value) * PAGE
+        return operation, len(operation.hash_value)
+
+    def load(self, operation: Any) -> bool:
+        """Load what ``query`` has found; return whether SGLang takes it as a hit."""
+        pages = len(operation.hash_value)
+        operation.host_indices = indices(*range(20, 20 + pages))
+        window, state = operation.pool_transfers
+        window.host_indices, state.host_indices = indices(*range(30, 30 + min(WINDOW, pages))), torch.tensor([40])
+        self._controller._page_transfer(operation)
+        while not self._controller.prefetch_sync_queue.empty():
+            ack = self._controller.prefetch_sync_queue.get()
+            operation.completed_tokens = ack.completed_tokens or operation.completed_tokens
+            operation.pool_storage_result.update_extra_pool_hit_pages(ack.pool_hits or {})
+        operation.deadline_expired = True  # of its own beliefs about the store SGLang then changes nothing
+        tree = SimpleNamespace(
+            page_size=PAGE,
+            storage_existence_cache=None,
+            prefetch_loaded_tokens_by_reqid={},
+            prefetch_loaded_storage_start_by_reqid={},
+            _finish_storage_prefetch=lambda *_, **__: None,
+            _retire_ongoing_prefetch=lambda *_, **__: None,
+        )
+        check = self._classes["UnifiedRadixCache"]._check_hybrid_prefetch_result
+        return bool(check(tree, operation.handle, operation, operation.hash_value, operation.host_indices))
+
+    def pages_of(self, name: str, *places: int) -> list[bytes]:
+        """Return the bytes of pages in host memory."""
+        pool = self.pools[self._classes["PoolName"](name)]
+        return [bytes(pool.get_data_page(place).contiguous().view(torch.uint8).numpy()) for place in places]
+
+    def lose(self, name: str, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Remove pages of one kind of state from the store."""
+        hashes = self._hash(tokens)
+        store = self.backend._pool_of(name)
+        store.remove_blocks(self.backend._hash_keys(name, [hashes[page] for page in pages]), force=True)
+
+    def _hash(self, tokens: Sequence[int]) -> list[str]:
+        hashes: list[str] = self._classes["get_storage_hash_str"](tokens, None, page_size=PAGE)
+        return hashes
+
+    def _transfer(self, name: str, keys: list[str], host_indices: torch.Tensor | None = None) -> Any:
+        return self._classes["PoolTransfer"](
+            name=self._classes["PoolName"][name],
+            host_indices=host_indices,
+            keys=keys,
+            hit_policy=self._classes["PoolHitPolicy"].TRAILING_PAGES,
+        )
+
+    def _make_attention(self, num_layers: int) -> Any:
+        layers = tuple(torch.zeros(8, HEADS, DIM, dtype=torch.bfloat16) for _ in range(num_layers))
+        pointers = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.uint64)
+        buffers = self._classes["KVBuffers"](
+            k=layers, v=layers, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=self._classes["KVBufferLayout"].NHD
+        )
+        info = self._classes["MHABufferInfo"](
+            buffers=buffers,
+            page_size=PAGE,
+            head_num=HEADS,
+            head_dim=DIM,
+            v_head_dim=DIM,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
+        return self._classes["MHATokenToKVPoolHost"](
+            info,
+            *(1.0, 0, PAGE, "page_first"),
+            pin_memory=False,
+            device_capacity_tokens=50 * PAGE,
+            start_layer=0,
+            end_layer=num_layers,
+        )
+
+    def _make_states(self) -> Any:
+        info = self._classes["MambaStateBufferInfo"](
+            temporal=torch.zeros(2, 4, 3, 5), conv=(torch.zeros(2, 4, 6, dtype=torch.bfloat16),)
+        )
+        return self._classes["MambaPoolHost"](info, 1.0, 0, device_capacity=50, pin_memory=False, layout="page_first")
+
+
+@pytest.fixture
+def hybrid_classes(integration: Any, request: pytest.FixtureRequest) -> dict[str, Any]:
+    if "real" not in request.node.callspec.params.values():
+        pytest.skip("the pools are SGLang's own")
+    return import_hybrid()
+
+
+def test_a_partly_lost_side_pool_of_a_hybrid_model_is_never_a_hit(
+    attach: Attach, hybrid_classes: dict[str, Any]
+) -> None:
+    writer, reader = Hybrid(attach, hybrid_classes), Hybrid(attach, hybrid_classes)
+    chance, seen = random.Random(3), set[tuple[bool, int]]()
+    for number in range(40):
+        tokens = chance.choices(range(1000), k=PROMPT_PAGES * PAGE)
+        writer.fill(number)
+        for first in range(0, PROMPT_PAGES, STATE_EVERY):
+            writer.save(tokens[: (first + STATE_EVERY) * PAGE], first)
+        there = {"swa": set(range(PROMPT_PAGES)), "mamba": set(range(STATE_EVERY - 1, PROMPT_PAGES, STATE_EVERY))}
+
+        def lose(there: dict[str, set[int]] = there, tokens: Sequence[int] = tokens) -> None:
+            name = chance.choice(("swa", "mamba"))
+            lost = [page for page in sorted(there[name]) if chance.random() < 0.3]
+            there[name].difference_update(lost)
+            writer.lose(name, tokens, lost)
+
+        def can_resume(end: int, there: dict[str, set[int]] = there) -> bool:
+            return end - 1 in there["mamba"] and there["swa"].issuperset(range(max(0, end - WINDOW), end))
+
+        if number:
+            lose()
+        operation, end = reader.query(tokens)
+        assert end == max((each for each in range(1, PROMPT_PAGES + 1) if can_resume(each)), default=0)
+        if not end:
+            continue
+        if number % 2:
+            lose()  # after SGLang has asked
+        is_hit = reader.load(operation)
+        assert is_hit == can_resume(end)
+        seen.add((is_hit, end))
+        if is_hit:
+            places = range(end - WINDOW, end)
+            for name, ours, theirs in (
+                ("kv", range(20 * PAGE, (20 + end) * PAGE, PAGE), range(0, end * PAGE, PAGE)),
+                ("swa", range(30 * PAGE, (30 + WINDOW) * PAGE, PAGE), range(places[0] * PAGE, end * PAGE, PAGE)),
+                ("mamba", (40,), (end - STATE_EVERY,)),
+            ):
+                assert reader.pages_of(name, *ours) == writer.pages_of(name, *theirs), name
+    assert {is_hit for is_hit, _ in seen} == {True, False}
+    assert {end for is_hit, end in seen if is_hit} >= {2, 4, 6, 8}

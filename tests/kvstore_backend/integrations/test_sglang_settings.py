@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvstore_backend.integrations.sglang_settings import (
+    CAN_CHANGE_KV,
     CANNOT_CHANGE_KV,
-    DECIDE_ON_KV,
-    NAMES_OF_FILES,
+    FILE_SETTINGS,
+    IN_OTHER_FIELDS,
     NEUTRAL_VARIABLES,
-    TOLD_OTHERWISE,
 )
 from kvstore_backend.namespace import Namespace
 from tests.kvstore_backend.integrations.sglang_module import FIELDS, installed_fields, is_installed
@@ -32,27 +32,27 @@ WHAT_TO_DO = (
     ],
 )
 def test_every_field_of_sglangs_server_is_judged_once(fields: list[str] | None) -> None:
-    known = [*DECIDE_ON_KV, *CANNOT_CHANGE_KV, *TOLD_OTHERWISE]
+    known = [*CAN_CHANGE_KV, *CANNOT_CHANGE_KV, *IN_OTHER_FIELDS]
     assert len(known) == len({*known})
     unknown = {*(fields or installed_fields())} - {*known}
     assert not unknown, f"{', '.join(sorted(unknown))}: {WHAT_TO_DO}"
 
 
 def test_the_table_names_no_field_that_sglang_does_not_have() -> None:
-    assert {*DECIDE_ON_KV, *CANNOT_CHANGE_KV, *TOLD_OTHERWISE} == {*FIELDS}
+    assert {*CAN_CHANGE_KV, *CANNOT_CHANGE_KV, *IN_OTHER_FIELDS} == {*FIELDS}
 
 
 def test_settings_that_name_files_decide_on_kv() -> None:
-    assert NAMES_OF_FILES <= DECIDE_ON_KV
+    assert FILE_SETTINGS <= CAN_CHANGE_KV
 
 
 def test_settings_whose_names_end_as_those_of_files_count_by_their_content() -> None:
-    names = {name for name in DECIDE_ON_KV if name.endswith(("_path", "_paths", "_file"))}
-    assert names <= NAMES_OF_FILES, "add it to _FILES in kvstore_backend/integrations/sglang_settings.py"
+    names = {name for name in CAN_CHANGE_KV if name.endswith(("_path", "_paths", "_file"))}
+    assert names <= FILE_SETTINGS, "add it to _FILES in kvstore_backend/integrations/sglang_settings.py"
 
 
 def test_settings_that_are_told_otherwise_name_a_field_of_the_namespace() -> None:
-    assert {*TOLD_OTHERWISE.values()} <= {*Namespace.__dataclass_fields__}
+    assert {*IN_OTHER_FIELDS.values()} <= {*Namespace.__dataclass_fields__}
 
 
 def test_every_reason_ends_the_sentence_that_it_cannot_change_kv_bytes() -> None:

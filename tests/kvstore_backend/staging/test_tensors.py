@@ -113,10 +113,10 @@ def test_the_block_axis_may_be_moved_to_the_front() -> None:
 
 
 def test_kernel_blocks_that_make_no_whole_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="7 kernel blocks, no multiple of 5 blocks"):
+    with pytest.raises(ValueError, match="7 kernel blocks, which is not a multiple of 5 blocks"):
         KVTensors([torch.zeros(7, 4)], NUM_BLOCKS)
 
 
 def test_no_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match="on one device, not on none"):
+    with pytest.raises(ValueError, match="on one device, but it is on none"):
         KVTensors([], NUM_BLOCKS)

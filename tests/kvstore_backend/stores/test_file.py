@@ -202,7 +202,7 @@ class TestEviction:
         monkeypatch.setattr(os, "statvfs", lambda _: statvfs)
         store = FileStore(folder, 10**9)
         assert store.stats().capacity_bytes == int(25 * 4096 * 0.95)
-        assert f"{folder} has room for 97280 of the 1000000000 bytes requested" in caplog.text
+        assert f"{folder} has space for only 97280 of the configured 1000000000 bytes" in caplog.text
         store.close()
 
     @given(st.lists(st.tuples(st.sampled_from("pgr"), st.sampled_from("abcdefgh"), st.integers(1, 40))))
@@ -349,7 +349,7 @@ class TestTheFolder:
         folder.mkdir()
         folder.chmod(mode)
         with pytest.raises(
-            PoolUnavailable, match=f"it may be written to by others .mode {mode:o}.* chmod go-w {folder}"
+            PoolUnavailable, match=f"it is writable for other users .mode {mode:o}.* chmod go-w {folder}"
         ):
             FileStore(folder, BLOCK)
         assert list(folder.iterdir()) == []
@@ -381,7 +381,7 @@ class TestTheFolder:
         for name in contents:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text("somebody's own" * 100)
-        with pytest.raises(PoolUnavailable, match=f"it holds blocks.* a pool's; name a new .* such as {folder}/kvpool"):
+        with pytest.raises(PoolUnavailable, match=f"it contains blocks.* of a pool; name a new .* {folder}/kvpool"):
             FileStore(folder, BLOCK)
         assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == contents
 
@@ -604,9 +604,7 @@ class TestSize:
     def test_who_names_another_size_is_refused_while_somebody_has_it_open(self, store: FileStore, folder: Path) -> None:
         assert put(store, *numbered(40)) == [OK] * 40
         for size in (2 * BLOCK, 1000 * BLOCK):
-            with pytest.raises(
-                PoolUnavailable, match=f"has a size of {100 * BLOCK} bytes for all .* {size} were asked"
-            ):
+            with pytest.raises(PoolUnavailable, match=f"with a size of {100 * BLOCK} bytes, .* requests {size}"):
                 FileStore(folder, size)
         assert store.stats().keys == 40
         FileStore(folder, 100 * BLOCK).close()

@@ -214,7 +214,7 @@ class TestOpening:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
             sentence = opening(mooncake_master.config(master_server_addr=address))
         assert sentence == (
-            f"what listens at {address} does not answer: it is not a Mooncake master, or one that hangs: restart it, "
+            f"the server at {address} does not answer: it is not a Mooncake master, or it hangs; restart it, "
             "or correct the address"
         )
 
@@ -222,14 +222,14 @@ class TestOpening:
         self, doomed_master: MooncakeMaster
     ) -> None:
         doomed_master.process.signal(signal.SIGSTOP)
-        assert "or one that hangs" in opening(doomed_master.config())
+        assert "or it hangs" in opening(doomed_master.config())
         doomed_master.process.signal(signal.SIGCONT)
 
     def test_a_metadata_server_that_hangs_is_said(self, mooncake_master: MooncakeMaster) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
             sentence = opening(mooncake_master.config(metadata_server=f"http://{address}/metadata"))
-        assert sentence.startswith(f"what listens at {address} does not answer as a metadata server: ")
+        assert sentence.startswith(f"the server at {address} does not answer as a metadata server: ")
 
     def test_joining_what_is_no_master_is_not_tried_again_soon_as_it_stops_the_process(
         self, mooncake_master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
@@ -279,7 +279,7 @@ class TestOpening:
             "    open_store(master.config())\n"
         )
         said = subprocess.run([*alone, sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-        assert "this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1" in said
+        assert "this machine has no network except loopback; set MC_TCP_BIND_ADDRESS=127.0.0.1" in said
 
     def test_clients_find_each_other_without_hostnames_and_without_a_metadata_server(
         self, doomed_master: MooncakeMaster
@@ -319,7 +319,7 @@ class TestOpening:
             ({"master_server_addr": "k8s://default/lease"}, "this build of Mooncake has no Kubernetes backend (UNAVAI"),
             (
                 {"metadata_server": "redis://127.0.0.1:1"},
-                "this build of Mooncake has no client for Redis there; say P2P",
+                "this build of Mooncake has no client for Redis there; set P2P",
             ),
         ],
     )

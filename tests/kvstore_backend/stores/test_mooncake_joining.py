@@ -17,9 +17,9 @@ from kvstore_backend.stores.mooncake_joining import find_missing_backend, find_m
 @pytest.fixture(autouse=True)
 def asked_again() -> Iterator[None]:
     """Nothing is known from another test."""
-    mooncake_joining._has.cache_clear()
+    mooncake_joining._accepts_scheme.cache_clear()
     yield
-    mooncake_joining._has.cache_clear()
+    mooncake_joining._accepts_scheme.cache_clear()
 
 
 @pytest.fixture
@@ -90,5 +90,5 @@ def test_where_mooncake_cannot_be_asked_that_is_said() -> None:
     ):
         missing = find_missing_backend(settings)
         assert missing is not None
-        assert missing[0].startswith("whether this build of Mooncake has a client for Redis cannot be found out: no ")
-        assert missing[1].startswith("see that /nowhere/python can be run")
+        assert missing[0].startswith("the check whether this build of Mooncake has a client for Redis failed: no ")
+        assert missing[1].startswith("check that /nowhere/python can be run")

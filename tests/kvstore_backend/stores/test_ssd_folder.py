@@ -29,7 +29,7 @@ def list_marks(folder: Path) -> list[Path]:
 def test_a_folder_that_nobody_has_used_is_taken_at_once(tmp_path: Path, waits: list[float]) -> None:
     folder = SsdFolder(str(tmp_path))
     assert len(list_marks(tmp_path)) == 1
-    folder.give_up()
+    folder.remove_mark()
     assert (list_marks(tmp_path), waits) == ([], [])
 
 
@@ -40,8 +40,8 @@ def test_a_folder_whose_owner_was_killed_is_taken_when_that_is_known(tmp_path: P
     folder = SsdFolder(str(tmp_path))
     assert waits == [12.0]
     assert not mark.exists()
-    folder.give_up()
-    SsdFolder(str(tmp_path)).give_up()
+    folder.remove_mark()
+    SsdFolder(str(tmp_path)).remove_mark()
     assert waits == [12.0]
 
 
@@ -54,7 +54,7 @@ def test_a_folder_that_was_left_in_order_is_taken_so_long_after_that(
     now = time.monotonic() + age
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(time, "time", lambda: 0.0)  # a clock that somebody set says nothing
-    SsdFolder(str(tmp_path)).give_up()
+    SsdFolder(str(tmp_path)).remove_mark()
     assert waits == ([] if wait is None else [pytest.approx(wait, abs=1.0)])
     assert not mark.exists()
 
@@ -65,15 +65,15 @@ def test_a_mark_that_does_not_say_when_its_owner_left_is_one_of_just_now(
 ) -> None:
     boot_id = BOOT_ID_FILE.read_text().strip()
     (tmp_path / "kvstore-owner-x").write_text(text.format(boot=boot_id))
-    SsdFolder(str(tmp_path)).give_up()
+    SsdFolder(str(tmp_path)).remove_mark()
     assert waits == [12.0]
 
 
 def test_two_that_live_use_one_folder(tmp_path: Path, waits: list[float]) -> None:
     first, second = SsdFolder(str(tmp_path)), SsdFolder(str(tmp_path))
     assert len(list_marks(tmp_path)) == 2
-    first.give_up()
-    second.give_up()
+    first.remove_mark()
+    second.remove_mark()
     assert waits == []
 
 
@@ -82,4 +82,4 @@ def test_a_folder_that_cannot_be_written_is_left_to_mooncake(tmp_path: Path, mon
     monkeypatch.setattr(ssd_folder, "DEFAULT_FOLDER", str(tmp_path))
     folder = SsdFolder("")
     assert len(list_marks(tmp_path)) == 1
-    folder.give_up()
+    folder.remove_mark()

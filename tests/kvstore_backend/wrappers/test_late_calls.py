@@ -52,12 +52,12 @@ def test_memory_for_which_no_thread_can_wait_is_never_used_again(
         raise RuntimeError("can't start new thread")
 
     kept: list[object] = []
-    monkeypatch.setattr(wrapper, "_KEPT_FOR_GOOD", kept)
+    monkeypatch.setattr(wrapper, "_NEVER_CALLED", kept)
     monkeypatch.setattr(threading.Thread, "start", fail)
     call_after_late_calls(Late(), taken_back.set)
     assert kept == [taken_back.set]
     assert not taken_back.is_set()
-    assert "is permanently out of use: can't start new thread" in caplog.text
+    assert "is never used again: can't start new thread" in caplog.text
 
 
 def test_what_taking_back_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,4 +73,4 @@ def test_what_taking_back_raises_is_logged(caplog: pytest.LogCaptureFixture) -> 
     for thread in threading.enumerate():
         if thread.name == "pool-late-calls":
             thread.join(30)
-    assert "could not be taken back" in caplog.text
+    assert "could not be made usable again" in caplog.text

@@ -15,7 +15,6 @@ import httpx
 import pytest
 
 from kvstore_backend.backend import Status
-from kvstore_backend.clear_marks import ClearMarks
 from kvstore_backend.cli.commands import COMMANDS
 from kvstore_backend.cli.operator import clear
 from kvstore_backend.config import load_config
@@ -26,11 +25,12 @@ from tests.faults.blocks import NAMESPACE, conversation
 from tests.kvstore_backend.cli.operator.pools import Commands, folder_url
 from tests.kvstore_backend.cli.operator.test_mooncake import MIB, kept_keys, pool, tenants
 from tests.kvstore_backend.test_refill import HASHES, Instance
+from tests.support.clearing import looks
 from tests.support.memory import Memory
 from tests.support.mooncake import MooncakeMaster
 from tests.support.waiting import wait_until
 
-__all__ = ["tenants"]
+__all__ = ["looks", "tenants"]
 
 PERIOD = 0.02
 PERIODS = 12
@@ -40,8 +40,8 @@ OTHERS = conversation(1, 40)
 FOLLOWED = {"clear", "unpin", "pin"}
 """Commands that this file follows."""
 
-CHANGE_NOTHING_THAT_LASTS = {"ls", "why-miss", "doctor", "bench", "stats", "master"}
-"""They read, or store blocks that they remove again."""
+CHANGE_NOTHING_THAT_LASTS = {"ls", "why-miss", "doctor", "bench", "certify", "stats", "master"}
+"""They read, store blocks that they remove again, or break a pool that is there to be broken."""
 
 
 def test_every_command_is_followed_or_orders_nothing() -> None:
@@ -58,6 +58,8 @@ class Traffic:
         self.looks = looks
         self.instance = Instance(opened)
         self.instance.save_again(HASHES)
+        self.turn = threading.Lock()
+        """Whoever has it keeps the requests waiting."""
         self._memory = Memory(64)
         opened.register(self._memory.address, self._memory.nbytes)
         self._refill = Refill(opened, self.instance, lambda _: None, period=PERIOD)
@@ -68,9 +70,10 @@ class Traffic:
 
     def _ask(self) -> None:
         while not self._is_over.wait(PERIOD / 4):
-            self.pool.save(OTHERS, [self._memory.value] * len(OTHERS))
-            self.pool.get_blocks(OTHERS, [self._memory.value] * len(OTHERS))
-            self.pool.lookup(HASHES)
+            with self.turn:
+                self.pool.save(OTHERS, [self._memory.value] * len(OTHERS))
+                self.pool.get_blocks(OTHERS, [self._memory.value] * len(OTHERS))
+                self.pool.lookup(HASHES)
 
     def wait_for_periods(self, count: int, check: Callable[[], None] = lambda: None) -> None:
         """Until the refill has looked so often more; ``check`` is made all the while."""
@@ -94,20 +97,6 @@ class Traffic:
         self._thread.join()
         self.instance.free_memory()
         self.pool.unregister(self._memory.address, self._memory.nbytes)
-
-
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
-    """What each look for a clear told."""
-    told: list[bool | None] = []
-    look = ClearMarks.look
-
-    def note(marks: ClearMarks) -> bool | None:
-        told.append(look(marks))
-        return told[-1]
-
-    monkeypatch.setattr(ClearMarks, "look", note)
-    return told
 
 
 @pytest.fixture(params=["folder", "folder, written later", "mooncake"])
@@ -173,16 +162,19 @@ def test_pins_stay_until_unpin_takes_them_back_and_a_clear_ends_them(
         traffic.wait_for_periods(PERIODS)
         assert kept_keys(mooncake_master) - before == count
 
-    def pin() -> None:  # the pool does not take blocks that are being read: then the command asks to try again
-        wait_until(lambda: kvstore("pin", *there, *NAMED, "--for", "1h").status == 0, "the pins")
+    def change_pins(*command: str) -> None:
+        # The pool does not take blocks that are being read or put: then the command asks to try again.
+        with traffic.turn:
+            wait_until(lambda: kvstore(*command, *there, *NAMED).status == 0, " ".join(command))
 
-    pin()
+    wait_until(lambda: traffic.count(OTHERS) == len(OTHERS), "others' blocks")
+    change_pins("pin", "--for", "1h")
     expect(len(HASHES) + len(OTHERS))
-    assert kvstore("unpin", *there, *NAMED).status == 0
+    change_pins("unpin")
     expect(0)
     assert traffic.count(HASHES) == len(HASHES)
 
-    pin()
+    change_pins("pin", "--for", "1h")
     assert kvstore("clear", *there, *NAMED).status == 0
     traffic.wait_for_periods(PERIODS)
     assert traffic.count(HASHES) == 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvstore_backend.backend import Status, StorageBackend
+from kvstore_backend.backend import Status, StorageBackend, Value
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_store
+from kvstore_backend.stores.mooncake import MooncakeStore
 from kvstore_backend.stores.mooncake_admin import MasterAdmin
 from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, space
 from tests.kvstore_backend.cli.test_doctor import url
@@ -67,15 +68,15 @@ def test_blocks_are_listed_pinned_and_removed(
     assert "1 blocks" in kvstore("unpin", *there, *named, "--tokens", "0,1,2,3").output
     assert kept_keys(mooncake_master) == before + 2
     nothing = kvstore("pin", *there, *named, "--tokens", "9,9,9,9")
-    assert nothing.sentence == "the pool has none of these blocks whole, so nothing is pinned"
+    assert nothing.sentence == "the pool has none of these blocks complete, so nothing is pinned"
     assert nothing.output == f"0 blocks of namespace {namespace.digest} pinned (1 not in the pool)\n"
     assert kvstore("unpin", *there, *named, "--tokens", "9,9,9,9").status == 0
     too_long = kvstore("pin", *there, *named, "--for", "30d")
     assert (too_long.status, too_long.output.splitlines()[0]) == (
         1,
-        f"0 blocks of namespace {namespace.digest} pinned (3 not taken by the pool)",
+        f"0 blocks of namespace {namespace.digest} pinned (3 could not be read or written)",
     )
-    assert "--for is more than the master allows" in too_long.sentence
+    assert "--for is longer than the master allows" in too_long.sentence
     [prefix] = kvstore("ls", *there, *named, "--tokens", "0 1 2 3 4 5 6 7", "--json").told["prefixes"]
     assert (prefix["found"], prefix["blocks"]) == (2, 2)
     assert kvstore("clear", *there, *named, "--tokens", "0,1,2,3").output.startswith("1 blocks removed")
@@ -95,6 +96,32 @@ def test_a_damaged_block_is_not_written_again(
     assert ended.status == 1
     told = json.loads(ended.output)["namespaces"]
     assert told == {namespace.digest: {"done": 0, "absent": 0, "damaged": 1, "failed": 0}}
+    ended = kvstore("unpin", *pool(mooncake_master), "--namespace", namespace.digest)
+    assert (ended.status, ended.sentence.partition(",")[0]) == (1, "damaged blocks are not written again")
+
+
+@pytest.mark.usefixtures("owner")
+def test_a_pin_of_a_block_that_could_not_be_read_stays_and_unpin_says_so(
+    mooncake_master: MooncakeMaster, namespace: Namespace, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_pool(mooncake_master.config(global_segment_size=0), namespace, PROMPT)
+    there = [*pool(mooncake_master), "--namespace", namespace.digest]
+    before = kept_keys(mooncake_master)
+    assert kvstore("pin", *there).status == 0
+    read = MooncakeStore.get
+
+    def lose_lease(store: MooncakeStore, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        """Mooncake's LEASE_EXPIRED: the read took longer than the block is protected."""
+        return [Status.FAILED, *read(store, keys, values)[1:]]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MooncakeStore, "get", lose_lease)
+        ended = kvstore("unpin", *there)
+    assert (ended.status, kept_keys(mooncake_master)) == (1, before + 1)
+    assert ended.output.splitlines()[0].endswith("unpinned (1 could not be read or written)")
+    assert ended.sentence.startswith("not all blocks were unpinned: some could not be read")
+    assert kvstore("unpin", *there).status == 0
+    assert kept_keys(mooncake_master) == before
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +167,7 @@ def test_a_flood_of_one_tenant_evicts_only_its_own_blocks(tenants: MooncakeMaste
 
     keys = fill_pool(tenants.config(global_segment_size=0, tenant_id="quiet"), space("one"), PROMPT)
     digest = keys[0].split("-")[1]
-    assert "cannot be listed: name a namespace" in kvstore("ls", *there, "--tenant", "quiet").sentence
+    assert "cannot be listed; name a namespace" in kvstore("ls", *there, "--tenant", "quiet").sentence
     prefix = ["--namespace", digest, "--tokens", ",".join(map(str, PROMPT))]
     [row] = kvstore("ls", *there, "--tenant", "quiet", *prefix, "--json").told["prefixes"]
     assert row["found"] == 3

@@ -52,7 +52,7 @@ def test_an_empty_pool(tmp_path: Path, kvstore: Commands, name: str) -> None:
     open_store(load_config(url)).close()
     ended = kvstore(*COMMANDS[name](tmp_path, url), "--json")
     if name in ("pin", "unpin"):
-        assert "only Mooncake pins" in ended.sentence
+        assert "only Mooncake can" in ended.sentence
     else:
         assert ended.told
     ended = kvstore(*COMMANDS[name](tmp_path, url))
@@ -66,10 +66,10 @@ def test_a_dead_pool_and_one_that_is_no_pool(tmp_path: Path, kvstore: Commands, 
     (tmp_path / "theirs" / "letter").write_text("dear")
     for url, sentence in (
         (folder_url(tmp_path / "nowhere"), f"folder {tmp_path}/nowhere does not exist: no process has opened"),
-        (folder_url(tmp_path / "theirs"), "holds letter and no ledger, so it is not a pool's"),
+        (folder_url(tmp_path / "theirs"), "contains letter and no ledger, so it is not the folder of a pool"),
         ("mooncake://127.0.0.1:1?protocol=tcp", "no Mooncake master answers at 127.0.0.1:1 (Connection refused)"),
         (f"mooncake://{stranger}?protocol=tcp", f"an HTTP server answers at {stranger}, not a Mooncake master"),
-        ("memory:", "memory is each process's own"),
+        ("memory:", "a memory pool belongs to one process"),
     ):
         ended = kvstore(*COMMANDS[name](tmp_path, url), "--json")
         assert sentence in ended.sentence

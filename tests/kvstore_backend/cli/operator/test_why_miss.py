@@ -88,7 +88,7 @@ def test_prompts_are_converted_to_tokens_by_an_instance(tmp_path: Path, kvstore:
     [
         (404, {"detail": "Not Found"}, "answered 404: it is other software"),
         (400, {"error": {"message": "messages: one is empty"}}, "answered 400: messages: one is empty"),
-        (200, {"tokens": "many"}, "does not say which tokens a prompt has"),
+        (200, {"tokens": "many"}, "does not report the tokens of a prompt"),
         (200, ["so"], "answered 200: it is other software"),
     ],
 )
@@ -114,23 +114,24 @@ def test_an_empty_pool_a_pool_of_anothers_and_no_pool_are_one_sentence_each(tmp_
     arguments = ("why-miss", folder_url(folder), "--between", FIRST.digest, SECOND.digest)
     assert "no process has opened this pool yet" in kvstore(*arguments).sentence
     store = Announcing(open_store(load_config(folder_url(folder))))
-    assert "the pool holds no namespace" in kvstore(*arguments).sentence
+    assert "the pool has no namespace" in kvstore(*arguments).sentence
     lie = Memory(b"?" * MANIFEST_BYTES)
     assert all(store.put(["theirs", manifest_key(FIRST.digest)], [lie.value] * 2))
-    assert "has no manifest in the pool that is true of it" in kvstore(*arguments).sentence or "other software"
+    assert "has no valid manifest in the pool" in kvstore(*arguments).sentence or "other software"
     assert all(store.exists(["theirs", manifest_key(FIRST.digest)]))
     store.close()
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()
     assert (
-        "it is not a pool's" in kvstore("why-miss", folder_url(tmp_path / "photos"), "--between", "aa", "bb").sentence
+        "it is not the folder of a pool"
+        in kvstore("why-miss", folder_url(tmp_path / "photos"), "--between", "aa", "bb").sentence
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--prompt-file", "x"], "a prompt is compared with another one: give --compare-with FILE, too"),
+        (["--prompt-file", "x"], "a prompt is compared with another prompt; also give --compare-with FILE"),
         (["--between", "nowhere:1/x", "eeee"], "the pool has no namespace 'nowhere:1/x'"),
         (["--prompt-file", "x", "--compare-with", "/nowhere/at/all"], "/nowhere/at/all cannot be read: No such file"),
         (["--between", "ffff", "eeee"], "the pool has no namespace 'ffff'"),
@@ -145,9 +146,9 @@ def test_what_cannot_be_asked_is_one_sentence(url: str, kvstore: Commands, argum
     ("prompt", "said"),
     [
         ("a text", "give --model FOLDER, or --instance HOST:PORT"),
-        ({"messages": [{"role": "user", "content": "Hi"}]}, "messages are rendered only by an instance"),
-        *(([1, wrong], "neither a text, nor messages, nor a list of token ids") for wrong in (-2, 1 << 32, True)),
-        ([], "neither a text, nor messages, nor a list of token ids"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "only an instance can render messages"),
+        *(([1, wrong], "must have a text, messages or a list of token ids") for wrong in (-2, 1 << 32, True)),
+        ([], "must have a text, messages or a list of token ids"),
     ],
 )
 def test_a_prompt_that_cannot_be_read_is_one_sentence(

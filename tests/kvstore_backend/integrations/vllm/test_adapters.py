@@ -204,7 +204,7 @@ def test_files_that_change_while_vllm_reads_them_are_not_cached(tmp_path: Path, 
     loaded = LoadedAdapters()
     loaded.watch(Slow)
     Slow()._load_adapter(lora)
-    assert loaded.take_news() == {name_adapter(lora): None}
+    assert loaded.take_digests() == {name_adapter(lora): None}
 
 
 def test_files_that_change_while_they_are_hashed_are_not_cached(lora: Lora, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,9 +233,9 @@ def test_any_change_of_the_files_is_noticed(lora: Lora, change: Callable[[Path],
     assert loaded.is_unchanged(name_adapter(lora))
     change(Path(lora.lora_path))
     assert not loaded.is_unchanged(name_adapter(lora))
-    assert loaded.take_news() == {name_adapter(lora): None}
+    assert loaded.take_digests() == {name_adapter(lora): None}
     assert not loaded.is_unchanged(name_adapter(lora))
-    assert loaded.take_news() == {}, "it is said once"
+    assert loaded.take_digests() == {}, "it is said once"
 
 
 def test_files_that_cannot_be_read_now_do_not_keep_the_process(lora: Lora) -> None:
@@ -281,15 +281,15 @@ def test_equal_files_elsewhere_have_the_same_digest(tmp_path: Path) -> None:
 def test_one_adapter_as_two_kinds_of_file_is_not_cached(lora: Lora) -> None:
     loaded = loaded_by(lora)
     wait_for_news(loaded)
-    loaded._note_read(Lora("ad", lora.lora_path, is_3d_lora_weight=True), *[adapters._look_at(lora.lora_path)] * 2)
-    assert loaded.take_news() == {name_adapter(lora): None}
+    loaded._note_read(Lora("ad", lora.lora_path, is_3d_lora_weight=True), *[adapters._read_marks(lora.lora_path)] * 2)
+    assert loaded.take_digests() == {name_adapter(lora): None}
 
 
 def test_an_adapter_that_is_no_folder_here_is_not_cached(lora: Lora) -> None:
     loaded = LoadedAdapters()
     nowhere = Lora("ad", "/nowhere/adapter")
     loaded._note_read(nowhere, None, None)
-    assert loaded.take_news() == {name_adapter(nowhere): None}
+    assert loaded.take_digests() == {name_adapter(nowhere): None}
 
 
 def test_an_adapter_that_vllm_could_not_read_may_be_read_later(lora: Lora) -> None:
@@ -305,7 +305,7 @@ def test_an_adapter_that_vllm_could_not_read_may_be_read_later(lora: Lora) -> No
 
 def test_a_vllm_that_reads_adapters_in_another_way_has_them_not_cached(caplog: pytest.LogCaptureFixture) -> None:
     LoadedAdapters().watch(type("Other", (), {}))
-    assert "requests with one are not cached" in caplog.text
+    assert "requests with an adapter do not use the pool" in caplog.text
 
 
 def test_nothing_waits_for_a_digest_and_a_request_that_began_before_it_is_saved_after_it(
@@ -374,12 +374,12 @@ def test_all_ranks_must_have_read_the_same_bytes(lora: Lora) -> None:
 def test_the_scheduler_names_an_adapter_once_all_ranks_agree(lora: Lora) -> None:
     known, adapter = KnownAdapters(), name_adapter(lora)
     assert known.find_digest(lora, 2) is None
-    known.take_news({adapter: [b"d"]})
+    known.add_digests({adapter: [b"d"]})
     assert known.find_digest(lora, 2) is None
-    known.take_news({adapter: [b"d"]})
+    known.add_digests({adapter: [b"d"]})
     assert known.find_digest(lora, 2) == b"d"
     assert known.find_digest(Lora("other", lora.lora_path), 2) is None
-    known.take_news({adapter: [None]})
+    known.add_digests({adapter: [None]})
     assert known.find_digest(lora, 2) is None
 
 
@@ -387,7 +387,7 @@ def test_requests_of_a_vllm_that_loads_nothing_in_place_are_cached(lora: Lora) -
     plain: Any = SimpleNamespace(lora_name=lora.lora_name, lora_path=lora.lora_path)
     known, (adapter, digest) = KnownAdapters(), *wait_for_news(loaded_by(plain)).items()
     assert digest is not None
-    known.take_news({adapter: [digest]})
+    known.add_digests({adapter: [digest]})
     assert known.find_digest(plain, 1) == digest
     assert [digest] == list(wait_for_news(loaded_by(lora)).values()), "by default an adapter is of one kind"
 
@@ -403,7 +403,7 @@ def loaded_by(lora: Lora) -> LoadedAdapters:
 def wait_for_news(loaded: LoadedAdapters) -> dict[Adapter, bytes | None]:
     """The next news."""
     news: dict[Adapter, bytes | None] = {}
-    wait_until(lambda: news.update(loaded.take_news()) or bool(news), "news of an adapter")
+    wait_until(lambda: news.update(loaded.take_digests()) or bool(news), "news of an adapter")
     return news
 
 

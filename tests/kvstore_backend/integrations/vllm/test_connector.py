@@ -38,17 +38,14 @@ from kvstore_backend import ConfigError, Namespace
 from kvstore_backend.backend import Status
 from kvstore_backend.config import MooncakeSettings
 from kvstore_backend.integrations.vllm.clock import HostClock
-from kvstore_backend.integrations.vllm.connector import (
-    KVStoreConnector,
-    KVStoreMetrics,
-    KVStoreStats,
-    _collect_facts,
-    _find_family,
-)
+from kvstore_backend.integrations.vllm.connector import KVStoreConnector
 from kvstore_backend.integrations.vllm.fields import FIELDS, _find_default, collect_fields
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Report
+from kvstore_backend.integrations.vllm.metrics import KVStoreMetrics, KVStoreStats
+from kvstore_backend.integrations.vllm.namespace import collect_instance_facts, find_readable_family
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
+from kvstore_backend.integrations.vllm.support import find_memory
 from kvstore_backend.namespace import fingerprint_model
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
@@ -58,6 +55,8 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 connector_module: Any = importlib.import_module("kvstore_backend.integrations.vllm.connector")
+namespace_module: Any = importlib.import_module("kvstore_backend.integrations.vllm.namespace")
+support_module: Any = importlib.import_module("kvstore_backend.integrations.vllm.support")
 
 
 def transfer(role: str = "kv_both", **extra: object) -> KVTransferConfig:
@@ -76,6 +75,7 @@ def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, An
     cache["enable_prefix_caching"] = True
     model = {"is_diffusion": False, "is_prefix_caching_supported": True}
     vllm_config = SimpleNamespace(
+        kv_events_config=None,
         kv_transfer_config=transfer(**extra),
         parallel_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in parallel.items()}),
         cache_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in cache.items()}),
@@ -141,14 +141,13 @@ def make_plain(kind: Any) -> Any:
         ({"pol": "file:///tmp/pool"}, {}, 'unknown key "pol" in kv_connector_extra_config; did you mean pool'),
         ({"pool": "file:///tmp/pool", "prefill_wait_s": "long"}, {}, "prefill_wait_s .* must be a number of seconds"),
         ({"pool": "file:///tmp/pool", "memory": "gpu"}, {}, "memory in .* is 'gpu'; it must be \"staged\""),
-        ({"pool": "memory:"}, {}, "a memory pool is one process's own"),
-        ({}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size is more than 1"),
+        ({"pool": "memory:"}, {}, "a memory pool belongs to one process"),
         ({}, {"decode_context_parallel_size": 2}, "context parallelism is on"),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "it must be sha256 or sha256_cbor"),
-        ({}, {"calculate_kv_scales": True}, "scales of its own"),
+        ({}, {"calculate_kv_scales": True}, "different scales"),
         ({}, {"is_diffusion": True}, "depends on later tokens"),
         ({}, {"use_non_causal": True}, "depends on later tokens"),
-        ({}, {"is_prefix_caching_supported": False}, "vLLM supports no prefix caching for it"),
+        ({}, {"is_prefix_caching_supported": False}, "vLLM supports no prefix caching for the model"),
         ({}, {"enable_prefix_caching": False, "enable_chunked_prefill": False}, "does not continue prompts"),
     ],
 )
@@ -162,7 +161,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(
 def test_an_instance_that_only_saves_cannot_wait_for_blocks(spec: Any) -> None:
     vllm_config, kv_cache_config = config(spec, {})
     vllm_config.kv_transfer_config = transfer("kv_producer", pool="file:///tmp/pool", prefill_wait_s=1)
-    with pytest.raises(ConfigError, match="kv_role is kv_producer, which loads nothing"):
+    with pytest.raises(ConfigError, match="kv_role kv_producer loads nothing"):
         KVStoreConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
 
 
@@ -309,7 +308,24 @@ def make_config(folder: Path, pool: Path, **extra: object) -> Any:
     return config
 
 
-class VllmInstance:
+class LookUps:
+    """An instance whose scheduler is asked what the pool has."""
+
+    scheduler: Any
+
+    def match(self, request: Request) -> tuple[int, bool]:
+        """What the pool has of a request."""
+        answers: list[Any] = []
+
+        def is_known() -> bool:
+            answers.append(self.scheduler.get_num_new_matched_tokens(request, 0))
+            return answers[-1][0] is not None
+
+        wait_until(is_known, "a look-up")
+        return answers[-1]  # type: ignore[no-any-return]
+
+
+class VllmInstance(LookUps):
     """A scheduler's connector and a worker's, which are called in the order in which vLLM does."""
 
     def __init__(self, config: Any) -> None:
@@ -354,17 +370,6 @@ class VllmInstance:
         request.num_computed_tokens = request.num_tokens
         assert self.scheduler.request_finished(request, table) == (False, None)
         wait_until(lambda: self.step({}, {}) and not self.scheduler.has_pending_push_work(), "the saves")
-
-    def match(self, request: Request) -> tuple[int, bool]:
-        """What the pool has of it."""
-        answers: list[Any] = []
-
-        def is_known() -> bool:
-            answers.append(self.scheduler.get_num_new_matched_tokens(request, 0))
-            return answers[-1][0] is not None
-
-        wait_until(is_known, "a look-up")
-        return answers[-1]  # type: ignore[no-any-return]
 
     def load(self, request: Request, table: list[int]) -> Any:
         """Load what the pool has of it; the results of the step in which that ended."""
@@ -413,7 +418,7 @@ class Table:
 @pytest.fixture(autouse=True)
 def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process group is up here."""
-    monkeypatch.setattr(connector_module, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(namespace_module, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
 
 
@@ -431,6 +436,25 @@ class TestTwoInstances:
             contextlib.closing(VllmInstance(make_config(folder, tmp_path / "pool"))) as second,
         ):
             yield first, second
+
+    @pytest.mark.parametrize("is_enabled", [True, False])
+    def test_vllms_kv_events_report_blocks_that_were_stored_in_the_pool(
+        self, folder: Path, tmp_path: Path, is_enabled: bool
+    ) -> None:
+        config = make_config(folder, tmp_path / "pool")
+        config.kv_events_config = SimpleNamespace(enable_kv_cache_events=is_enabled)
+        with contextlib.closing(VllmInstance(config)) as instance:
+            request = Request("a", list(range(22)))
+            instance.compute(request, list(range(6)))
+            events = list(instance.scheduler.take_events())
+            assert list(instance.scheduler.take_events()) == []
+        if not is_enabled:
+            assert events == []
+            return
+        [event] = events
+        assert event.block_hashes == [int.from_bytes(each[-8:], "big") for each in request.block_hashes]
+        assert (event.parent_block_hash, event.token_ids, event.block_size) == (None, [], BLOCK)
+        assert event.medium == "POOL"
 
     def test_what_one_computes_the_other_loads(self, two: tuple[VllmInstance, VllmInstance]) -> None:
         first, second = two
@@ -522,7 +546,7 @@ class TestTwoInstances:
         )
         assert len(namespace.model) == 32
         assert first.rank.family is not None
-        facts = _collect_facts(make_config(folder, folder / "pool"))
+        facts = collect_instance_facts(make_config(folder, folder / "pool"))
         assert facts["checkpoint"] == fingerprint_model(folder)
         assert facts["setting dtype"] == "torch.float32"
         assert facts["software"] == f"vLLM {vllm.__version__}"
@@ -560,7 +584,7 @@ class TestTwoInstances:
         if change == "drafts":
             config.speculative_config = SimpleNamespace()
         memory = KVMemory({"l0": torch.zeros(NUM_BLOCKS, HEADS, BLOCK, 6)}, NUM_BLOCKS)
-        assert _find_family(config, namespace, memory) is None
+        assert find_readable_family(config, namespace, memory) is None
 
     def test_adapters_are_watched_where_there_may_be_any(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -588,7 +612,7 @@ class TestTwoInstances:
         monkeypatch.setattr(
             connector_module, "open_pool", lambda *given, **more: asked.update(more) or open_pool(*given, **more)
         )
-        make_memory = connector_module.KVMemory
+        make_memory = support_module.KVMemory
 
         def make_on_gpu(*given: Any) -> Any:
             made: Any = make_memory(*given)
@@ -596,7 +620,7 @@ class TestTwoInstances:
             made.record_event = lambda: None
             return made
 
-        monkeypatch.setattr(connector_module, "KVMemory", make_on_gpu)
+        monkeypatch.setattr(support_module, "KVMemory", make_on_gpu)
         with contextlib.closing(VllmInstance(config)) as instance:
             assert instance.rank.namespace.layout.endswith(" unverified")
             assert instance.rank.family is None
@@ -658,9 +682,9 @@ def test_a_wait_that_is_no_number_of_seconds_is_refused(seconds: object) -> None
             lambda config, group: setattr(group, "kv_cache_spec", dataclasses.replace(make_state(), block_size=32)),
             "recurrent layers have more tokens",
         ),
-        (lambda config, group: setattr(group, "is_eagle_group", True), "as not for transfer"),
-        (lambda config, group: setattr(group, "enable_kv_transfer", False), "as not for transfer"),
-        (lambda config, group: setattr(group, "host_resident", True), "as not for transfer"),
+        (lambda config, group: setattr(group, "is_eagle_group", True), "from transfers"),
+        (lambda config, group: setattr(group, "enable_kv_transfer", False), "from transfers"),
+        (lambda config, group: setattr(group, "host_resident", True), "from transfers"),
     ],
 )
 def test_models_of_several_groups_are_refused_where_they_are_not_known_to_be_right(
@@ -699,9 +723,16 @@ def test_a_layer_that_is_in_no_group_is_refused(spec: Any) -> None:
     cache.kv_cache_groups = [KVCacheGroupSpec(["a"], spec), KVCacheGroupSpec(["b"], make_window())]
     tensors = {name: torch.zeros(8, 2, 16, 16) for name in "abc"}
     shared = {**tensors, "c": tensors["a"]}
-    assert connector_module._find_memory(cache, False, shared).num_layers == 2
+    assert find_memory(cache, False, shared).num_layers == 2
     with pytest.raises(ConfigError, match="do not match this worker's KV memory"):
-        connector_module._find_memory(cache, False, tensors)
+        find_memory(cache, False, tensors)
+
+
+def test_a_pipeline_stage_without_a_layer_of_each_group_is_refused(spec: Any) -> None:
+    _, cache = config(spec, {})
+    cache.kv_cache_groups = [KVCacheGroupSpec(["a"], spec), KVCacheGroupSpec([], make_window())]
+    with pytest.raises(ConfigError, match="a group has no layer in this pipeline stage"):
+        find_memory(cache, False, {"a": torch.zeros(8, 2, 16, 16)})
 
 
 def test_ranks_of_all_pipeline_stages_are_looked_up(spec: Any, tmp_path: Path) -> None:

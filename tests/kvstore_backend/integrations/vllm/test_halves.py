@@ -631,7 +631,7 @@ class TestDecodeBesidePrefill:
         with contextlib.closing(Instance(store)) as first, contextlib.closing(decode_instance(store, 0.1)) as second:
             first.compute(make_request(10), [0, 1, 2])
             assert second.match_request(make_request(name="b")) == 8
-        assert "Request b: 3 blocks of its prompt did not come from a prefill instance" in caplog.text
+        assert "Request b: 3 blocks of its prompt did not arrive from a prefill instance" in caplog.text
 
     def test_a_request_with_an_answer_begun_does_not_wait(self, pair: tuple[Instance, Instance]) -> None:
         prefill, decode = pair
@@ -651,7 +651,7 @@ class TestDecodeBesidePrefill:
         _, decode = pair
         keeps_waiting(decode, waiting := make_request(name="b"))
         decode.scheduler.on_request_end(waiting, [])
-        assert decode.scheduler.num_open_lookups == 0
+        assert len(decode.scheduler._lookups) == 0
 
 
 def decode_instance(store: StorageBackend, prefill_wait_s: float) -> Instance:
@@ -771,8 +771,8 @@ def test_whatever_happens_to_requests_and_the_pool_nothing_stays_held(
         life.finish()
         scheduler, worker = life.instance.scheduler, life.instance.workers[0]
         assert life.instance.blocks.held == [0] * NUM_BLOCKS
-        assert (scheduler._pins, scheduler._requests, scheduler._barred) == ({}, {}, set())
-        assert (scheduler.num_open_lookups, scheduler.has_pins, worker._saving) == (0, False, set())
+        assert (scheduler._pins, scheduler._requests, scheduler._short_loads) == ({}, {}, set())
+        assert (len(scheduler._lookups), scheduler.has_pins, worker._saving) == (0, False, set())
 
 
 def fail_to_begin(*arguments: object, **more: object) -> None:

@@ -21,6 +21,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -43,7 +44,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstore_backend import Namespace
 from kvstore_backend.backend import StorageBackend
-from kvstore_backend.integrations.vllm.groups import Group
+from kvstore_backend.groups import Group
 from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
 from kvstore_backend.integrations.vllm.route import Route, open_route
 from kvstore_backend.integrations.vllm.worker import WorkerHalf
@@ -106,10 +107,19 @@ def next_token(tokens: Sequence[int]) -> int:
 
 
 class Instance:
-    """One vLLM instance without a model: its scheduler, our connector in it, and a worker half over KV memory."""
+    """One vLLM instance without a model: its scheduler, our connector in it, and worker halves over KV memory.
+
+    With two pipeline stages, each has one of the two layers of every group.
+    """
 
     def __init__(
-        self, folder: Path, specs: Sequence[Any], store: StorageBackend, tmp_path: Path, route: Route = "direct"
+        self,
+        folder: Path,
+        specs: Sequence[Any],
+        store: StorageBackend,
+        tmp_path: Path,
+        route: Route = "direct",
+        num_stages: int = 1,
     ) -> None:
         groups = [
             KVCacheGroupSpec([f"l{number}.{part}" for part in range(2)], spec) for number, spec in enumerate(specs)
@@ -160,11 +170,18 @@ class Instance:
             ]
             for spec in specs
         ]
-        memory = GroupedMemory(
-            [KVMemory({str(part): view for part, view in enumerate(views)}, NUM_BLOCKS) for views in self.views]
-        )
         layout = json.dumps([repr(spec) for spec in specs])[:200]
-        pool = BlockPool(store, Namespace("m", "int64", scheduler_size, 2, 1, WORDS, layout))
+        self.workers = []
+        for stage in range(num_stages):
+            parts = range(stage, 2, num_stages)
+            memory = GroupedMemory(
+                [KVMemory({str(part): views[part] for part in parts}, NUM_BLOCKS) for views in self.views]
+            )
+            namespace = Namespace("m", "int64", scheduler_size, len(parts), 1, WORDS, f"{layout} stage {stage}")
+            pool = BlockPool(store, namespace)
+            self.workers.append(WorkerHalf(pool, memory, route=open_route(route, memory, pool)))
+        self.worker = self.workers[0]
+        self._aggregator = KVOutputAggregator(num_stages)
         self.scheduler = Scheduler(
             config, cache, StructuredOutputManager(config), block_size=scheduler_size, hash_block_size=hash_size
         )
@@ -175,8 +192,7 @@ class Instance:
         self.half._backend.close()
         self.half._backend = store
         self.half._load_or_compute.decide = lambda *_: "load"
-        self.worker = WorkerHalf(pool, memory, route=open_route(route, memory, pool))
-        self.half.learn_namespaces([pool.namespace])
+        self.half.learn_namespaces([worker.namespace for worker in self.workers])
         self.groups: Sequence[Group] = self.connector._groups
         self.specs = specs
         self.num_external = 0
@@ -195,24 +211,27 @@ class Instance:
         """One step of the engine; whether there is nothing left to do."""
         planned = self.scheduler.schedule()
         plan = planned.kv_connector_metadata.plan
-        self.worker.start_loads(plan.loads)
+        for worker in self.workers:
+            worker.start_loads(plan.loads)
         sampled = []
         for name, count in planned.num_scheduled_tokens.items():
             sampled.append(self.compute(name, count))
-        self.worker.start_saves(plan.saves)
-        loaded, report = self.worker.take_outcomes()
-        assert not loaded.blocks or len(self.specs) == 1, "vLLM takes no single blocks back"
         names = list(planned.num_scheduled_tokens)
-        output = KVConnectorOutput(
-            finished_recving=loaded.requests or None,
-            failed_recving=loaded.failed,
-            invalid_block_ids=loaded.blocks,
-            kv_connector_worker_meta=None if report.is_empty else type(self).wrap(report),
-        )
-        result = ModelRunnerOutput(
-            names, {name: i for i, name in enumerate(names)}, sampled, kv_connector_output=output
-        )
-        self.scheduler.update_from_output(planned, result)
+        results = []
+        for worker in self.workers:
+            worker.start_saves(plan.saves)
+            loaded, report = worker.take_outcomes()
+            assert not loaded.blocks or len(self.specs) == 1, "vLLM takes no single blocks back"
+            output = KVConnectorOutput(
+                finished_recving=loaded.requests or None,
+                failed_recving=loaded.failed,
+                invalid_block_ids=loaded.blocks,
+                kv_connector_worker_meta=None if report.is_empty else type(self).wrap(report),
+            )
+            results.append(
+                ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled, kv_connector_output=output)
+            )
+        self.scheduler.update_from_output(planned, self._aggregator.aggregate(results, output_rank=len(results) - 1))
         return not self.scheduler.has_unfinished_requests() and not self.half.has_pins
 
     @staticmethod
@@ -255,13 +274,14 @@ class Instance:
     def count_all(self) -> dict[str, float]:
         """All counters since the last call."""
         total: Counter[str] = Counter()
-        for half in (self.half, self.worker):
+        for half in (self.half, *self.workers):
             for numbers in half.take_counts().values():
                 total.update(numbers)
         return total  # type: ignore[return-value]
 
     def close(self) -> None:
-        self.worker.close()
+        for worker in self.workers:
+            worker.close()
         self.half.close()
 
 
@@ -290,11 +310,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pair:
     """Two instances of one model over one store, whose blocks may be removed."""
 
-    def __init__(self, folder: Path, name: str, tmp_path: Path, route: Route = "direct") -> None:
+    def __init__(self, folder: Path, name: str, tmp_path: Path, route: Route = "direct", num_stages: int = 1) -> None:
         self.memory = MemoryStore(64 << 20)
         self.store = CheckedBackend(self.memory)
         self.specs = MODELS[name]
-        self.first, self.second = (Instance(folder, self.specs, self.store, tmp_path, route) for _ in range(2))
+        self.first, self.second = (
+            Instance(folder, self.specs, self.store, tmp_path, route, num_stages) for _ in range(2)
+        )
 
     def list_keys(self) -> list[str]:
         return [key for key in self.memory._values if key.startswith("kv1-")]
@@ -304,9 +326,14 @@ class Pair:
         self.second.close()
 
 
-@pytest.fixture(params=MODELS)
+STAGED = ("window", "state and window")
+"""Models that also run with two pipeline stages."""
+
+
+@pytest.fixture(params=[*((name, 1) for name in MODELS), *((name, 2) for name in STAGED)], ids=str)
 def pair(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Iterator[Pair]:
-    with contextlib.closing(Pair(folder, request.param, tmp_path)) as made:
+    name, num_stages = request.param
+    with contextlib.closing(Pair(folder, name, tmp_path, num_stages=num_stages)) as made:
         yield made
 
 
@@ -358,15 +385,16 @@ def test_blocks_that_are_lost_between_look_up_and_load_are_computed(pair: Pair) 
     prompts = make_prompts(6, "c")
     expected = {name: answer(prompt) for name, prompt in prompts.items()}
     assert pair.first.ask(prompts) == expected
-    load = pair.second.worker._pool.get_blocks
+    pool = pair.second.workers[-1]._pool
+    load = pool.get_blocks
     chooser = random.Random(2)
 
     def lose_and_load(hashes: Sequence[bytes], targets: Any, **options: Any) -> Any:
         if chooser.random() < 0.5:
-            pair.second.worker._pool.remove_blocks([chooser.choice(hashes)], force=True)
+            pool.remove_blocks([chooser.choice(hashes)], force=True)
         return load(hashes, targets, **options)
 
-    pair.second.worker._pool.get_blocks = lose_and_load  # type: ignore[method-assign]
+    pool.get_blocks = lose_and_load  # type: ignore[method-assign]
     assert pair.second.ask(prompts) == expected
     counts = pair.second.count_all()
     assert counts["load failed"] > 0

@@ -49,7 +49,7 @@ def test_layers_that_share_memory_count_once() -> None:
 
 
 def test_layers_that_differ_are_refused() -> None:
-    with pytest.raises(ConfigError, match="differ in layout"):
+    with pytest.raises(ConfigError, match="different layouts"):
         KVMemory({"a": torch.zeros(4, 2, 3, 5), "b": torch.zeros(4, 2, 3, 6)}, 4)
 
 
@@ -128,7 +128,7 @@ def test_memory_of_other_than_four_axes_has_no_axis_of_heads() -> None:
 
 
 def test_blocks_that_are_no_whole_number_of_kernel_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="layer l has 7 kernel blocks, no multiple of 4 blocks"):
+    with pytest.raises(ConfigError, match="layer l has 7 kernel blocks, which is not a multiple of 4 blocks"):
         KVMemory({"l": torch.zeros(7, 4, 3, 5)}, 4)
 
 

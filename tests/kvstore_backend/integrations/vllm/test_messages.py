@@ -11,8 +11,9 @@ from kvstore_backend.integrations.vllm.messages import Report
 
 
 def test_reports_of_several_ranks_add_up() -> None:
-    one = Report(Counter({1: 1}), {"a"}, [(2, 0.5)], [(3, 0.25)], {("ad", "/ad"): [b"d"]})
+    one = Report(Counter({1: 1}), {"a"}, [(2, 0.5)], [(3, 0.25)], {("ad", "/ad"): [b"d"]}, Counter({4: 1}))
     other = Report(Counter({1: 1, 2: 1}), {"b"}, [(4, 1.0)], [(5, 2.0)], {("ad", "/ad"): [None], ("x", "/x"): [b"x"]})
+    other.saved[4] = 1
     one.add_report(other)
     assert one == Report(
         Counter({1: 2, 2: 1}),
@@ -20,6 +21,7 @@ def test_reports_of_several_ranks_add_up() -> None:
         [(2, 0.5), (4, 1.0)],
         [(3, 0.25), (5, 2.0)],
         {("ad", "/ad"): [b"d", None], ("x", "/x"): [b"x"]},
+        Counter({4: 2}),
     )
 
 
@@ -31,6 +33,7 @@ def test_reports_of_several_ranks_add_up() -> None:
         {"loads": [(1, 0.5)]},
         {"steps": [(1, 0.5)]},
         {"adapters": {("ad", "/ad"): [None]}},
+        {"saved": Counter({1: 1})},
     ],
 )
 def test_a_report_with_anything_is_not_empty(content: dict[str, Any]) -> None:

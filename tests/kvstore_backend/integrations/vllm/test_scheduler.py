@@ -302,11 +302,11 @@ class TestLoads:
         asked.scheduler.on_allocation(request, lambda: TABLE, matched)
         (load,) = asked.scheduler.plan_step({}, lambda _: []).loads
         asked.scheduler.on_report(Report(ended=Counter({load.number: 1}), short={"a", "nobody"}))
-        assert asked.scheduler._barred == {"a"}
+        assert asked.scheduler._short_loads == {"a"}
         (save,) = asked.scheduler.plan_step({"a": 22}, lambda _: TABLE).saves
         assert list(save.blocks) == [0, 1, 2, 3, 4]
         asked.scheduler.on_request_end(request, TABLE)
-        assert asked.scheduler._barred == set()
+        assert asked.scheduler._short_loads == set()
 
     def test_blocks_of_loads_do_not_count_among_those_that_saves_hold(self, asked: Asked) -> None:
         asked.answer(5)
@@ -444,7 +444,7 @@ class TestPins:
 
     def test_steps_go_on_while_something_is_to_be_done_in_the_next(self, instance: Instance) -> None:
         held = [instance.scheduler.is_moving]
-        instance.scheduler._posts.put(lambda: None)
+        instance.scheduler._deferred.put(lambda: None)
         held.append(instance.scheduler.is_moving)
         instance.scheduler.plan_step({}, lambda _: [])
         held.append(instance.scheduler.is_moving)
@@ -541,9 +541,9 @@ def test_who_never_reset_vllms_cache_cannot_vouch_for_it(instance: Instance) -> 
 def test_a_reset_forgets_look_ups_under_way(instance: Instance) -> None:
     instance.compute(make_request(), TABLE)
     assert instance.match_request(make_request(name="b")) == 20
-    assert instance.scheduler.num_open_lookups == 1
+    assert len(instance.scheduler._lookups) == 1
     assert instance.reset()
-    assert instance.scheduler.num_open_lookups == 0
+    assert len(instance.scheduler._lookups) == 0
     assert instance.match_request(make_request(name="b")) == 0
 
 
@@ -599,7 +599,7 @@ class TestClosing:
         for name in names:
             instance.scheduler.matched_tokens(make_request(name=name), 0)
         wait_until(lambda: store.calls.count("exists") == 4, "four look-ups that hang")
-        questions = [instance.scheduler._questions[name].answer for name in names]
+        questions = [instance.scheduler._lookups[name].answer for name in names]
         ended = threading.Thread(target=instance.scheduler.close, daemon=True)
         ended.start()
         ended.join(10.0)
@@ -631,3 +631,40 @@ def test_saves_of_a_prefill_are_waited_for_only_in_the_step_that_computes_its_en
     plan = prefill(instance, make_request(max_tokens=1, kv_transfer_params=BEFORE_DECODE), TABLE)
     assert len(plan.awaited) == 1
     assert Status.OK in instance.scheduler._pools[0].exists(make_request().block_hashes)
+
+
+class TestStoredBlocks:
+    """Which blocks are reported as stored in the pool, for KV events."""
+
+    def test_blocks_are_reported_once_when_all_ranks_have_stored_them(self, store: StorageBackend) -> None:
+        with contextlib.closing(Instance(store, ranks=2, reports_stored=True)) as instance:
+            request = make_request(22)
+            instance.compute(request, TABLE)
+            assert instance.scheduler.take_stored() == [(request.block_hashes, None)]
+            assert instance.scheduler.take_stored() == []
+
+    def test_later_blocks_name_the_one_before_them(self, store: StorageBackend) -> None:
+        with contextlib.closing(Instance(store, reports_stored=True)) as instance:
+            request = make_request(22)
+            instance.scheduler.on_allocation(request, lambda: TABLE, 0)
+            for count in (8, 12):
+                instance.step({"a": count}, {"a": TABLE})
+                request.num_computed_tokens += count
+            hashes = request.block_hashes
+            assert instance.scheduler.take_stored() == [(hashes[:2], None), (hashes[2:5], hashes[1])]
+
+    def test_blocks_that_a_rank_could_not_store_are_not_reported(self, store: StorageBackend) -> None:
+        faulty = FaultInjector(store, [Fault.FAILED] * 100)
+        with contextlib.closing(Instance(faulty, reports_stored=True)) as instance:
+            instance.compute(make_request(22), TABLE)
+            assert instance.scheduler.take_stored() == []
+
+    def test_nothing_is_kept_where_nobody_takes_it(self, instance: Instance) -> None:
+        instance.compute(make_request(22), TABLE)
+        assert instance.scheduler.take_stored() == []
+
+    def test_blocks_of_changed_weights_are_not_reported(self, store: StorageBackend) -> None:
+        with contextlib.closing(Instance(store, reports_stored=True)) as instance:
+            instance.reset()
+            instance.compute(make_request(22), TABLE)
+            assert instance.scheduler.take_stored() == []

@@ -162,5 +162,7 @@ class TestCheckpoints:
             raise OSError("offline")
 
         monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
-        with pytest.raises(ConfigError, match="'a/b' is no folder, and not in Hugging Face's cache here: offline"):
+        with pytest.raises(
+            ConfigError, match="'a/b' is neither a folder nor in Hugging Face's cache on this machine: offline"
+        ):
             find_checkpoint(SimpleNamespace(model="a/b", revision=None))

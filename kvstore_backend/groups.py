@@ -1,20 +1,17 @@
-"""KV cache groups of a model, and the longest prefix at which it can resume; imports nothing from vLLM.
+"""KV cache groups of a model, and the longest prefix at which all groups can resume.
 
-A model has several groups if its layers read different parts of a prefix. At a *resume point* of ``n`` tokens, a group
-needs only the blocks that its layers read from token ``n`` on:
+A group consists of layers that read the same part of a prefix. A model has several groups if its layers read different
+parts. A *resume point* is a number of tokens ``n``: the instance computes from token ``n`` on, and needs these blocks:
 
 full    all blocks before ``n``
-window  the blocks of the last ``span - 1`` tokens
-chunk   the blocks of the tokens since the last multiple of ``span``
+window  the blocks of the last ``span - 1`` tokens before ``n``
+chunk   the blocks from the last multiple of ``span`` to ``n``
 state   the block with the state after exactly ``n`` tokens
 
-A hit is all or nothing: a prefix is a resume point only if every group has everything that it needs there.
+A hit of ``n`` tokens needs the blocks of all groups. If one group lacks a block, ``n`` is not a resume point.
 
-Facts of vLLM 0.32. Groups may have different block sizes; hits are multiples of their least common multiple. Block
-hashes are made every ``hash_block_size`` tokens, which divides all block sizes, and the last hash in a block names its
-whole prefix. Before an asynchronous load vLLM allocates exactly the blocks that a group needs, and fills the places
-before them with its null block. All groups take their blocks from one pool: a block id belongs to one group at a time,
-and its bytes are those of that group's layers only.
+Groups may have different block sizes; a resume point is a multiple of all of them. All groups take their blocks from
+the same memory: a block id belongs to one group at a time, and the block has bytes of that group's layers only.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ __all__ = ["Exists", "Group", "Kind", "Resume", "find_resume_point"]
 
 Kind = Literal["full", "window", "chunk", "state"]
 Exists = Callable[[Sequence[tuple[int, int]]], Sequence[bool]]
-"""Function that looks up blocks, each given as the index of its group and its place in the prefix."""
+"""Function that looks up blocks. A block is given as the index of its group, and its place in the prefix."""
 
 _TEXTS: Mapping[Kind, str] = {
     "full": "full attention",
@@ -36,18 +33,19 @@ _TEXTS: Mapping[Kind, str] = {
     "chunk": "chunked attention",
     "state": "state",
 }
-# Places before a missing block that the next look-up of a group includes; each further look-up has twice as many.
+# Number of places before the needed blocks that the second look-up of a group includes. Each further look-up includes
+# twice as many places.
 _FIRST_REACH = 8
 
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group.
+    """KV cache group.
 
     Attributes:
-        kind: which part of a prefix its layers read.
-        block_size: tokens in one of its blocks.
-        span: tokens of the window or of a chunk; 0 for other kinds.
+        kind: part of a prefix that the layers read: ``full``, ``window``, ``chunk`` or ``state``.
+        block_size: tokens in a block of the group.
+        span: tokens in the window or in a chunk; 0 for other kinds.
     """
 
     kind: Kind
@@ -56,32 +54,36 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Text for operators, such as ``sliding window 1024``."""
+        """Name of the group for operators, such as ``sliding window 1024``."""
         return f"{_TEXTS[self.kind]} {self.span}" if self.span else _TEXTS[self.kind]
 
     def list_needed(self, num_tokens: int) -> range:
-        """Return the places of the blocks that the layers read after ``num_tokens``, a multiple of the block size."""
-        end = num_tokens // self.block_size
+        """Return the places of the blocks that the group needs to resume at ``num_tokens``.
+
+        ``num_tokens`` must be a multiple of the block size.
+        """
+        return range(self.find_first_needed(num_tokens), num_tokens // self.block_size)
+
+    def find_first_needed(self, num_tokens: int) -> int:
+        """Return the place of the first block that the group needs to resume at ``num_tokens`` (any number)."""
         if self.kind == "full":
-            return range(end)
+            return 0
         if self.kind == "state":
-            return range(max(0, end - 1), end)
+            return max(0, num_tokens - 1) // self.block_size
         if self.kind == "window":
-            first_token = max(0, num_tokens - self.span + 1)
-        else:
-            first_token = num_tokens // self.span * self.span
-        return range(first_token // self.block_size, end)
+            return max(0, num_tokens - self.span + 1) // self.block_size
+        return num_tokens // self.span * self.span // self.block_size
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Result of a look-up.
+    """Result of ``find_resume_point``.
 
     Attributes:
-        num_tokens: length of the longest prefix at which every group can resume.
-        num_reached: length of the longest prefix of which the full-attention groups have all blocks.
-        needed: for each group, number of blocks that it needs at ``num_reached``.
-        missing: for each group, number of these that are not present.
+        num_tokens: number of tokens of the longest prefix at which all groups can resume.
+        num_reached: number of tokens of the longest prefix of which all full-attention groups have all blocks.
+        needed: for each group, the number of blocks that it needs to resume at ``num_reached``.
+        missing: for each group, how many of these blocks are not present.
         num_asked: number of blocks that were looked up.
     """
 
@@ -92,7 +94,7 @@ class Resume:
     num_asked: int
 
     def describe(self, groups: Sequence[Group]) -> str:
-        """Return one line, such as ``full attention: 40 blocks; sliding window 64: 3 of 4 missing; resumed at 24``."""
+        """Return a line for the log: ``full attention: 40 blocks; sliding window 64: 3 of 4 missing; resumed ...``."""
         counts: dict[str, list[int]] = {}
         for group, needed, missing in zip(groups, self.needed, self.missing, strict=True):
             total = counts.setdefault(group.name, [0, 0])
@@ -106,19 +108,19 @@ class Resume:
 
 
 def find_resume_point(groups: Sequence[Group], first: int, end: int, exists: Exists) -> Resume:
-    """Find the longest prefix of at most ``end`` tokens at which every group has what it needs.
+    """Find the longest prefix of at most ``end`` tokens at which all groups can resume.
 
-    Full-attention groups are looked up from the front. The others are looked up from the end back, and only the blocks
-    that they need at the candidates.
+    All blocks of full-attention groups are looked up, from the beginning. For the other groups, only the blocks are
+    looked up that they need at possible resume points, from the end backwards.
 
     Args:
         groups: the groups.
-        first: tokens that the instance has itself: what a group needs of them is not looked up.
-        end: maximum length; both are rounded down to resume points.
+        first: number of leading tokens that the instance has itself; their blocks are not looked up.
+        end: maximum number of tokens. ``first`` and ``end`` are rounded down to multiples of all block sizes.
         exists: looks up blocks.
 
     Returns:
-        The result; its ``num_tokens`` is ``first`` if there is no longer resume point.
+        The result. Its ``num_tokens`` is ``first`` if there is no longer resume point.
     """
     step = math.lcm(*(group.block_size for group in groups))
     first, tokens = first // step * step, end // step * step
@@ -139,10 +141,14 @@ def find_resume_point(groups: Sequence[Group], first: int, end: int, exists: Exi
     reach = 0
     while tokens > first:
         needed = {number: _list_from(groups[number], tokens, begins[number]) for number in sides}
-        before = {
-            number: range(max(begins[number], places.start - reach), places.stop) for number, places in needed.items()
-        }
-        found.look_up([(number, place) for number in sides for place in before[number]])
+        # The blocks of a group that were looked up have no gaps: they reach from some place to the end.
+        if any(places and not found.knows(number, places.start) for number, places in needed.items()):
+            before = {
+                number: range(max(begins[number], places.start - reach), places.stop)
+                for number, places in needed.items()
+            }
+            found.look_up([(number, place) for number in sides for place in before[number]])
+            reach = max(_FIRST_REACH, 2 * reach)
         if at_reached is None:
             at_reached = _count(groups, reached, begins, found)
         lost = [
@@ -153,28 +159,27 @@ def find_resume_point(groups: Sequence[Group], first: int, end: int, exists: Exi
         ]
         if not lost:
             break
-        # A block that is missing stays needed until the prefix ends before it.
+        # A prefix that ends after a missing block needs this block too, so the next candidate ends before it.
         tokens = max(first, min(lost))
-        reach = max(_FIRST_REACH, 2 * reach)
     counts = at_reached or _count(groups, reached, begins, found)
     return Resume(tokens, reached, *counts, found.num_asked)
 
 
 def _list_from(group: Group, num_tokens: int, begin: int) -> range:
-    """Return the places that a group needs, from ``begin`` on."""
+    """Return the places of the blocks that a group needs at ``num_tokens``, without places before ``begin``."""
     needed = group.list_needed(num_tokens)
     return range(max(begin, needed.start), needed.stop)
 
 
 def _count(groups: Sequence[Group], tokens: int, begins: Sequence[int], found: _Found) -> tuple[list[int], list[int]]:
-    """Return how many blocks each group needs at ``tokens``, and how many of them are not present."""
+    """Return for each group the number of blocks that it needs at ``tokens``, and how many of them are missing."""
     places = [_list_from(group, tokens, begin) for group, begin in zip(groups, begins, strict=True)]
     missing = [sum(not found.has(number, place) for place in each) for number, each in enumerate(places)]
     return [len(each) for each in places], missing
 
 
 class _Found:
-    """Blocks that were looked up, each once."""
+    """Looks up blocks, each only once, and remembers the answers."""
 
     def __init__(self, exists: Exists) -> None:
         self._exists = exists
@@ -187,6 +192,10 @@ class _Found:
     def look_up(self, blocks: Sequence[tuple[int, int]]) -> None:
         if wanted := [block for block in blocks if block not in self._known]:
             self._known.update(zip(wanted, self._exists(wanted), strict=True))
+
+    def knows(self, number: int, place: int) -> bool:
+        """Return whether the block at ``place`` of group ``number`` was looked up."""
+        return (number, place) in self._known
 
     def has(self, number: int, place: int) -> bool:
         return self._known[number, place]

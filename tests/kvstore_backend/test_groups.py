@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings, strategies
 
-from kvstore_backend.integrations.vllm.groups import Group, Kind, Resume, find_resume_point
+from kvstore_backend.groups import Group, Kind, Resume, find_resume_point
 
 BLOCK_SIZES = (2, 4, 6, 8)
 

@@ -1,0 +1,447 @@
+"""The cases of ``kvstore certify``: what fails in each, and when.
+
+In each case the first instance answers new prompts and saves their blocks, and the second instance answers the same
+prompts while the fault begins and ends. An instance without a cache says which answers are right. After the fault, each
+instance must find new prompts that the other has answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvstore_backend.backend import KVStoreError, PoolUnavailable
+from kvstore_backend.cli.certify.instances import AT_ONCE, Answer, Instance, make_prompts, make_two_histories
+from kvstore_backend.cli.certify.processes import Program
+from kvstore_backend.cli.certify.recipe import Change, Recipe
+from kvstore_backend.cli.certify.tampering import Tampering
+
+__all__ = ["Case", "NoAnswer", "Result", "Trial", "list_cases"]
+
+_BEGIN = 0.25
+"""Share of the prompts that are answered when a fault begins."""
+
+_LASTS = 2 * AT_ONCE
+"""Answers from begin to end of a fault: of requests that ran when it began, and of as many that were sent during it."""
+
+_EVICTED_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of one case.
+
+    Attributes:
+        requests: number of requests of which the answers were compared.
+        wrong: answers that differ from those without a cache.
+        failed: requests without an answer.
+        longest_seconds: the longest time of one request.
+        hits: prompt tokens that came from a cache before and during the fault.
+        healed_seconds: time after the fault until the pool was used again; None if that was not required.
+        problems: one sentence for each requirement that was not met; empty: the case is passed.
+        skipped: why the case was not run; empty: it was.
+    """
+
+    case: str
+    requests: int = 0
+    wrong: int = 0
+    failed: int = 0
+    longest_seconds: float = 0.0
+    hits: float = 0
+    healed_seconds: float | None = None
+    problems: Sequence[str] = ()
+    skipped: str = ""
+
+
+class NoAnswer(KVStoreError):
+    """The instance without a cache did not answer, so it is not known which answers are right."""
+
+
+class Trial:
+    """The running instances, the pool, and what was observed in one case.
+
+    Args:
+        start_changed: starts an instance with a change of the recipe and one without a cache, and ends both.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        parts: Mapping[str, Program],
+        first: Instance,
+        second: Instance,
+        plain: Instance,
+        tampering: Callable[[], contextlib.AbstractContextManager[Tampering]],
+        start_changed: Callable[[Change], contextlib.AbstractContextManager[tuple[Instance, Instance]]],
+        start_part: Callable[[str], contextlib.AbstractContextManager[None]],
+        num_prompts: int,
+    ) -> None:
+        self.recipe = recipe
+        self.parts = parts
+        self.first = first
+        self.second = second
+        self.plain = plain
+        self.tampering = tampering
+        self.start_changed = start_changed
+        self.start_part = start_part
+        self._num_prompts = num_prompts
+        self._seed = 0
+        self.result = Result("")
+        self.problems: list[str] = []
+
+    def begin(self, case: str) -> None:
+        """Forget what was observed before, and start instances and parts again that have ended since.
+
+        Raises:
+            StartFailed: one of them did not start again.
+        """
+        self.result, self.problems = Result(case), []
+        parts = [part for name, part in self.parts.items() if name != "joiner"]
+        for program in (*parts, *(each.program for each in (self.first, self.second, self.plain))):
+            if program.has_ended:
+                program.stop()
+                program.start()
+
+    def make_prompts(self, *, is_shared: bool = True) -> list[str]:
+        """Return new prompts; ``is_shared``: some begin with the same words."""
+        self._seed += 1
+        is_shared &= bool(self.recipe.instance.hits)  # else hits in its own cache would count as hits in the pool
+        return make_prompts(self._seed, self._num_prompts, self.recipe.prompt_words, is_shared=is_shared)
+
+    def make_two_histories(self) -> tuple[list[str], list[str]]:
+        """Return prompts to save, and prompts with the same blocks at the same places after other words."""
+        self._seed += 1
+        return make_two_histories(self._seed, self.recipe.prompt_words)
+
+    def save(self, prompts: Sequence[str], saver: Instance | None = None, **members: Any) -> None:
+        """Let the first instance, or ``saver``, answer the prompts, and wait until it has saved their blocks."""
+        answers = (saver or self.first).ask_all(prompts, **self.limit(members))
+        self.compare(prompts, answers, self.plain, members)
+        time.sleep(self.recipe.saved_seconds)
+
+    def load(
+        self,
+        prompts: Sequence[str],
+        begin: Callable[[], None] | None = None,
+        end: Callable[[], None] | None = None,
+        **members: Any,
+    ) -> None:
+        """Let the second instance answer the prompts; the fault begins and ends meanwhile, on a thread of its own."""
+        before = self.second.count_hits(())
+        fault = _Fault(len(prompts), begin, end)
+        try:
+            answers = self.second.ask_all(prompts, fault.on_answered, **self.limit(members))
+        finally:
+            fault.finish()
+        if fault.error:
+            self.problems.append(f"the fault could not be made: {fault.error}")
+        self.compare(prompts, answers, self.plain, members)
+        self._add_hits(self.second.count_hits(answers) - before)
+
+    def compare(
+        self, prompts: Sequence[str], answers: Sequence[Answer], plain: Instance, members: Mapping[str, Any]
+    ) -> None:
+        """Compare answers with those of an instance without a cache, and count what differs, failed, and took long.
+
+        Raises:
+            NoAnswer: the instance without a cache failed.
+        """
+        right = plain.ask_all(prompts, **self.limit(members))
+        for answer in right:
+            if answer.text is None:
+                raise NoAnswer(f"the instance without a cache failed: {answer.error}")
+        failures = [answer.error for answer in answers if answer.text is None]
+        pairs = zip(answers, right, strict=True)
+        wrong = sum(answer.text is not None and answer.text != other.text for answer, other in pairs)
+        result = self.result
+        self.result = replace(
+            result,
+            requests=result.requests + len(answers),
+            wrong=result.wrong + wrong,
+            failed=result.failed + len(failures),
+            longest_seconds=max(result.longest_seconds, *(answer.seconds for answer in answers)),
+        )
+        if failures:
+            self.problems.append(f"a request failed: {failures[0]}")
+
+    def require_hits(self) -> None:
+        """Note a problem if nothing came from the pool so far."""
+        if not self.result.hits:
+            self.problems.append("no token came from the pool, so this case shows nothing")
+
+    def require_recovery(self) -> None:
+        """Wait until each instance loads what the other saves; note a problem if that takes too long."""
+        begun = time.monotonic()
+        for saver, loader in ((self.first, self.second), (self.second, self.first)):
+            while not self._is_shared(saver, loader):
+                if time.monotonic() - begun > self.recipe.heal_seconds:
+                    self.problems.append(
+                        f"{self.recipe.heal_seconds:g} s after the fault, the {loader.name} instance still loads "
+                        f"nothing that the {saver.name} computes"
+                    )
+                    return
+        self.result = replace(self.result, healed_seconds=time.monotonic() - begun)
+
+    def _is_shared(self, saver: Instance, loader: Instance) -> bool:
+        prompts = self.make_prompts()[:2]
+        self.save(prompts, saver)
+        before = loader.count_hits(())
+        answers = loader.ask_all(prompts, **self.limit({}))
+        self.compare(prompts, answers, self.plain, {})
+        return loader.count_hits(answers) > before
+
+    def finish(self) -> Result:
+        """Return the result of the case."""
+        result, problems = self.result, self.problems
+        for instance in (self.first, self.second, self.plain):
+            if instance.program.has_ended:
+                problems = [*problems, f"the {instance.name} instance ended"]
+        if result.wrong:
+            problems = [f"{result.wrong} of {result.requests} answers are wrong", *problems]
+        if result.longest_seconds > self.recipe.stall_seconds:
+            problems.append(
+                f"one request took {result.longest_seconds:.1f} s; the recipe allows {self.recipe.stall_seconds:g} s"
+            )
+        return replace(result, problems=problems)
+
+    def _add_hits(self, hits: float) -> None:
+        self.result = replace(self.result, hits=self.result.hits + hits)
+
+    def limit(self, members: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``members`` of a request with the recipe's limit of tokens."""
+        return {"max_tokens": self.recipe.answer_tokens, **members}
+
+
+class _Fault:
+    """Calls ``begin`` after a share of the answers, and ``end`` some answers later, each once, on its own thread."""
+
+    def __init__(self, total: int, begin: Callable[[], None] | None, end: Callable[[], None] | None) -> None:
+        self._begin_at = max(1, int(_BEGIN * total))
+        self._steps = (begin, end)
+        self._changed = threading.Condition()
+        self._count = 0
+        self._is_finished = False
+        self.error = ""
+        self._thread = threading.Thread(target=self._run, name="certify-fault", daemon=True)
+        self._thread.start()
+
+    def on_answered(self, count: int) -> None:
+        """Note how many answers have come."""
+        with self._changed:
+            self._count = count
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Make the rest of the steps now, and wait for them."""
+        with self._changed:
+            self._is_finished = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        wanted = self._begin_at
+        for step in self._steps:
+            self._wait_for(wanted)
+            if self._count < self._begin_at:
+                return  # the requests ended early, as with Ctrl-C
+            try:
+                if step:
+                    step()
+            except Exception as exc:
+                self.error = self.error or f"{type(exc).__name__}: {exc}"
+            wanted = self._count + _LASTS
+
+    def _wait_for(self, count: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_finished or self._count >= count)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case.
+
+    Attributes:
+        run: makes requests and faults; problems go to the trial.
+        lacks: says why the recipe cannot have this case, or returns an empty text.
+        is_quick: whether ``--quick`` includes it.
+    """
+
+    name: str
+    run: Callable[[Trial], None]
+    lacks: Callable[[Recipe], str]
+    is_quick: bool = True
+
+
+def list_cases(recipe: Recipe) -> list[Case]:
+    """Return all cases in their order, with those of the recipe's groups and changes."""
+    cases = [
+        Case("no fault", _run_fault(None, None), lambda recipe: ""),
+        Case("evicted between look-up and read", _evict_meanwhile, _lack_pool),
+        Case("bytes flipped", _damage(lambda pool: pool.flip_bytes()), _lack_pool),
+        Case("values truncated", _damage(lambda pool: pool.truncate()), _lack_pool),
+        Case("client leaves during a load", _leave, lambda recipe: ""),
+        Case("pool full", _fill, _lack_mooncake, is_quick=False),
+        Case("master killed and restarted", _signal("master", Program.kill, Program.start), _lack_part("master")),
+        Case("master hung", _signal("master", Program.hang, Program.resume), _lack_part("master")),
+        Case("owner killed", _signal("owner", Program.kill, Program.start), _lack_part("owner")),
+        Case("owner hung", _signal("owner", Program.hang, Program.resume), _lack_part("owner")),
+        Case("an empty segment joins", _join, _lack_part("joiner"), is_quick=False),
+        Case("one prefix with two salts", _salt, _lack_salts),
+        Case("same words after other words", _move_words, lambda recipe: ""),
+    ]
+    cases += [Case(f"lost: {name}", _lose_group(keys), _lack_pool) for name, keys in recipe.groups.items()]
+    return cases + [Case(name, _change(change), lambda recipe: "") for name, change in recipe.changes.items()]
+
+
+def _run_fault(begin: Callable[[Trial], None] | None, end: Callable[[Trial], None] | None) -> Callable[[Trial], None]:
+    def run(trial: Trial) -> None:
+        prompts = trial.make_prompts(is_shared=begin is None)  # else the own cache would hide a fault
+        trial.save(prompts)
+        trial.load(prompts, begin and (lambda: begin(trial)), end and (lambda: end(trial)))
+        trial.require_hits()
+        if begin:
+            trial.load(prompts[::-1])  # a late read may have changed blocks in the instance's own cache
+        trial.require_recovery()
+
+    return run
+
+
+def _signal(part: str, begin: Callable[[Program], None], end: Callable[[Program], None]) -> Callable[[Trial], None]:
+    return _run_fault(lambda trial: begin(trial.parts[part]), lambda trial: end(trial.parts[part]))
+
+
+def _evict_meanwhile(trial: Trial) -> None:
+    for _ in range(_EVICTED_ROUNDS):  # the time between a look-up and its read is short, and the pool is soon empty
+        prompts = trial.make_prompts()
+        trial.save(prompts)
+        with trial.tampering() as pool, _repeat(lambda: pool.evict(0.1)):
+            trial.load(prompts)
+    trial.require_hits()
+    trial.require_recovery()
+
+
+def _damage(damage: Callable[[Tampering], int]) -> Callable[[Trial], None]:
+    def run(trial: Trial) -> None:
+        prompts = trial.make_prompts()
+        trial.save(prompts)
+        with trial.tampering() as pool:
+            if not damage(pool):
+                trial.problems.append("no value in the pool could be changed, so this case shows nothing")
+        trial.load(prompts)
+        trial.require_recovery()
+
+    return run
+
+
+def _leave(trial: Trial) -> None:
+    prompts = trial.make_prompts()
+    trial.save(prompts)
+    trial.second.ask_and_leave(prompts, [0.002 * 2 ** (number % 8) for number in range(len(prompts))])
+    trial.load(prompts)
+    trial.require_recovery()
+
+
+def _fill(trial: Trial) -> None:
+    prompts = trial.make_prompts()
+    trial.save(prompts[: len(prompts) // 2])
+    with trial.tampering() as pool:
+        pool.fill()
+        trial.save(prompts[len(prompts) // 2 :])
+        trial.load(prompts)
+    trial.require_recovery()
+
+
+def _join(trial: Trial) -> None:
+    prompts = trial.make_prompts()
+    trial.save(prompts)
+    with trial.start_part("joiner"):
+        trial.load(prompts)
+        trial.require_recovery()
+    trial.require_recovery()
+
+
+def _lose_group(keys: str) -> Callable[[Trial], None]:
+    def run(trial: Trial) -> None:
+        prompts = trial.make_prompts()
+        trial.save(prompts)
+        with trial.tampering() as pool:
+            if not pool.evict(0.5, keys):
+                trial.problems.append(f"no key of the pool has {keys!r} in it, so this case shows nothing")
+        trial.load(prompts)
+        trial.require_recovery()
+
+    return run
+
+
+def _salt(trial: Trial) -> None:
+    prompts = trial.make_prompts(is_shared=False)
+    trial.save(prompts, cache_salt="one tenant")
+    trial.load(prompts, cache_salt="another tenant")
+    if trial.result.hits:
+        trial.problems.append("a prompt was found in the pool although its salt was another one")
+    trial.load(prompts, cache_salt="one tenant")
+    trial.require_hits()
+
+
+def _move_words(trial: Trial) -> None:
+    for _ in range(2):
+        saved, asked = trial.make_two_histories()
+        trial.save(saved)
+        trial.load(asked)  # the words at their beginning are in the pool
+    trial.require_hits()
+
+
+def _change(change: Change) -> Callable[[Trial], None]:
+    def run(trial: Trial) -> None:
+        prompts = trial.make_prompts()
+        trial.save(prompts)
+        if change.request:
+            answers = trial.second.ask_all(prompts, **trial.limit(change.request))
+            trial.compare(prompts, answers, trial.plain, change.request)
+            return
+        with trial.start_changed(change) as (changed, plain):
+            trial.compare(prompts, changed.ask_all(prompts, **trial.limit({})), plain, {})
+            others = trial.make_prompts()
+            trial.compare(others, changed.ask_all(others, **trial.limit({})), plain, {})
+            time.sleep(trial.recipe.saved_seconds)
+            trial.load(others)
+
+    return run
+
+
+@contextlib.contextmanager
+def _repeat(step: Callable[[], object]) -> Iterator[None]:
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(0.05):
+            with contextlib.suppress(PoolUnavailable):
+                step()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _lack_pool(recipe: Recipe) -> str:
+    return "" if recipe.pool else "the recipe has no pool"
+
+
+def _lack_mooncake(recipe: Recipe) -> str:
+    return "" if "://" in recipe.pool else "the recipe's pool is not Mooncake"
+
+
+def _lack_part(name: str) -> Callable[[Recipe], str]:
+    return lambda recipe: "" if name in recipe.parts else f"the recipe has no part {name}"
+
+
+def _lack_salts(recipe: Recipe) -> str:
+    return "" if recipe.instance.has_salts else "the instances have no salts"

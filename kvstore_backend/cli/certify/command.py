@@ -1,0 +1,249 @@
+"""Test whether two instances that share a KV pool answer correctly while the pool fails."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from kvcommon.hints import suggest_name
+from kvcommon.versions import find_version
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.cli.certify.cases import Case, Result, Trial, list_cases
+from kvstore_backend.cli.certify.instances import Instance
+from kvstore_backend.cli.certify.isolation import ISOLATION_COLUMNS, Isolation, measure_isolation
+from kvstore_backend.cli.certify.page import COLUMNS, describe_result, make_page
+from kvstore_backend.cli.certify.processes import Program, find_free_ports, is_listening, run_once
+from kvstore_backend.cli.certify.recipe import Change, Recipe, read_recipe, split_command
+from kvstore_backend.cli.certify.tampering import Tampering, open_tampering
+from kvstore_backend.cli.report import print_json, print_table, show_progress
+
+__all__ = ["add_arguments", "run"]
+
+_NUM_PROMPTS, _NUM_QUICK_PROMPTS = 20, 12
+_NUM_SENT, _NUM_QUICK_SENT = 60, 12
+"""Prompts of the victim, with ``--isolation``."""
+_MAX_PORTS = 16
+_PART_SECONDS = 120.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``kvstore certify``."""
+    parser.add_argument("recipe", type=Path, help="YAML file that says how to start and break a pool and its instances")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="value of a recipe's variable")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="only cases whose name has this text"
+    )
+    parser.add_argument("--quick", action="store_true", help=f"fewer cases, with {_NUM_QUICK_PROMPTS} prompts each")
+    parser.add_argument("--list", action="store_true", help="print the names of the recipe's cases, and run none")
+    parser.add_argument(
+        "--isolation",
+        action="store_true",
+        help="measure instead whether times to first token tell one API key of the router what another has sent",
+    )
+    parser.add_argument(
+        "--logs", type=Path, metavar="FOLDER", help="folder for files and logs (default: a temporary one)"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the results as one HTML file, too")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the cases of a recipe, and print their results; return 0 if all are passed, else 1.
+
+    Raises:
+        ConfigError: the recipe or an argument cannot be used.
+        StartFailed: a program did not start.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the programs that it has started end, too
+    with contextlib.ExitStack() as opened:
+        folder = arguments.logs or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="certify-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        variables = dict(map(_split_setting, arguments.set))
+        recipe = read_recipe(arguments.recipe, variables, folder.resolve(), find_free_ports(_MAX_PORTS))
+        cases = _choose_cases(recipe, arguments.only, is_quick=arguments.quick)
+        if arguments.list:
+            print("\n".join(case.name for case in cases))
+            return 0
+        begun = time.time()
+        results: Sequence[Result | Isolation]
+        if arguments.isolation:
+            results, server = _measure_isolation(recipe, folder, _NUM_QUICK_SENT if arguments.quick else _NUM_SENT)
+            columns, lines = ISOLATION_COLUMNS, [(result.describe(), result.problems) for result in results]
+        else:
+            results, server = _run_cases(recipe, cases, folder, _NUM_QUICK_PROMPTS if arguments.quick else _NUM_PROMPTS)
+            columns = COLUMNS
+            lines = [(describe_result(each), [*filter(None, [each.skipped]), *each.problems]) for each in results]
+    facts = {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begun)),
+        "command": shlex.join(["kvstore", *sys.argv[1:]]),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors, "
+        f"load {os.getloadavg()[0]:.0f}",
+        "versions": f"Python {platform.python_version()}, kvstore {find_version()}{server and f', instances {server}'}",
+    }
+    if arguments.json:
+        print_json({"title": recipe.title, **facts, "cases": [asdict(result) for result in results]})
+    else:
+        print(recipe.title)
+        print_table(columns, [cells for cells, _ in lines])
+        for cells, reasons in lines:
+            for reason in reasons:
+                print(f"{cells[0]}: {reason}")
+    if arguments.html:
+        arguments.html.write_text(make_page(recipe.title, list(facts.items()), columns, lines))
+    return 1 if any(result.problems for result in results) else 0
+
+
+def _split_setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set is {text!r}; it must be NAME=VALUE")
+    return name, value
+
+
+def _choose_cases(recipe: Recipe, only: Sequence[str], *, is_quick: bool) -> list[Case]:
+    cases = [case for case in list_cases(recipe) if case.is_quick or not is_quick]
+    for text in only:
+        if not any(text in case.name for case in cases):
+            raise ConfigError(
+                f"--only {text!r} is in the name of no case{suggest_name(text, [case.name for case in cases])}"
+            )
+    return [case for case in cases if not only or any(text in case.name for text in only)]
+
+
+def _run_cases(recipe: Recipe, cases: Sequence[Case], folder: Path, num_prompts: int) -> tuple[list[Result], str]:
+    """Return the results, and the version of the instances."""
+    results = []
+    with show_progress(recipe.title, len(cases)) as tell, _start_all(recipe, folder, num_prompts) as trial:
+        version = trial.plain.find_version()
+        for number, case in enumerate(cases):
+            tell(number, case.name)
+            lack = case.lacks(recipe)
+            if lack:
+                results.append(Result(case.name, skipped=lack))
+                continue
+            try:
+                trial.begin(case.name)
+                case.run(trial)
+            except Exception as exc:  # the other cases are still worth running
+                trial.problems.append(f"the case was not finished: {type(exc).__name__}: {exc}")
+            results.append(trial.finish())
+        tell(len(cases))
+        return results, version
+
+
+def _measure_isolation(recipe: Recipe, folder: Path, num_prompts: int) -> tuple[list[Isolation], str]:
+    """Return the results, and the version of the instances."""
+    if recipe.router is None:
+        raise ConfigError("--isolation: the recipe has no router")
+    results = []
+    with show_progress(recipe.title, 2) as tell, _start_parts(recipe, folder), contextlib.ExitStack() as running:
+        instances = [
+            running.enter_context(_run_instance(recipe, name, recipe.instance.cache, {}, folder))
+            for name in ("first", "second")
+        ]
+        for number, has_salts in enumerate((False, True)):
+            tell(number, "one salt per API key" if has_salts else "no salts")
+            ports = [instance.port for instance in instances]
+            results.append(measure_isolation(recipe, recipe.router, ports, folder, num_prompts, has_salts=has_salts))
+        tell(2)
+        return results, instances[0].find_version()
+
+
+@contextlib.contextmanager
+def _start_parts(recipe: Recipe, folder: Path) -> Iterator[dict[str, Program]]:
+    """Start the pool; end it at the end of the block."""
+    for name, text in recipe.files.items():
+        (folder / name).write_text(text)
+    for command in recipe.prepare:
+        run_once(command, folder)
+    with contextlib.ExitStack() as running:
+        parts = {name: _make_part(recipe, name, folder) for name in recipe.parts}
+        for name, part in parts.items():
+            running.callback(part.stop)
+            if name != "joiner":
+                part.start()
+        yield parts
+
+
+@contextlib.contextmanager
+def _start_all(recipe: Recipe, folder: Path, num_prompts: int) -> Iterator[Trial]:
+    """Start the pool, two instances that share it, and one without a cache; end all at the end of the block."""
+    with contextlib.ExitStack() as running:
+        parts = running.enter_context(_start_parts(recipe, folder))
+        names = {"first": recipe.instance.cache, "second": recipe.instance.cache, "plain": recipe.instance.plain}
+        first, second, plain = (
+            running.enter_context(_run_instance(recipe, name, cache, {}, folder)) for name, cache in names.items()
+        )
+
+        @contextlib.contextmanager
+        def start_changed(change: Change) -> Iterator[tuple[Instance, Instance]]:
+            cache = recipe.instance.cache if change.cache is None else change.cache
+            with (
+                _run_instance(recipe, "changed", cache, change.variables, folder) as changed,
+                _run_instance(
+                    recipe, "changed plain", recipe.instance.plain, change.variables, folder
+                ) as changed_plain,
+            ):
+                yield changed, changed_plain
+
+        @contextlib.contextmanager
+        def start_part(name: str) -> Iterator[None]:
+            parts[name].start()
+            try:
+                yield
+            finally:
+                parts[name].stop()
+
+        tampering = partial(_open_tampering, recipe)
+        yield Trial(recipe, parts, first, second, plain, tampering, start_changed, start_part, num_prompts)
+
+
+def _make_part(recipe: Recipe, name: str, folder: Path) -> Program:
+    part = recipe.parts[name]
+    return Program(name, part.command, part.environment, folder, partial(is_listening, part.port), _PART_SECONDS)
+
+
+@contextlib.contextmanager
+def _run_instance(
+    recipe: Recipe, name: str, cache: str, variables: Mapping[str, str], folder: Path
+) -> Iterator[Instance]:
+    settings = recipe.instance
+    (port,) = find_free_ports(1)
+    known = {**{key: recipe.expand(value) for key, value in variables.items()}, "port": str(port)}
+    known["cache"] = recipe.expand(cache, **known)
+    command = split_command(recipe.expand(settings.command, **known))
+    environment = {key: recipe.expand(value, **known) for key, value in settings.environment.items()}
+    instance: Instance | None = None
+
+    def is_ready() -> bool:
+        return instance is not None and instance.is_ready(settings.ready)
+
+    program = Program(name, command, environment, folder, is_ready, settings.start_seconds)
+    answer_seconds = 2 * recipe.stall_seconds  # a longer wait would show nothing more
+    instance = Instance(name, program, port, settings.hits, {"model": settings.model}, answer_seconds)
+    try:
+        program.start()
+        yield instance
+    finally:
+        instance.close()
+        program.stop()
+
+
+@contextlib.contextmanager
+def _open_tampering(recipe: Recipe) -> Iterator[Tampering]:
+    pool = open_tampering(recipe.pool, recipe.pool_metrics)
+    try:
+        yield pool
+    finally:
+        pool.close()

@@ -1,0 +1,237 @@
+"""Sends prompts to an instance; collects its answers, their times and cached tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from kvstore_backend.cli.certify.processes import Program
+
+__all__ = ["Answer", "Instance", "make_prompts", "make_two_histories"]
+
+AT_ONCE = 4
+"""Requests that run at the same time."""
+_WORDS = [
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "man",
+    "thing",
+    "woman",
+    "life",
+    "child",
+    "world",
+    "school",
+    "state",
+    "family",
+    "student",
+    "group",
+    "country",
+    "problem",
+    "hand",
+    "part",
+    "place",
+    "case",
+    "week",
+    "company",
+    "system",
+    "program",
+    "question",
+    "work",
+    "government",
+    "number",
+    "night",
+    "point",
+    "home",
+    "water",
+    "room",
+    "mother",
+    "area",
+    "money",
+    "story",
+    "fact",
+    "month",
+    "lot",
+    "right",
+    "study",
+    "book",
+    "eye",
+    "job",
+    "word",
+    "business",
+    "issue",
+    "side",
+    "kind",
+    "head",
+    "house",
+    "service",
+    "friend",
+    "father",
+    "power",
+    "hour",
+    "game",
+    "line",
+    "end",
+    "member",
+    "law",
+    "car",
+    "city",
+    "community",
+    "name",
+    "president",
+    "team",
+    "minute",
+    "idea",
+    "body",
+    "information",
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer to one prompt.
+
+    Attributes:
+        text: None if the request failed.
+        error: why it failed.
+        seconds: from the request to the whole answer.
+        cached_tokens: prompt tokens that came from a cache, according to ``usage``.
+    """
+
+    text: str | None
+    error: str
+    seconds: float
+    cached_tokens: int
+
+
+class Instance:
+    """An inference server, and requests to it.
+
+    Args:
+        program: the server, or None if it is not started here.
+        hits_metric: metric with the number of tokens from the pool; empty: the cached tokens in ``usage`` count.
+        request: members of all requests.
+        answer_seconds: a request without an answer by then has failed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        program: Program,
+        port: int,
+        hits_metric: str,
+        request: Mapping[str, Any],
+        answer_seconds: float,
+    ) -> None:
+        self.name = name
+        self.program = program
+        self.port = port
+        self._url = f"http://127.0.0.1:{port}"
+        self._hits_metric = hits_metric
+        self._request = request
+        limits = httpx.Limits(max_connections=2 * AT_ONCE)
+        self._client = httpx.Client(timeout=answer_seconds, trust_env=False, limits=limits)
+
+    def ask(self, prompt: str, **members: Any) -> Answer:
+        """Return the greedy answer to ``prompt``."""
+        body = {**self._request, "prompt": prompt, "temperature": 0, **members}
+        begun = time.monotonic()
+        try:
+            response = self._client.post(f"{self._url}/v1/completions", json=body)
+            seconds = time.monotonic() - begun
+            if response.status_code != 200:
+                return Answer(None, f"{response.status_code}: {response.text[:200]}", seconds, 0)
+            content = response.json()
+            details = (content.get("usage") or {}).get("prompt_tokens_details") or {}
+            return Answer(content["choices"][0]["text"], "", seconds, details.get("cached_tokens") or 0)
+        except (httpx.HTTPError, ValueError, KeyError, IndexError) as exc:
+            return Answer(None, f"{type(exc).__name__}: {exc}", time.monotonic() - begun, 0)
+
+    def ask_all(
+        self, prompts: Sequence[str], on_answered: Callable[[int], None] = lambda count: None, **members: Any
+    ) -> list[Answer]:
+        """Send all prompts, four at a time; ``on_answered`` gets the number of answers after each."""
+        lock, count = threading.Lock(), 0
+
+        def ask_one(prompt: str) -> Answer:
+            nonlocal count
+            answer = self.ask(prompt, **members)
+            with lock:
+                count += 1
+                on_answered(count)
+            return answer
+
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            return list(threads.map(ask_one, prompts))
+
+    def ask_and_leave(self, prompts: Sequence[str], seconds: Sequence[float]) -> None:
+        """Send each prompt, and close its connection after its number of seconds."""
+
+        def ask_one(prompt: str, patience: float) -> None:
+            body = {**self._request, "prompt": prompt, "temperature": 0}
+            timeout = httpx.Timeout(10, read=patience)
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.post(f"{self._url}/v1/completions", json=body, timeout=timeout, trust_env=False)
+
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            list(threads.map(ask_one, prompts, seconds))
+
+    def count_hits(self, answers: Sequence[Answer]) -> float:
+        """Return the number of prompt tokens from a cache: all so far by the metric, else those of ``answers``."""
+        if not self._hits_metric:
+            return sum(answer.cached_tokens for answer in answers)
+        page = self._client.get(f"{self._url}/metrics").text
+        samples = [line for line in page.splitlines() if line.split("{")[0].split(" ")[0] == self._hits_metric]
+        return sum(float(line.rpartition(" ")[2]) for line in samples)
+
+    def is_ready(self, path: str) -> bool:
+        """Return whether ``path`` is answered with 200."""
+        try:
+            return httpx.get(f"{self._url}{path}", timeout=2, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def find_version(self) -> str:
+        """Return the version that the server reports at ``/version``, as vLLM does; empty if it reports none."""
+        with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+            return str(self._client.get(f"{self._url}/version").json()["version"])
+        return ""
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+
+def make_prompts(seed: int, count: int, words: int, *, is_shared: bool) -> list[str]:
+    """Return ``count`` prompts of ``words`` words; if ``is_shared``, four each have the first two thirds in common."""
+    chance = random.Random(seed)
+    num_beginnings = max(1, count // 4) if is_shared else count
+    beginnings = [" ".join(chance.choices(_WORDS, k=2 * words // 3)) for _ in range(num_beginnings)]
+    ends = [" ".join(chance.choices(_WORDS, k=words // 3)) for _ in range(count)]
+    return [f"{beginnings[number % num_beginnings]} {end}" for number, end in enumerate(ends)]
+
+
+def make_two_histories(seed: int, words: int) -> tuple[list[str], list[str]]:
+    """Return prompts to save, and others to ask.
+
+    The prompts to save are ``A C`` and ``B D``; those to ask are ``A D`` and ``B C``. ``A`` and ``B`` have the same
+    words in another order, and their first word and last third are equal. So all have equally many tokens, and all
+    blocks of the prompts to ask are at the same place in one of the prompts to save, but some after other tokens.
+    """
+    chance = random.Random(seed)
+    first, *middle = chance.choices(_WORDS, k=words // 3)
+    last = " ".join(chance.choices(_WORDS, k=words // 3))
+    ends = [" ".join(chance.choices(_WORDS, k=words // 3)) for _ in range(2)]
+    beginnings = [" ".join([first, *order, last]) for order in (middle, middle[::-1])]
+    pairs = [[f"{beginnings[number]} {ends[number ^ other]}" for number in range(2)] for other in range(2)]
+    return pairs[0], pairs[1]

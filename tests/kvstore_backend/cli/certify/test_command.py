@@ -1,0 +1,171 @@
+"""``kvstore certify`` with servers whose pool is a folder: sound ones pass every case, and each sabotage is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_backend.cli.certify.isolation import compute_auc, compute_interval
+from tests.kvstore_backend.cli.command import kvstore
+
+RECIPE = """
+title: toy
+variables:
+  model: one
+  sabotage: "'{sabotage}'"
+  start: ${{python}} -m tests.kvstore_backend.cli.certify.toy_instance
+ports: [master]
+parts:
+  master: {{command: "${{start}} ${{master}} '' '' '' 0", port: "${{master}}"}}
+  owner: {{command: "", port: "0"}}
+prepare: ["mkdir -p ${{folder}}/pool"]
+instance:
+  command: ${{start}} ${{port}} ${{model}} "${{cache}}" ${{sabotage}} ${{master}}
+  cache: ${{folder}}/pool
+  hits: toy_hits_total
+  salts: true
+router:
+  command: ${{python}} -m router.launch --host 127.0.0.1 --port ${{port}} --workers 1
+    --register-path ${{instances}} --api-keys-file ${{keys}} ${{salts}}
+  salts: --cache-salt-per-key
+  instance: {{engine: openai, cache_salt: true}}
+pool: ${{folder}}/pool
+prompt_words: 120
+saved_seconds: 0.01
+heal_seconds: 1
+stall_seconds: {stall}
+changes:
+  two models: {{variables: {{model: other}}}}
+"""
+
+
+def certify(folder: Path, sabotage: str, *flags: object, stall: float = 20) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The exit status, and the results by case."""
+    recipe = folder / "toy.yaml"
+    recipe.write_text(RECIPE.format(sabotage=sabotage, stall=stall))
+    ended = kvstore("certify", recipe, "--quick", "--json", "--html", folder / "page.html", *flags)
+    return ended.status, {result["case"]: result for result in json.loads(ended.output)["cases"]}
+
+
+def test_sound_instances_pass_every_case_that_their_recipe_can_have(tmp_path: Path) -> None:
+    status, results = certify(tmp_path, "none")
+    assert status == 0
+    run = {name for name, result in results.items() if not result["skipped"]}
+    assert run == {
+        *("no fault", "evicted between look-up and read", "bytes flipped", "values truncated"),
+        *("client leaves during a load", "master killed and restarted", "master hung"),
+        *("one prefix with two salts", "same words after other words", "two models"),
+    }
+    assert all(result["requests"] and not result["wrong"] for name, result in results.items() if name in run)
+    assert results["no fault"]["hits"] > 0
+    assert results["owner hung"]["skipped"] == "the recipe has no part owner"
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("passed") == len(run)
+    assert "http" not in page  # it refers to nothing
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "case", "problem"),
+    [
+        ("no check", "bytes flipped", "answers are wrong"),
+        ("no check", "values truncated", "answers are wrong"),
+        ("no namespace", "two models", "answers are wrong"),
+        ("no salt", "one prefix with two salts", "although its salt was another one"),
+        ("no chain", "same words after other words", "answers are wrong"),
+        ("saves nothing after a load", "no fault", "the first instance still loads nothing that the second computes"),
+        ("fails", "evicted between look-up and read", "a request failed: 500"),
+        ("slow", "no fault", "one request took"),
+        ("no deadline", "master hung", "a request failed: ReadTimeout"),
+        ("shares nothing", "no fault", "still loads nothing"),
+    ],
+)
+def test_each_sabotage_is_found(sabotage: str, case: str, problem: str, tmp_path: Path) -> None:
+    status, results = certify(
+        tmp_path, sabotage, "--only", case, stall=0.5 if sabotage in ("slow", "no deadline") else 20
+    )
+    assert status == 1
+    assert problem in " ".join(results[case]["problems"])
+
+
+@pytest.mark.parametrize("sabotage", ["none", "no salt"])
+def test_isolation_tells_whether_a_prompt_of_another_tenant_was_cached(sabotage: str, tmp_path: Path) -> None:
+    status, results = certify(tmp_path, sabotage, "--isolation", "--set", "model=slow")
+    without, with_salts = results["no salts"], results["each has a salt"]
+    # A cached prompt takes 24 ms, any other one 120 ms.
+    assert without["auc"] > 0.9
+    assert (without["cached_tokens"], without["problems"]) == (12 * 120, [])
+    assert "no salts" in (tmp_path / "page.html").read_text()
+    if sabotage == "none":
+        assert with_salts["cached_tokens"] == 0  # times of uncached prompts are chance, one in a hundred times too much
+    else:
+        assert (status, len(with_salts["problems"])) == (1, 2)
+
+
+def test_isolation_needs_a_router(tmp_path: Path) -> None:
+    recipe = tmp_path / "toy.yaml"
+    recipe.write_text("title: toy\ninstance: {command: 'true', cache: x}\n")
+    ended = kvstore("certify", recipe, "--isolation")
+    assert (ended.status, "--isolation: the recipe has no router" in ended.errors) == (1, True)
+
+
+def test_the_area_under_the_curve_and_its_interval() -> None:
+    assert compute_auc([1, 2], [3, 4]) == 1
+    assert compute_auc([3, 4], [1, 2]) == 0
+    assert compute_auc([1, 1], [1, 1]) == 0.5
+    assert compute_auc([1, 4], [2, 3]) == 0.5
+    low, high = compute_interval(0.5, 60, 60)
+    assert low == pytest.approx(1 - high)
+    assert low == pytest.approx(0.5 - 2.576 / (6 * 60) ** 0.5, abs=0.01)
+    low, high = compute_interval(1, 60, 60)
+    assert (round(low, 1), high) == (0.9, 1)
+
+
+def test_an_instance_that_ended_in_one_case_is_started_again_for_the_next(tmp_path: Path) -> None:
+    status, results = certify(tmp_path, "dies", "--only", "evicted", "--only", "same words")
+    assert status == 1
+    assert results["evicted between look-up and read"]["failed"]
+    assert results["same words after other words"]["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("title: toy", "titel: toy"), "the recipe has the unknown member 'titel'; did you mean title?"),
+        (("  cache: ${{folder}}/pool\n", ""), "instance lacks the member 'cache'"),
+        (("hits: toy", "hit: toy"), "instance has the unknown member 'hit'; did you mean hits?"),
+        (
+            ("mkdir -p ${{folder}}", "mkdir -p ${{folde}}"),
+            "${folde} is neither a variable nor a port",
+        ),
+        (("saved_seconds: 0.01", "saved_seconds: soon"), "saved_seconds is 'soon'; it must be a positive number"),
+        (("title: toy", "title: [toy"), "is not YAML"),
+        (("mkdir -p", "mkdir '-p"), "cannot be split into words: no closing quotation"),
+        (("mkdir -p", "no-such-program"), "prepare: no-such-program: No such file or directory"),
+        (
+            ("command: ${{start}} ${{port}}", "command: ${{python}} -m no.such.module"),
+            "first ended with status 1 before it was ready",
+        ),
+    ],
+)
+def test_a_mistake_in_a_recipe_is_one_sentence(change: tuple[str, str], sentence: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "toy.yaml"
+    assert change[0] in RECIPE
+    recipe.write_text(RECIPE.replace(*change).format(sabotage="none", stall=20))
+    ended = kvstore("certify", recipe, "--quick", "--only", "no fault")
+    assert ended.status == 1
+    assert sentence in ended.errors
+
+
+def test_unknown_names_on_the_command_line_are_one_sentence(tmp_path: Path) -> None:
+    recipe = tmp_path / "toy.yaml"
+    recipe.write_text(RECIPE.format(sabotage="none", stall=20))
+    for flags, sentence in (
+        (("--set", "modle=x"), "--set modle: the recipe has no such variable; did you mean model?"),
+        (("--set", "model"), "--set is 'model'; it must be NAME=VALUE"),
+        (("--only", "no faults"), "--only 'no faults' is in the name of no case; did you mean no fault?"),
+    ):
+        ended = kvstore("certify", recipe, *flags)
+        assert (ended.status, sentence in ended.errors) == (1, True), ended.errors
