@@ -1,4 +1,4 @@
-"""``python -m engine.api_server``: one instance, with OpenAI's endpoints and FastDeploy's flags."""
+"""``python -m engine.api_server``: runs one instance, with OpenAI's endpoints and FastDeploy's flags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run an instance until SIGTERM or SIGINT.
 
     Returns:
-        2 when its arguments cannot be used; 130 at SIGINT before it serves.
+        The exit status: 0 after a normal stop, 1 if the server could not start, 2 if the arguments cannot be used, 130
+        if SIGINT arrives before the server starts.
     """
     with contextlib.ExitStack() as sockets:
         try:
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list_ports(args: EngineArgs) -> dict[str, int]:
-    """Ports by the names of their flags."""
+    """Return the ports to bind, each by the name of its flag."""
     ports = {"--port": args.port, "--pd-comm-port": args.pd_comm_port}
     if args.metrics_port and args.metrics_port != args.port:
         ports["--metrics-port"] = args.metrics_port
@@ -64,7 +65,7 @@ def _list_ports(args: EngineArgs) -> dict[str, int]:
 def _load_instance(args: EngineArgs, around: Surroundings, connector: socket) -> Instance:
     """Create the instance and load its model.
 
-    Only this imports torch and transformers, which takes seconds of CPU time.
+    The import is here because it loads torch and transformers, which takes seconds of CPU time.
     """
     from engine.serving.instance import Instance
 
@@ -75,7 +76,8 @@ def _serve(instance: Instance, listeners: list[socket]) -> int:
     from engine.serving.server import InstanceServer
 
     server = InstanceServer(instance)
-    # uvicorn handles SIGTERM while it serves and raises it again at the end. A requested stop is not a failure.
+    # uvicorn handles SIGTERM while it serves, and sends it again to this process at the end. Without this handler, the
+    # signal would then end the process as if it had failed.
     signal.signal(signal.SIGTERM, server.handle_exit)
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=listeners)
@@ -86,5 +88,6 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stdout.flush()
-    # Not sys.exit: a native call or a client that waits for a dead master must not keep the process running.
+    # os._exit instead of sys.exit: a thread in a native call, such as one that waits for a dead master, must not delay
+    # the end of the process.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""The command line, with FastDeploy's flag names and meanings. No other file of the engine reads the environment."""
+"""Parses the command line, with FastDeploy's flags. No other file of the engine reads environment variables."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from engine.fastdeploy_flags import IN_FLOAT32, add_foreign_flags, expand_abbreviations, read_config_file
 from engine.scheduling.retrieval_config import REPRESENTATIVES, RetrievalConfig
+from engine.telemetry.kv_events import KvEventsConfig, parse_kv_events
 from kvcommon.hints import did_you_mean, list_flags
 from kvcommon.spans import find_trace_receiver
 from kvstore_backend import ConfigError
@@ -40,7 +41,10 @@ _RETRIEVAL_FIELDS = tuple(field.name for field in fields(RetrievalConfig) if fie
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """The configuration of an instance from its command line. Names follow the flags; port 0 means any free port."""
+    """Configuration of an instance, from its command line and environment. Each field has the name of its flag.
+
+    Port 0 means any free port.
+    """
 
     model: str
     served_model_name: str
@@ -64,6 +68,7 @@ class EngineArgs:
     router: str | None
     router_token_file: Path | None
     metrics_port: int | None
+    metrics_dialect: str
     engine_worker_queue_port: int
     rdma_comm_ports: str | None
     tensor_parallel_size: int
@@ -71,40 +76,41 @@ class EngineArgs:
     retrieval: RetrievalConfig | None
     log_dir: Path | None
     log_level: str
+    kv_events: KvEventsConfig | None
     trace_receiver: str
-    """The address that spans are sent to; empty: none."""
+    """The URL that spans are sent to; empty: no spans are sent."""
     remarks: tuple[str, ...]
-    """Sentences about the command line, for the log."""
+    """Sentences about flags that have no effect, for the log."""
 
 
 def set_native_defaults() -> None:
-    """Let torch's idle CPU threads sleep instead of spin, unless the user has set this otherwise.
+    """Let idle CPU threads of torch sleep instead of spin, unless the user has set ``OMP_WAIT_POLICY``.
 
-    Otherwise two instances on one machine take CPU time from each other by spinning: with a second instance on two
-    cores, a decode step of 15 ms took 180 ms. With this setting it took 15 ms, alone or not.
+    Spinning threads take CPU time from other instances on the same machine. With two instances on two cores, a decode
+    step took 180 ms with spinning threads and 15 ms with sleeping threads.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that reports an error in one sentence, without the long usage text before it."""
+    """An ArgumentParser that reports an error as ``ConfigError`` in one sentence, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see --help)")
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """A help formatter that shows defaults, if there are any."""
+    """A help formatter that shows the default of each flag that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
 
 
 def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> EngineArgs:
-    """Parse and check the command line.
+    """Parse and check the command line and the environment.
 
     Raises:
-        ConfigError: a flag that cannot be used, in one sentence.
+        ConfigError: a flag or a variable cannot be used; the message is one sentence.
     """
     environ = os.environ if environ is None else environ
     parser = _build_parser()
@@ -114,12 +120,12 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     if known.config is not None:
         first, unnamed = read_config_file(known.config, parser)
         if unnamed:
-            remarks.append(f"--config {known.config}: no flags are called {', '.join(unnamed)}")
+            remarks.append(f"--config {known.config}: these names are not flags and are ignored: {', '.join(unnamed)}")
         known, unknown = parser.parse_known_args([*first, *words])
     if unknown:
         raise ConfigError(_explain_unknown_flag(unknown[0], parser))
     values = vars(known)
-    if not values["model"]:  # argparse would report the missing model before an unknown flag
+    if not values["model"]:  # checked here because argparse would report a missing model before an unknown flag
         raise ConfigError("--model is not given; it must be a checkpoint folder in Hugging Face's format")
     for name in IN_FLOAT32:
         if name in values["without_effect"] and values["dtype"] != "float32":
@@ -127,7 +133,7 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
                 f"{name}: this engine computes all of a model in one dtype; give --dtype float32, or leave it out"
             )
     if values["without_effect"]:
-        remarks.append(f"FastDeploy's flags that have no effect here: {', '.join(values['without_effect'])}")
+        remarks.append(f"these flags of FastDeploy have no effect here: {', '.join(values['without_effect'])}")
     values["remarks"] = tuple(remarks)
     if values["tokenizer"] not in ("", None, values["model"]):
         raise ConfigError(f"--tokenizer {values['tokenizer']}: the tokenizer of --model is used; leave it out")
@@ -135,13 +141,14 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     values["cache_transfer_protocol"] = _parse_protocols(values["cache_transfer_protocol"])
     if any(environ.get("FD_API_KEY", "").split(",")):
         raise ConfigError(
-            "FD_API_KEY: this engine asks for no keys; give them to the router, let only it reach the instance, and "
-            "unset this"
+            "FD_API_KEY: this engine checks no API keys; give the keys to the router, let only the router reach the "
+            "instance, and unset this variable"
         )
     values["log_dir"] = Path(environ["FD_LOG_DIR"]) if environ.get("FD_LOG_DIR") else None
     values["log_level"] = values["log_level"] or ("debug" if _read_debug(environ) else "info")
     values["router_token_file"] = _find_token_file(values, environ)
     values["retrieval"] = _read_retrieval(values, environ)
+    values["kv_events"] = parse_kv_events(values["kv_events_config"]) if values["kv_events_config"] else None
     values["trace_receiver"] = find_trace_receiver(environ)
     args = EngineArgs(**{field.name: values[field.name] for field in fields(EngineArgs)})
     _check_combinations(args)
@@ -158,7 +165,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--model",
-        help="checkpoint folder in Hugging Face's format, or ORGANISATION/NAME of a downloaded one; must be given",
+        help="checkpoint folder in Hugging Face's format, or ORGANISATION/NAME of a downloaded one; required",
     )
     add("--served-model-name", help="name in /v1/models and answers; the value of --model if not given")
     add("--host", default="0.0.0.0", help="address to listen on")
@@ -166,11 +173,17 @@ def _build_parser() -> argparse.ArgumentParser:
     add(
         "--config",
         metavar="FILE",
-        help="YAML file with flags, such as max_model_len: 4096; the command line goes first",
+        help="YAML file with flags, such as max_model_len: 4096; the command line overrides it",
     )
-    add("--tokenizer", help="only the value of --model")
+    add("--tokenizer", help="must equal --model")
     add("--metrics-port", type=_parse_port, help="a second port, such as for /metrics")
-    add("--log-level", choices=_LOG_LEVELS, help="what is logged; debug is what FD_DEBUG=1 asks for, too")
+    add(
+        "--metrics-dialect",
+        choices=("fastdeploy", "vllm"),
+        default="fastdeploy",
+        help="vllm: /metrics also has what schedulers read from vLLM, under vLLM's names",
+    )
+    add("--log-level", choices=_LOG_LEVELS, help="level of the log; FD_DEBUG=1 also sets debug")
     _add_batch_flags(parser)
     _add_pool_flags(parser)
     _add_pair_flags(parser)
@@ -181,30 +194,44 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("how much is computed at once, and where").add_argument
-    add("--device", choices=("cpu", "cuda", "auto"), default="auto", help="auto: cuda where there is one")
+    add = parser.add_argument_group("device, precision and limits of the computation").add_argument
+    add("--device", choices=("cpu", "cuda", "auto"), default="auto", help="auto: cuda if the machine has a CUDA device")
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="of weights and KV; auto: as the checkpoint was saved",
+        help="dtype of weights and KV; auto: the dtype of the checkpoint",
     )
-    add("--max-model-len", type=_parse_positive, default=2048, help="tokens of prompt and answer together")
-    add("--max-num-seqs", type=_parse_positive, default=8, help="sequences that run at once")
-    add("--max-num-batched-tokens", type=_parse_positive, default=2048, help="tokens computed in one step")
+    add(
+        "--max-model-len",
+        type=_parse_positive,
+        default=2048,
+        help="maximum number of tokens of prompt and answer together",
+    )
+    add("--max-num-seqs", type=_parse_positive, default=8, help="maximum number of sequences that run concurrently")
+    add(
+        "--max-num-batched-tokens",
+        type=_parse_positive,
+        default=2048,
+        help="maximum number of tokens computed in one step",
+    )
     add("--block-size", type=_parse_positive, default=64, help="tokens in a KV block")
-    add("--num-gpu-blocks-override", type=_parse_positive, help="KV blocks; not given: from the memory there is")
+    add(
+        "--num-gpu-blocks-override",
+        type=_parse_positive,
+        help="number of KV blocks (default: as many as fit in memory)",
+    )
     add("--gpu-memory-utilization", type=_parse_share, default=0.9, help="share of a GPU's free memory for KV blocks")
     add(
         "--dynamic-load-weight",
         action="store_true",
-        help="let orders by HTTP give the weights back and load them again (/v1/sleep, /v1/update_weights)",
+        help="let HTTP requests free the weights and load them again (/v1/sleep, /v1/update_weights)",
     )
     add("--tensor-parallel-size", "-tp", type=_parse_positive, default=1, help="only 1")
 
 
 def _add_pool_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("blocks that are used again").add_argument
+    add = parser.add_argument_group("cached blocks and the pool").add_argument
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse prefixes")
     add(
         "--kvcache-storage-backend",
@@ -215,34 +242,44 @@ def _add_pool_flags(parser: argparse.ArgumentParser) -> None:
         "--enable-output-caching",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="save generated blocks too, but for sparse attention's",
+        help="also save generated blocks, except those of sparse attention",
+    )
+    add(
+        "--kv-events-config",
+        metavar="JSON",
+        help="publish which blocks the own cache stores and removes, over ZeroMQ; vLLM's JSON: enable_kv_cache_events, "
+        "publisher, endpoint, replay_endpoint, topic, buffer_steps, hwm, max_queue_size",
     )
 
 
 def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("prefill and decode apart").add_argument
-    add("--splitwise-role", choices=_ROLES, default="mixed", help="part in prefill/decode disaggregation")
-    add("--cache-transfer-protocol", default="ipc", help="ipc, rdma, tcp, or several with commas; told to the router")
+    add = parser.add_argument_group("prefill/decode disaggregation").add_argument
+    add("--splitwise-role", choices=_ROLES, default="mixed", help="role in prefill/decode disaggregation")
+    add(
+        "--cache-transfer-protocol",
+        default="ipc",
+        help="ipc, rdma, tcp, or several with commas; reported to the router",
+    )
     add(
         "--handover-memory",
         type=_parse_size,
         default=2 << 30,
-        help="a decode instance's host memory beside a GPU, where prompts arrive; those beyond go by the pool [2GiB]",
+        help="host memory for prompts that arrive at a decode instance with a GPU; further prompts use the pool [2GiB]",
     )
-    add("--pd-comm-port", type=_parse_port, default=0, help="connector port: where prefill instances reach this one")
+    add("--pd-comm-port", type=_parse_port, default=0, help="connector port: prefill instances connect to it")
 
 
 def _add_router_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the router, and what it is told").add_argument
+    add = parser.add_argument_group("the router, and what is reported to it").add_argument
     add("--router", help="router to register with: host:port")
     add(
         "--router-token-file",
         type=Path,
-        help="with the token that the router wants of those who register (its --register-token-file); "
+        help="with the token that the router requires for registrations (its --register-token-file); "
         f"or {_TOKEN_VARIABLE}",
     )
-    add("--engine-worker-queue-port", type=_parse_port, default=0, help="told to the router; not used otherwise")
-    add("--rdma-comm-ports", help="told to the router; not used otherwise")
+    add("--engine-worker-queue-port", type=_parse_port, default=0, help="reported to the router; not used otherwise")
+    add("--rdma-comm-ports", help="reported to the router; not used otherwise")
 
 
 def _add_retrieval_flags(parser: argparse.ArgumentParser) -> None:
@@ -251,7 +288,7 @@ def _add_retrieval_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--enable-retrieval",
         action=argparse.BooleanOptionalAction,
-        help="long prompts' answers read only blocks that matter [where VLLM_PLUGINS names retrieval]",
+        help="long prompts read only the most relevant blocks in decode [default if VLLM_PLUGINS names retrieval]",
     )
 
     def add_value(name: str, parse: Callable[[str], object], text: str) -> None:
@@ -262,15 +299,18 @@ def _add_retrieval_flags(parser: argparse.ArgumentParser) -> None:
     add_value("init_tokens", _parse_tokens, "tokens at the beginning that are always read")
     add_value("local_tokens", _parse_tokens, "tokens at the end that are always read; more than a block")
     add_value("topk_percent", _parse_share, "share of the blocks between that a step reads")
-    add_value("dense_boundary", _parse_tokens, "prompts of fewer tokens are attended to exactly")
-    add_value("offload_boundary", _parse_tokens, "of longer prompts the blocks move to host memory")
-    add_value("representative", str, f"what stands for a block: {', '.join(REPRESENTATIVES)}")
-    add_value("stride", _parse_positive, "steps from one choice of blocks to the next")
+    add_value("dense_boundary", _parse_tokens, "prompts with fewer tokens use full attention")
+    add_value("offload_boundary", _parse_tokens, "the blocks of longer prompts move to host memory")
+    add_value("representative", str, f"representative of a block: {', '.join(REPRESENTATIVES)}")
+    add_value("stride", _parse_positive, "number of steps that use one selection of blocks")
     add_value("dense_layers", _parse_number, "first layers that read every block")
 
 
 def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> RetrievalConfig | None:
-    """Read sizes from the flags, else the environment, else the method's defaults; None: not enabled."""
+    """Return the settings of sparse attention; None: it is not enabled.
+
+    Each setting comes from its flag, else from its environment variable, else from the defaults.
+    """
     given = {name: values[f"retrieval_{name}"] for name in _RETRIEVAL_FIELDS}
     given = {name: value for name, value in given.items() if value is not None}
     named = {name: environ[variable] for name, variable in _RETRIEVAL_VARIABLES.items() if environ.get(variable)}
@@ -292,16 +332,21 @@ def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Re
 
 
 def _explain_idle_sizes(given: Iterable[str], named: Iterable[str]) -> None:
-    """Refuse size flags of sparse attention while it is off; log sizes that come from variables."""
+    """Handle settings of sparse attention while it is off: refuse flags, and log a warning for variables.
+
+    Args:
+        given: names of the settings that were given as flags.
+        named: names of the settings that were given as variables.
+    """
     for name in given:
         raise ConfigError(f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add it")
     if named:
         variables = ", ".join(_RETRIEVAL_VARIABLES[name] for name in named)
-        log.warning("Retrieval is off, so nothing reads %s; add --enable-retrieval", variables)
+        log.warning("Retrieval is off, so these variables have no effect: %s; add --enable-retrieval", variables)
 
 
 def _parse_variable(name: str, text: str) -> float | int:
-    """Parse a size of sparse attention from its environment variable."""
+    """Parse the value of an environment variable for the setting ``name`` of sparse attention."""
     try:
         return _parse_share(text) if name == "topk_percent" else _parse_tokens(text)
     except argparse.ArgumentTypeError as exc:
@@ -316,6 +361,8 @@ def _check_combinations(args: EngineArgs) -> None:
         )
     if args.enable_output_caching and not args.enable_prefix_caching:
         raise ConfigError("--enable-output-caching needs prefix caching; leave out --no-enable-prefix-caching")
+    if args.kv_events and not args.enable_prefix_caching:
+        raise ConfigError("--kv-events-config needs prefix caching; leave out --no-enable-prefix-caching")
     if args.max_num_batched_tokens < args.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {args.max_num_batched_tokens} is less than the {args.max_num_seqs} of "
@@ -332,19 +379,22 @@ def _check_combinations(args: EngineArgs) -> None:
 def _explain_unknown_flag(argument: str, parser: argparse.ArgumentParser) -> str:
     name = argument.partition("=")[0]
     hint = did_you_mean(name, list_flags(parser)) or "; see --help"
-    return f"{name!r} is no flag of this program{hint}"
+    return f"{name!r} is not a flag of this program{hint}"
 
 
 def _parse_protocols(text: str) -> tuple[str, ...]:
     protocols = tuple(part.strip() for part in text.split(","))
     for protocol in protocols:
         if protocol not in _TRANSFERS:
-            raise ConfigError(f"--cache-transfer-protocol {text!r}: {protocol!r} is none of {', '.join(_TRANSFERS)}")
+            raise ConfigError(f"--cache-transfer-protocol {text!r}: {protocol!r} is not one of {', '.join(_TRANSFERS)}")
     return protocols
 
 
 def _find_token_file(values: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
-    """Return the file named by the flag, else by the environment; the latter may also be set without a router."""
+    """Return the file with the router's token, from the flag, else from the environment; None: there is no router.
+
+    Without ``--router`` the flag is an error, and the variable is ignored.
+    """
     if values["router"] is None:
         if values["router_token_file"] is not None:
             raise ConfigError("--router-token-file has no effect without --router; add it")
@@ -361,10 +411,10 @@ def _read_debug(environ: Mapping[str, str]) -> bool:
 
 
 def _parse_store(text: str) -> str | None:
-    if text in ("", "None"):  # how FastDeploy writes that there is none
+    if text in ("", "None"):  # FastDeploy's values for no pool
         return None
     if text not in _STORES and ":" not in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_STORES)}, and no URL")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither one of {', '.join(_STORES)} nor a URL")
     return text
 
 
@@ -383,14 +433,14 @@ def _parse_positive(text: str) -> int:
 
 
 def _parse_tokens(text: str) -> int:
-    """Parse a number of tokens; K and M mean 1024 and 1024 * 1024."""
+    """Parse a number of tokens; a final K multiplies it by 1024, a final M by 1024 * 1024."""
     digits, unit = text[:-1], {"k": 10, "m": 20}.get(text[-1:].lower())
     try:
         value = int(text) if unit is None else int(digits) << unit
     except ValueError:
         value = -1
     if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, such as 1024 or 32K")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 1024 or 32K")
     return value
 
 
@@ -414,5 +464,5 @@ def _parse_share(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share (above 0, at most 1)")
+        raise argparse.ArgumentTypeError(f"{text} is not a fraction above 0 and at most 1")
     return value

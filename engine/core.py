@@ -1,11 +1,13 @@
-"""The engine loop: admit -> schedule -> run -> sample -> emit, on one thread that owns all bookkeeping.
+"""The engine loop: admits sequences, schedules a step, runs the step, samples tokens, and passes the tokens on.
 
-Everything from outside (a new request, an abort, a load or save that ended) arrives as a command: a callable that runs
-on this thread between steps. So scheduler and block manager need no lock.
+The loop runs on one thread, the engine's thread. Other threads do not change its state; they queue commands. A command
+is a callable that the loop calls between two steps, for example for a new request, an abort, or a load that has ended.
+So the scheduler and the block manager need no lock.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import math
@@ -39,12 +41,15 @@ STALL_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Listener:
-    """Callbacks for one sequence. They are called on the engine's thread and must not block.
+    """Callbacks for one sequence. The engine calls them on its thread; they must not block.
 
-    ``on_output`` gets every token; its last call has a ``finish_reason``. ``on_saved`` is called once, after that, when
-    no transfer of the sequence to the pool is left. ``on_computed`` gets the blocks of the prompt when their KV is
-    final, including the partly filled last one: the index of the first block, and the blocks, with a reference on each
-    that the listener releases by ``EngineCore.release_blocks``.
+    Attributes:
+        on_output: called with each token; the last call has a ``finish_reason``.
+        on_saved: called once, after the last ``on_output``, when all saves of the sequence to the pool have ended.
+        on_computed: called with blocks of the prompt when their KV is final; the partly filled last block is included.
+            Its arguments are the index of the first of these blocks, and the blocks. The listener gets one reference
+            for each block, and releases it by ``EngineCore.release_blocks``. If the model has several groups of
+            layers, only the blocks in ``BlockGroups.list_held`` are passed, and the index is the one in that list.
     """
 
     on_output: Callable[[TokenOutput], None]
@@ -54,9 +59,13 @@ class Listener:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt that another instance computed: its KV, in reserved blocks, and the first token of the answer.
+    """A prompt that another instance computed: its KV is in reserved blocks of this instance.
 
-    If ``token`` is None, the first token is chosen here; for this the prompt's last token is computed again.
+    Attributes:
+        reservation: the blocks with the prompt's KV.
+        token: the first token of the answer. None: this instance samples the first token, and computes the prompt's
+            last token again for that.
+        logprobs: the log probabilities of ``token``, if the client requested them.
     """
 
     reservation: Reservation
@@ -68,11 +77,11 @@ class EngineCore:
     """Runs sequences of one model.
 
     Args:
-        runner: with its KV memory allocated.
-        scheduler: manages the same number of blocks.
+        runner: computes the steps; its KV memory is allocated.
+        scheduler: chooses the chunks of each step; its block manager has as many blocks as the KV memory.
         metrics: the counters to update.
-        pool: closed by ``stop``; None: there is none.
-        save_outputs: save full blocks of generated text too, not only of prompts (output caching).
+        pool: the pool to load from and save to; ``stop`` closes it. None: the engine uses no pool.
+        save_outputs: whether full blocks of generated tokens are saved too, not only those of prompts (output caching).
     """
 
     def __init__(
@@ -92,7 +101,9 @@ class EngineCore:
         self._stopped = False
         self._has_failed = False
         self.is_paused = False
-        """Whether no sequence and no hand-over to this instance may begin; set and read from any thread."""
+        """Whether the engine accepts no new sequence and no new hand-over. Any thread may read and set this."""
+        self._broken_blocks: set[int] = set()
+        """Blocks with a NaN or an infinity. The engine has a reference on each until it has cleared them."""
         self._turned_at = math.inf
         self._progress = PrefillProgress()
         self._connector = (
@@ -117,7 +128,10 @@ class EngineCore:
         self._thread.start()
 
     def stop(self) -> None:
-        """End every sequence (finish reason ``abort``), wait a moment for running saves, and end the loop."""
+        """End all sequences with the finish reason ``abort``, end the loop, and close the pool.
+
+        Wait for the running step and for running saves, each for a limited time.
+        """
 
         def end() -> None:
             self._end_all("abort")
@@ -130,38 +144,44 @@ class EngineCore:
 
     @property
     def holds_stop_up(self) -> str:
-        """Describe the next operation that ``stop`` waits for."""
+        """The operation that ``stop`` waits for now, as text for the log."""
         if self.is_alive:
-            return "the step that runs"
+            return "the running step"
         if self._connector and (count := self._connector.pending_save_blocks):
-            return "1 block on its way to the pool" if count == 1 else f"{count} blocks on their way to the pool"
-        return "the pool's client to leave"
+            what = "1 block that is" if count == 1 else f"{count} blocks that are"
+            return f"{what} being saved to the pool"
+        return "the pool's client to close"
 
     @property
     def is_alive(self) -> bool:
-        """Whether the loop runs and its device still computes."""
+        """Whether the loop runs and the device has not failed."""
         return self._thread.is_alive() and not self._has_failed
 
     @property
     def is_working(self) -> bool:
-        """Whether the loop makes progress: no step has been running for over ``STALL_SECONDS``."""
+        """Whether the engine is alive, and no step or command has been running for over ``STALL_SECONDS``."""
         return self.is_alive and time.monotonic() - self._turned_at < STALL_SECONDS
 
     def submit(self, sequence: Sequence, listener: Listener, prefilled: Prefilled | None = None) -> None:
-        """Queue ``sequence``; ``listener`` gets its tokens and its end. From any thread.
+        """Queue a sequence. Any thread may call this.
 
         Args:
-            prefilled: the sequence continues from it. The engine takes ownership, even if the sequence fails.
+            sequence: the sequence to run.
+            listener: gets the tokens of the sequence and its end.
+            prefilled: the prompt's KV, if another instance computed it. The engine takes ownership of the reservation,
+                even if this method raises.
 
         Raises:
-            ValueError: the sequence can never run to its end in this engine's KV memory.
+            ValueError: the prompt and ``max_tokens`` together do not fit in this engine's KV memory.
         """
         wanted = sequence.num_prompt_tokens + sequence.request.params.max_tokens
         if wanted > self.scheduler.capacity_tokens:
             if prefilled:
                 self.cancel_reservation(prefilled.reservation, clear=False)
-            raise ValueError(f"{wanted} tokens do not fit in KV memory for {self.scheduler.capacity_tokens}")
-        # A request that ends with its first token never decodes. A prefill instance has only such requests.
+            raise ValueError(
+                f"{wanted} tokens do not fit in KV memory, which has space for {self.scheduler.capacity_tokens} tokens"
+            )
+        # Sparse attention is for decode. A request for one token never decodes, and prefill instances have only those.
         if self._runner.retrieval and sequence.request.params.max_tokens > 1:
             sequence.regime = self._runner.retrieval.config.choose_regime(sequence.num_prompt_tokens)
 
@@ -181,10 +201,12 @@ class EngineCore:
         self._commands.put(add)
 
     def _adopt_prompt(self, sequence: Sequence, prefilled: Prefilled) -> None:
-        """Continue a sequence from its prompt's KV."""
+        """Continue a sequence from the KV of its prompt, or queue it as a new sequence if that is not possible."""
         token, reservation = prefilled.token, prefilled.reservation
-        if token is None and reservation.num_cached == len(reservation.blocks):
-            # All blocks of the prompt are here and shared, so nothing may be written to them.
+        is_shared = reservation.num_cached == len(reservation.blocks)
+        if token is None and (is_shared or not self.scheduler.groups.is_full):
+            # The prompt's last token would be computed again. Its KV must not be written to shared blocks, and with
+            # windows or states the token may read blocks that the reservation does not have.
             self.scheduler.cancel_reservation(reservation)
             self.scheduler.add_sequence(sequence)
             return
@@ -197,9 +219,13 @@ class EngineCore:
     def reserve_blocks(
         self, hashes: SequenceOf[bytes], num_tokens: int, answer: Callable[[Reservation | None], None]
     ) -> None:
-        """Request blocks for a prompt; ``answer`` is called on the engine's thread. From any thread.
+        """Request a reservation of blocks for a prompt. Any thread may call this.
 
-        A paused or failed engine reserves none.
+        Args:
+            hashes: the hashes of the prompt's full blocks.
+            num_tokens: the number of tokens of the prompt.
+            answer: called on the engine's thread with the reservation, or with None if there are not enough blocks, or
+                if the engine is paused or has failed.
         """
 
         def reserve() -> None:
@@ -209,10 +235,12 @@ class EngineCore:
         self._commands.put(reserve)
 
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
-        """Release a reservation when no other instance writes to its blocks any more. From any thread.
+        """Release a reservation. Any thread may call this, after all writes of other instances to its blocks.
 
-        Set ``clear`` if another instance may have written to them. It zeros the blocks: masked positions are multiplied
-        by 0, and 0 times a partly written number that reads as infinity or NaN is NaN.
+        Args:
+            reservation: the reservation to release.
+            clear: whether another instance may have written to the blocks. They are then set to zero, because a partly
+                written number can be NaN, and attention multiplies masked positions by 0: 0 times NaN is NaN.
         """
 
         def run() -> None:
@@ -223,30 +251,27 @@ class EngineCore:
         self._commands.put(run)
 
     def release_blocks(self, blocks: SequenceOf[int]) -> None:
-        """Release references that ``Listener.on_computed`` got. From any thread."""
+        """Release the references on blocks that ``Listener.on_computed`` got. Any thread may call this."""
         self._commands.put(lambda: self.scheduler.blocks.release_blocks(blocks))
 
     def count_cached_blocks(self) -> int:
-        """Return the number of blocks in the prefix cache. From any thread."""
+        """Return the number of blocks in the prefix cache. Any thread may call this."""
         return self.scheduler.blocks.num_cached_blocks
 
     def clear_prefix_cache(self) -> None:
-        """Forget the prefixes that are cached now: sequences submitted after this call find none of them.
+        """Clear the prefix cache: sequences that are submitted later do not find the blocks that are cached now.
 
-        Running sequences continue, and blocks that fill up later are cached again. The pool retains its blocks. From
-        any thread.
+        Running sequences continue, and blocks that become full later are cached. The blocks in the pool stay there. Any
+        thread may call this.
         """
 
         def clear() -> None:
-            log.info("The prefix cache is cleared: it had %d blocks", self.scheduler.blocks.unpublish_all())
+            log.info("The prefix cache was cleared; it had %d blocks", self.scheduler.blocks.unpublish_all())
 
         self._commands.put(clear)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call ``function`` on the engine's thread, between two steps and after all commands before it.
-
-        From any thread.
-        """
+        """Queue ``function`` as a command, and return a future with its result. Any thread may call this."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -254,30 +279,32 @@ class EngineCore:
                 future.set_result(function())
             except Exception as exc:
                 future.set_exception(exc)
-                raise  # to log it
+                raise  # the loop logs it
 
         self._commands.put(run)
         return future
 
     @property
     def has_blocks_in_use(self) -> bool:
-        """Whether a sequence, a load, a save or a hand-over holds a block. On the engine's thread."""
+        """Whether a sequence, a load, a save or a direct transfer uses a block. Read this on the engine's thread."""
         blocks, connector = self.scheduler.blocks, self._connector
         return blocks.num_available < blocks.num_blocks or bool(connector and connector.pending_save_blocks)
 
     def follow_weights(self) -> None:
-        """Use no KV of other weights than the runner's current ones, from the own cache or the pool.
+        """Clear the prefix cache and switch the pool to the namespace of the runner's new weights.
 
-        Call this on the engine's thread, while ``has_blocks_in_use`` is false.
+        Call this on the engine's thread after the weights have changed, while ``has_blocks_in_use`` is false. Then no
+        sequence reads KV of the old weights.
         """
         self.scheduler.blocks.unpublish_all()
         if self._connector:
             self._connector.follow_weights()
 
     def call_after_flush(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, on any thread, once other instances can read all saved blocks. From any thread.
+        """Call ``callback`` when other instances can read all blocks that were saved so far. Any thread may call this.
 
-        This takes some seconds at most. The call is immediate if the pool writes before it answers.
+        ``callback`` is called on any thread. This takes a few seconds at most; if the pool writes each block before it
+        confirms the save, ``callback`` is called immediately.
         """
         if self._connector:
             self._connector.call_after_flush(callback)
@@ -285,19 +312,23 @@ class EngineCore:
             callback()
 
     def abort_sequence(self, sequence: Sequence, reason: str = "abort") -> None:
-        """End ``sequence`` with this finish reason. It has no effect if the sequence has ended. From any thread."""
+        """End ``sequence`` with this finish reason, unless it has ended already. Any thread may call this."""
         self._commands.put(lambda: self._end_sequence(sequence, reason))
 
     def _run_loop(self) -> None:
         idle = True
+        events = self.scheduler.blocks.events
         while not self._stopped:
+            if events:
+                events.flush()
             if self._has_failed:
-                # Answer every command, and compute nothing any more.
+                # Run commands and end new sequences with an error, but compute nothing.
                 self._run_commands(wait=True)
                 self._end_all("error")
                 continue
             try:
                 self._run_commands(wait=idle)
+                self._clear_broken_blocks()
                 self._admit_sequences()
                 preempted = self.scheduler.num_preemptions
                 chunks = self.scheduler.schedule_step()
@@ -305,31 +336,31 @@ class EngineCore:
                 self.metrics.preempted.inc(self.scheduler.num_preemptions - preempted)
                 if self._runner.retrieval:
                     self._runner.retrieval.forget_all_but(self.scheduler.running)
-                # With nothing to compute, the next work (a request, a load that ended, blocks that a save releases)
-                # arrives as a command.
+                # If there is nothing to compute, wait for the next command: a new request, the end of a load, or blocks
+                # that a save releases.
                 idle = not chunks
                 if chunks:
                     self._run_step(chunks)
             except Exception:
                 # A failed step must not end the instance: its sequences fail, the others continue.
-                log.exception("A step failed; its requests end with an error")
+                log.exception("A step failed; the requests in it end with an error")
                 failed = list(self.scheduler.running)
                 for sequence in failed:
                     self._end_sequence(sequence, "error")
-                idle = not failed  # other sequences may wait for their blocks
+                idle = not failed  # other sequences may wait for the blocks of the failed ones
                 self._fail_with_device()
 
     def _fail_with_device(self) -> None:
-        """Answer every request with an error from now on, if the device is lost.
+        """Check whether the device still works; if not, end all requests with an error, from now on.
 
         After some errors (an illegal address, a failed assertion, broken memory) CUDA returns the same error for every
-        later call of the process. So one more call distinguishes these errors from all others, independent of the
-        exception type.
+        later call of the process. So one more call shows whether the device is lost, whatever the type of the first
+        exception was.
         """
         try:
             self._runner.wait_for_device()
         except Exception:
-            log.critical("The device is lost: this instance must be started again", exc_info=True)
+            log.critical("The device is lost: this instance must be restarted", exc_info=True)
             self._has_failed = True
             self._end_all("error")
 
@@ -338,13 +369,13 @@ class EngineCore:
             self._end_sequence(sequence, reason)
 
     def _admit_sequences(self) -> None:
-        """Admit waiting sequences; those that lack blocks that the pool may have load them first."""
+        """Admit waiting sequences, and start a load for each admitted sequence that needs blocks from the pool."""
         for sequence in self.scheduler.admit_waiting():
             assert self._connector is not None
             self._connector.start_load(sequence)
 
     def _run_commands(self, *, wait: bool) -> None:
-        """Run the queued commands; ``wait`` for the first if there is none."""
+        """Run the queued commands. With ``wait``, block until there is at least one."""
         self._turned_at = math.inf if wait else time.monotonic()
         while True:
             try:
@@ -356,15 +387,15 @@ class EngineCore:
             try:
                 command()
             except Exception:
-                log.exception("A command failed; the running sequences go on")
+                log.exception("A command failed; the running sequences continue")
 
     @contextlib.contextmanager
     def _ending_on_error(self, sequence: Sequence) -> Iterator[None]:
-        """Make an exception in this context end ``sequence``, and no other, with an error."""
+        """Catch an exception in the ``with`` block: log it, and end ``sequence`` with an error."""
         try:
             yield
         except Exception:
-            log.exception("%s failed", sequence.request.request_id)
+            log.exception("request %s failed", sequence.request.request_id)
             self._end_sequence(sequence, "error")
 
     def _run_step(self, chunks: list[Chunk]) -> None:
@@ -391,20 +422,54 @@ class EngineCore:
                 self._connector.start_save(chunk.sequence)
 
     def _withdraw_broken_blocks(self, sequence: Sequence) -> None:
-        """Unpublish the blocks of a failed sequence, from the first one that holds a NaN or an infinity.
+        """Remove the blocks of a failed sequence from the caches, from the first block with a NaN or an infinity on.
 
-        Earlier chunks of the prompt were published before the logits showed the failure.
+        Earlier chunks of the prompt were published before the logits showed the failure. If the sequence has released a
+        block, and the prefix cache has evicted it, the pool may still have it. Such a block cannot be checked; it
+        counts as broken if the block after it is broken.
         """
-        first = sequence.num_offloaded
-        is_broken = self._runner.find_broken_blocks(sequence.block_table[first : sequence.num_published])
-        if True not in is_broken:
+        groups, hashes, blocks = self.scheduler.groups, sequence.hashes(), self.scheduler.blocks
+        first = last = sequence.num_published
+        broken: set[int] = set()
+        for number, table in enumerate(sequence.tables):
+            names = groups.name_blocks(number, hashes, range(min(last, table.num_released)))
+            cached = {place: blocks.find_block(name) for place, name in enumerate(names)}
+            found = {place: block for place, block in cached.items() if block is not None}
+            found |= {place: table.blocks[place] for place in range(table.num_released, len(table.blocks))}
+            is_broken = self._runner.find_broken_blocks(list(found.values()))
+            places = [place for place, each in zip(found, is_broken, strict=True) if each]
+            broken.update(found[place] for place in places)
+            if places:
+                begin = places[0]
+                while begin > 0 and begin - 1 not in found:
+                    begin -= 1
+                first = min(first, begin)
+        broken -= self._broken_blocks
+        blocks.hold_blocks(sorted(broken))
+        self._broken_blocks |= broken
+        if first == last:
             return
-        first += is_broken.index(True)
-        hashes = sequence.hashes()[first : sequence.num_published]
-        log.error("%s: %d blocks hold no numbers and are withdrawn", sequence.request.request_id, len(hashes))
-        self.scheduler.blocks.unpublish_blocks(hashes)
+        names = [name for i in range(len(groups)) for name in groups.name_blocks(i, hashes, range(first, last))]
+        log.error(
+            "request %s: KV has NaN or infinity; %d blocks are removed from the prefix cache and from the pool",
+            sequence.request.request_id,
+            len(names),
+        )
+        blocks.unpublish_blocks(names)
         if self._connector:
-            self._connector.remove_blocks(hashes)
+            self._connector.remove_blocks(names)
+
+    def _clear_broken_blocks(self) -> None:
+        """Zero and release the broken blocks that no sequence, load or save uses any more.
+
+        A later sequence fills such a block step by step and masks the rest, but a masked NaN is still NaN.
+        """
+        blocks = self.scheduler.blocks
+        unused = [block for block in self._broken_blocks if blocks.num_references(block) == 1]
+        if unused:
+            self._runner.kv[unused] = 0
+            self._broken_blocks.difference_update(unused)
+            blocks.release_blocks(unused)
 
     def _run_chunks(self, chunks: list[Chunk]) -> list[Choice]:
         prefills = any(chunk.sequence.is_prefilling for chunk in chunks)
@@ -416,11 +481,14 @@ class EngineCore:
         return choices
 
     def _index_blocks(self, sequence: Sequence) -> None:
-        """Index the computed blocks of a sequence with sparse attention; offload them once it decodes."""
+        """Add new full blocks of a sequence with sparse attention to the index.
+
+        If the sequence is offloaded and decodes, also release its full blocks of KV memory.
+        """
         if self._runner.retrieval is None or sequence.regime is Regime.DENSE:
             return
         self._runner.retrieval.index_blocks(sequence)
-        # Prompts are computed exactly, which needs all of their blocks.
+        # A prompt is computed with full attention, which reads all of its blocks: so not before decode.
         if sequence.regime is Regime.OFFLOADED and sequence.is_decoding:
             num_full = sequence.num_computed // sequence.block_size
             if self._connector:
@@ -428,22 +496,27 @@ class EngineCore:
             self.scheduler.offload_blocks(sequence, num_full)
 
     def _export_blocks(self, sequence: Sequence) -> None:
-        """Pass the blocks of the prompt that became final to a listener that wants them."""
+        """Pass the blocks of the prompt that became final to the listener, if it has ``on_computed``."""
         listener = self._listeners[sequence]
         if listener.on_computed is None:
             return
         block_size, computed = sequence.block_size, sequence.num_computed
         whole = computed >= sequence.num_prompt_tokens
         first, last = sequence.num_exported, -(-computed // block_size) if whole else computed // block_size
+        if self.scheduler.groups.is_full:
+            blocks = sequence.block_table[first:last]
+        else:
+            held = self.scheduler.groups.list_held(sequence.num_prompt_tokens)
+            last = bisect.bisect_left(held, last, key=lambda block: block[1])
+            blocks = [sequence.tables[number].blocks[place] for number, place in held[first:last]]
         if first >= last:
             return
-        blocks = sequence.block_table[first:last]
         self.scheduler.blocks.hold_blocks(blocks)
         sequence.num_exported = last
         listener.on_computed(first, blocks)
 
     def _append_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Append a new token to the sequence, notify its listener, and end the sequence if this is its last token."""
+        """Append a new token to the sequence, pass it to the listener, and end the sequence if it is the last token."""
         now = time.monotonic()
         if sequence.first_token_at is None:
             sequence.first_token_at = now
@@ -498,7 +571,7 @@ class EngineCore:
             metrics.output_token.observe((now - sequence.first_token_at) / (sequence.num_output_tokens - 1))
 
     def _count_completion(self, sequence: Sequence, reason: str) -> None:
-        """Count what FastDeploy counts: requests that were admitted, and those that ended normally."""
+        """Update FastDeploy's metrics of requests that got a first token, and of those that ended normally."""
         metrics, started, first_token = self.metrics, sequence.started_at, sequence.first_token_at
         if started is None or first_token is None:
             return
@@ -517,7 +590,7 @@ class EngineCore:
             self._listeners.pop(sequence).on_saved()
 
     def _watch_gauges(self) -> None:
-        """Let the gauges read the engine's state whenever they are scraped."""
+        """Connect the gauges with functions that read the engine's state at each scrape."""
         metrics, scheduler, blocks = self.metrics, self.scheduler, self.scheduler.blocks
         metrics.running.set_function(lambda: len(scheduler.running))
         metrics.waiting.set_function(lambda: len(scheduler.waiting) + len(scheduler.loading) + len(scheduler.ready))

@@ -1,7 +1,7 @@
-"""FastDeploy's other flags: those that change nothing here are accepted, the rest are refused with a reason.
+"""FastDeploy's flags that this engine does not have. A flag without effect here is accepted, another one is refused.
 
-So command lines of FastDeploy's users work unchanged, with its abbreviations and its ``--config FILE``, and no user
-gets a different behaviour than the flags request.
+So FastDeploy's command lines work unchanged, with their abbreviations and ``--config FILE``. If a flag requests a
+behaviour that this engine does not have, the message says what to do instead.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ __all__ = ["IN_FLOAT32", "add_foreign_flags", "expand_abbreviations", "read_conf
 
 
 class _Flag(NamedTuple):
-    """One of FastDeploy's flags that this engine does not have.
+    """A flag of FastDeploy that this engine does not have.
 
     Attributes:
-        nargs: as argparse's; 0: a switch.
-        harmless: the values that change nothing; None: all values.
-        remedy: the message about any other value.
+        nargs: number of arguments, as in argparse; 0: the flag is a switch.
+        harmless: the values that are accepted, because they change nothing here; None: all values.
+        remedy: the end of the message for any other value: why it is refused, and what to do instead.
+        is_boolean: whether there is also a ``--no-`` form.
     """
 
     nargs: int | str | None
@@ -54,9 +55,11 @@ _FLAGS: dict[str, _Flag] = {
     # The API server.
     **dict.fromkeys(("--workers", "--max-concurrency", "--timeout", "--timeout-graceful-shutdown"), _VALUE),
     "--controller-port": _only("-1", remedy="this engine has no controller server; leave it out"),
-    "--max-waiting-time": _only("-1", remedy="requests wait here for as long as their clients do; leave it out"),
+    "--max-waiting-time": _only("-1", remedy="requests wait until their clients disconnect; leave it out"),
     "--enable-mm-output": _refuse("this engine answers in text only; leave it out", 0),
-    "--api-key": _refuse("this engine asks for no keys; give them to the router, and let only it reach the instance"),
+    "--api-key": _refuse(
+        "this engine checks no API keys; give the keys to the router, and let only the router reach the instance"
+    ),
     # The model.
     **dict.fromkeys(("--revision", "--use-warmup", "--model-impl", "--seed", "--max-logprobs"), _VALUE),
     **dict.fromkeys(("--enable-logprob", "--lm_head-fp32", "--moe-gate-fp32", "--enable-mm"), _SWITCH),
@@ -70,25 +73,25 @@ _FLAGS: dict[str, _Flag] = {
         ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--max-encoder-cache", "--max-processor-cache"), _VALUE
     ),
     "--deploy-modality": _VALUE,
-    "--reasoning-parser": _refuse("thinking is a part of the answer here; leave it out"),
+    "--reasoning-parser": _refuse("reasoning is a part of the answer here; leave it out"),
     "--chat-template": _refuse("messages are rendered by the checkpoint's own template; leave it out"),
-    "--tool-call-parser": _refuse("a call is a part of the answer's text here; leave it out"),
-    "--tool-parser-plugin": _refuse("a call is a part of the answer's text here; leave it out"),
+    "--tool-call-parser": _refuse("a tool call is a part of the answer's text here; leave it out"),
+    "--tool-parser-plugin": _refuse("a tool call is a part of the answer's text here; leave it out"),
     "--load-strategy": _only("normal", remedy=f"{_FOLDER}; leave it out"),
     "--rsync-config": _refuse(f"{_FOLDER}; leave it out"),
     "--load-choices": _only("default", "default_v1", remedy=f"{_FOLDER}; leave it out"),
-    "--quantization": _refuse("this engine computes with the weights as the checkpoint has them; leave it out"),
-    # How the engine computes, and how that changes answers.
+    "--quantization": _refuse("this engine uses the checkpoint's weights unchanged; leave it out"),
+    # Computation and sampling.
     **dict.fromkeys(("--speculative-config", "--graph-optimization-config", "--benchmark-metrics-config"), _VALUE),
     "--plas-attention-config": _refuse("this engine has another sparse attention: --enable-retrieval"),
-    "--guided-decoding-backend": _only("off", remedy="this engine holds answers to no form; leave it out"),
+    "--guided-decoding-backend": _only("off", remedy="this engine does not support structured output; leave it out"),
     "--guided-decoding-disable-any-whitespace": _VALUE,
-    "--enable-keep-sampling-mask": _refuse("this engine does not tell the sampling mask; leave it out", 0),
-    "--logprobs-mode": _only("raw_logprobs", remedy="this engine tells raw log probabilities; leave it out"),
-    "--enable-early-stop": _refuse("this engine does not look for repetitions; leave it out", 0),
-    "--early-stop-config": _refuse("this engine does not look for repetitions; leave it out"),
-    "--logits-processors": _refuse("this engine takes no processors of logits; leave it out", "+"),
-    "--enable-entropy": _refuse("this engine does not tell entropy; leave it out", 0),
+    "--enable-keep-sampling-mask": _refuse("this engine does not report the sampling mask; leave it out", 0),
+    "--logprobs-mode": _only("raw_logprobs", remedy="this engine reports raw log probabilities; leave it out"),
+    "--enable-early-stop": _refuse("this engine does not detect repetitions; leave it out", 0),
+    "--early-stop-config": _refuse("this engine does not detect repetitions; leave it out"),
+    "--logits-processors": _refuse("this engine does not support logits processors; leave it out", "+"),
+    "--enable-entropy": _refuse("this engine does not report entropy; leave it out", 0),
     # Devices.
     **dict.fromkeys(
         (
@@ -111,7 +114,7 @@ _FLAGS: dict[str, _Flag] = {
     ),
     "--cache-queue-port": _VALUE,
     "--write-policy": _only("write_through", remedy="blocks are written through; leave it out"),
-    # Prefill in chunks; this engine always does it.
+    # Chunked prefill; this engine always computes prompts in chunks.
     **dict.fromkeys(("--enable-chunked-prefill", "--disable-chunked-mm-input"), _SWITCH),
     **dict.fromkeys(
         ("--max-num-partial-prefills", "--max-long-partial-prefills", "--long-prefill-token-threshold"), _VALUE
@@ -128,8 +131,8 @@ _FLAGS: dict[str, _Flag] = {
     },
 }
 
-_LIMITS = "an answer ends where its request, or the checkpoint's generation_config.json, says; leave it out"
-_ANSWERS = "answers are given as they are generated; leave it out"
+_LIMITS = "the request or the checkpoint's generation_config.json sets the end of an answer; leave it out"
+_ANSWERS = "answers are always streamed as they are generated; leave it out"
 
 _NEWER_FLAGS: dict[str, _Flag] = {
     **dict.fromkeys(("--enable-mega-moe", "--skip-port-check"), _SWITCH),
@@ -139,15 +142,15 @@ _NEWER_FLAGS: dict[str, _Flag] = {
     "--min-completion-tokens": _refuse(_LIMITS),
     "--reasoning-max-tokens": _refuse(_LIMITS),
     "--response-max-tokens": _refuse(_LIMITS),
-    "--input-max-tokens": _refuse("a prompt may have as many tokens as --max-model-len has room for; leave it out"),
+    "--input-max-tokens": _refuse("--max-model-len limits the prompt; leave it out"),
     "--output-fallback": _refuse(_ANSWERS),
     "--output-fallback-plugin": _refuse(_ANSWERS),
     "--output-fallback-config": _refuse(_ANSWERS),
 }
-"""Flags that are newer than 2.6. They have no abbreviations, because 2.6's abbreviations would be ambiguous then."""
+"""Flags of FastDeploy after version 2.6. They cannot be abbreviated: that would make abbreviations of 2.6 ambiguous."""
 
 IN_FLOAT32 = ("--lm_head-fp32", "--moe-gate-fp32")
-"""Accepted flags that change nothing only if all of the model is computed in float32."""
+"""Accepted flags that compute a part of the model in float32. They change nothing only with ``--dtype float32``."""
 
 _SHARED = (
     *("--port", "--host", "--metrics-port", "--model", "--served-model-name", "--tokenizer", "--max-model-len"),
@@ -157,14 +160,14 @@ _SHARED = (
     *("--enable-output-caching", "--no-enable-output-caching", "--splitwise-role", "--cache-transfer-protocol"),
     *("--pd-comm-port", "--rdma-comm-ports", "--router"),
 )
-"""FastDeploy's flags that this engine also has."""
+"""The flags that FastDeploy and this engine have in common."""
 
 _NAMES = (*_SHARED, *_FLAGS, *(f"--no-{name[2:]}" for name, flag in _FLAGS.items() if flag.is_boolean))
-"""All flags of 2.6; a unique prefix is enough."""
+"""All flags of FastDeploy 2.6. Each can be abbreviated to a beginning that no other flag has."""
 
 
 class _Foreign(argparse.Action):
-    """Records in ``without_effect`` that a flag was given, or refuses its value."""
+    """Action for a flag of FastDeploy: adds its name to ``without_effect``, or refuses its value."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, flag: _Flag) -> None:
         super().__init__(
@@ -182,14 +185,14 @@ class _Foreign(argparse.Action):
         said = values if isinstance(values, str) else " ".join(values or ())
         harmless = self._flag.harmless
         if harmless is not None and said.strip() not in harmless:
-            # If every value is refused, do not quote it: it explains nothing, and it may be a secret key.
+            # If all values are refused, the message does not quote this one, because it may be a secret key.
             raise ConfigError(f"{f'{option_string} {said}' if harmless else option_string}: {self._flag.remedy}")
         given = namespace.without_effect
         namespace.without_effect = given if option_string in given else (*given, str(option_string))
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
-    """Let ``parser`` accept FastDeploy's other flags; it adds their names to ``without_effect``."""
+    """Add FastDeploy's other flags to ``parser``. Parsing adds the names of given flags to ``without_effect``."""
     parser.set_defaults(without_effect=())
     for name, flag in {**_FLAGS, **_NEWER_FLAGS}.items():
         names = [name, f"--no-{name[2:]}"] if flag.is_boolean else [name]
@@ -197,14 +200,14 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def expand_abbreviations(argv: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return ``argv`` with each abbreviated FastDeploy flag replaced by its full name.
+    """Return ``argv`` with the full name in place of each abbreviated flag of FastDeploy.
 
     Args:
-        argv: words of a command line.
-        known: all flags of this engine.
+        argv: the words of a command line.
+        known: all flags of this engine; they are not changed.
 
     Raises:
-        ConfigError: an abbreviation fits several of FastDeploy's flags.
+        ConfigError: several flags of FastDeploy begin with an abbreviation.
     """
     known = set(known)
     expanded = []
@@ -213,17 +216,20 @@ def expand_abbreviations(argv: Iterable[str], known: Iterable[str]) -> list[str]
         if name.startswith("--") and len(name) > 2 and name not in known:
             meant = [each for each in _NAMES if each.startswith(name)]
             if len(meant) > 1:
-                raise ConfigError(f"{name!r} is the beginning of {', '.join(meant)}; write the one that is meant")
+                raise ConfigError(f"{name!r} is ambiguous; write the full name of one of these: {', '.join(meant)}")
             word = "=".join([*meant, *value]) if meant else word
         expanded.append(word)
     return expanded
 
 
 def read_config_file(path: str, parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Read the flags in a YAML file: return them as words of a command line, and the names that are not flags.
+    """Read a YAML file with flags.
+
+    Returns:
+        The flags as words of a command line, and the names in the file that are not flags.
 
     Raises:
-        ConfigError: it cannot be read, is not a mapping, or has a switch that is neither true nor false.
+        ConfigError: the file cannot be read, is not a mapping, or has a switch that is neither true nor false.
     """
     try:
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
@@ -246,7 +252,7 @@ def read_config_file(path: str, parser: argparse.ArgumentParser) -> tuple[list[s
 
 
 def _write_words(name: str, value: object, actions: Mapping[str, argparse.Action], where: str) -> list[str]:
-    """Return a file's setting as words of a command line; an empty list if it is not set."""
+    """Return one setting of a YAML file as words of a command line; an empty list if it has no value."""
     if value is None or value == "":
         return []
     if actions[name].nargs == 0:

@@ -1,18 +1,18 @@
-"""``python -m engine.make_model``: a small transformers checkpoint for machines that cannot download one.
+"""``python -m engine.make_model``: writes a small transformers checkpoint, for machines that cannot download one.
 
-The weights are random: **the computation is real, the text is not.** It is a complete Qwen2 (grouped-query attention,
-rotary positions, 23 million parameters) with a byte-level tokenizer and a chat template, written in seconds, with the
-same bytes every time. It has three properties that a demonstration of a KV cache needs:
+The checkpoint is a complete Qwen2 (grouped-query attention, rotary positions, 23 million parameters) with a byte-level
+tokenizer and a chat template. **The weights are random**, so the computation is real, but the text has no meaning. The
+program takes seconds and always writes the same bytes. The model has three properties that tests of a KV cache need:
 
-- Attention matters. Queries and keys are scaled so that each head attends to a few distant positions, so a wrong byte
-  in a cached block changes the words that follow.
-- Answers are readable, and survive a round trip: only whole English words are likely, and each is one token with its
-  leading space. So the text of an answer, sent again in a conversation, encodes to the same ids that were generated,
-  and turn 2 finds the blocks that turn 1 generated.
-- The chosen token is stable: the best logit leads the second by far more than float32 rounding, so answers do not
-  depend on how the work was divided into batches and blocks.
+- The answer depends on attention. Queries and keys are scaled so that each head attends to a few distant positions. So
+  a wrong byte in a cached block changes the words that follow.
+- The text of an answer encodes to the token ids that were generated. Only whole English words are likely, and each is
+  one token with its leading space. So if a client sends an answer back in the next turn of a conversation, that turn
+  finds the blocks that were generated in this turn.
+- The greedy token does not depend on rounding: the difference between the two highest logits is far larger than
+  float32's rounding errors. So answers do not depend on the division of the work into batches and blocks.
 
-It needs no torch: a checkpoint is numbers in files.
+This program does not need torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["MODEL_NAME", "MODEL_VERSION", "default_folder", "make_model"]
 
 MODEL_NAME = "kvstore-tiny-qwen2"
 MODEL_VERSION = 2
-"""Increase it when any byte of the checkpoint changes; a folder that holds another version is written again."""
+"""Version of the checkpoint; increase it when any byte changes. A folder with another version is written again."""
 
 STAMP = "kvstore_model.json"
 
@@ -43,24 +43,26 @@ HIDDEN, LAYERS, INTERMEDIATE = 512, 8, 1408
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 MAX_POSITIONS = 32768
 MAX_NEW_TOKENS = 64
-"""Default limit of an answer: the model hardly ever ends one itself, and filling a context takes minutes."""
+"""Default limit of an answer. Without it most answers would fill the context, because the model rarely ends one."""
 
-# Standard deviations of a part's outputs, for inputs of deviation 1. Chosen by measurement: 70 to 90 different words in
-# 100, from prompts of 3 to 8,000 tokens; rounding moves a logit by 2e-5, and the best logit leads by 0.6 (median).
+# Standard deviations of the outputs of parts of the model, for inputs with a standard deviation of 1. Chosen by
+# measurement: 100 generated words have 70 to 90 different ones, with prompts of 3 to 8,000 tokens. Rounding changes a
+# logit by 2e-5; the difference between the two highest logits is 0.6 (median).
 ATTENTION_SCORE = 2.2
 ATTENTION_OUT = 0.7
 MLP_OUT = 0.7
 LOGIT = 3.0
 
-# The residual stream's channel 0 is 1 for every token and no layer writes to it, so the output layer can use it as a
-# bias: every token that is not a word of WORDS gets a logit too low for any sampling temperature.
+# Channel 0 of the residual stream is 1 for every token, and no layer writes to it. The output layer uses it as a bias:
+# each token that is not one of WORDS gets a logit so low that it is never sampled.
 CONSTANT_CHANNEL = 0
 NOT_A_WORD = -100.0
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
-SPACE = "Ġ"  # how byte-level vocabularies write the byte 0x20
-# transformers gives a qwen2 checkpoint Qwen2's own pre-tokenizer instead of the one in its file, so use the same one.
+SPACE = "Ġ"  # the letter for the byte 0x20 in byte-level vocabularies
+# For a qwen2 checkpoint transformers uses Qwen2's pre-tokenizer and ignores the one in tokenizer.json. So this is
+# Qwen2's.
 QWEN2_PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -122,24 +124,24 @@ Qwen2 architecture, {LAYERS} layers, hidden size {HIDDEN}, {HEADS} heads, {KV_HE
 
 
 def default_folder() -> Path:
-    """Return the default folder of the model: ``.cache/models`` of the checkout, else of the user."""
+    """Return the default folder of the model: in ``.cache/models`` of the checkout, else of the home folder."""
     checkout = Path(__file__).resolve().parent.parent
     in_checkout = (checkout / "pyproject.toml").is_file()
     return (checkout / ".cache" if in_checkout else Path.home() / ".cache") / "models" / MODEL_NAME
 
 
 def make_model(folder: Path) -> bool:
-    """Write the checkpoint to ``folder`` unless it is there already; return whether it had to be written.
+    """Write the checkpoint to ``folder``, unless the folder has this version already; return whether it was written.
 
-    The folder appears complete or not at all, so processes may call this concurrently.
+    The files are written to a temporary folder, which is then renamed. So several processes may call this concurrently.
 
     Raises:
-        FileExistsError: ``folder`` holds something that this program did not write.
+        FileExistsError: ``folder`` has files that this program did not write.
     """
     if _holds_this_model(folder):
         return False
     if folder.exists() and not (folder / STAMP).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} holds something else; name an empty or a new folder with --output")
+        raise FileExistsError(f"{folder} has other contents; give an empty or a new folder with --output")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         whole = Path(scratch) / "model"
@@ -150,7 +152,7 @@ def make_model(folder: Path) -> bool:
         try:
             whole.rename(folder)
         except OSError:
-            if not _holds_this_model(folder):  # else another process wrote it first, with the same bytes
+            if not _holds_this_model(folder):  # if it does, another process was faster and wrote the same bytes
                 raise
     return True
 
@@ -182,11 +184,12 @@ def _write_checkpoint(folder: Path) -> None:
 
 
 def _build_tokenizer() -> Tokenizer:
-    """Build a byte-level BPE tokenizer with Qwen2's rules, and merges that form exactly the words of ``WORDS``.
+    """Build a byte-level BPE tokenizer with Qwen2's rules. Its merges form exactly the words of ``WORDS``.
 
-    A merge only lengthens a word from its leading space, so the result does not depend on the order of merges: a known
-    word is one token; an unknown one is the longest beginning that it shares with a known one, then bytes. Ids are
-    0..255 for the bytes, then the special tokens, the beginnings of words, and the words.
+    Each merge adds one letter to a beginning of a word, from the leading space on. So the order of the merges does not
+    matter. A word of ``WORDS`` becomes one token. Another word becomes the longest beginning that it has in common with
+    one of ``WORDS``, followed by single bytes. The ids are in this order: bytes (0 to 255), special tokens, beginnings
+    of words, words.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [SPACE + word for word in WORDS]
@@ -208,9 +211,10 @@ def _build_tokenizer() -> Tokenizer:
 
 
 def _draw_tensors(vocab_size: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yield every tensor of the checkpoint with its transformers name, drawn in this order from one fixed stream.
+    """Yield the name and the random values of each tensor of the checkpoint.
 
-    numpy guarantees that ``RandomState`` is frozen: the same seed gives the same numbers in every version.
+    All values come from one ``RandomState``, in this order. numpy guarantees that it gives the same numbers for the
+    same seed in every version.
     """
     stream = np.random.RandomState(SEED)
 
@@ -301,7 +305,7 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the model and print its folder."""
+    """Write the model to ``--output``, and print the folder; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m engine.make_model", description="Write a small test model.")
     parser.add_argument("--output", type=Path, default=default_folder(), metavar="FOLDER", help="default: %(default)s")
     folder: Path = parser.parse_args(argv).output.absolute()

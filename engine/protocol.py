@@ -1,8 +1,9 @@
-"""OpenAI's request bodies, checked, and the shape of its responses and errors, and of Anthropic's errors.
+"""Bodies of OpenAI's completions API: checks requests; builds usage and error objects (also Anthropic's errors).
 
-Unknown fields are accepted and ignored: clients send many that are harmless without support. Fields that would change
-the answer and that this engine cannot support are refused, unless their value changes nothing. ``null`` counts as a
-missing field. An instance serves one model and does not check ``model`` (nor does FastDeploy's).
+Unknown fields are ignored, because clients send many fields that do not change the answer. A field that would change
+the answer and that this engine does not support is refused, unless its value changes nothing. A field with ``null``
+counts as missing. The field ``model`` is not checked, because an instance serves one model (FastDeploy does not check
+it either).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from engine.scheduling.cache_hints import CacheControl
+from engine.scheduling.cache_hints import CacheControl, CacheOptions
 from engine.scheduling.request import GREATEST_PENALTY, LEAST_PENALTY, SamplingDefaults, SamplingParams
 
 __all__ = [
@@ -55,26 +56,25 @@ __all__ = [
 
 MAX_CHOICES = 128  # OpenAI's limit
 MAX_ANSWERS = 1024
-"""For all prompts of one request: vLLM takes this many prompts, and our router counts up to it."""
-MAX_STOPS = 16  # vLLM and OpenAI accept four
+"""Maximum number of answers to one request, for all of its prompts together. The router has the same limit."""
+MAX_STOPS = 16  # maximum number of stop strings; OpenAI accepts 4
 # An id is logged and returned in a header. A router accepts 256 characters, and appends a number to retries.
 _MAX_ID_CHARACTERS = 300
 
 Unsupported: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Fields, each with the values that change nothing, and how the client can avoid other values."""
+"""Names of unsupported fields, each with the values that change nothing, and the explanation for all other values."""
 
-_NO_FORM = "this engine holds answers to no form; ask for the form in the prompt, and check the answer"
-_OWN_LOGPROBS = "this engine tells the model's own probabilities; leave it out"
+_NO_FORM = "this engine does not support structured output; describe the format in the prompt, and check the answer"
+_OWN_LOGPROBS = "this engine reports probabilities before sampling settings apply; leave it out"
 _TEMPLATE_VARIABLE = "it is a variable of some chat templates; give it in chat_template_kwargs"
-# Fields that would change the answer in a way that this engine does not support: the values that change nothing, the
-# missing feature, and a remedy. ``GenerationBody`` has more such fields; their types say which values are valid.
+# ``GenerationBody`` refuses further fields by their types, such as ``best_of: Literal[1]``.
 _UNSUPPORTED: Unsupported = {
-    "allowed_token_ids": (([],), "this engine chooses among all tokens; leave it out"),
-    "bad_words": (([],), "this engine forbids no words; leave it out"),
-    "bad_words_token_ids": (([],), "this engine forbids no words; leave it out"),
-    "custom_logit_processor": ((), "this engine takes no processors of logits; leave it out"),
-    "custom_params": (({},), "this engine takes no processors of logits; leave it out"),
-    "extra_key": ((), "this engine keeps caches apart by cache_salt; give that"),
+    "allowed_token_ids": (([],), "this engine samples from all tokens; leave it out"),
+    "bad_words": (([],), "this engine cannot ban words; leave it out"),
+    "bad_words_token_ids": (([],), "this engine cannot ban words; leave it out"),
+    "custom_logit_processor": ((), "this engine does not support logits processors; leave it out"),
+    "custom_params": (({},), "this engine does not support logits processors; leave it out"),
+    "extra_key": ((), "this engine separates caches by cache_salt; give cache_salt"),
     **dict.fromkeys(
         (
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "structured_outputs"),
@@ -82,60 +82,73 @@ _UNSUPPORTED: Unsupported = {
         ),
         ((), _NO_FORM),
     ),
-    "guided_json_object": ((False,), "this engine holds answers to no form; ask for JSON in the prompt, and check it"),
-    "include_logprobs_decode_token": ((True,), "this engine tells tokens as texts; give true"),
-    "include_stop_str_in_output": ((False,), "this engine leaves the stop string out; give false"),
-    "length_penalty": ((1,), "this engine does not search by beams; leave it out"),
-    "logits_processors": (([],), "this engine takes no processors of logits; leave it out"),
-    "logits_processors_args": (({},), "this engine has no processors of logits; leave it out"),
-    "logprob_token_ids": (([],), "this engine tells the likeliest tokens; give logprobs alone"),
-    "lora_path": ((), "this engine has no adapters; leave it out"),
-    "no_stop_trim": ((False,), "this engine leaves the stop string out; give false"),
-    "prompt_embeds": (([],), "this engine takes texts and token ids; give one of them"),
-    "prompt_logprobs": ((False,), "this engine tells probabilities of the answer only; leave it out"),
-    "reasoning_max_tokens": ((), "this engine does not tell thinking from answering; give max_tokens"),
-    "repetition_detection": ((), "this engine does not look for repetitions; give repetition_penalty"),
-    "response_max_tokens": ((), "this engine does not tell thinking from answering; give max_tokens"),
-    "return_tokens_as_token_ids": ((False,), "this engine tells tokens as texts; give return_token_ids for their ids"),
+    "guided_json_object": (
+        (False,),
+        "this engine does not support structured output; ask for JSON in the prompt, and check the answer",
+    ),
+    "include_logprobs_decode_token": ((True,), "this engine reports tokens as texts; give true"),
+    "include_stop_str_in_output": ((False,), "this engine always omits the stop string; give false"),
+    "length_penalty": ((1,), "this engine does not support beam search; leave it out"),
+    "logits_processors": (([],), "this engine does not support logits processors; leave it out"),
+    "logits_processors_args": (({},), "this engine does not support logits processors; leave it out"),
+    "logprob_token_ids": (([],), "this engine reports only the most likely tokens; give only logprobs"),
+    "lora_path": ((), "this engine does not support adapters; leave it out"),
+    "no_stop_trim": ((False,), "this engine always omits the stop string; give false"),
+    "prompt_embeds": (([],), "this engine accepts texts and token ids; give one of them"),
+    "prompt_logprobs": ((False,), "this engine reports probabilities only for the answer; leave it out"),
+    "reasoning_max_tokens": ((), "this engine does not separate reasoning from the answer; give max_tokens"),
+    "repetition_detection": ((), "this engine does not detect repetitions; give repetition_penalty"),
+    "response_max_tokens": ((), "this engine does not separate reasoning from the answer; give max_tokens"),
+    "return_tokens_as_token_ids": (
+        (False,),
+        "this engine reports tokens as texts; give return_token_ids for their ids",
+    ),
     "sampling_logprobs_mode": ((), _OWN_LOGPROBS),
-    "session_params": ((), "this engine keeps no sessions; send the whole prompt"),
-    "skip_special_tokens": ((True,), "this engine leaves special tokens out; give true"),
-    "spaces_between_special_tokens": ((True,), "this engine leaves special tokens out; give true"),
-    "stop_regex": (([],), "this engine searches for texts; give stop"),
+    "session_params": ((), "this engine stores no sessions; send the whole prompt"),
+    "skip_special_tokens": ((True,), "this engine always omits special tokens; give true"),
+    "spaces_between_special_tokens": ((True,), "this engine always omits special tokens; give true"),
+    "stop_regex": (([],), "this engine compares only texts; give stop"),
     "temp_scaled_logprobs": ((False,), _OWN_LOGPROBS),
-    "thinking_token_budget": ((-1,), "this engine does not tell thinking from answering; give max_tokens"),
+    "thinking_token_budget": ((-1,), "this engine does not separate reasoning from the answer; give max_tokens"),
     "top_p_normalized_logprobs": ((False,), _OWN_LOGPROBS),
-    "truncate_prompt_tokens": ((), "this engine does not shorten prompts; send what fits"),
-    "use_beam_search": ((False,), "this engine does not search by beams; give false"),
-    "vllm_xargs": (({},), "this engine has no extensions; leave it out"),
-    "watermark": (({}, {"enabled": False}), "this engine marks no answers; leave it out"),
-    "watermarking": ((False,), "this engine marks no answers; leave it out"),
+    "truncate_prompt_tokens": ((), "this engine does not truncate prompts; send one that fits"),
+    "use_beam_search": ((False,), "this engine does not support beam search; give false"),
+    "vllm_xargs": (({},), "this engine does not support extensions; leave it out"),
+    "watermark": (({}, {"enabled": False}), "this engine does not support watermarks; leave it out"),
+    "watermarking": ((False,), "this engine does not support watermarks; leave it out"),
 }
 _UNSUPPORTED_IN_CHAT: Unsupported = {
     "audio": ((), "this engine answers in text only; leave it out"),
     "chat_template": ((), "this engine renders messages by the checkpoint's own template; leave it out"),
     "disable_chat_template": ((False,), "this engine renders messages by the template; use /v1/completions for a text"),
-    "documents": (([],), "this engine gives templates no documents; put them into the messages"),
+    "documents": (([],), "this engine passes no documents to templates; put them into the messages"),
     "echo": ((False,), "this engine does not repeat the prompt; give false"),
     "enable_thinking": ((), "it is a variable of chat templates; give it in chat_template_kwargs"),
     "function_call": (("none", "auto"), 'this engine cannot force a call; give "auto" or "none"'),
-    "functions": (([],), "this engine knows no functions; give tools, of which the chat template tells the model"),
-    "include_reasoning": ((True,), "this engine does not tell thinking from answering; give true"),
-    "input_ids": (([],), "this engine takes them as prompt_token_ids; give that"),
+    "functions": (([],), "this engine does not support functions; give tools"),
+    "include_reasoning": ((True,), "this engine does not separate reasoning from the answer; give true"),
+    "input_ids": (([],), "this engine accepts them as prompt_token_ids; give that"),
     "modalities": ((["text"],), 'this engine answers in text only; give ["text"]'),
-    "moderation": ((), "this engine moderates nothing; leave it out"),
+    "moderation": ((), "this engine does not support moderation; leave it out"),
     "prediction": ((), "this engine does not compare answers with a prediction; leave it out"),
     "reasoning_effort": ((), _TEMPLATE_VARIABLE),
-    "task": ((), "this engine knows no tasks; put it into the messages"),
+    "task": ((), "this engine does not support tasks; put it into the messages"),
     "thinking": (({"type": "disabled"},), _TEMPLATE_VARIABLE),
     "tool_choice": (("none", "auto"), 'this engine cannot force a call; give "auto" or "none"'),
-    "verbosity": (("medium",), "this engine does not steer how much a model says; ask for it in the messages"),
-    "web_search_options": ((), "this engine searches nothing; leave it out"),
+    "verbosity": (("medium",), "this engine does not support verbosity; ask for it in the messages"),
+    "web_search_options": ((), "this engine does not support search; leave it out"),
 }
 
 
 class ApiError(Exception):
-    """A request that cannot be answered: HTTP ``status`` and one sentence, in OpenAI's error shape."""
+    """An error response to a request: an HTTP status and a message of one sentence.
+
+    Args:
+        status: the HTTP status.
+        message: the sentence.
+        param: the name of the field that is wrong, if it is one field.
+        code: OpenAI's error code. Default: ``invalid_value`` if the status is 400 and ``param`` is given.
+    """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -144,7 +157,7 @@ class ApiError(Exception):
         self.code = code or ("invalid_value" if status == 400 and param else None)  # as in FastDeploy
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """Return the same error for an API with other field names; ``names`` maps our names to those."""
+        """Return the same error with another name of the field; ``names`` maps chat's names to another API's names."""
         name, dot, rest = (self.param or "").partition(".")
         if name not in names:
             return self
@@ -155,12 +168,12 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
+        """The JSON body of the response, in OpenAI's format."""
         return error_body(self.status, str(self), param=self.param, code=self.code)
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object for an HTTP status, with the types that FastDeploy has."""
+    """Return OpenAI's error object for an HTTP status; its ``type`` is one of FastDeploy's."""
     kind = "invalid_request_error" if 400 <= status < 500 else "internal_error"
     kind = "timeout_error" if status == 408 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -170,22 +183,22 @@ _ANTHROPIC_KINDS = {404: "not_found_error", 413: "request_too_large"}
 
 
 def anthropic_error_body(status: int, message: str) -> dict[str, Any]:
-    """Anthropic's error object for an HTTP status."""
+    """Return Anthropic's error object for an HTTP status."""
     kind = "invalid_request_error" if 400 <= status < 500 else "api_error"
     return {"type": "error", "error": {"type": _ANTHROPIC_KINDS.get(status, kind), "message": message}}
 
 
 class Body(BaseModel):
-    """The body of a request; fields that it does not define are ignored."""
+    """Base class of request bodies. Fields that a subclass does not define are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=False)
 
     unsupported: ClassVar[Unsupported] = {}
-    """Fields that are refused, unless their value changes nothing."""
+    """The fields that are refused, unless their value changes nothing."""
 
     @classmethod
     def check_fields(cls, fields: dict[str, Any]) -> None:
-        """Raise ``ApiError`` if a field requests an answer that this engine would not give."""
+        """Raise ``ApiError`` if one of the ``unsupported`` fields has a value that would change the answer."""
         for name, value in fields.items():
             harmless, explanation = cls.unsupported.get(name, ((value,), ""))
             if value is not None and value not in harmless:
@@ -194,12 +207,12 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, fields: Any) -> Any:
-        """Drop fields that are null: OpenAI's schema lets clients write them instead of leaving them out."""
+        """Remove the fields that are null, because OpenAI's schema lets clients write null for a missing field."""
         return {name: v for name, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
 
 
 def _check_printable(request_id: str) -> str:
-    """Check that the id is printable, because it is logged."""
+    """Check that the request's id has only printable characters, because the id is logged."""
     if not request_id.isprintable():
         raise PydanticCustomError("not_printable", "Input should be printable characters")
     return request_id
@@ -209,14 +222,14 @@ RequestId: TypeAlias = Annotated[str, Field(max_length=_MAX_ID_CHARACTERS), Afte
 
 
 class StreamOptions(Body):
-    """Options for usage in a stream: at its end, or with each event."""
+    """The field ``stream_options``: whether a stream has usage at its end, or in each event."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class DisaggregateInfo(Body):
-    """The prefill/decode pair that the router chose; only the fields that this engine needs (FastDeploy's contract)."""
+    """FastDeploy's field ``disaggregate_info``: the pair that the router chose. Unused members are left out here."""
 
     prefill_ip: str | None = None
     decode_ip: str | None = None
@@ -224,13 +237,13 @@ class DisaggregateInfo(Body):
 
 
 class ResponseFormat(Body):
-    """The format of the answer: only plain text."""
+    """The field ``response_format``; only plain text is supported."""
 
     type: Literal["text"] = "text"
 
 
 class GenerationBody(Body):
-    """Fields that chat and plain completions share."""
+    """The fields that chat completions and plain completions have in common."""
 
     unsupported: ClassVar[Unsupported] = _UNSUPPORTED
 
@@ -256,49 +269,64 @@ class GenerationBody(Body):
     response_format: ResponseFormat | None = None
     user: str | None = None
     completion_token_ids: list[int] | None = None
-    """Tokens generated before a preemption by another instance; appended to the prompt (FastDeploy's contract)."""
+    """FastDeploy's field for resumption: tokens that another instance generated. They are appended to the prompt."""
     return_token_ids: bool = False
     cache_salt: str | None = None
     cache_control: CacheControl | None = None
-    """How long to cache the prompt's blocks; messages and their parts may also have it."""
+    """How long to cache the prompt's blocks. A message, or a part of its content, may also have this field."""
+    prompt_cache_key: str | None = None
+    """OpenAI's field that is equal in requests with a common prefix. Only the router uses it."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """OpenAI's older field for the time in the cache."""
+    prompt_cache_options: CacheOptions | None = None
+    """OpenAI's newer field for the time in the cache; if it is given, ``prompt_cache_retention`` is ignored."""
     request_id: RequestId | None = None
     disaggregate_info: DisaggregateInfo | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    """vLLM's dialect of pairs; the fields below are SGLang's."""
+    """Field of vLLM's dialect of pairs. The fields below are SGLang's."""
     bootstrap_host: Any = None
     bootstrap_port: Any = None
     bootstrap_room: Any = None
     rid: Any = None
 
+    @property
+    def cache_seconds(self) -> float:
+        """Number of seconds to cache the whole prompt; 0: the request does not say."""
+        if self.cache_control is not None:
+            return self.cache_control.seconds
+        if self.prompt_cache_options is not None:
+            return self.prompt_cache_options.seconds if self.prompt_cache_options.mode == "implicit" else 0.0
+        return 24 * 3600.0 if self.prompt_cache_retention == "24h" else 0.0
+
     @field_validator("stop")
     @classmethod
-    def _few_stops(cls, stop: str | list[str]) -> str | list[str]:
-        """Limit the number of stop strings: the text of each token is searched for each of them."""
+    def _limit_stops(cls, stop: str | list[str]) -> str | list[str]:
+        """Check that there are not too many stop strings: each new token's text is searched for all of them."""
         if isinstance(stop, list) and len(stop) > MAX_STOPS:
             raise PydanticCustomError("too_long", f"Input should be at most {MAX_STOPS} strings")
         return stop
 
     @field_validator("stream_options")
     @classmethod
-    def _only_of_streams(cls, options: StreamOptions, info: ValidationInfo) -> StreamOptions:
-        """Refuse stream options without a stream: a client that sends them expects one."""
+    def _require_stream(cls, options: StreamOptions, info: ValidationInfo) -> StreamOptions:
+        """Refuse stream options without ``stream: true``."""
         if options.model_fields_set and not info.data.get("stream"):
             raise PydanticCustomError("no_stream", "Stream options can only be defined when `stream=True`")
         return options
 
     def num_logprobs(self) -> int | None:
-        """Return how many alternatives to report for each token, or None for none."""
+        """Return the number of alternatives to report for each token; None: report no log probabilities."""
         return None
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     unsupported: ClassVar[Unsupported] = {**_UNSUPPORTED, **_UNSUPPORTED_IN_CHAT}
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     prompt_token_ids: list[int] | None = None
-    """The prompt's tokens, instead of the messages."""
+    """The tokens of the prompt; if they are given, ``messages`` is not rendered."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -308,12 +336,12 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     add_special_tokens: bool = False
-    """Add special tokens in addition to those that the template writes."""
+    """Whether to add the tokenizer's special tokens to those that the chat template writes."""
 
     @field_validator("top_logprobs")
     @classmethod
-    def _only_with_logprobs(cls, count: int, info: ValidationInfo) -> int:
-        """Refuse alternatives without ``logprobs``: a client that requests them expects their probabilities."""
+    def _require_logprobs(cls, count: int, info: ValidationInfo) -> int:
+        """Refuse ``top_logprobs`` above 0 without ``logprobs: true``."""
         if count and not info.data.get("logprobs"):
             raise PydanticCustomError("no_logprobs", "Input should come with logprobs: true")
         return count
@@ -323,26 +351,26 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions, for one prompt or several."""
+    """The body of POST /v1/completions, with one or several prompts."""
 
     prompt: str | list[int] | list[str] | list[list[int]] | None = None
     prompt_token_ids: list[int] | list[list[int]] | None = None
-    """The prompts' tokens, instead of ``prompt`` (FastDeploy's contract)."""
+    """FastDeploy's field: the tokens of the prompts; if they are given, ``prompt`` is ignored."""
     echo: Literal[False] = False
     suffix: Literal[""] = ""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     add_special_tokens: bool = True
-    """Add special tokens to prompts that are texts."""
+    """Whether to add the tokenizer's special tokens to a prompt that is a text."""
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or messages to be rendered first (vLLM's form).
+    """The body of POST /tokenize, as in vLLM: a text, or messages.
 
-    Its other fields are those of the completion or chat with this prompt: fields that change the prompt there also
-    change it here, and fields that are refused there are also refused here.
+    All other fields are those of a completion with this text, or of a chat with these messages. Fields that change the
+    prompt of that request have the same effect here, and fields that it refuses are refused here.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -353,13 +381,13 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize (vLLM's form)."""
+    """The body of POST /detokenize, as in vLLM."""
 
     tokens: list[int]
 
 
 class AbortBody(Body):
-    """POST /v1/abort_requests."""
+    """The body of POST /v1/abort_requests."""
 
     req_ids: list[str] = []
     abort_all: bool = False
@@ -369,10 +397,10 @@ _BodyT = TypeVar("_BodyT", bound=Body)
 
 
 def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
-    """Parse and check a body.
+    """Parse the JSON of a request's body and check its fields.
 
     Raises:
-        ApiError: 400 with one sentence that names the field, its value and a valid value.
+        ApiError: 400; the body is not a JSON object, or a field is wrong. The message names the field and its value.
     """
     try:
         value = orjson.loads(raw)
@@ -384,16 +412,17 @@ def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
 
 
 def check_body(kind: type[_BodyT], value: dict[str, Any]) -> _BodyT:
-    """Check the fields of a body.
+    """Check the fields of a body that is parsed already.
 
     Raises:
-        ApiError: as in ``parse_body``.
+        ApiError: 400; a field is wrong. The message names the field and its value.
     """
     kind.check_fields(value)
     try:
         return kind.model_validate(value)
     except ValidationError as exc:
-        # For a union, every member reports an error; the member that got furthest into the value was meant.
+        # If a field has several types, pydantic reports an error for each of them. The error with the longest path into
+        # the value is of the type that the client meant.
         errors = exc.errors(include_url=False)
         param, error = max(
             ((_path_of_fault(value, error["loc"]), error) for error in errors), key=lambda found: len(found[0])
@@ -405,7 +434,7 @@ def check_body(kind: type[_BodyT], value: dict[str, Any]) -> _BodyT:
 
 
 def _find_json_fault(raw: bytes, error: orjson.JSONDecodeError) -> str:
-    """Return the first fault of a body and its position; orjson gives positions in bytes."""
+    """Return the first fault in a body's JSON, with its line and column."""
     try:
         json.loads(raw.decode())
     except UnicodeDecodeError as exc:
@@ -419,7 +448,10 @@ def _find_json_fault(raw: bytes, error: orjson.JSONDecodeError) -> str:
 
 
 def _path_of_fault(value: Any, location: tuple[int | str, ...]) -> list[int | str]:
-    """Return the path to a fault in the client's body: pydantic's location also names the members of unions."""
+    """Return the path of names and indexes to a wrong value in the client's body.
+
+    It is pydantic's ``location`` without the names of types that pydantic adds for fields with several types.
+    """
     path: list[int | str] = []
     for part in location:
         with contextlib.suppress(LookupError, TypeError):
@@ -429,7 +461,7 @@ def _path_of_fault(value: Any, location: tuple[int | str, ...]) -> list[int | st
 
 
 def quote_short(value: object) -> str:
-    """Return a value that a client sent, shortened to fit in a sentence."""
+    """Return a client's value as JSON of at most 60 characters, for a message."""
     try:
         text = orjson.dumps(value).decode()
     except orjson.JSONEncodeError:  # orjson reads deeper nesting than it writes
@@ -440,12 +472,13 @@ def quote_short(value: object) -> str:
 def sampling_params(
     body: GenerationBody, *, max_tokens: int, defaults: SamplingDefaults | None = None
 ) -> SamplingParams:
-    """Build the engine's sampling parameters.
+    """Return the sampling parameters of a request.
 
     Args:
         body: the client's request body.
-        max_tokens: the limit that the context leaves.
-        defaults: used where the client gives no value; tokens generated before a preemption count towards its limit.
+        max_tokens: number of tokens that fit into the context after the prompt.
+        defaults: values for the fields that the client does not give. The ``completion_token_ids`` of the request count
+            towards the default ``max_tokens``.
     """
     defaults = defaults or SamplingDefaults()
     wanted = body.max_tokens
@@ -462,7 +495,7 @@ def sampling_params(
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         top_k=defaults.top_k if body.top_k is None else max(body.top_k, 0),
         repetition_penalty=defaults.repetition_penalty if penalty is None else penalty,
-        # Without a client's seed every request draws its own.
+        # If the client gives no seed, each request gets a random one.
         seed=secrets.randbits(62) if body.seed is None else body.seed,
         stop=tuple(text for text in stop if text),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
@@ -472,14 +505,21 @@ def sampling_params(
 
 
 def build_usage(
-    prompt: int, completion: int, own_cached: int, pool_cached: int, blocks: tuple[int, int] | None = None
+    prompt: int,
+    completion: int,
+    own_cached: int,
+    pool_cached: int,
+    written: int,
+    blocks: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Build OpenAI's usage object, which also has the caches behind ``cached_tokens``; all in tokens.
+    """Return OpenAI's usage object, with further members for the own cache and the pool.
 
     Args:
-        prompt, completion: tokens of the prompt and of the answer.
-        own_cached, pool_cached: prompt tokens from the own cache and from the pool.
-        blocks: with sparse attention, the blocks read and the blocks in total, summed over steps and layers.
+        prompt, completion: number of tokens of the prompt, and of the answer.
+        own_cached, pool_cached: number of prompt tokens from the own cache, and from the pool.
+        written: number of prompt tokens that were computed and are cached from now on.
+        blocks: with sparse attention, the number of blocks that were read, and the number that full attention would
+            have read, both summed over steps and layers; None: without sparse attention.
     """
     details = {} if blocks is None else {"retrieval_details": {"blocks_read": blocks[0], "blocks_total": blocks[1]}}
     return {
@@ -490,11 +530,12 @@ def build_usage(
             "cached_tokens": own_cached + pool_cached,
             "own_cached_tokens": own_cached,
             "pool_cached_tokens": pool_cached,
+            "cache_write_tokens": written,
         },
         **details,
     }
 
 
 def now() -> int:
-    """Return seconds since the epoch, for ``created``."""
+    """Return the current time in seconds since 1970, for the field ``created``."""
     return int(time.time())

@@ -1,10 +1,10 @@
-"""APIs other than completions. Each is a thin translation to chat requests.
+"""The HTTP APIs of an instance. Responses and Messages are translated to chat completions.
 
-completions.py     chat and plain completions: prompts in, JSON objects and event streams out
-responses.py       OpenAI's Responses API: its objects and its stream of typed events
-responses_body.py  its requests: checked, and translated to chat requests
-response_store.py  stored responses, which clients continue and read again; in memory and bounded
-messages.py        Anthropic's Messages API: its requests, messages and stream of typed events
-plain_body.py      the request fields that both share, and those that they pass to chat
-typed_events.py    server-sent events that name their type, used by both
+completion_response.py  responses to chat and plain completions: one object, or a stream of events
+completions.py          OpenAI's chat and plain completions: encodes prompts, begins responses
+responses.py            OpenAI's Responses API: its objects and its event stream
+responses_body.py       request bodies of the Responses API, and their translation to chat
+response_store.py       stores responses in memory, for clients that continue or read them
+messages.py             Anthropic's Messages API: its bodies, its objects and its event stream
+plain_body.py           base class of the bodies of Responses and Messages; server-sent events with a type
 """

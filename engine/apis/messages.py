@@ -1,4 +1,4 @@
-"""Anthropic's Messages API in its plain form: requests, messages and a stream of typed events, on top of chat."""
+"""Anthropic's Messages API, for text only: translates requests to chat, and answers to messages and event streams."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.apis.completions import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse, Completions, name_answer
-from engine.apis.plain_body import PlainBody
-from engine.apis.typed_events import encode_typed_event
+from engine.apis.completion_response import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse, name_answer
+from engine.apis.completions import Completions
+from engine.apis.plain_body import PlainBody, encode_typed_event
 from engine.generation import Choices, Piece
 from engine.protocol import MAX_STOPS, ApiError, ChatBody, Unsupported, anthropic_error_body, check_body, quote_short
 
 __all__ = ["ConversationBody", "Messages", "MessagesBody", "MessagesResponse"]
 
-_NO_TOOLS = "this engine calls no tools in this API; leave it out, or use /v1/chat/completions"
+_NO_TOOLS = "this engine does not support tools in this API; leave it out, or use /v1/chat/completions"
 _NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
-"""Names in this API for fields of chat."""
+"""Names of chat's fields in this API, where they differ."""
 
 
 class ConversationBody(PlainBody):
-    """POST /v1/messages/count_tokens: the fields that make up the prompt."""
+    """The body of POST /v1/messages/count_tokens: the fields of the prompt."""
 
     unsupported: ClassVar[Unsupported] = {
-        "container": ((), "this engine has no containers; leave it out"),
-        "context_management": ((), "this engine does not shorten conversations; leave it out"),
-        "inference_geo": ((), "this engine runs where it runs; leave it out"),
+        "container": ((), "this engine does not support containers; leave it out"),
+        "context_management": ((), "this engine does not truncate conversations; leave it out"),
+        "inference_geo": ((), "this engine runs in one place only; leave it out"),
         "mcp_servers": (([],), _NO_TOOLS),
-        "output_config": (({},), "this engine holds answers to no form; leave it out"),
-        "output_format": ((), "this engine holds answers to no form; leave it out"),
-        "thinking": (({"type": "disabled"},), 'this engine does not tell thinking from answering; give "disabled"'),
+        "output_config": (({},), "this engine does not support structured output; leave it out"),
+        "output_format": ((), "this engine does not support structured output; leave it out"),
+        "thinking": (
+            ({"type": "disabled"},),
+            'this engine does not separate reasoning from the answer; give "disabled"',
+        ),
         "tool_choice": (({"type": "none"}, {"type": "auto"}), _NO_TOOLS),
         "tools": (([],), _NO_TOOLS),
     }
@@ -42,45 +45,47 @@ class ConversationBody(PlainBody):
 
 
 class MessagesBody(ConversationBody):
-    """POST /v1/messages."""
+    """The body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] = Field(default_factory=list, max_length=MAX_STOPS)
 
 
 class Messages:
-    """Begins messages of a model.
+    """Checks requests of the Messages API, and begins their responses.
 
     Args:
-        completions: renders the conversation and begins its answer.
+        completions: renders conversations and begins answers.
     """
 
     def __init__(self, completions: Completions) -> None:
         self._completions = completions
 
     async def begin_message(self, body: MessagesBody) -> MessagesResponse:
-        """Check POST /v1/messages and prepare its response.
+        """Check the body of POST /v1/messages and begin the response.
 
         Raises:
-            ApiError: the messages cannot be rendered, or do not fit.
+            ApiError: the messages cannot be rendered, or the prompt is too long.
         """
         choices = await self._completions.begin_chat_choices(chat_of_messages(body))
         return MessagesResponse(choices, is_stream=body.stream, model=self._completions.model)
 
     async def count_tokens(self, body: ConversationBody) -> dict[str, Any]:
-        """Answer POST /v1/messages/count_tokens: the number of prompt tokens of a message.
+        """Return the response of POST /v1/messages/count_tokens: the number of tokens of the prompt.
 
         Raises:
-            ApiError: the messages cannot be rendered, or do not fit.
+            ApiError: the messages cannot be rendered, or the prompt is too long.
         """
         return {"input_tokens": len(await self._completions.encode_chat(chat_of_messages(body)))}
 
 
 def chat_of_messages(body: ConversationBody) -> ChatBody:
-    """Return the chat request that has the same answer; a last message from the assistant is continued.
+    """Return the chat request that is equivalent to a request of the Messages API.
+
+    If the last message is the assistant's, the answer continues this message.
 
     Raises:
-        ApiError: 400, a message is not text.
+        ApiError: 400; a message is not text.
     """
     messages = [_read_message(index, message) for index, message in enumerate(body.messages)]
     if system := _read_content("system", body.system or ""):
@@ -107,7 +112,15 @@ def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_content(name: str, content: Any) -> str | list[dict[str, Any]]:
-    """Return a text, or the texts of a list of blocks; the blocks themselves if one of them has ``cache_control``."""
+    """Return the content of a message as one text. If a block of the content has ``cache_control``, return the blocks.
+
+    Args:
+        name: the name of the field, for errors.
+        content: a text, or a list of text blocks.
+
+    Raises:
+        ApiError: 400; the content is not text.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -122,14 +135,14 @@ def _read_content(name: str, content: Any) -> str | list[dict[str, Any]]:
 
 
 class MessagesResponse(BegunResponse):
-    """A message: collected into one object, or as a stream of typed events."""
+    """The response of /v1/messages: one object, or a stream of events."""
 
     def __init__(self, choices: Choices, *, is_stream: bool, model: str) -> None:
         super().__init__(choices, is_stream=is_stream)
         self._model = model
 
     async def collect_whole(self) -> dict[str, Any]:
-        """Collect the whole message.
+        """Wait for the answer, and return the message object.
 
         Raises:
             ApiError: 500, the engine failed; 503, the request was aborted.
@@ -144,13 +157,13 @@ class MessagesResponse(BegunResponse):
         return whole | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
-        """Yield the message as server-sent events, the last one ``message_stop`` or an error."""
+        """Yield the message as server-sent events; the last event is ``message_stop`` or an error."""
         has_begun = False
         try:
             async with contextlib.aclosing(self._choices.pieces()) as pieces:
                 async for _, piece in pieces:
                     if not has_begun:
-                        # Not before the first token: only then it is known where the prompt's KV came from.
+                        # With the first token, because then it is known which tokens of the prompt were cached.
                         has_begun = True
                         yield encode_typed_event("message_start", message=self._describe(usage=self._usage()))
                         block = {"type": "text", "text": ""}
@@ -180,19 +193,20 @@ class MessagesResponse(BegunResponse):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage of chat under this API's names. This API counts cached tokens separately from the others."""
+        """Return the usage in this API's format, in which ``input_tokens`` does not include cached tokens."""
         usage = self._choices.usage()
-        cached: int = usage["prompt_tokens_details"]["cached_tokens"]
+        details = usage["prompt_tokens_details"]
+        cached, written = details["cached_tokens"], details["cache_write_tokens"]
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": usage["prompt_tokens"] - cached - written,
+            "cache_creation_input_tokens": written,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
         }
 
 
 def _check_end(last: Piece) -> None:
-    """Raise ``ApiError`` if the answer ended for a reason that this API has no name for."""
+    """Raise ``ApiError`` if the answer failed or was aborted, because this API has no stop reason for that."""
     if last.finish_reason == "error":
         raise ApiError(500, ENGINE_FAILED)
     if last.finish_reason == "abort":

@@ -1,15 +1,16 @@
-"""The request fields that both APIs share, and those that they pass to chat."""
+"""The parts that the Responses API and the Messages API have in common: request bodies, and events with a type."""
 
 from __future__ import annotations
 
 import difflib
 from typing import Any, ClassVar
 
+import orjson
 from pydantic import ConfigDict
 
 from engine.protocol import ApiError, Body, RequestId
 
-__all__ = ["PASSED_ON", "PlainBody"]
+__all__ = ["PASSED_ON", "PlainBody", "encode_typed_event"]
 
 PASSED_ON = frozenset(
     {
@@ -24,6 +25,9 @@ PASSED_ON = frozenset(
         "ignore_eos",
         "kv_transfer_params",
         "min_tokens",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
         "repetition_penalty",
         "seed",
         "stop_token_ids",
@@ -32,16 +36,16 @@ PASSED_ON = frozenset(
         "top_p",
     }
 )
-"""Chat fields that mean the same here and are checked there."""
+"""Fields of chat that these APIs accept, too. They are passed to the chat request, which checks them."""
 
 
 class PlainBody(Body):
-    """A request for one answer in text. Unlike chat, it refuses unknown fields, as the owners of the APIs do."""
+    """Base class of the bodies of Responses and Messages. Unknown fields are refused, as OpenAI and Anthropic do."""
 
     model_config = ConfigDict(extra="allow")
 
     ignored: ClassVar[frozenset[str]] = frozenset({"priority", "service_tier"})
-    """Fields that are accepted and ignored."""
+    """The fields that are accepted and ignored."""
 
     model: str | None = None
     stream: bool = False
@@ -49,16 +53,21 @@ class PlainBody(Body):
 
     @classmethod
     def check_fields(cls, fields: dict[str, Any]) -> None:
-        """Refuse unknown fields, and fields that would change the answer in a way that this engine does not support."""
+        """Raise ``ApiError`` if a field is unknown, or is unsupported and would change the answer."""
         super().check_fields(fields)
         known = {*cls.model_fields, *cls.ignored, *cls.unsupported, *PASSED_ON}
         for name in fields:
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {nearest[0]}?" if nearest else "leave it out"
-                raise ApiError(400, f"{name}: this engine knows no such field in this API; {hint}", param=name)
+                raise ApiError(400, f"{name}: this API has no such field; {hint}", param=name)
 
     def fields_of_chat(self) -> dict[str, Any]:
-        """Return the fields that chat has under the same names."""
+        """Return the fields that are passed to the chat request."""
         passed_on = {name: value for name, value in (self.model_extra or {}).items() if name in PASSED_ON}
         return {**passed_on, "request_id": self.request_id}
+
+
+def encode_typed_event(kind: str, **members: Any) -> bytes:
+    """Return a server-sent event. ``kind`` is the name of the event, and the member ``type`` of its data."""
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **members}) + b"\n\n"

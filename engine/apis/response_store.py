@@ -1,4 +1,4 @@
-"""Stored responses, which clients continue by ``previous_response_id`` and read again: in memory and bounded."""
+"""Stores responses in memory, up to a limit, so that clients can continue or read them by their ids."""
 
 from __future__ import annotations
 
@@ -7,57 +7,57 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["KeptResponse", "ResponseStore"]
+__all__ = ["ResponseStore", "StoredResponse"]
 
 MAX_RESPONSES = 1024
 MAX_CHARACTERS = 64 << 20
 
 
 @dataclass(frozen=True)
-class KeptResponse:
-    """A response and the conversation that ends with its answer. Instructions are not part of the conversation."""
+class StoredResponse:
+    """A response object, and the conversation up to and including its answer, without ``instructions``."""
 
     response: dict[str, Any]
     messages: Sequence[dict[str, Any]]
 
     @property
     def num_characters(self) -> int:
-        """The length of the conversation's texts."""
+        """Number of characters of the conversation."""
         return sum(len(message["content"]) for message in self.messages)
 
 
 class ResponseStore:
-    """Stores responses by id and evicts the least recently used ones.
+    """Stores responses by id. If a limit is exceeded, it removes the least recently used ones.
 
     Args:
-        max_responses: the maximum number of responses stored.
-        max_characters: the maximum total length of their conversations; each response counts its whole conversation.
+        max_responses: maximum number of responses.
+        max_characters: maximum number of characters of all conversations together.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_characters: int = MAX_CHARACTERS) -> None:
         self._max_responses = max_responses
         self._max_characters = max_characters
-        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._num_characters = 0
 
-    def keep_response(self, response_id: str, kept: KeptResponse) -> None:
-        """Store a response, unless it alone exceeds the limits."""
+    def store_response(self, response_id: str, response: StoredResponse) -> None:
+        """Store a response, unless it alone exceeds a limit."""
         self.remove_response(response_id)
-        self._kept[response_id] = kept
-        self._num_characters += kept.num_characters
-        while len(self._kept) > self._max_responses or self._num_characters > self._max_characters:
-            self.remove_response(next(iter(self._kept)))
+        self._responses[response_id] = response
+        self._num_characters += response.num_characters
+        while len(self._responses) > self._max_responses or self._num_characters > self._max_characters:
+            self.remove_response(next(iter(self._responses)))
 
-    def find_response(self, response_id: str) -> KeptResponse | None:
-        """Return the response with this id, if it is stored."""
-        kept = self._kept.get(response_id)
-        if kept is not None:
-            self._kept.move_to_end(response_id)
-        return kept
+    def find_response(self, response_id: str) -> StoredResponse | None:
+        """Return the response with this id; None: it is not stored."""
+        response = self._responses.get(response_id)
+        if response is not None:
+            self._responses.move_to_end(response_id)
+        return response
 
     def remove_response(self, response_id: str) -> bool:
         """Remove a response; return whether it was stored."""
-        kept = self._kept.pop(response_id, None)
-        if kept is not None:
-            self._num_characters -= kept.num_characters
-        return kept is not None
+        response = self._responses.pop(response_id, None)
+        if response is not None:
+            self._num_characters -= response.num_characters
+        return response is not None

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its objects and its stream of typed events, on top of chat."""
+"""OpenAI's Responses API, for text only: begins answers as chats, and builds response objects and event streams."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from engine.apis.completions import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse, Completions
-from engine.apis.response_store import KeptResponse, ResponseStore
+from engine.apis.completion_response import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse
+from engine.apis.completions import Completions
+from engine.apis.plain_body import encode_typed_event
+from engine.apis.response_store import ResponseStore, StoredResponse
 from engine.apis.responses_body import ResponsesBody, chat_of_responses, messages_of_input
-from engine.apis.typed_events import encode_typed_event
 from engine.generation import Choices
 from engine.protocol import ApiError, now, quote_short
 
 __all__ = ["Responses", "ResponsesResponse"]
 
 _STATUS_OF_REASON = {"stop": "completed", "length": "incomplete"}
-"""The status of a response by the finish reason of its answer; with any other reason it is failed."""
+"""Status of a response, by the finish reason of its answer. For other reasons the status is ``failed``."""
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
-"""Names in this API for fields of chat."""
+"""Names of chat's fields in this API, where they differ."""
 _LAST_EVENT = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
 
 class Responses:
-    """Begins responses, and stores those that the client asks to store.
+    """Checks requests of the Responses API, begins their responses, and stores responses.
 
     Args:
-        completions: renders the conversation and begins its answer.
-        store: stores the responses; None: they are not stored, as on prefill instances, because their answers end with
-            the
-            first token.
+        completions: renders conversations and begins answers.
+        store: stores a response if its client wants that. None: responses are not stored. This is for prefill
+            instances, because their answers end after the first token.
     """
 
     def __init__(self, completions: Completions, store: ResponseStore | None) -> None:
@@ -38,10 +38,10 @@ class Responses:
         self._store = store
 
     async def begin_response(self, body: ResponsesBody) -> ResponsesResponse:
-        """Check POST /v1/responses and prepare its response.
+        """Check the body of POST /v1/responses and begin the response.
 
         Raises:
-            ApiError: the input cannot be rendered or does not fit, or the previous response is not stored here.
+            ApiError: the input cannot be rendered, the prompt is too long, or the previous response is not stored here.
         """
         before: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
@@ -57,36 +57,36 @@ class Responses:
         return ResponsesResponse(f"resp_{unique}", choices, body, messages, self._completions.model, store)
 
     def retrieve_response(self, response_id: str) -> dict[str, Any]:
-        """GET /v1/responses/{id}.
+        """Return the response of GET /v1/responses/{id}.
 
         Raises:
-            ApiError: 404, it is not stored here.
+            ApiError: 404; the response is not stored here.
         """
-        kept = self._store.find_response(response_id) if self._store else None
-        if kept is None:
+        stored = self._store.find_response(response_id) if self._store else None
+        if stored is None:
             raise _not_found(response_id)
-        return kept.response
+        return stored.response
 
     def delete_response(self, response_id: str) -> dict[str, Any]:
-        """DELETE /v1/responses/{id}.
+        """Remove a stored response, and return the response of DELETE /v1/responses/{id}.
 
         Raises:
-            ApiError: 404, it is not stored here.
+            ApiError: 404; the response is not stored here.
         """
         if not (self._store and self._store.remove_response(response_id)):
             raise _not_found(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    def _find_previous(self, response_id: str) -> KeptResponse:
-        kept = self._store.find_response(response_id) if self._store else None
-        if kept is None:
-            message = f"previous_response_id: this instance keeps no response {quote_short(response_id)}"
+    def _find_previous(self, response_id: str) -> StoredResponse:
+        stored = self._store.find_response(response_id) if self._store else None
+        if stored is None:
+            message = f"previous_response_id: this instance has stored no response {quote_short(response_id)}"
             raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
-        return kept
+        return stored
 
 
 class ResponsesResponse(BegunResponse):
-    """A response: collected into one object, or as a stream of typed events."""
+    """The response of /v1/responses: one object, or a stream of events."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ResponsesResponse(BegunResponse):
         self._num_events = 0
 
     async def collect_whole(self) -> dict[str, Any]:
-        """Collect the whole response.
+        """Wait for the answer, and return the response object.
 
         Raises:
             ApiError: 500, the engine failed; 503, the request was aborted.
@@ -124,7 +124,7 @@ class ResponsesResponse(BegunResponse):
         return self._finish("".join(texts), reason) | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
-        """Yield the response as server-sent events; the last one is the response's end."""
+        """Yield the response as server-sent events; the last event has the complete response object."""
         begun = self._describe("in_progress")
         yield self._encode("response.created", response=begun)
         yield self._encode("response.in_progress", response=begun)
@@ -151,7 +151,7 @@ class ResponsesResponse(BegunResponse):
         return encode_typed_event(kind, sequence_number=number, **members)
 
     def _finish(self, text: str, reason: str | None) -> dict[str, Any]:
-        """Return the response's final object; it is stored from now on if the client wants that."""
+        """Return the complete response object, and store it if the client wants that."""
         status = _STATUS_OF_REASON.get(reason or "", "failed")
         error = {"code": "server_error", "message": _explain_failure(reason)} if status == "failed" else None
         item_status = "completed" if status == "completed" else "incomplete"
@@ -159,7 +159,7 @@ class ResponsesResponse(BegunResponse):
         whole = self._describe(status, error=error, output=output, usage=_describe_usage(self._choices.usage()))
         if self._store is not None and status in _LAST_EVENT:
             answer = {"role": "assistant", "content": text}
-            self._store.keep_response(self._id, KeptResponse(whole, [*self._messages, answer]))
+            self._store.store_response(self._id, StoredResponse(whole, [*self._messages, answer]))
         return whole
 
     def _describe(self, status: str, **members: Any) -> dict[str, Any]:
@@ -203,10 +203,10 @@ def _describe_part(text: str) -> dict[str, Any]:
 
 
 def _describe_usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return the usage of chat under this API's names."""
+    """Return chat's ``usage`` in this API's format."""
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
@@ -214,4 +214,4 @@ def _describe_usage(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def _not_found(response_id: str) -> ApiError:
-    return ApiError(404, f"this instance keeps no response {quote_short(response_id)}", code="response_not_found")
+    return ApiError(404, f"this instance has stored no response {quote_short(response_id)}", code="response_not_found")

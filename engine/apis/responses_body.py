@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API in their plain form: checked, and translated to chat requests."""
+"""The request body of OpenAI's Responses API, for text only, and its translation to a chat request."""
 
 from __future__ import annotations
 
@@ -14,35 +14,33 @@ __all__ = ["ResponsesBody", "chat_of_responses", "messages_of_input"]
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_NO_TOOLS = "this engine calls no tools in this API; leave it out, or use /v1/chat/completions"
+_NO_TOOLS = "this engine does not support tools in this API; leave it out, or use /v1/chat/completions"
 _FORM: dict[str, Any] = {"format": {"type": "text"}}
 _VERBOSITY: dict[str, Any] = {"verbosity": "medium"}
-_PLAIN_TEXTS: tuple[dict[str, Any], ...] = ({}, _FORM, _VERBOSITY, _FORM | _VERBOSITY)  # OpenAI's defaults
+# The values of the field "text" that are OpenAI's defaults.
+_PLAIN_TEXTS: tuple[dict[str, Any], ...] = ({}, _FORM, _VERBOSITY, _FORM | _VERBOSITY)
 
 
 class ResponsesBody(PlainBody):
-    """POST /v1/responses."""
+    """The body of POST /v1/responses."""
 
     unsupported: ClassVar[Unsupported] = {
-        "background": ((False,), "this engine answers while the client waits; give false"),
-        "context_management": (([],), "this engine does not shorten conversations; leave it out"),
-        "conversation": ((), "this engine keeps responses, not conversations; give previous_response_id"),
-        "include": (([],), "this engine includes nothing more; leave it out"),
+        "background": ((False,), "this engine does not support background responses; give false"),
+        "context_management": (([],), "this engine does not truncate conversations; leave it out"),
+        "conversation": ((), "this engine stores responses, not conversations; give previous_response_id"),
+        "include": (([],), "this engine supports no additional output; leave it out"),
         "max_tool_calls": ((), _NO_TOOLS),
-        "moderation": ((), "this engine moderates nothing; leave it out"),
-        "prompt": ((), "this engine keeps no templates of prompts; give input and instructions"),
-        "reasoning": (({},), "this engine does not tell thinking from answering; leave it out"),
-        "text": (_PLAIN_TEXTS, "this engine holds answers to no form, and steers no length; leave it out"),
+        "moderation": ((), "this engine does not support moderation; leave it out"),
+        "prompt": ((), "this engine stores no prompt templates; give input and instructions"),
+        "reasoning": (({},), "this engine does not separate reasoning from the answer; leave it out"),
+        "text": (_PLAIN_TEXTS, "this engine supports neither structured output nor verbosity; leave it out"),
         "tool_choice": (("none", "auto"), _NO_TOOLS),
         "tools": (([],), _NO_TOOLS),
-        "top_logprobs": ((0,), "this engine tells probabilities in /v1/chat/completions only; leave it out"),
-        "truncation": (("disabled",), 'this engine does not shorten prompts; give "disabled"'),
+        "top_logprobs": ((0,), "this engine reports probabilities only in /v1/chat/completions; leave it out"),
+        "truncation": (("disabled",), 'this engine does not truncate prompts; give "disabled"'),
     }
     ignored: ClassVar[frozenset[str]] = PlainBody.ignored | {
         "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
         "safety_identifier",
         "stream_options",
         "user",
@@ -58,10 +56,11 @@ class ResponsesBody(PlainBody):
 
 
 def chat_of_responses(body: ResponsesBody, before: Sequence[dict[str, Any]]) -> ChatBody:
-    """Return the chat request that has the same answer.
+    """Return the chat request that is equivalent to a request of the Responses API.
 
     Args:
-        before: the conversation that ``previous_response_id`` names.
+        body: the request body.
+        before: the messages of the conversation up to the previous response; empty if there is none.
     """
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages = [*instructions, *before, *messages_of_input(body.input)]
@@ -70,10 +69,10 @@ def chat_of_responses(body: ResponsesBody, before: Sequence[dict[str, Any]]) -> 
 
 
 def messages_of_input(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of ``input``.
+    """Return the messages of chat for the field ``input``, which is a text or a list of items.
 
     Raises:
-        ApiError: 400, an item is not a text message.
+        ApiError: 400; an item is not a text message.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -99,4 +98,7 @@ def _message_of_item(name: str, item: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(part, dict) or kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
             message = f"{name}.content.{index}: a part of type {quote_short(kind)}; only text is supported"
             raise ApiError(400, message, param="input")
+    if any("prompt_cache_breakpoint" in part for part in content):
+        parts = [{**part, "type": "text"} for part in content]
+        return {"role": _ROLES[role], "content": parts}
     return {"role": _ROLES[role], "content": "".join(part["text"] for part in content)}

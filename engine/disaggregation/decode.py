@@ -1,4 +1,7 @@
-"""D's side of a hand-over: listens on the connector port, reserves blocks, lets requests wait for their prompt's KV."""
+"""The decode instance's side of hand-overs: listens on the connector port, reserves blocks, verifies what was written.
+
+Here P is the prefill instance, and D is the decode instance (this one).
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,18 @@ from engine.disaggregation.wire import (
     wait_at_most,
 )
 from engine.scheduling.scheduler import Reservation
-from engine.telemetry.trace import log_lent_blocks, log_verified_blocks
+from engine.telemetry.trace import log_handover_begin, log_verified_blocks
 
 __all__ = ["HandoverReceiver", "HandoverResult"]
 
 log = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 10.0
+"""Time after which blocks are released if their request has not arrived at D."""
 LATE_SECONDS = 3.0
+"""Time in which P's bytes may still arrive after P has stopped, or its process has ended."""
 UNREACHABLE_SECONDS = 60.0
+"""Time in which P's bytes may still arrive if P's host cannot be reached."""
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
@@ -41,10 +47,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class HandoverResult:
-    """The outcome of a hand-over: where P had the prompt's KV from, in tokens, and where it is now.
+    """The result of a hand-over that did not fail.
 
-    With ``prefilled`` it is in this instance's blocks, and the request must submit or cancel their reservation. Else it
-    is in the pool.
+    Attributes:
+        own_cached_tokens: number of prompt tokens that the prefill instance had in its own cache.
+        pool_cached_tokens: number of prompt tokens that the prefill instance loaded from the pool.
+        prefilled: the prompt's KV in blocks of this instance, if the transfer was direct. Its owner must submit it to
+            the engine, or cancel its reservation. None: the KV is in the pool.
     """
 
     own_cached_tokens: int
@@ -53,13 +62,13 @@ class HandoverResult:
 
 
 class _GivenUp(Exception):
-    """Raised when no request waits for this hand-over any more."""
+    """Raised in the handler of a connection when its hand-over was given up, because no request waits for it."""
 
 
 class _Handover:
-    """One connection of P's, and the request that waits for it, if that has arrived.
+    """One hand-over: a connection from a prefill instance, P, and the request that waits for its result.
 
-    This object owns ``reservation`` until a ``HandoverResult`` passes it to the request.
+    This object owns ``reservation`` until it passes it to the request in a ``HandoverResult``.
     """
 
     def __init__(self, request_id: str, prompt: Prompt, memory: BlockMemory | None) -> None:
@@ -68,21 +77,21 @@ class _Handover:
         self.prompt = prompt
         self.reservation: Reservation | None = None
         self.is_claimed = False
-        self.seconds_to_land: float | None = None
-        """For how many seconds bytes of P's may still arrive; None until P has reported that it writes no more."""
+        self.late_seconds: float | None = None
+        """Number of seconds for which P's bytes may still arrive; None: P has not reported that it has stopped."""
         self._memory = memory
         self._is_taken = False
         self._result: asyncio.Future[HandoverResult | None] = loop.create_future()
         self._given_up: asyncio.Future[None] = loop.create_future()
 
     async def wait_for_result(self) -> HandoverResult | None:
-        """Wait for the outcome; None: there is no KV to continue from. The caller owns the result's reservation."""
+        """Wait for the result; None: the hand-over failed. The caller becomes the owner of the result's reservation."""
         result = await asyncio.shield(self._result)
         self._is_taken = True
         return result
 
     def set_result(self, result: HandoverResult | None) -> None:
-        """Pass the outcome to the request that waits, unless it has one already."""
+        """Set the result of the hand-over, unless it is set already. None: the hand-over failed."""
         if self._result.done():
             return
         self._result.set_result(result)
@@ -90,28 +99,28 @@ class _Handover:
             self._drop_result()
 
     def give_up(self) -> None:
-        """Give the hand-over up: no request will wait for its outcome, or take an outcome that exists already."""
+        """Give up the hand-over: no request needs its result. If there is a result already, cancel its reservation."""
         if not self._given_up.done():
             self._given_up.set_result(None)
         self._drop_result()
 
     async def unless_given_up(self, awaitable: Awaitable[_T]) -> _T:
-        """Wait for the result of ``awaitable``.
+        """Wait for the result of ``awaitable``, and return it.
 
         Raises:
-            _GivenUp: the hand-over was given up first.
+            _GivenUp: the hand-over was given up before; ``awaitable`` was cancelled.
         """
         task = asyncio.ensure_future(awaitable)
         try:
             either: set[asyncio.Future[Any]] = {task, self._given_up}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise _GivenUp("the request has ended, or never came")
+                raise _GivenUp("its request has ended, or has not arrived")
             return task.result()
         finally:
             if not task.done():
                 task.cancel()
-                await asyncio.gather(task, return_exceptions=True)  # it may fail before the cancellation reaches it
+                await asyncio.gather(task, return_exceptions=True)  # ignores a failure before the cancellation
 
     def _drop_result(self) -> None:
         if not self._result.done() or self._is_taken:
@@ -123,12 +132,12 @@ class _Handover:
 
 
 class HandoverReceiver:
-    """Manages D's side of all hand-overs.
+    """The decode instance's side of all hand-overs: accepts connections from prefill instances.
 
     Args:
-        memory: the blocks that P may write to; None: hand-overs go through the pool only.
-        silence_seconds: the maximum time without a message from P.
-        expiry_seconds: how long blocks are reserved for a request that does not arrive.
+        memory: the blocks to which prefill instances may write; None: no direct transfers, only the pool.
+        silence_seconds: maximum time without a message from the prefill instance.
+        expiry_seconds: time after which blocks are released if their request has not arrived.
     """
 
     def __init__(
@@ -138,53 +147,67 @@ class HandoverReceiver:
         expiry_seconds: float = EXPIRY_SECONDS,
     ) -> None:
         self.others: dict[str, Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]] = {}
-        """Answers first messages of other types than "begin": other engines' hand-overs, in tests."""
+        """Functions that answer first messages of other types than "begin". Tests imitate other engines with them."""
         self._memory = memory
         self._silence_seconds = silence_seconds
         self._expiry_seconds = expiry_seconds
         self._server: asyncio.Server | None = None
-        # By request id, from the time that the request or the connection arrives, until the request has its outcome.
+        # Hand-overs by request id, from the arrival of the request or of the connection, whichever is first, until the
+        # request has the result.
         self._pending: dict[str, asyncio.Future[_Handover]] = {}
         self._serving: set[asyncio.Task[None]] = set()
 
     @property
     def num_pending(self) -> int:
-        """Number of requests that wait for their P, plus hand-overs that no request has arrived for or taken yet."""
+        """Number of requests that wait for a hand-over, plus number of hand-overs without a request so far."""
         return len(self._pending)
 
     @property
     def port(self) -> int:
-        """The connector port, once started."""
+        """The connector port. Read this only after ``start_listening``."""
         assert self._server is not None
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     async def start_listening(self, connector: socket.socket) -> None:
-        """Listen on a bound socket."""
+        """Accept connections at ``connector``, a bound socket."""
         self._server = await asyncio.start_server(self._on_connection, sock=connector, limit=LINE_LIMIT)
 
     async def stop_listening(self) -> None:
-        """Stop listening."""
+        """Accept no more connections."""
         if self._server is not None:
             self._server.close()
 
     async def wait_for_prompt(self, request_id: str, prompt: Prompt) -> HandoverResult | None:
-        """Wait until P has transferred this request's prompt; None: D must compute it itself."""
+        """Wait for the hand-over of a request's prompt.
+
+        Args:
+            request_id: the id of the request.
+            prompt: the prompt that the request has here; the prefill instance must have the same one.
+
+        Returns:
+            The result; None: the hand-over failed, and this instance must compute the prompt.
+        """
         begun, is_first = self._find_or_add(request_id), True
         try:
             handover = await wait_at_most(asyncio.shield(begun), self._silence_seconds)
             if handover.is_claimed:
-                log.warning("%s: another request has this id, too; computing the prompt here", request_id)
+                log.warning(
+                    "request %s: another request with this id waits for the hand-over; computing the prompt here",
+                    request_id,
+                )
                 is_first = False
                 return None
             handover.is_claimed = True
             if handover.prompt != prompt:
-                log.warning("%s: the prefill instance has another prompt; computing the prompt here", request_id)
+                log.warning(
+                    "request %s: the prompt of the prefill instance differs; computing the prompt here", request_id
+                )
                 return None
             return await handover.wait_for_result()
         except asyncio.TimeoutError:
             log.warning(
-                "%s: no word of a prefill instance in %g s; computing the prompt here",
+                "request %s: no prefill instance sent a message within %g s; computing the prompt here",
                 request_id,
                 self._silence_seconds,
             )
@@ -199,15 +222,18 @@ class HandoverReceiver:
         return self._pending[request_id]
 
     def _forget_request(self, request_id: str, begun: asyncio.Future[_Handover]) -> None:
-        """Remove a request that has its outcome or will not arrive; give up a hand-over that it did not take."""
+        """Remove a request that has its result, or that has not arrived in time, and give up its hand-over.
+
+        To give up a hand-over has no effect if the request has taken the result.
+        """
         if self._pending.get(request_id) is begun:
             del self._pending[request_id]
         if begun.done():
             begun.result().give_up()
 
     def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Otherwise asyncio of Python 3.11 reports a task that is cancelled at the end of the process as an error of
-        # ours.
+        # The task is created here, because asyncio of Python 3.11 logs an error if a task that it has created for a
+        # connection is cancelled at the end of the process.
         serving = asyncio.get_running_loop().create_task(self._serve_connection(reader, writer))
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
@@ -227,10 +253,13 @@ class HandoverReceiver:
             await handover.unless_given_up(self._answer_begin(first, handover, writer))
             handover.set_result(await handover.unless_given_up(self._receive_result(reader, writer, handover)))
         except _GivenUp as exc:
-            log.info("%s: the hand-over was given up: %s", request_id, exc)
-        except Exception as exc:  # P, or any other client, may send anything
+            log.info("request %s: the direct transfer was cancelled: %s", request_id, exc)
+        except Exception as exc:  # anything may connect to this port and send any bytes
             log.warning(
-                "%s: the hand-over broke off (%s: %s); computing the prompt here", request_id, type(exc).__name__, exc
+                "request %s: the direct transfer failed (%s: %s); computing the prompt here",
+                request_id,
+                type(exc).__name__,
+                exc,
             )
         finally:
             if handover is not None:
@@ -239,9 +268,9 @@ class HandoverReceiver:
             writer.close()
 
     def _announce_handover(self, request_id: str, handover: _Handover) -> None:
-        """Pass the hand-over to its request: one that waits, or one that the router has not delivered yet."""
+        """Pass a new hand-over to its request, which may wait already or may arrive later."""
         begun = self._find_or_add(request_id)
-        if begun.done():  # two hand-overs begin with one id: no request gets the later one
+        if begun.done():  # an earlier hand-over has the same id, so this one gets no request
             handover.give_up()
             return
         begun.set_result(handover)
@@ -253,22 +282,22 @@ class HandoverReceiver:
         asyncio.get_running_loop().call_later(self._expiry_seconds, on_expiry)
 
     async def _answer_begin(self, first: dict[str, Any], handover: _Handover, writer: asyncio.StreamWriter) -> None:
-        """Answer "begin" with "reserved" or "refused"."""
+        """Reserve blocks and answer "reserved"; if that is not possible, answer "refused"."""
         memory, reason = self._memory, ""
         if memory is None:
-            reason = "this instance cannot be written to"
+            reason = "this instance does not accept direct transfers"
         elif different := [name for name, value in memory.terms.items() if first.get(name) != value]:
             reason = f"another {' and '.join(different)}"
         else:
             handover.reservation = await memory.reserve_blocks(handover.prompt)
             if handover.reservation is None:
-                reason = "no room"
+                reason = "not enough free blocks"
         if memory is None or handover.reservation is None:
-            log.debug("request %s: a direct hand-over is refused: %s", handover.request_id, reason)
+            log.debug("request %s: a direct transfer is refused: %s", handover.request_id, reason)
             send_message(writer, "refused", reason=reason)
             return
-        target = await memory.lend_blocks(handover.reservation)
-        log_lent_blocks(handover.request_id, handover.prompt.num_tokens, len(target.addresses), target.num_cached)
+        target = await memory.open_blocks(handover.reservation)
+        log_handover_begin(handover.request_id, handover.prompt.num_tokens, len(target.addresses), target.num_cached)
         send_message(
             writer, "reserved", session=target.session, addresses=target.addresses, num_cached=target.num_cached
         )
@@ -276,7 +305,7 @@ class HandoverReceiver:
     async def _receive_result(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handover: _Handover
     ) -> HandoverResult:
-        """Process P's messages until the prompt's KV is here, or in the pool."""
+        """Process messages until the prompt's KV is in this instance's memory, or in the pool; return the result."""
         while True:
             message = await receive_message(reader, self._silence_seconds)
             if message["type"] == "saved":
@@ -290,66 +319,70 @@ class HandoverReceiver:
                     return result
                 send_message(writer, "rejected")
             elif message["type"] == "stopped":
-                handover.seconds_to_land = _seconds_to_land(message)
+                handover.late_seconds = _late_seconds(message)
             elif message["type"] != "alive":
                 raise ValueError(str(message.get("reason", message))[:200])
 
     async def _verify_prompt(self, message: dict[str, Any], handover: _Handover) -> Prefilled | None:
-        """Return the prompt that P has written, if every block of it has the digest that P sent."""
+        """Check the written blocks after "ready"; return the prompt, or None if a block has a wrong digest."""
         reservation, memory = handover.reservation, self._memory
         if memory is None or reservation is None:
-            raise ValueError("the prefill instance is ready, but was lent no blocks")
+            raise ValueError("the prefill instance sent ready, but no blocks were reserved for it")
         token = decode_number(message["token"], memory.vocab_size)
         logprobs = decode_logprobs(message["logprobs"], memory.vocab_size)
         start, count = time.monotonic(), len(reservation.missing)
-        if not await memory.take_blocks_in(reservation, message["digests"]):
-            log.warning("%s: blocks that prefill wrote are not those it sent; they are not used", handover.request_id)
+        if not await memory.accept_blocks(reservation, message["digests"]):
+            log.warning(
+                "request %s: blocks from the prefill instance have wrong digests and are not used",
+                handover.request_id,
+            )
             return None
         log_verified_blocks(handover.request_id, count, memory.block_bytes, time.monotonic() - start)
         return Prefilled(reservation, token, logprobs)
 
     async def _give_back(self, handover: _Handover, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Release an unused reservation, once P cannot write to it any more."""
+        """Release the reservation of a failed hand-over, when P cannot write to its blocks any more."""
         if handover.reservation is None or self._memory is None:
             return
         send_message(writer, "given_up")
-        seconds = handover.seconds_to_land
+        seconds = handover.late_seconds
         if seconds is None:
             seconds = await _wait_for_stop(reader)
-        # In ticks of this loop's own running time: if this process hangs, so do the threads that receive late bytes.
+        # In short steps, so that only time in which this process runs counts: while it hangs, it receives no bytes.
         for _ in range(int(10 * seconds)):
             await asyncio.sleep(0.1)
         self._memory.cancel_reservation(handover.reservation, clear=True)
 
 
 def _parse_result(message: dict[str, Any], prompt: Prompt, prefilled: Prefilled | None) -> HandoverResult:
-    """Parse a "ready" or a "saved" message from an untrusted sender."""
+    """Return the result in a "ready" or "saved" message. Raise an exception if its numbers are wrong."""
     own = decode_number(message["own_cached_tokens"], prompt.num_tokens + 1)
     pool = decode_number(message["pool_cached_tokens"], prompt.num_tokens - own + 1)
     return HandoverResult(own, pool, prefilled)
 
 
-def _seconds_to_land(stopped: dict[str, Any]) -> float:
+def _late_seconds(stopped: dict[str, Any]) -> float:
+    """Return for how many seconds P's bytes may still arrive after this "stopped" message."""
     return 0.0 if stopped.get("clean") is True else LATE_SECONDS
 
 
 async def _wait_for_stop(reader: asyncio.StreamReader) -> float:
-    """Wait until P writes no more; return for how many seconds its bytes may still arrive."""
+    """Wait until P does not write any more; return for how many seconds its bytes may still arrive."""
     while True:
         try:
             message = await receive_message(reader, None)
             if message["type"] == "stopped":
-                return _seconds_to_land(message)
+                return _late_seconds(message)
         except (EOFError, ConnectionResetError, BrokenPipeError):
             return LATE_SECONDS
         except OSError:
             return UNREACHABLE_SECONDS
         except ValueError:
-            continue  # only "stopped", or P's end, shows that P writes no more
+            continue  # an invalid message does not mean that P has stopped
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Enable TCP keep-alive, which detects a dead host even if nothing is sent to it."""
+    """Enable TCP keep-alive, so that a dead host is noticed although nothing is sent to it."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():

@@ -1,7 +1,7 @@
-"""Access of hand-overs to this instance's KV blocks: D reserves and verifies them, P reads and sends them.
+"""The KV blocks of an instance, for hand-overs: decode reserves and verifies blocks, prefill writes them to decode.
 
-The engine's thread owns all blocks. This module reserves and releases them through ``EngineCore``; bytes move on other
-threads.
+The engine's thread owns the blocks; they are reserved and released by methods of ``EngineCore``. Bytes are copied on
+other threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core import EngineCore
-from engine.disaggregation.landing import Landing, digest_values
+from engine.disaggregation.incoming import IncomingBlocks, digest_values
 from engine.disaggregation.transfer import Transfer
 from engine.disaggregation.wire import Prompt
 from engine.model.model_runner import ModelRunner
@@ -24,17 +24,23 @@ from kvstore_backend.transfers import Event, TransferMemory
 
 __all__ = ["BlockMemory", "Target"]
 
-# A decode instance that hangs blocks its writes for 30 s. Writes to other instances continue on other threads.
+# Maximum number of threads that write to decode instances. If a decode instance hangs, its threads wait for 30 s.
 _MAX_WRITERS = 32
-# These threads compare and copy bytes within this machine.
-_MAX_LANDERS = 4
+# Maximum number of threads that check and copy incoming blocks.
+_MAX_MOVERS = 4
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Target:
-    """The addresses where D wants the blocks from the ``num_cached``-th on, one for each, in D's ``session``."""
+    """The memory of a decode instance to which the blocks of a prompt are written.
+
+    Attributes:
+        session: the name of the decode instance for TransferEngine.
+        addresses: the address for each block from index ``num_cached`` on.
+        num_cached: number of leading blocks of the prompt that the decode instance has already.
+    """
 
     session: str
     addresses: list[int]
@@ -42,14 +48,14 @@ class Target:
 
 
 class BlockMemory:
-    """KV memory that other instances write to, and that is written to other instances.
+    """Reserves and verifies blocks that other instances write, and writes blocks to other instances.
 
     Args:
         core: owns the blocks.
-        runner: owns the memory of the blocks.
-        transfer: moves bytes.
-        memory: the blocks' memory, as ``transfer`` accesses it.
-        max_lent: the maximum number of blocks that are reserved for writes of other instances at a time.
+        runner: owns the KV memory.
+        transfer: writes bytes to other instances.
+        memory: opens memory of the blocks for ``transfer``.
+        max_reserved: maximum number of blocks that are reserved at the same time for writes of other instances.
     """
 
     def __init__(
@@ -58,50 +64,55 @@ class BlockMemory:
         runner: ModelRunner,
         transfer: Transfer,
         memory: TransferMemory,
-        max_lent: float = math.inf,
+        max_reserved: float = math.inf,
     ) -> None:
         self._core = core
         self._runner = runner
         self._transfer = transfer
         self._memory = memory
-        self._max_lent = max_lent
-        self._landings: dict[Reservation, Landing] = {}
-        self._num_asked = 0
-        """Blocks of hand-overs that wait for their reservation, and are not in ``_landings`` yet."""
-        self._landers = ThreadPoolExecutor(_MAX_LANDERS, "kv-land")
+        self._max_reserved = max_reserved
+        self._incoming: dict[Reservation, IncomingBlocks] = {}
+        self._num_requested = 0
+        """Number of blocks that were requested from the engine and are not in ``_incoming`` yet."""
+        self._movers = ThreadPoolExecutor(_MAX_MOVERS, "kv-move")
         self._writers = ThreadPoolExecutor(_MAX_WRITERS, "kv-write")
         self.vocab_size = runner.vocab_size
 
     @property
     def block_bytes(self) -> int:
-        """The size of a block in bytes."""
+        """Size of a block in bytes."""
         return self._runner.shape.nbytes
 
     @property
     def terms(self) -> dict[str, object]:
-        """The namespace and the protocol, which must be equal on both sides."""
+        """The namespace and the protocol. They must be equal in both instances of a direct transfer."""
         return {"namespace": self._runner.namespace.digest, "protocol": self._transfer.protocol}
 
     def parse_target(self, message: dict[str, Any], prompt: Prompt) -> Target:
-        """Parse a "reserved" message from an untrusted sender.
+        """Return the target in a "reserved" message.
 
         Raises:
-            ValueError, KeyError, TypeError: it does not name an address for every block of ``prompt``.
+            ValueError, KeyError, TypeError: the message does not have one address for each missing block of ``prompt``.
         """
         session, addresses, num_cached = message["session"], message["addresses"], message["num_cached"]
-        num_blocks = -(-prompt.num_tokens // self._runner.shape.block_size)
+        num_blocks = self._core.scheduler.groups.count_held(prompt.num_tokens)
         if not 0 <= num_cached <= num_blocks or len(addresses) != num_blocks - num_cached:
-            raise ValueError(f"{len(addresses)} addresses and {num_cached} cached for {num_blocks} blocks")
+            raise ValueError(
+                f"the prompt has {num_blocks} blocks, but the message has {len(addresses)} addresses and says that "
+                f"{num_cached} blocks are cached"
+            )
         return Target(str(session), list(map(int, addresses)), num_cached)
 
     async def reserve_blocks(self, prompt: Prompt) -> Reservation | None:
-        """Reserve blocks for ``prompt``; None: there are not enough.
+        """Reserve blocks for ``prompt``.
 
-        Adopt the result or call ``cancel_reservation``.
+        Returns:
+            The reservation; the caller passes it to the engine, or calls ``cancel_reservation``. None: there are not
+            enough free blocks, or ``max_reserved`` would be exceeded.
         """
-        lent = self._num_asked + sum(len(landing.blocks) for landing in self._landings.values())
-        wanted = -(-prompt.num_tokens // self._runner.shape.block_size)
-        if lent + wanted > self._max_lent:
+        reserved = self._num_requested + sum(len(incoming.blocks) for incoming in self._incoming.values())
+        wanted = self._core.scheduler.groups.count_held(prompt.num_tokens)
+        if reserved + wanted > self._max_reserved:
             return None
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Reservation | None] = loop.create_future()
@@ -109,60 +120,75 @@ class BlockMemory:
         def set_answer(reservation: Reservation | None) -> None:
             if not answered.done():
                 answered.set_result(reservation)
-            elif reservation is not None:  # the hand-over that requested it has ended meanwhile
+            elif reservation is not None:  # the caller was cancelled meanwhile
                 self.cancel_reservation(reservation, clear=False)
 
         def on_reserved(reservation: Reservation | None) -> None:
             loop.call_soon_threadsafe(set_answer, reservation)
 
-        self._num_asked += wanted
+        self._num_requested += wanted
         self._core.reserve_blocks(prompt.hashes, prompt.num_tokens, on_reserved)
         try:
             return await answered
         except asyncio.CancelledError:
-            # The reservation may exist already, and now no caller takes it.
+            # If the reservation exists already, the caller will not get it.
             if answered.done() and not answered.cancelled() and (reservation := answered.result()):
                 self.cancel_reservation(reservation, clear=False)
             raise
         finally:
-            self._num_asked -= wanted  # the caller lends at once, with no other task between
+            # The caller calls ``open_blocks`` next, which counts the blocks again before another task can run.
+            self._num_requested -= wanted
 
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
-        """Release the blocks; other instances write to them no more. ``clear``: another instance may have written."""
-        if (landing := self._landings.pop(reservation, None)) is None:
+        """Release the blocks of a reservation, and the memory that was opened for them.
+
+        Args:
+            reservation: the reservation.
+            clear: whether another instance may have written to the blocks; they are then set to zero.
+        """
+        if (incoming := self._incoming.pop(reservation, None)) is None:
             self._core.cancel_reservation(reservation, clear=clear)
             return
 
         def close_and_cancel() -> None:
             try:
-                landing.close()
+                incoming.close()
             finally:
                 self._core.cancel_reservation(reservation, clear=clear)
 
-        self._landers.submit(close_and_cancel)
+        self._movers.submit(close_and_cancel)
 
-    async def lend_blocks(self, reservation: Reservation) -> Target:
-        """Open the missing blocks of ``reservation`` for writes; return their addresses."""
-        landing = self._landings[reservation] = Landing(self._memory, reservation.missing)
-        addresses = await asyncio.wrap_future(self._landers.submit(landing.open_windows))
+    async def open_blocks(self, reservation: Reservation) -> Target:
+        """Open the missing blocks of ``reservation`` for writes of another instance, and return their addresses."""
+        incoming = self._incoming[reservation] = IncomingBlocks(self._memory, reservation.missing)
+        addresses = await asyncio.wrap_future(self._movers.submit(incoming.open_windows))
         return Target(self._transfer.session, addresses, reservation.num_cached)
 
-    async def take_blocks_in(self, reservation: Reservation, digests: object) -> bool:
-        """Move the missing blocks into KV memory; return whether they were written with these digests."""
-        landing = self._landings[reservation]
-        if not await asyncio.wrap_future(self._landers.submit(landing.take_in, digests)):
+    async def accept_blocks(self, reservation: Reservation, digests: object) -> bool:
+        """Check the written blocks of ``reservation``, and move them to KV memory.
+
+        Returns:
+            False if a block does not have its digest in ``digests``; then nothing was moved.
+        """
+        incoming = self._incoming[reservation]
+        if not await asyncio.wrap_future(self._movers.submit(incoming.move_in, digests)):
             return False
-        del self._landings[reservation]
+        del self._incoming[reservation]
         self._count_bytes(len(reservation.missing))
         return True
 
     def write_blocks(self, blocks: Sequence[int], first: int, target: Target) -> Future[list[str] | None]:
-        """Write the sequence's blocks from the ``first``-th on to ``target``, except those that D has.
+        """Start to write blocks of a prompt to a decode instance, without those that it has already.
 
-        Takes ownership of the caller's reference on each block, and releases it when the write has returned.
+        The write runs on another thread. The caller's reference on each block is released when it has ended.
+
+        Args:
+            blocks: the blocks.
+            first: index of the first of these blocks in the prompt.
+            target: where to write them.
 
         Returns:
-            (on a thread of its own) the digests of the blocks written; None if the write failed.
+            A future with the digests of the written blocks, or with None if the write failed.
         """
 
         after = self._memory.record_event()
@@ -181,13 +207,13 @@ class BlockMemory:
         return self._writers.submit(write_and_release)
 
     def release_blocks(self, blocks: Sequence[int]) -> None:
-        """Release references on blocks that will not be written."""
+        """Release the references on blocks that are not written."""
         self._core.release_blocks(blocks)
 
     def _write_parts(
         self, blocks: Sequence[int], session: str, addresses: Sequence[int], after: Event | None
     ) -> list[str] | None:
-        """Write blocks through as many windows as they need; return their digests, or None if a write failed."""
+        """Write blocks through one window after the other; return their digests, or None if a write failed."""
         digests: list[str] = []
         while len(digests) < len(blocks):
             begin = len(digests)

@@ -1,4 +1,7 @@
-"""P's side of one request's hand-over: requests blocks from D, writes them as they are computed, reports the end."""
+"""The prefill instance's side of a hand-over: requests blocks from decode, writes computed KV, reports the end.
+
+Here P is the prefill instance (this one), and D is the decode instance.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,20 @@ log = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 1.0
 
-# Hand-overs whose write was in progress when their request ended. The event loop itself holds no strong reference to a
-# task.
+# The tasks that end hand-overs. The set keeps them alive, because the event loop has no strong references to tasks.
 _ending: set[asyncio.Task[None]] = set()
 
 
 class HandoverSender:
-    """The hand-over of one request; made by ``hand_over``. Call all methods on the event loop's thread."""
+    """The hand-over of one request's prompt to a decode instance, D. ``hand_over`` creates it.
+
+    Call all methods on the event loop's thread.
+
+    Args:
+        request_id: the id of the request.
+        prompt: the prompt.
+        memory: the blocks to write; None: no direct transfer, only the pool.
+    """
 
     def __init__(self, request_id: str, prompt: Prompt, memory: BlockMemory | None) -> None:
         loop = asyncio.get_running_loop()
@@ -43,11 +53,11 @@ class HandoverSender:
         self._prompt = prompt
         self._memory = memory
         self._writer: asyncio.StreamWriter | None = None
-        self._unsent: list[tuple[str, dict[str, object]]] = []  # messages before there is a connection
-        self._reached = asyncio.Event()  # set when D was reached, or cannot be reached
+        self._unsent: list[tuple[str, dict[str, object]]] = []  # messages to send when there is a connection
+        self._reached = asyncio.Event()  # set when D is connected, or cannot be reached
         self._target: asyncio.Future[Target | None] = loop.create_future()
         self._verdict: asyncio.Future[bool] = loop.create_future()
-        # Blocks to be written, with a reference on each: the index of the first, and the blocks.
+        # Computed blocks that are not written yet, with a reference on each: index of the first block, and the blocks.
         self._queue: deque[tuple[int, Sequence[int]]] = deque()
         self._queued = asyncio.Event()
         self._is_clean = True
@@ -56,16 +66,23 @@ class HandoverSender:
         self._block_bytes = memory.block_bytes if memory else 0
         self._begun_at = time.monotonic()
         self.first_write_at = 0.0
-        """When the first write of blocks began, on ``time.monotonic``; 0 until then."""
-        self.trouble = "the decode instance was not reached"
-        """Why the prompt is not transferred directly, if it is not."""
+        """Time of ``time.monotonic`` at which the first write of blocks began; 0: none has begun."""
+        self.trouble = "the decode instance could not be reached"
+        """The reason for the log, if the direct transfer fails."""
         self._writing = asyncio.create_task(self._write_all())
         self._writing.add_done_callback(self._on_writing_done)
         self.is_wanted = True
-        """Whether D may still be waiting for this."""
+        """Whether D may still wait for the prompt's KV."""
 
     def queue_blocks(self, first: int, blocks: Sequence[int]) -> None:
-        """Take ownership of the prompt's blocks from the ``first``-th on, which the engine's listener gets."""
+        """Queue computed blocks of the prompt to be written to D.
+
+        This is the ``on_computed`` of the engine's ``Listener``. It takes ownership of a reference on each block.
+
+        Args:
+            first: index of the first of these blocks in the prompt.
+            blocks: the blocks.
+        """
         self._queue.append((first, blocks))
         if self._is_over:
             self._drop_queue()
@@ -74,11 +91,21 @@ class HandoverSender:
     async def deliver_directly(
         self, token: int, logprobs: TokenLogprobs | None, own_cached_tokens: int, pool_cached_tokens: int
     ) -> bool:
-        """Wait until all blocks are written and send D the first token; return whether D continues from there."""
+        """Wait until all blocks are written, and send "ready" to D.
+
+        Args:
+            token: the first token of the answer.
+            logprobs: the log probabilities of ``token``.
+            own_cached_tokens: number of prompt tokens that were in this instance's own cache.
+            pool_cached_tokens: number of prompt tokens that came from the pool.
+
+        Returns:
+            Whether D has accepted the blocks.
+        """
         digests = await asyncio.shield(self._writing)
         if digests is None:
             return False
-        self.trouble = "the decode instance did not take it over"
+        self.trouble = "the decode instance did not confirm the transfer"
         self._send_or_keep(
             "ready",
             token=token,
@@ -93,19 +120,27 @@ class HandoverSender:
             log_handover_end(self._request_id, len(digests), self._block_bytes, seconds, is_accepted=is_accepted)
             return is_accepted
         except asyncio.TimeoutError:
-            log.warning("%s: the decode instance does not say whether it takes over", self._request_id)
+            log.warning(
+                "request %s: the decode instance did not confirm the direct transfer within %g s",
+                *(self._request_id, SILENCE_SECONDS),
+            )
             return False
 
     def report_save(self, own_cached_tokens: int, pool_cached_tokens: int) -> None:
-        """Report that the pool has the blocks that could be saved."""
+        """Report to D that the blocks were saved to the pool, as far as possible."""
         self._send_or_keep("saved", own_cached_tokens=own_cached_tokens, pool_cached_tokens=pool_cached_tokens)
 
     def report_failure(self, reason: str) -> None:
-        """Report that there is nothing to transfer."""
+        """Report to D that no KV will come, because the prompt was not computed."""
         self._send_or_keep("failed", reason=reason)
 
     async def talk_to_decode(self, host: str, port: int, is_working: Callable[[], bool]) -> None:
-        """Exchange messages with D until D closes the connection or this is cancelled."""
+        """Connect to D and exchange messages, until D closes the connection or this task is cancelled.
+
+        Args:
+            host, port: D's connector port.
+            is_working: returns False if the computation of the prompt hangs.
+        """
         alive: asyncio.Task[None] | None = None
         try:
             reader, writer = await open_connection(host, port)
@@ -119,10 +154,10 @@ class HandoverSender:
             while True:
                 await self._handle_message(reader)
         except EOFError:
-            pass  # D closes the connection when it has all it needs, or has ended: it needs none of the unsent messages
+            pass  # D closes the connection when it has the prompt, or has ended
         except (OSError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as exc:
             log.warning(
-                "%s: no hand-over to the decode instance %s:%d (%s: %s)",
+                "request %s: no direct transfer to the decode instance %s:%d (%s: %s)",
                 *(self._request_id, host, port, type(exc).__name__, exc),
             )
         finally:
@@ -134,22 +169,22 @@ class HandoverSender:
                 self._writer.close()
 
     async def end_handover(self) -> None:
-        """Begin no more writes, wait for the write in progress, and report the end to D."""
+        """End the hand-over: start no more writes, wait for the write in progress, and send "stopped" to D."""
         self._stop_writing()
         if not self._kinds_sent & {"ready", "saved"}:
-            self.report_failure("the prefill was given up")
+            self.report_failure("the prefill was cancelled")
         await self._writing
         self._report_stop()
         await self._reached.wait()
 
     async def _handle_message(self, reader: asyncio.StreamReader) -> None:
-        """Wait for one message from D and process it."""
+        """Wait for the next message from D, and process it."""
         message = await receive_message(reader, None)
         kind = message["type"]
         if kind == "reserved" and not self._target.done():
             self._target.set_result(self._parse_target(message))
         elif kind == "refused":
-            log.info("%s: no direct hand-over: %s", self._request_id, message.get("reason"))
+            log.info("request %s: no direct transfer: %s", self._request_id, message.get("reason"))
             self.trouble = f"the decode instance refused: {message.get('reason')}"
             self._stop_writing()
         elif kind in ("accepted", "rejected"):
@@ -159,10 +194,10 @@ class HandoverSender:
             self._on_no_longer_wanted()
 
     def _parse_target(self, message: dict[str, Any]) -> Target:
-        assert self._memory is not None, "only who can write is lent blocks"
+        assert self._memory is not None, "D reserves blocks only for an instance that can write"
         target = self._memory.parse_target(message, self._prompt)
         log.debug(
-            "request %s: the decode instance at %s lends %d blocks, and has the %d before them",
+            "request %s: the decode instance at %s reserves %d blocks, and has the %d before them",
             *(self._request_id, target.session, len(target.addresses), target.num_cached),
         )
         return target
@@ -173,12 +208,16 @@ class HandoverSender:
             self._send_or_keep("alive")
 
     async def _write_all(self) -> list[str] | None:
-        """Write the prompt's blocks as they are computed; return their digests, or None if a write failed."""
+        """Write the blocks of the prompt as they are computed.
+
+        Returns:
+            The digests of the written blocks; None: the direct transfer failed or was stopped.
+        """
         digests: list[str] = []
         num_written = 0
         try:
             if self._memory is None:
-                self.trouble = "this instance cannot write to others"
+                self.trouble = "this instance cannot write to other instances"
                 return None
             target = await wait_at_most(asyncio.shield(self._target), SILENCE_SECONDS)
             if target is None:
@@ -207,15 +246,18 @@ class HandoverSender:
                 num_written = first + len(blocks)
             return digests
         except asyncio.TimeoutError:
-            log.warning("%s: the decode instance does not answer; handing over by the pool", self._request_id)
-            self.trouble = "the decode instance does not answer"
+            log.warning(
+                "request %s: the decode instance does not respond; transferring the prompt's KV through the pool",
+                self._request_id,
+            )
+            self.trouble = "the decode instance did not respond"
             return None
         finally:
             self._is_over = True
             self._drop_queue()
 
     def _on_no_longer_wanted(self) -> None:
-        """Stop the hand-over: D has ended, or needs no more blocks."""
+        """Stop the hand-over, because D has ended or does not need the blocks any more."""
         self.is_wanted = False
         if not self._verdict.done():
             self._verdict.set_result(False)
@@ -226,7 +268,7 @@ class HandoverSender:
             self._report_stop()
 
     def _report_stop(self) -> None:
-        """Report to D that P writes no more, so that D can use its blocks again."""
+        """Send "stopped" to D, unless it was sent. Then D can use its blocks again."""
         if "stopped" not in self._kinds_sent:
             self._send_or_keep("stopped", clean=self._is_clean)
 
@@ -260,16 +302,18 @@ async def hand_over(
     memory: BlockMemory | None = None,
     is_working: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[HandoverSender]:
-    """Transfer a prompt to D while it is computed. No failure of D raises here, or delays the prefill.
+    """Open a hand-over of a prompt to a decode instance, D, for the time in which the prompt is computed.
 
-    Without ``deliver_directly`` or ``report_save`` before its end, or with an exception, this closes the connection,
-    and D takes that for a failure. The connection closes only after the write in progress has returned; the request
-    does not wait for that.
+    A failure of D does not raise an exception, and does not delay the computation. If the ``with`` block ends without a
+    call of ``deliver_directly`` or ``report_save``, D gets the message "failed". The end of the hand-over runs in a
+    task of its own, so the request does not wait for a write in progress.
 
     Args:
         host, port: D's connector port.
-        memory: the blocks to write; None: use the pool only.
-        is_working: false when the prompt's computation hangs; then D gets no more "alive" messages.
+        request_id: the id of the request.
+        prompt: the prompt.
+        memory: the blocks to write; None: no direct transfer, only the pool.
+        is_working: returns False if the computation of the prompt hangs. Then D gets no more "alive" messages.
     """
     sender = HandoverSender(request_id, prompt, memory)
     talking = asyncio.create_task(sender.talk_to_decode(host, port, is_working))

@@ -1,9 +1,13 @@
-"""Mooncake's TransferEngine: writes one process's bytes into another's memory, over tcp or rdma.
+"""Mooncake's TransferEngine: writes bytes into the memory of another process, over tcp or rdma.
 
-Measured over tcp on loopback with 0.3.13: a write returns 0 only when the receiving end acknowledged that the bytes are
-in memory. An address outside of the receiver's registered memory is refused (-1, within 1 ms). A killed receiver is
-detected within 1 s. A hung receiver is detected after 30 s: the write then returns -1 and writes no more, while writes
-to other processes continue concurrently. The source need not be registered.
+Measured with version 0.3.13 over tcp on loopback:
+
+- A write returns 0 only after the receiving process has acknowledged that the bytes are in its memory.
+- A write to an address outside of the receiver's registered memory returns -1, within 1 ms.
+- If the receiver was killed, a write fails within 1 s.
+- If the receiver hangs, a write returns -1 after 30 s, and does not write afterwards. Writes to other processes
+  continue.
+- The source memory need not be registered.
 """
 
 from __future__ import annotations
@@ -20,19 +24,21 @@ log = logging.getLogger(__name__)
 
 
 class TransferUnavailable(Exception):
-    """TransferEngine cannot be used here; the message says why."""
+    """Raised if TransferEngine cannot be used on this machine; the message says why."""
 
 
 class Transfer:
-    """This process's end of TransferEngine; other processes may write to memory that it has registered. Never closed.
+    """TransferEngine in this process: writes to other processes, and lets them write to registered memory.
+
+    It is never closed.
 
     Args:
-        host: this machine's address, as other machines reach it.
+        host: the address of this machine, as other machines reach it.
         protocol: ``tcp`` or ``rdma``.
         devices: names of the RDMA devices to use, separated by commas; empty: Mooncake chooses.
 
     Raises:
-        TransferUnavailable: the library cannot be loaded, or it refuses.
+        TransferUnavailable: Mooncake's library cannot be loaded, or TransferEngine cannot be started.
     """
 
     def __init__(self, host: str, protocol: str, devices: str = "") -> None:
@@ -47,26 +53,36 @@ class Transfer:
             over = f"{protocol} ({devices})" if protocol == "rdma" and devices else protocol
             raise TransferUnavailable(f"TransferEngine cannot be started at {host} over {over}: code {code}")
         self.session = f"{host}:{self._engine.get_rpc_port()}"
-        """The name that other processes use to write to this process: ``host:port``."""
+        """The name of this process for writes of other processes: ``host:port``."""
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Let other processes write to this memory; ``headroom`` is ignored, only pools need it.
+        """Let other processes write to memory.
+
+        Args:
+            address, nbytes: address and size of the memory.
+            headroom: ignored; only pools use it.
 
         Raises:
-            TransferUnavailable: TransferEngine refuses.
+            TransferUnavailable: TransferEngine cannot register the memory.
         """
         if code := self._engine.register_memory(address, nbytes):
             raise TransferUnavailable(f"TransferEngine cannot register {nbytes} bytes of KV memory: code {code}")
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """End the registration of memory: no process may write to it any more."""
+        """End the registration of memory, so that other processes cannot write to it any more."""
         self._engine.unregister_memory(address)
 
     def write(self, session: str, sources: Sequence[int], targets: Sequence[int], nbytes: int) -> bool:
-        """Write ``nbytes`` from each source address to its target in ``session``; return whether all of it has arrived.
+        """Write to another process. The call blocks until all bytes have arrived, or for 30 s without progress.
 
-        After False any part of it may have arrived, or may still be in progress. The call blocks for 30 s at most after
-        the last progress.
+        Args:
+            session: the ``session`` of the other process.
+            sources: addresses in this process.
+            targets: the address in the other process for each source.
+            nbytes: number of bytes to write from each source.
+
+        Returns:
+            Whether all bytes have arrived. If not, some may have arrived, and others may still arrive.
         """
         sizes = [nbytes] * len(sources)
         try:
@@ -80,11 +96,12 @@ class Transfer:
 
 
 def choose_protocol(wanted: Sequence[str], named: str = "") -> str:
-    """Return TransferEngine's protocol for ``--cache-transfer-protocol``: rdma if wanted and available, else tcp.
+    """Return the protocol for TransferEngine: rdma if the operator wants it and the machine has it, else tcp.
 
-    ``MOONCAKE_PROTOCOL`` (``named``) set to ``tcp`` decides, as it does for the pool, even if rdma is wanted and
-    available. ``ipc`` is tcp: FastDeploy means memory shared within one machine, which TransferEngine reaches over
-    loopback.
+    Args:
+        wanted: the values of ``--cache-transfer-protocol``. ``ipc`` means tcp here: in FastDeploy it is memory that
+            instances on one machine share, and TransferEngine uses the loopback network for that.
+        named: the value of ``MOONCAKE_PROTOCOL``. If it is ``tcp``, the result is tcp, as for the pool.
     """
     if "rdma" not in wanted or named == "tcp":
         return "tcp"
@@ -95,10 +112,10 @@ def choose_protocol(wanted: Sequence[str], named: str = "") -> str:
 
 
 def list_protocols(wanted: Sequence[str], chosen: str) -> list[str]:
-    """Return the values of ``--cache-transfer-protocol`` that really work: tcp for an rdma that was not ``chosen``.
+    """Return the protocols that this instance supports, for its registration.
 
     Args:
-        wanted: the flag's values.
-        chosen: the result of ``choose_protocol``.
+        wanted: the values of ``--cache-transfer-protocol``.
+        chosen: the result of ``choose_protocol``; it replaces ``rdma`` in ``wanted``.
     """
     return list(dict.fromkeys(chosen if protocol == "rdma" else protocol for protocol in wanted))

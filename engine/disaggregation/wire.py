@@ -1,4 +1,4 @@
-"""The connection of a hand-over: how its messages are sent and received, and how they describe a prompt."""
+"""Sends and receives the messages of a hand-over, and converts a prompt and log probabilities to JSON and back."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ __all__ = [
 _T = TypeVar("_T")
 
 SILENCE_SECONDS = 5.0
+"""Maximum time to wait for a message from the other instance."""
 LINE_LIMIT = 4 << 20
-"""Maximum length of a message in bytes: a block's hash takes 68, so prompts of 60,000 blocks fit."""
+"""Maximum length of a message in bytes. A block hash takes 68 bytes, so a prompt may have 60,000 blocks."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt without its tokens: their number, the chained hashes of its full blocks, and a digest of all of it.
+    """Description of a prompt in messages, without its tokens.
 
-    The hashes leave out the last, partly filled block. Equal digests mean equal tokens and an equal ``cache_salt``, but
-    the number and the hashes that another instance sends may be wrong even if the digest is right.
+    Attributes:
+        num_tokens: number of tokens.
+        hashes: the block hashes of the full blocks.
+        digest: a digest of all tokens and of the ``cache_salt``. If it is equal in both instances, the prompts are
+            equal. But ``num_tokens`` and ``hashes`` from another instance may still be wrong.
     """
 
     num_tokens: int
@@ -45,39 +49,41 @@ class Prompt:
 
     @classmethod
     def of_sequence(cls, sequence: Sequence) -> Prompt:
-        """Describe the prompt of a sequence that has not been submitted yet."""
+        """Return the description of the prompt of a sequence that was not submitted yet."""
         tokens, root = sequence.request.prompt_token_ids, root_hash(sequence.request.cache_salt)
         (digest,) = extend_block_hashes([], tokens, len(tokens), root)
         return cls(len(tokens), tuple(sequence.hashes()), digest.hex())
 
     def to_message(self) -> dict[str, object]:
-        """Return the prompt as members of a "begin" message."""
+        """Return the members of a "begin" message that describe this prompt."""
         hashes = [block_hash.hex() for block_hash in self.hashes]
         return {"num_tokens": self.num_tokens, "hashes": hashes, "digest": self.digest}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Prompt:
-        """Parse a "begin" message from an untrusted sender.
+        """Return the description of a prompt in a "begin" message.
 
         Raises:
-            ValueError, KeyError, TypeError: it does not describe a prompt.
+            ValueError, KeyError, TypeError: a member is missing or wrong.
         """
         num_tokens, digest = message["num_tokens"], message["digest"]
         if not isinstance(num_tokens, int) or num_tokens < 1 or not isinstance(digest, str):
-            raise ValueError(f"num_tokens is {num_tokens!r} and digest {digest!r}")
+            raise ValueError(
+                f"num_tokens is {num_tokens!r} and digest is {digest!r}; they must be a positive number and a text"
+            )
         return cls(num_tokens, tuple(map(bytes.fromhex, message["hashes"])), digest)
 
 
 def encode_logprobs(logprobs: TokenLogprobs | None) -> object:
-    """Encode log probabilities as JSON."""
+    """Return log probabilities as an object for JSON."""
     return None if logprobs is None else [logprobs.chosen, logprobs.top]
 
 
 def decode_logprobs(value: Any, vocab_size: int) -> TokenLogprobs | None:
-    """Parse the output of ``encode_logprobs``, for tokens below ``vocab_size``.
+    """Return the log probabilities from an object of ``encode_logprobs``; token ids must be below ``vocab_size``.
 
     Raises:
-        ValueError, TypeError: it is something else.
+        ValueError, TypeError: the object has another form.
     """
     if value is None:
         return None
@@ -87,21 +93,24 @@ def decode_logprobs(value: Any, vocab_size: int) -> TokenLogprobs | None:
 
 
 def decode_number(value: Any, limit: int) -> int:
-    """Parse an integer from 0 to below ``limit``.
+    """Return ``value`` if it is an integer from 0 to below ``limit``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not.
     """
     if type(value) is not int or not 0 <= value < limit:
-        raise ValueError(f"{str(value)[:80]} is no whole number below {limit}")
+        raise ValueError(f"{str(value)[:80]} is not a whole number below {limit}")
     return value
 
 
 async def wait_at_most(awaitable: Awaitable[_T], seconds: float | None) -> _T:
-    """Wait for a result; unlike ``asyncio.wait_for`` of Python 3.11, raise a cancellation that comes with the result.
+    """Wait for a result for at most ``seconds``; None: without a limit.
+
+    ``asyncio.wait_for`` of Python 3.11 loses a cancellation that comes at the same moment as the result. This function
+    raises it.
 
     Raises:
-        asyncio.TimeoutError: it did not come within ``seconds``.
+        asyncio.TimeoutError: there was no result within ``seconds``.
     """
     if seconds is None:
         return await awaitable
@@ -118,23 +127,23 @@ async def wait_at_most(awaitable: Awaitable[_T], seconds: float | None) -> _T:
 
 
 async def open_connection(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to another instance's connector port.
+    """Connect to the connector port of another instance.
 
     Raises:
-        asyncio.TimeoutError: it was not reached in ``SILENCE_SECONDS``.
-        OSError: it was not reached.
+        asyncio.TimeoutError: there was no connection within ``SILENCE_SECONDS``.
+        OSError: the port cannot be reached.
     """
     opening = asyncio.ensure_future(asyncio.open_connection(host, port, limit=LINE_LIMIT))
     try:
         return await wait_at_most(opening, SILENCE_SECONDS)
     except BaseException:
         if opening.done() and not opening.cancelled() and opening.exception() is None:
-            opening.result()[1].close()  # it came with the cancellation
+            opening.result()[1].close()  # the connection was opened at the moment of the cancellation
         raise
 
 
 def send_message(writer: asyncio.StreamWriter, kind: str, **members: object) -> None:
-    """Write one message; it is lost without an error when the other side has closed the connection."""
+    """Send one message. If the other side has closed the connection, the message is lost without an error."""
     if not writer.is_closing():
         writer.write(json.dumps({"type": kind, **members}).encode() + b"\n")
 
@@ -143,18 +152,18 @@ async def receive_message(reader: asyncio.StreamReader, silence_seconds: float |
     """Wait for the next message.
 
     Raises:
-        asyncio.TimeoutError: none arrived for ``silence_seconds``.
-        EOFError: the other side closed the connection.
-        ValueError: it is not a JSON object with a type, or longer than ``LINE_LIMIT``.
+        asyncio.TimeoutError: no message arrived within ``silence_seconds``; None: there is no such limit.
+        EOFError: the other side has closed the connection.
+        ValueError: the message is not a JSON object with a type, or is longer than ``LINE_LIMIT``.
         OSError: the connection was lost.
     """
     line = await wait_at_most(reader.readline(), silence_seconds)
     if not line:
-        raise EOFError("the other side closed the connection")
+        raise EOFError("the other instance closed the connection")
     try:
         message = json.loads(line)
     except RecursionError as exc:
         raise ValueError("the message is nested too deeply") from exc
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise ValueError(f"expected an object with a type, got {str(message)[:80]}")
+        raise ValueError(f"a message must be a JSON object with a type, but it is {str(message)[:80]}")
     return message

@@ -1,14 +1,14 @@
-"""The lifecycle of a request in an instance: from its checked body, over the hand-over, to pieces of text.
+"""Answers requests: turns a checked request into pieces of text.
 
-This is the asyncio side; it reaches the engine's thread through ``EngineCore`` only. The way to answer a request
-depends on the instance's role and is chosen once, when the instance starts:
+All code here runs in the event loop; it uses the engine's thread only through ``EngineCore``. A generation is the
+answer to one prompt. Its class depends on the role of the instance and on the request:
 
-base.py         one request while it is answered: its tokens become text; the parts that all requests share
-prefill.py      the instance computes the prompt and transfers it, directly or through the pool
-decode.py       the instance waits for the prompt's KV and continues from there, or computes the prompt itself
-choices.py      the n choices of one request: the prompt is computed once, the answers concurrently
-live.py         all requests that are being answered: created for the role, looked up to be aborted
-detokenizer.py  token ids -> text, piece by piece
+base.py         Generation: runs a sequence and turns its tokens into text; base class for all roles
+prefill.py      the generation of a prefill instance: computes the prompt and transfers its KV
+decode.py       the generation of a decode instance: waits for the prompt's KV, or computes the prompt
+choices.py      all answers to one request: computes each prompt once, and then its answers concurrently
+live.py         creates generations for the role of the instance; aborts those that are running
+detokenizer.py  turns token ids into text, piece by piece
 """
 
 from engine.generation.base import Generation, Piece

@@ -1,4 +1,4 @@
-"""One request while it is answered: the engine's tokens become pieces of text."""
+"""Generation: runs one sequence in the engine, and turns its tokens into pieces of text."""
 
 from __future__ import annotations
 
@@ -23,29 +23,42 @@ from engine.telemetry.tracing import Phase, RequestTrace, Tracer
 
 __all__ = ["Generation", "Piece", "SharedParts", "call_in_loop"]
 
-log = logging.getLogger(__package__)  # the package logs the last line of each request
+log = logging.getLogger(__package__)  # the line at the end of each request has the name of the package
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The result of one token: text (may be empty), the token, and in the last piece why the answer ended."""
+    """A part of an answer: one token, and the text that this token adds.
+
+    Attributes:
+        text: the text; it may be empty.
+        token_id: the token; None: the answer ended without a further token.
+        finish_reason: why the answer ended, in its last piece; None in all others.
+        logprobs: the log probabilities of the token, if the client requested them.
+        stop: the stop string that ended the answer; None: no stop string did.
+    """
 
     text: str
     token_id: int | None
     finish_reason: str | None
     logprobs: TokenLogprobs | None
     stop: str | None = None
-    """The stop string that ended the answer."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedParts:
-    """The parts of an instance that all of its requests share.
+    """The parts of an instance that all generations use.
 
-    Args:
-        memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
-        tracer: traces requests.
-        live: the requests that are being answered; not by id, because clients may use one id twice.
+    Attributes:
+        core: runs sequences.
+        tokenizer: a tokenizer of transformers.
+        role: the role of the instance.
+        block_size: number of tokens in a block.
+        receiver: receives hand-overs of prompts.
+        memory: the blocks for direct transfers; None: hand-overs go only through the pool.
+        tracer: creates spans; None: requests are not traced.
+        live: the generations that are running, in the order of their start. They are not found by their ids, because
+            clients may use an id twice.
     """
 
     core: EngineCore
@@ -55,15 +68,15 @@ class SharedParts:
     receiver: HandoverReceiver
     memory: BlockMemory | None = None
     tracer: Tracer | None = None
-    live: set[Generation] = field(default_factory=set)
+    live: dict[Generation, None] = field(default_factory=dict)
 
 
 class Generation(ABC):
-    """A request while it is being answered; each subclass is one way to answer it.
+    """The answer to one prompt, while it is generated. Each subclass is for one role of the instance.
 
     Args:
-        parts: the parts of the instance that answers.
-        request: checked; its prompt and ``max_tokens`` fit the engine.
+        parts: the parts of the instance.
+        request: the checked request.
     """
 
     def __init__(self, parts: SharedParts, request: Request) -> None:
@@ -72,54 +85,66 @@ class Generation(ABC):
         self._parts = parts
         self._core = parts.core
         self.is_aborted = False
-        """Whether an abort was requested; the request may not have ended yet."""
-        # Not the sequence's own count: with a stop string, the engine may have one token more than the answer's text.
+        """Whether an abort was requested. The answer may not have ended yet."""
+        # Not the count of the sequence: after a stop string was found, the engine may generate one token more.
         self.num_output_tokens = 0
         self._start = time.monotonic()
         self._first_token_seconds: float | None = None
         self._trace = parts.tracer.begin_request() if parts.tracer else None
         self._phases: list[Phase] = []
-        """Phases that the sequence itself does not record."""
+        """Phases that are not recorded in the sequence."""
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yield the answer in pieces; the last has a ``finish_reason``. Closing the iterator aborts the request."""
-        self._parts.live.add(self)
-        self.is_aborted = self.is_aborted or self._core.is_paused  # it began just before the pause
+        """Yield the pieces of the answer; the last one has a ``finish_reason``.
+
+        If the iterator is closed before its end, the request is aborted.
+        """
+        self._parts.live[self] = None
+        # The instance may have been paused after the request was accepted.
+        self.is_aborted = self.is_aborted or self._core.is_paused
         piece: Piece | None = None
         try:
             async for piece in self._answer():
                 yield piece
         finally:
-            self._parts.live.remove(self)
+            del self._parts.live[self]
             if self._trace is not None:
                 self._end_trace(self._trace, piece.finish_reason if piece else None)
 
     def abort(self) -> None:
-        """End the request in any state, with finish reason ``abort``."""
+        """End the answer with the finish reason ``abort``, in any state."""
         self.is_aborted = True
         self._core.abort_sequence(self.sequence)
 
     def usage(self) -> dict[str, Any]:
-        """Return token counts, and where the prompt's KV came from."""
+        """Return the ``usage`` object of the answer."""
         sequence = self.sequence
         own, pool = self._cached_tokens()
         blocks = None if sequence.regime is Regime.DENSE else (sequence.blocks_read, sequence.blocks_passed)
-        return build_usage(sequence.num_prompt_tokens, self.num_output_tokens, own, pool, blocks)
+        whole_blocks = sequence.num_prompt_tokens // self._parts.block_size * self._parts.block_size
+        written = max(0, whole_blocks - own - pool) if self._core.scheduler.prefix_caching else 0
+        return build_usage(sequence.num_prompt_tokens, self.num_output_tokens, own, pool, written, blocks)
 
     def describe_transfer(self) -> dict[str, Any]:
-        """Return the members of the response by which another instance finds the prompt's KV."""
+        """Return further members of the response, with which another instance finds the prompt's KV.
+
+        This is empty in FastDeploy's dialect. Tests imitate engines that have such members.
+        """
         return {}
 
     @abstractmethod
     def _answer(self) -> AsyncIterator[Piece]:
-        """Answer in this subclass's way."""
+        """Generate the answer, and yield its pieces."""
 
     def _explain_handover(self) -> str:
-        """Explain how the prompt's KV reached this instance; empty if the request needs no hand-over."""
+        """Return a text for the log that explains the hand-over of the prompt; "" if there is none."""
         return ""
 
     def _cached_tokens(self) -> tuple[int, int]:
-        """Return the prompt's tokens that the computing instance found in its own cache, and in the pool."""
+        """Return how many prompt tokens were in the own cache, and how many came from the pool.
+
+        In a pair these are the numbers of the prefill instance.
+        """
         return self.sequence.own_cached_tokens, self.sequence.pool_cached_tokens
 
     async def _run_sequence(
@@ -129,12 +154,13 @@ class Generation(ABC):
         on_saved: Callable[[], None] | None = None,
         on_computed: Callable[[int, SequenceOf[int]], None] | None = None,
     ) -> AsyncIterator[Piece]:
-        """Let the engine run the sequence, and relay its tokens.
+        """Run the sequence in the engine, and yield the pieces of its answer.
 
         Args:
-            prefilled: the state to continue from. This takes ownership of it, even if it raises.
-            on_saved: called in the event loop when no transfer of the sequence to the pool is left.
-            on_computed: called in the event loop with the blocks of the prompt as they are computed.
+            prefilled: the KV of the prompt from another instance. This method becomes the owner of its reservation,
+                also if it raises.
+            on_saved: called in the event loop when all saves of the sequence have ended.
+            on_computed: called in the event loop as ``Listener.on_computed``.
         """
         with contextlib.ExitStack() as unless_submitted:
             if prefilled:
@@ -145,7 +171,7 @@ class Generation(ABC):
             outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
             listener = Listener(
                 on_output=call_in_loop(outputs.put_nowait),
-                on_saved=self._hear_of_saves(on_saved),
+                on_saved=self._make_on_saved(on_saved),
                 on_computed=call_in_loop(on_computed) if on_computed else None,
             )
             detokenizer = self._make_detokenizer()
@@ -163,8 +189,8 @@ class Generation(ABC):
                 self._core.abort_sequence(self.sequence)
             self._log_end(reason)
 
-    def _hear_of_saves(self, on_saved: Callable[[], None] | None) -> Callable[[], None]:
-        """Return the function that the engine must call when no transfer of the sequence to the pool is left."""
+    def _make_on_saved(self, on_saved: Callable[[], None] | None) -> Callable[[], None]:
+        """Return a function for ``Listener.on_saved``, which creates the span of saves and calls ``on_saved``."""
         trace = self._trace
         if trace is None:
             return call_in_loop(on_saved) if on_saved else lambda: None
@@ -177,7 +203,7 @@ class Generation(ABC):
         return call_in_loop(end_saves)
 
     def _end_trace(self, trace: RequestTrace, reason: str | None) -> None:
-        """Create the spans; ``reason`` is None if the answer ended without its last piece."""
+        """Create the spans of the request. ``reason`` is its finish reason; None: the client left before the end."""
         trouble = ""
         if reason is None:
             reason, trouble = "abort", "the client left"
@@ -199,7 +225,7 @@ class Generation(ABC):
         return Detokenizer(self._parts.tokenizer, prompt, request.params.stop, begun, request.params.min_tokens)
 
     def _make_piece(self, output: TokenOutput, detokenizer: Detokenizer) -> Piece:
-        """Turn a token into text, and end the sequence at a stop string in the text."""
+        """Return the piece for a token of the engine. If the text has a stop string, end the sequence."""
         if self._first_token_seconds is None:
             self._first_token_seconds = time.monotonic() - self._start
         self.num_output_tokens += output.token_id is not None
@@ -236,11 +262,11 @@ class Generation(ABC):
 
 
 def call_in_loop(callback: Callable[..., object]) -> Callable[..., None]:
-    """Return a function that any thread may call to run ``callback`` in the running loop."""
+    """Return a function that calls ``callback`` in the running event loop. Any thread may call this function."""
     loop = asyncio.get_running_loop()
 
     def schedule_call(*args: Any) -> None:
-        # The loop closes first when the server shuts down; then no client waits for the result.
+        # When the server shuts down, the loop is closed before the engine. Then no client waits for the result.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(callback, *args)
 

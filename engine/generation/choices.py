@@ -1,4 +1,4 @@
-"""The answers of one request, ``n`` for each prompt: each prompt is computed once, the answers concurrently."""
+"""All answers to one request, ``n`` for each prompt. Each prompt is computed once, and then its answers together."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _Queue: TypeAlias = "asyncio.Queue[tuple[int, Piece | Exception | None]]"
 
 
 def derive_choice(request: Request, index: int, number: int) -> Request:
-    """Return the request of the ``index``-th answer: the first is the request itself, the others get their own ids.
+    """Return the engine's request for one of the answers to a client's request.
+
+    The first answer uses the request itself. The others get their own ids.
 
     Args:
         request: the client's request.
-        index: the answer's number in the request.
-        number: its number among the answers to its prompt; the first has the request's seed, the others get their own.
+        index: the index of the answer among all answers to the request.
+        number: the index of the answer among those to its prompt. It is added to the seed.
     """
     if index == 0:
         return request
@@ -37,11 +39,11 @@ def derive_choice(request: Request, index: int, number: int) -> Request:
 
 
 class Choices:
-    """The generations of one request, one for each answer; at least one.
+    """All answers to one request; each is a generation.
 
     Args:
-        generations: in the order of their prompts.
-        per_prompt: the number of answers for each prompt; None: there is one prompt, and all answers are for it.
+        generations: the generations, at least one, in the order of their prompts.
+        per_prompt: number of answers to each prompt; None: all answers are to one prompt.
     """
 
     def __init__(self, generations: Sequence[Generation], per_prompt: int | None = None) -> None:
@@ -51,36 +53,39 @@ class Choices:
 
     @property
     def request(self) -> Request:
-        """The request as the client sent it, with its first prompt."""
+        """The client's request, with its first prompt."""
         return self._generations[0].request
 
     def __len__(self) -> int:
         return len(self._generations)
 
     def prompt_of(self, index: int) -> Sequence[int]:
-        """Return the token ids of the prompt that the ``index``-th generation answers."""
+        """Return the token ids of the prompt of answer ``index``."""
         return self._generations[index].request.prompt_token_ids
 
     def usage(self) -> dict[str, Any]:
-        """Return token counts of all answers, with each prompt once, and where its first answer had its KV from."""
+        """Return the ``usage`` object for all answers together.
+
+        Each prompt counts once, with the cached tokens of its first answer.
+        """
         usage = self._firsts[0].usage()
         for first in self._firsts[1:]:
             _add_figures(usage, first.usage())
-        further = sum(each.num_output_tokens for each in self._generations)
-        further -= sum(first.num_output_tokens for first in self._firsts)
-        usage["completion_tokens"] += further
-        usage["total_tokens"] += further
+        others = sum(each.num_output_tokens for each in self._generations)
+        others -= sum(first.num_output_tokens for first in self._firsts)
+        usage["completion_tokens"] += others
+        usage["total_tokens"] += others
         return usage
 
     def describe_transfer(self) -> dict[str, Any]:
-        """Return the members of the response by which another instance finds the prompt's KV."""
+        """Return further members of the response, with which another instance finds the prompt's KV."""
         return self._generations[0].describe_transfer()
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Yield the pieces of all choices as they arrive, each with its choice's index; closing it aborts all choices.
+        """Yield the pieces of all answers as they arrive, each with the index of its answer.
 
-        The other choices of a prompt begin when its first has its first token: then the prefix cache has the prompt's
-        blocks.
+        The other answers to a prompt start when the first one has its first token, because then they find the prompt's
+        blocks in the prefix cache. If the iterator is closed, all answers are aborted.
         """
         if len(self._generations) == 1:
             async for only in self._generations[0].pieces():
@@ -111,7 +116,12 @@ class Choices:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin_others(self, first: int, queue: _Queue) -> list[asyncio.Task[None]]:
-        """Start a prompt's other answers when its first has begun; they end immediately if they were aborted before."""
+        """Start the other answers to a prompt. If its first answer was aborted, they end immediately.
+
+        Args:
+            first: the index of the first answer to the prompt.
+            queue: gets the pieces.
+        """
         others = range(first + 1, first + self._per_prompt)
         if self._generations[first].is_aborted:
             for index in others:
@@ -120,7 +130,7 @@ class Choices:
 
 
 def _add_figures(usage: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add the counts of another usage, which may have some that this one lacks."""
+    """Add the numbers of the usage object ``more`` to those of ``usage``. ``more`` may have further members."""
     for name, value in more.items():
         if isinstance(value, dict):
             _add_figures(usage.setdefault(name, {}), value)
@@ -129,7 +139,7 @@ def _add_figures(usage: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 async def _relay_pieces(index: int, generation: Generation, queue: _Queue) -> None:
-    """Queue a choice's pieces, and at its end None or the exception that ended it."""
+    """Put the pieces of an answer into the queue, and at its end None, or the exception that ended it."""
     try:
         async with contextlib.aclosing(generation.pieces()) as pieces:
             async for piece in pieces:

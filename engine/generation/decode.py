@@ -1,4 +1,4 @@
-"""The decode instance's part of a request: wait for the prompt's KV and answer from there, or compute the prompt."""
+"""The generation of a decode instance: waits for the prompt's KV and continues from it, or computes the prompt."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 
 class DecodeGeneration(Generation):
-    """A request with a prompt that another instance computes.
+    """The answer to a prompt that a prefill instance computes.
 
-    It owns the blocks of a direct hand-over from their arrival until it submits them to the engine.
+    After a direct transfer this object owns the reserved blocks, until it submits them to the engine.
     """
 
     _needs_handover = False
-    """Whether the request fails without a hand-over."""
+    """Whether the request fails if the hand-over fails. Tests set this, because some engines behave so."""
 
     def __init__(self, parts: SharedParts, request: Request, _: DisaggregateInfo | None = None) -> None:
         super().__init__(parts, request)
         self._result: HandoverResult | None = None
-        self._prefilled: Prefilled | None = None  # until it is submitted
+        self._prefilled: Prefilled | None = None  # the prompt's KV, until it is submitted to the engine
         self._waiting: asyncio.Task[HandoverResult | None] | None = None
 
     def abort(self) -> None:
@@ -40,7 +40,7 @@ class DecodeGeneration(Generation):
         super().abort()
 
     async def _answer(self) -> AsyncIterator[Piece]:
-        """Continue from the prompt that the prefill instance transfers, or else compute the prompt."""
+        """Wait for the hand-over, and generate the answer from the prompt's KV; without KV, compute the prompt."""
         try:
             if not self.is_aborted:
                 await self._wait_for_prompt()
@@ -48,7 +48,9 @@ class DecodeGeneration(Generation):
                 yield Piece("", None, "abort", None)
                 return
             if self._result is None and self._needs_handover:
-                log.error("%s: its prompt was not handed over", self.request.request_id)
+                log.error(
+                    "request %s: the prompt's KV did not arrive from the prefill instance", self.request.request_id
+                )
                 yield Piece("", None, "error", None)
                 return
             prefilled, self._prefilled = self._prefilled, None
@@ -69,7 +71,7 @@ class DecodeGeneration(Generation):
         try:
             await waiting
         except asyncio.CancelledError:
-            if not self.is_aborted:  # this task itself was cancelled: the client has disconnected
+            if not self.is_aborted:  # not ``abort`` has cancelled, but the client has disconnected
                 raise
         finally:
             self._waiting = None
@@ -81,34 +83,37 @@ class DecodeGeneration(Generation):
     def _describe_handover(self, start: float) -> Phase:
         end, result = time.monotonic(), self._result
         if result is None:
-            return Phase("hand-over", start, end, trouble="nothing was handed over to this instance")
+            return Phase("hand-over", start, end, trouble="no KV arrived at this instance")
         way = "directly" if result.prefilled else "through the pool"
         return Phase("hand-over", start, end, {"engine.handover": way})
 
     def _explain_error(self) -> str:
         if self._result is None and self._needs_handover:
-            return "its prompt was not handed over"
+            return "the prompt's KV did not arrive from the prefill instance"
         return super()._explain_error()
 
     async def _receive_prompt(self) -> HandoverResult | None:
-        """Wait for the outcome of the hand-over; None: this instance must compute the prompt."""
+        """Wait for the result of the hand-over; None: it failed."""
         prompt = Prompt.of_sequence(self.sequence)
         return await self._parts.receiver.wait_for_prompt(self.request.request_id, prompt)
 
     def _count_way(self, *, is_direct: bool) -> None:
-        """Count how the prompt's KV arrived; this is known once the first token exists."""
+        """Count in the metrics how the prompt's KV arrived. Call this when the first token exists."""
         way = "direct" if is_direct else "pool" if self.sequence.pool_cached_tokens else "computed"
         self._core.metrics.handed_over.labels(way).inc()
 
     def _explain_handover(self) -> str:
         if self._result is None:
-            return "hand-over: none, so that this instance cared for the prompt itself"
+            return "no KV came from a prefill instance, so this instance loaded or computed the prompt itself"
         own, pool = self._cached_tokens()
         way = "directly" if self._result.prefilled else "through the pool"
-        return f"hand-over: {way}; the prefill instance took {own} tokens from own cache and {pool} from the pool"
+        return (
+            f"KV from prefill: {way}; the prefill instance took {own} tokens from its own cache and {pool} "
+            "from the pool"
+        )
 
     def _cached_tokens(self) -> tuple[int, int]:
-        """Return the tokens of a transferred prompt that the prefill instance found cached."""
+        """Return the cached tokens of the prefill instance, if the hand-over did not fail."""
         if self._result is None:
             return super()._cached_tokens()
         return self._result.own_cached_tokens, self._result.pool_cached_tokens

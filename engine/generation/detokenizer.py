@@ -1,4 +1,4 @@
-"""Token ids -> text, piece by piece, without broken characters and without text after a stop string."""
+"""Turns token ids into text, piece by piece, without incomplete characters, and ends the text at a stop string."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from typing import Any
 
 __all__ = ["Detokenizer", "TokenBytes"]
 
-# A token may hold part of a multi-byte character. Decoders show the incomplete part as one of these or, with byte
-# fallback, as one for each of its bytes.
+# A token may be a part of a character of several bytes. Decoders return this character for an incomplete character or,
+# with byte fallback, for each of its bytes.
 _INCOMPLETE = "\ufffd"
 _MAX_INCOMPLETE = 3
-# Number of tokens in the window: more than the bytes of a character, so that no unfinished one is cut off.
+# Number of tokens that are kept as context. It is larger than the number of bytes of a character, so that an incomplete
+# character is never cut.
 _CONTEXT = 8
 
 
 class Detokenizer:
-    """Turns one sequence's tokens into text.
+    """Turns the tokens of one answer into text.
 
-    A token's text can depend on the few tokens before it (spaces, byte pieces of one character). So a short window of
-    tokens is decoded again for each new token, and the part of the window's text that was not there before is new. The
-    window begins at a character's first token: at the last but one border at which nothing was unfinished.
+    The text of a token can depend on the tokens before it, for example if they are parts of one character. So the last
+    tokens (the window) are decoded again with each new token. The new text is what was added to the text of the window.
+    The window always begins with a complete character.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        prompt_token_ids: the prompt; its end is context for the first piece. If it ends within a character, the
-            character is returned with the token that completes it.
-        stop: strings that end the text; neither they nor the text after them is returned.
-        begun_token_ids: tokens generated before, by another instance, which has returned their text as far as it was
-            certain. No stop string has ended that text, so a stop string that ends within it is ignored.
-        min_tokens: stop strings that end within the text of this many tokens do not end the answer, as in vLLM.
+        tokenizer: a tokenizer of transformers.
+        prompt_token_ids: the prompt. Its last tokens are the context of the first token. If the prompt ends with an
+            incomplete character, the text of the answer begins with this character.
+        stop: strings that end the text. A stop string, and the text after it, are not returned.
+        begun_token_ids: the beginning of the answer, which another instance has generated. The client has the text of
+            these tokens, so it is not returned, and stop strings that end in it are ignored.
+        min_tokens: stop strings in the text of this number of tokens are ignored, as in vLLM.
     """
 
     def __init__(
@@ -44,20 +45,20 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if text]
         self._tokens_before_stops = len(begun_token_ids) + min_tokens
-        self._passed_over = 0  # number of characters at the beginning of the held text in which no stop string may end
+        self._passed_over = 0  # number of characters of the held text in which stop strings are ignored
         self._window = list(prompt_token_ids[-_CONTEXT:])
         num_unfinished = self._count_unfinished_tokens()
         unfinished = self._window[len(self._window) - num_unfinished :]
         del self._window[len(self._window) - num_unfinished :]
-        while self._decode_tokens(self._window).startswith(_INCOMPLETE):  # it begins within a character
+        while self._decode_tokens(self._window).startswith(_INCOMPLETE):  # the window begins within a character
             del self._window[0]
-        self._context, self._num_context = "", 0  # text and number of the window's tokens that are only context
-        self._given = 0  # number of characters of the window's text that were returned
+        self._context, self._num_context = "", 0  # text and number of the window's tokens that are context only
+        self._given = 0  # number of characters of the window's text that were returned or held
         self._set_context()
         self._window += unfinished
         self._held = ""
         self.met_stop: str | None = None
-        """The stop string that was found; no text follows it."""
+        """The stop string that was found; None: none was found."""
         for token_id in begun_token_ids:
             self.add_token(token_id)
 
@@ -67,7 +68,11 @@ class Detokenizer:
         return self.met_stop is not None
 
     def add_token(self, token_id: int) -> str:
-        """Return the text that ``token_id`` makes certain; often the token's own, sometimes none, sometimes more."""
+        """Add a token, and return the text that is certain now.
+
+        The text of the token itself may be held back, because it is an incomplete character or may be the beginning of
+        a stop string.
+        """
         self._window.append(token_id)
         new = self._decode_new(final=False)
         if self._tokens_before_stops > 0:
@@ -76,15 +81,15 @@ class Detokenizer:
         return self._release_text(new, final=False)
 
     def flush_text(self) -> str:
-        """Return the text that was held back; no token follows."""
+        """Return the text that was held back. Call this after the last token."""
         return self._release_text(self._decode_new(final=True), final=True)
 
     def _count_unfinished_tokens(self) -> int:
-        """Return how many tokens at the window's end are the beginning of an incomplete character."""
+        """Return the number of tokens at the end of the window that are an incomplete character."""
         if not self._decode_tokens(self._window).endswith(_INCOMPLETE):
             return 0
         written: list[int] = self._tokenizer(_INCOMPLETE, add_special_tokens=False)["input_ids"][-_MAX_INCOMPLETE:]
-        if self._window[-len(written) :] == written:  # the text really has the character that marks incomplete ones
+        if self._window[-len(written) :] == written:  # the text itself ends with the character U+FFFD
             return 0
         for count in range(1, min(_MAX_INCOMPLETE, len(self._window)) + 1):
             if not self._decode_tokens(self._window[:-count]).endswith(_INCOMPLETE):
@@ -96,7 +101,7 @@ class Detokenizer:
         certain = len(text) if final else len(text) - _count_incomplete(text)
         may_complete = certain < len(text) and len(self._window) - self._num_context <= _MAX_INCOMPLETE
         if may_complete and not text.startswith(self._context):
-            # With byte fallback a run of bytes is invalid from its first to its last byte while the last is unfinished.
+            # With byte fallback, an incomplete character also makes the complete characters before it invalid.
             return ""
         new = text[self._given : certain]
         self._given = max(self._given, certain)
@@ -111,7 +116,7 @@ class Detokenizer:
         return new
 
     def _set_context(self) -> None:
-        """Use the window as context: its text has been returned, and only tokens after it produce new text."""
+        """Make all tokens of the window context: their text was returned, and only later tokens add text."""
         self._context = self._decode_tokens(self._window)
         self._num_context = len(self._window)
         self._given = len(self._context)
@@ -121,7 +126,10 @@ class Detokenizer:
         return text
 
     def _release_text(self, new: str, *, final: bool) -> str:
-        """Return the text held back and ``new``, except an end that may begin a stop string."""
+        """Return the held text and the new text, without an end that may be the beginning of a stop string.
+
+        If there is a stop string in the text, return only the text before it.
+        """
         if self.stopped:
             return ""
         text = self._held + new
@@ -138,30 +146,30 @@ class Detokenizer:
 
 
 def _count_incomplete(text: str) -> int:
-    """Return how many characters at the end of ``text`` may be parts of an incomplete one."""
+    """Return the number of characters at the end of ``text`` that may stand for an incomplete character."""
     return min(_MAX_INCOMPLETE, len(text) - len(text.rstrip(_INCOMPLETE)))
 
 
 def _stop_overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that is a beginning of ``stop``."""
+    """Return the length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-# Byte-level vocabularies write each byte as a letter: itself if it is printable in Latin-1, else one from 256 on
-# (GPT-2's `bytes_to_unicode`).
+# Byte-level vocabularies have a letter for each byte: the same character if it is printable in Latin-1, else one from
+# 256 on (see GPT-2's ``bytes_to_unicode``).
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
 _BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-# SentencePiece's vocabularies have pieces for single bytes, and this character for a space.
+# SentencePiece's vocabularies have pieces like <0x0A> for single bytes, and U+2581 for a space.
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
 
 
 class TokenBytes:
-    """Reads the bytes of tokens from a byte-level or SentencePiece vocabulary.
+    """Returns the bytes of single tokens, for byte-level and SentencePiece vocabularies.
 
     Args:
-        tokenizer: a transformers tokenizer.
+        tokenizer: a tokenizer of transformers.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -172,11 +180,11 @@ class TokenBytes:
         self._is_byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token never appears in a text."""
+        """Return whether the token is a special one, which is not in the text."""
         return token_id in self._special
 
     def __call__(self, token_id: int) -> bytes:
-        """Return the token's bytes; empty for an id that the model has but its vocabulary lacks."""
+        """Return the bytes of a token. They are empty if the vocabulary does not have the id."""
         piece: str = self._piece(token_id) or ""
         if token_id in self._verbatim:
             return piece.encode()

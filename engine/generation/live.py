@@ -1,4 +1,4 @@
-"""All requests that are being answered: created for the instance's role, looked up to be aborted."""
+"""Creates the generations of an instance for its role, and aborts running ones by the ids of their requests."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from engine.telemetry.tracing import Tracer
 __all__ = ["BROKEN", "Generations", "MixedGeneration", "PairInfo", "list_unknown_ids"]
 
 PairInfo: TypeAlias = DisaggregateInfo | Callable[[SharedParts, Request], Generation]
-"""The instance's role for a request of a pair: FastDeploy's names decode's address; others begin the generation."""
+"""A request's pair: FastDeploy's field or, in other dialects, a function that creates the generation."""
 
 
 class MixedGeneration(Generation):
-    """A request that one instance answers alone, even if a router names a pair for it."""
+    """The answer to a prompt that this instance computes itself."""
 
     def __init__(self, parts: SharedParts, request: Request, _: DisaggregateInfo | None = None) -> None:
         super().__init__(parts, request)
@@ -37,29 +37,29 @@ _FOR_PAIRS: dict[str, Callable[[SharedParts, Request, DisaggregateInfo], Generat
     "prefill": PrefillGeneration,
     "decode": DecodeGeneration,
 }
-"""The generation class for each role, if the router names a pair for the request."""
+"""The class of generations for each role of the instance, for requests with a pair."""
 
-PAUSED = "Request is aborted since LLM Engine is paused; POST /v1/resume to this instance lets it answer again"
-"""FastDeploy's message; scripts of its users match the beginning."""
+PAUSED = "Request is aborted since LLM Engine is paused; resume this instance with POST /v1/resume"
+"""Error message of a paused instance. The beginning is FastDeploy's, because scripts of its users look for it."""
 
-BROKEN = "an update of this instance's weights has failed halfway; POST /v1/wakeup to it loads them again"
-"""The answer to every request while an instance is broken."""
+BROKEN = "an update of this instance's weights failed halfway; load them again with POST /v1/wakeup"
+"""Error message of an instance with incomplete weights."""
 
 _ID_PREFIXES = ("", "chatcmpl-", "cmpl-", "resp_", "msg_")
-"""Prefixes of a request's id in the ids of its answers."""
+"""Prefixes before the request's id in the ids of responses."""
 
 
 class Generations:
-    """All requests that are being answered.
+    """Creates generations, and has a list of the running ones.
 
     Args:
-        core: runs them.
-        tokenizer: a transformers tokenizer.
-        role: ``mixed``, ``prefill`` or ``decode``.
-        block_size: tokens in a block.
-        receiver: receives prompts from prefill instances.
-        memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
-        tracer: traces requests.
+        core: runs sequences.
+        tokenizer: a tokenizer of transformers.
+        role: the role of the instance: ``mixed``, ``prefill`` or ``decode``.
+        block_size: number of tokens in a block.
+        receiver: receives hand-overs of prompts.
+        memory: the blocks for direct transfers; None: hand-overs go only through the pool.
+        tracer: creates spans; None: requests are not traced.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class Generations:
         self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory, tracer)
         self._answer_for_pair = _FOR_PAIRS[role]
         self.is_paused = False
-        """Whether new requests are refused."""
+        """Whether new requests are refused, because the instance is paused."""
         self.is_broken = False
-        """Whether new requests are refused because the weights are incomplete, or the KV is of other weights."""
+        """Whether new requests are refused, because an update of the weights has failed."""
 
     def begin(self, request: Request, info: PairInfo | None) -> Generation:
-        """Create a generation; nothing runs until its ``pieces`` are iterated.
+        """Create a generation. It starts when its ``pieces`` are iterated.
 
         Args:
             request: the request to answer.
-            info: this instance's role in the pair that the router chose; None: there is no pair.
+            info: what the request says about its pair; None: this instance answers alone.
         """
         if info is None:
             return MixedGeneration(self._parts, request)
@@ -93,10 +93,15 @@ class Generations:
         return info(self._parts, request)
 
     def begin_choices(self, prompts: Sequence[tuple[Request, PairInfo | None]], count: int) -> Choices:
-        """Create ``count`` generations for each of a request's prompts, which have its id and its seed.
+        """Create ``count`` generations for each prompt of a client's request.
+
+        Args:
+            prompts: the engine's request and the pair for each prompt. All have the id and the seed of the client's
+                request.
+            count: number of answers to each prompt.
 
         Raises:
-            ApiError: 503, ``is_broken``; 500, ``is_paused``.
+            ApiError: 503 if ``is_broken``; 500 if ``is_paused``.
         """
         if self.is_broken:
             raise ApiError(503, BROKEN)
@@ -111,23 +116,30 @@ class Generations:
 
     @property
     def num_live(self) -> int:
-        """Number of requests that are being answered."""
+        """Number of generations that are running."""
         return len(self._parts.live)
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[str]:
-        """Abort all choices of requests by id, as clients and routers write it; return the ids of the running ones."""
+        """Abort all answers to the requests with these ids.
+
+        Args:
+            req_ids: ids of requests or of their responses.
+
+        Returns:
+            The ids of the requests that were running.
+        """
         asked = set(req_ids)
         return _abort_each(
             [each for each in self._parts.live if not asked.isdisjoint(_names_of(_asked_id(each.request)))]
         )
 
     def abort_all(self) -> list[str]:
-        """Abort everything that was not aborted before; return the request ids."""
+        """Abort all running generations that were not aborted before, and return the ids of their requests."""
         return _abort_each([each for each in self._parts.live if not each.is_aborted])
 
 
 def list_unknown_ids(asked: Iterable[str], aborted: Iterable[str]) -> list[str]:
-    """Return those of ``asked`` that name none of the requests that were ``aborted``."""
+    """Return the ids in ``asked`` that belong to none of the requests in ``aborted``."""
     known = {name for request_id in aborted for name in _names_of(request_id)}
     return [each for each in asked if each not in known]
 
@@ -142,10 +154,10 @@ def _abort_each(generations: list[Generation]) -> list[str]:
 
 
 def _asked_id(request: Request) -> str:
-    """Return the id that the client used, also for a further choice."""
+    """Return the id of the client's request to which ``request`` belongs."""
     return request.choice_of or request.request_id
 
 
 def _names_of(request_id: str) -> set[str]:
-    """Return the names of a request: its own id, the ids of its answers, and the id in FastDeploy's engine."""
+    """Return all ids of a request: ``request_id``, the ids of its responses, and the ids in FastDeploy's engine."""
     return {f"{prefix}{request_id}{suffix}" for prefix in _ID_PREFIXES for suffix in ("", "_0")}

@@ -1,4 +1,4 @@
-"""The prefill instance's part of a request: compute the prompt, transfer it directly or through the pool."""
+"""The generation of a prefill instance: computes the prompt, and hands over its KV directly or through the pool."""
 
 from __future__ import annotations
 
@@ -20,10 +20,16 @@ log = logging.getLogger(__name__)
 
 
 class PrefillGeneration(Generation):
-    """A request with a prompt that this instance computes for the decode instance in ``info``."""
+    """The computation of a prompt for a decode instance, with the first token of the answer.
+
+    Args:
+        parts: the parts of the instance.
+        request: the checked request.
+        info: has the address of the decode instance.
+    """
 
     def __init__(self, parts: SharedParts, request: Request, info: DisaggregateInfo) -> None:
-        # The decode instance generates the answer; only the first token is chosen here.
+        # The decode instance generates the other tokens of the answer.
         min_tokens = min(1, request.params.min_tokens)
         params = dataclasses.replace(request.params, max_tokens=1, min_tokens=min_tokens)
         super().__init__(parts, dataclasses.replace(request, params=params))
@@ -31,7 +37,7 @@ class PrefillGeneration(Generation):
         self._is_saved = asyncio.Event()
 
     async def _answer(self) -> AsyncIterator[Piece]:
-        """Compute the prompt and transfer it, before the (ignored) answer is returned."""
+        """Compute the prompt and hand it over; then yield the pieces, which the router ignores."""
         host, port = self._info.decode_ip or "", self._info.decode_connector_port or 0
         core, memory, prompt = self._core, self._parts.memory, Prompt.of_sequence(self.sequence)
         async with hand_over(host, port, self.request.request_id, prompt, memory, lambda: core.is_working) as sender:
@@ -62,15 +68,15 @@ class PrefillGeneration(Generation):
             self._phases.append(Phase("hand-over", start, time.monotonic(), attributes, trouble))
 
     async def _hand_over_directly(self, sender: HandoverSender, first: Piece) -> bool:
-        """Write the prompt's KV into the decode instance's memory; return whether decode continues from there."""
+        """Complete the direct transfer; return whether the decode instance has accepted the blocks."""
         assert first.token_id is not None
         return await sender.deliver_directly(first.token_id, first.logprobs, *self._cached_tokens())
 
     async def _hand_over_through_pool(self, sender: HandoverSender) -> None:
-        """Wait until the decode instance can read the prompt's KV from the pool, and report it to decode."""
+        """Wait until the decode instance can load the prompt's KV from the pool, and report this to it."""
         await self._is_saved.wait()
-        is_drained = asyncio.Event()
-        self._core.call_after_flush(call_in_loop(is_drained.set))
-        await is_drained.wait()
-        log.debug("request %s: handed over through the pool: %s", self.request.request_id, sender.trouble)
+        is_flushed = asyncio.Event()
+        self._core.call_after_flush(call_in_loop(is_flushed.set))
+        await is_flushed.wait()
+        log.debug("request %s: transferred through the pool: %s", self.request.request_id, sender.trouble)
         sender.report_save(*self._cached_tokens())

@@ -1,7 +1,7 @@
-"""Copies of a step's numbers from the host to the device and back: one copy each way, and a single wait.
+"""Copies numbers of a step from the host to the device, and results back to the host.
 
-With a GPU the host's side of both copies is pinned, so that the host does not wait for them: a copy from memory that is
-not pinned waits for all work that the device still has.
+For a GPU the host memory of these copies is pinned. A copy from memory that is not pinned would wait until the device
+has finished all earlier work.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ _TYPECODES = {torch.int64: "q", torch.float64: "d"}
 def send_numbers(
     rows: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> list[torch.Tensor]:
-    """Send these rows of numbers to the device as tensors, in one copy that the host does not wait for.
+    """Send rows of numbers to the device, all in one copy. The host does not wait for the copy.
 
     Args:
-        rows: of any lengths, not all of them empty.
+        rows: the rows; they may have different lengths, and at least one is not empty.
         device: the device to copy to.
         dtype: int64 or float64.
+
+    Returns:
+        One tensor for each row.
     """
     numbers: array[float] = array(_TYPECODES[dtype])
     for row in rows:
@@ -34,14 +37,14 @@ def send_numbers(
 
 
 def send_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Send a host tensor to the device, by a copy that the host does not wait for."""
+    """Send a host tensor to the device. The host does not wait for the copy."""
     if device.type == "cuda" and tensor.numel():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def fetch_numbers(numbers: torch.Tensor) -> list[float]:
-    """Fetch the numbers ``[n]`` to the host, once the device has computed them: the end of a step."""
+    """Wait until the device has computed ``numbers``, ``[n]``, and return them as a list."""
     if numbers.is_cuda:
         arrived = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         arrived.copy_(numbers, non_blocking=True)
@@ -52,7 +55,7 @@ def fetch_numbers(numbers: torch.Tensor) -> list[float]:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until this thread's stream of the device has finished all its work."""
+    """Wait until the device has finished all work of this thread's current stream."""
     if device.type == "cuda":
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(device))

@@ -1,4 +1,4 @@
-"""Failed allocations, explained in a sentence; a GPU, torch, Python and mmap each raise another exception."""
+"""Explains a failed allocation in one sentence. CUDA, torch, Python and mmap raise different exceptions for it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 
 from kvstore_backend import ConfigError
 
-__all__ = ["LEAVE_ROOM", "LEAVE_ROOM_BESIDE", "is_out_of_memory", "told_if_too_large"]
+__all__ = ["LEAVE_ROOM", "LEAVE_ROOM_BESIDE", "explain_out_of_memory", "is_out_of_memory"]
 
 LEAVE_ROOM = "lower --max-num-batched-tokens, --max-num-seqs or --max-model-len"
-"""How a user leaves memory for steps."""
+"""Advice for messages: how a step takes less memory."""
 LEAVE_ROOM_BESIDE = "lower --num-gpu-blocks-override or --gpu-memory-utilization"
-"""How a user leaves memory in addition to KV blocks."""
+"""Advice for messages: how KV blocks take less memory."""
 
 
 @contextlib.contextmanager
-def told_if_too_large(wanted: str, *, any_failure: bool = True) -> Iterator[None]:
-    """Explain in a sentence that there is not enough memory.
+def explain_out_of_memory(wanted: str, *, any_failure: bool = True) -> Iterator[None]:
+    """Replace an exception of the ``with`` block that means out of memory by a ``ConfigError`` of one sentence.
 
     Args:
-        wanted: what the memory is for, and how to need less.
-        any_failure: treat each failure in the ``with`` block as out of memory, because the block does nothing but
-            allocate; without it, a failure for another reason is raised unchanged.
+        wanted: what the memory is for, and how to need less, for the message.
+        any_failure: whether every ``RuntimeError``, ``OSError``, ``MemoryError`` and ``OverflowError`` counts as out of
+            memory. Use this if the ``with`` block only allocates memory.
 
     Raises:
         ConfigError: there is not enough memory.
@@ -35,11 +35,11 @@ def told_if_too_large(wanted: str, *, any_failure: bool = True) -> Iterator[None
         if not any_failure and not is_out_of_memory(exc):
             raise
         reason = (str(exc).strip() or "out of memory").splitlines()[0]
-        raise ConfigError(f"there is no memory for {wanted}: {reason}") from exc
+        raise ConfigError(f"there is not enough memory for {wanted}: {reason}") from exc
 
 
 def is_out_of_memory(exc: Exception) -> bool:
-    """Whether an exception of any type means out of memory: from torch, Python, the driver or cuBLAS."""
-    said = str(exc).lower()
-    told = ("out of memory", "allocate memory", "alloc_failed")
-    return isinstance(exc, torch.OutOfMemoryError | MemoryError) or any(words in said for words in told)
+    """Return whether an exception means out of memory. It may come from torch, Python, the CUDA driver or cuBLAS."""
+    message = str(exc).lower()
+    signs = ("out of memory", "allocate memory", "alloc_failed")
+    return isinstance(exc, torch.OutOfMemoryError | MemoryError) or any(sign in message for sign in signs)

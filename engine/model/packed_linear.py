@@ -1,12 +1,13 @@
-"""A model's linear layers with their weights in oneDNN's own order, for CPUs.
+"""Linear layers with weights in oneDNN's order, for CPUs.
 
-PyTorch computes float32 linear layers with MKL from weights as they were saved. For the few rows of a decode step most
-of that time goes into rearranging the weights, again in every step; and on CPUs that are not Intel's, MKL does not use
-their widest vectors. Rearranged once, when the model is loaded, 8 layers of ``make_model``'s checkpoint took (two cores
-of an AMD EPYC): 1 row 3.5 ms instead of 5.9, 16 rows 7.5 instead of 18, 2,000 rows 490 instead of 670.
+PyTorch computes float32 linear layers with MKL. MKL rearranges the weights in each call, which takes most of the time
+for the few rows of a decode step. On CPUs that are not Intel's, it also does not use the widest vector instructions.
+Here the weights are rearranged once, when the model is loaded. Measured with 8 layers of ``make_model``'s checkpoint on
+two cores of an AMD EPYC: 3.5 ms instead of 5.9 for 1 row, 7.5 ms instead of 18 for 16 rows, 490 ms instead of 670 for
+2,000 rows.
 
-oneDNN compiles and caches code for every new number of rows, 0.6 MiB each, until it has 1,024 of them. A prefill
-instance has every possible number, and grew by 300 MiB: so rows are padded to one of few numbers.
+oneDNN compiles code for each number of rows, and caches the code for 1,024 numbers, 0.6 MiB each. With the many
+different numbers of a prefill instance, this took 300 MiB. So inputs are padded to one of a few numbers of rows.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ __all__ = ["PackedLinear", "pack_linears", "round_up_rows"]
 
 
 class PackedLinear(torch.nn.Module):
-    """Computes the same as ``linear``, for float32 on CPU; inference only.
+    """A linear layer for float32 on a CPU that computes the same as ``linear``; for inference only.
 
     Args:
-        linear: the layer to replace; its weight is copied into oneDNN's own order.
+        linear: the layer to replace. Its weight is copied in oneDNN's order.
     """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        # A plain attribute: an opaque tensor cannot be a parameter.
+        # A plain attribute, because a tensor in oneDNN's order cannot be a parameter.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute ``[..., in_features]`` -> ``[..., out_features]``."""
+        """Compute the output ``[..., out_features]`` for the input ``[..., in_features]``."""
         rows = inputs.numel() // self.in_features
         filled = inputs.reshape(rows, self.in_features)
         if added := round_up_rows(rows) - rows:
@@ -41,15 +42,19 @@ class PackedLinear(torch.nn.Module):
 
 
 def round_up_rows(rows: int) -> int:
-    """Return the number of rows to compute for ``rows``: the same up to 16, then one of eight for each doubling."""
+    """Return the number of rows with padding. It is ``rows`` up to 16, and for example 18 for 17, and 36 for 33.
+
+    Above 16 there are 8 different numbers between a power of 2 and the next one.
+    """
     step = 1 << max(0, (rows - 1).bit_length() - 4)
     return -(-rows // step) * step
 
 
 def pack_linears(model: torch.nn.Module) -> None:
-    """Replace every float32 ``torch.nn.Linear`` of a model on CPU by a ``PackedLinear``.
+    """Replace each float32 ``torch.nn.Linear`` of a model on a CPU by a ``PackedLinear``.
 
-    Other dtypes are unchanged: PyTorch passes them to oneDNN itself. So are subclasses: they may compute otherwise.
+    Layers of other dtypes stay, because PyTorch computes them with oneDNN. Subclasses stay, because they may compute
+    something else.
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

@@ -1,6 +1,6 @@
-"""Logits -> the next token of each sequence.
+"""Samples the next token of each sequence from its logits.
 
-All sequences of a step are sampled together, on the device that has the logits; the result comes in one copy.
+All sequences of a step are sampled together on the device of the logits. One copy brings the results to the host.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["CANDIDATES", "Choice", "SeenTokens", "sample"]
 log = logging.getLogger(__name__)
 
 Choice: TypeAlias = tuple[int, TokenLogprobs | None] | None
-"""A token, and its log probabilities if requested; None if there is no token to choose."""
+"""The sampled token, with its log probabilities if they were requested. None: no token could be sampled."""
 
 CANDIDATES = 1024
-"""Number of tokens of each sequence that a draw first considers."""
+"""Number of most likely tokens from which a token is drawn first, without the rest of the vocabulary."""
 
 
 def sample(
@@ -34,30 +34,31 @@ def sample(
     eos_token_ids: frozenset[int],
     seen_tokens: SeenTokens,
 ) -> list[Choice]:
-    """Choose one token for each sequence.
+    """Sample one token for each sequence.
 
-    The random draw is a function of (seed, position) alone, so a request continues the same way after a preemption, on
-    another instance, or together with other requests.
+    The random number depends only on the seed and the position. So a request gets the same tokens after a preemption,
+    on another instance, and in another batch.
 
     Args:
-        logits: ``[sequences, vocabulary]``, changed in place.
-        eos_token_ids: ids that end a text; never chosen before ``min_tokens``.
-        seen_tokens: the tokens of the same sequences in the steps before, for ``repetition_penalty``.
+        logits: ``[sequences, vocabulary]``; they are changed in place.
+        sequences: the sequence of each row.
+        eos_token_ids: tokens that end a text; they are not sampled before ``min_tokens``.
+        seen_tokens: the earlier tokens of the sequences, for ``repetition_penalty``.
 
     Returns:
-        For each sequence its choice; None if a logit is not a number, or every token would end the text too early.
+        The choice for each sequence. It is None if a logit is NaN, or if all tokens are excluded by ``min_tokens``.
     """
     logits = logits.float()
     asked = [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
     log_probabilities = _find_log_probabilities(logits, asked) if asked else logits
     _penalize_repetition(logits, sequences, seen_tokens)
-    _hold_ends_back(logits, sequences, eos_token_ids)
-    best, likeliest = logits.max(dim=-1)  # if one logit is NaN, that is the maximum
+    _exclude_ends(logits, sequences, eos_token_ids)
+    best, likeliest = logits.max(dim=-1)  # the maximum is NaN if a logit is NaN
     for num_candidates in _list_candidates(sequences, logits.shape[1]):
         tokens, is_certain = _draw_tokens(logits, sequences, likeliest, num_candidates)
-        told = _find_logprobs(log_probabilities, sequences, tokens, asked) if asked else []
-        ready = torch.cat([tokens.double(), best.isfinite().double(), is_certain.double(), *told])
-        numbers = iter(fetch_numbers(ready))
+        reported = _find_logprobs(log_probabilities, sequences, tokens, asked) if asked else []
+        results = torch.cat([tokens.double(), best.isfinite().double(), is_certain.double(), *reported])
+        numbers = iter(fetch_numbers(results))
         chosen, are_numbers, are_certain = ([int(next(numbers)) for _ in sequences] for _ in range(3))
         if all(are_certain):
             break
@@ -65,26 +66,28 @@ def sample(
         zip(asked, _read_logprobs(numbers, [sequences[row] for row in asked], logits.shape[1]), strict=True)
     )
     return [
-        (chosen[row], logprobs.get(row)) if are_numbers[row] else _tell_hopeless(sequence)
+        (chosen[row], logprobs.get(row)) if are_numbers[row] else _log_failure(sequence)
         for row, sequence in enumerate(sequences)
     ]
 
 
 class SeenTokens:
-    """The tokens that sequences with a repetition penalty have had: a row for each, on the logits' device.
+    """A table on the device that marks the tokens of sequences with a repetition penalty, one row for each sequence.
 
-    A new sequence's row first gets all of its tokens, and later each new one.
+    When a sequence gets a row, all of its tokens are marked. Later calls mark only its new tokens.
     """
 
     def __init__(self) -> None:
         self._table = torch.empty(0, 0, dtype=torch.bool)
         self._listed: WeakKeyDictionary[Sequence, tuple[int, int]] = WeakKeyDictionary()
-        """The row of a sequence, and how many tokens are marked there."""
+        """For each sequence its row, and the number of its tokens that are marked."""
 
     def find(self, sequences: SequenceOf[Sequence], logits: torch.Tensor) -> torch.Tensor:
-        """Return a bool mask ``[sequences, vocabulary]``, undefined for sequences without the penalty.
+        """Return a mask of the tokens that each sequence has: bool, ``[sequences, vocabulary]``.
 
-        ``logits`` give the width and the device.
+        Args:
+            sequences: the sequences of the step. The rows of sequences without the penalty are undefined.
+            logits: the logits of the step; only their width and device are used.
         """
         width = logits.shape[1]
         penalizing = [sequence for sequence in sequences if sequence.request.params.repetition_penalty != 1]
@@ -105,7 +108,10 @@ class SeenTokens:
         return self._table.index_select(0, rows)
 
     def _give_rows(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """Assign rows to sequences that have none; if necessary, reuse rows of sequences that are not among these."""
+        """Assign rows to the sequences that have none, and return these rows.
+
+        If there are not enough free rows, take those of sequences that are not in ``sequences``.
+        """
         coming = [sequence for sequence in sequences if sequence not in self._listed]
         if not coming:
             return []
@@ -118,21 +124,24 @@ class SeenTokens:
 
 
 def _penalize_repetition(logits: torch.Tensor, sequences: SequenceOf[Sequence], seen_tokens: SeenTokens) -> None:
-    """Apply the penalty as transformers' ``RepetitionPenaltyLogitsProcessor``, after https://arxiv.org/abs/1909.05858."""
+    """Apply ``repetition_penalty`` to the logits in place, as transformers' ``RepetitionPenaltyLogitsProcessor`` does.
+
+    The method is from https://arxiv.org/abs/1909.05858.
+    """
     penalties = [sequence.request.params.repetition_penalty for sequence in sequences]
     if all(penalty == 1 for penalty in penalties):
         return
     [sent] = send_numbers([penalties], logits.device, torch.float64)
     penalty = sent.to(logits.dtype)[:, None]
     seen = seen_tokens.find(sequences, logits)
-    # The factor is 1 where nothing changes. It is applied in place: logits are the largest tensors of a step.
+    # The factor is 1 for tokens that were not seen. In place, because logits are the largest tensors of a step.
     falls = seen & (logits < 0)
     logits.mul_(torch.where(falls, penalty, 1))
     logits.div_(torch.where(seen ^ falls, penalty, 1))
 
 
-def _hold_ends_back(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: frozenset[int]) -> None:
-    """Exclude tokens that end a text for sequences that have not reached ``min_tokens``."""
+def _exclude_ends(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: frozenset[int]) -> None:
+    """Set the logits of end tokens to minus infinity, for sequences that have not reached ``min_tokens``."""
     width = logits.shape[1]
     ends = [
         row * width + token
@@ -146,19 +155,19 @@ def _hold_ends_back(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_t
 
 
 def _list_candidates(sequences: SequenceOf[Sequence], vocab_size: int) -> list[int]:
-    """Return increasing numbers of candidates to draw from; each next one is used until each token is certain.
+    """Return the numbers of most likely tokens to draw from, in the order in which they are tried.
 
-    Sorting the whole vocabulary takes many times as long as finding its best thousand tokens, and nearly every draw is
-    one of these: a second try is rare, and costs a second wait for the device.
+    To sort the whole vocabulary takes many times as long as to find its best ``CANDIDATES`` tokens, and almost every
+    drawn token is one of these. Only if a drawn token is not certain, it is drawn again from the whole vocabulary.
     """
     most = max((sequence.request.params.top_k for sequence in sequences if _is_drawn(sequence)), default=0)
     return [vocab_size] if max(most, CANDIDATES) >= vocab_size or most > CANDIDATES else [CANDIDATES, vocab_size]
 
 
-def _tell_hopeless(sequence: Sequence) -> Choice:
-    """Log why there is no token to choose, and return None."""
+def _log_failure(sequence: Sequence) -> Choice:
+    """Log why no token could be sampled, and return None."""
     log.error(
-        "%s: no token can be chosen: a logit is no number, or every token would end the text before min_tokens",
+        "request %s: no token can be sampled: a logit is NaN, or every token would end the text before min_tokens",
         sequence.request.request_id,
     )
     return None
@@ -167,16 +176,16 @@ def _tell_hopeless(sequence: Sequence) -> Choice:
 def _draw_tokens(
     logits: torch.Tensor, sequences: SequenceOf[Sequence], likeliest: torch.Tensor, num_candidates: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of all sequences: the likeliest, or a drawn one if the request samples.
+    """Return the next token of each sequence: the most likely one, or a randomly drawn one if the request samples.
 
     Args:
         logits: ``[sequences, vocabulary]``.
-        sequences: the sequences of the rows.
-        likeliest: the likeliest token of each row.
-        num_candidates: draw from at most this many tokens, the likeliest ones.
+        sequences: the sequence of each row.
+        likeliest: the most likely token of each row.
+        num_candidates: number of most likely tokens to draw from.
 
     Returns:
-        The tokens, and whether each is certain: it is uncertain if the right token may not be a candidate.
+        The tokens, and for each whether it is certain: whether the whole vocabulary would give the same token.
     """
     is_certain = torch.ones_like(likeliest, dtype=torch.bool)
     places = [row for row, sequence in enumerate(sequences) if _is_drawn(sequence)]
@@ -188,7 +197,7 @@ def _draw_tokens(
         [
             [param.temperature for param in params],
             [param.top_p for param in params],
-            # Clients may give integers that no float64 holds.
+            # The minimum comes first, because a client may give an integer that does not fit in a float64.
             [min(param.top_k, logits.shape[1]) if param.top_k > 0 else logits.shape[1] for param in params],
             [param.top_k <= 0 and num_candidates < logits.shape[1] for param in params],
             [_draw_share(sequences[i]) for i in places],
@@ -198,7 +207,7 @@ def _draw_tokens(
     )
     scores = logits.index_select(0, rows)
     values, tokens = _find_best(scores, num_candidates)
-    # As differences and in float64, so that a temperature close to 0 does not make the likeliest infinite.
+    # Differences from the highest logit, in float64: otherwise a temperature close to 0 would give infinite weights.
     highest, divisor = values[:, :1].double(), temperature[:, None]
     weights = ((values.double() - highest) / divisor).exp_()
     ranks = torch.arange(num_candidates, device=logits.device)
@@ -209,10 +218,10 @@ def _draw_tokens(
         sums = torch.where(is_open[:, None] > 0, every, sums)
     probabilities = weights / sums
     reached = probabilities.cumsum(-1)
-    # No probability precedes the likeliest token: it always stays.
+    # ``reached - probabilities`` is the sum before a token. It is 0 for the most likely token, which so always stays.
     stays = (reached - probabilities < top_p[:, None]) & (probabilities > 0)
     last = stays.sum(-1, keepdim=True).sub_(1).clamp_(min=0)
-    # An open row has more tokens than candidates; they share the rest of 1 that the candidates leave.
+    # An open row may draw a token that is not a candidate; such tokens have the rest of the probability.
     goes_on = (is_open > 0) & (top_p >= 1)
     target = torch.where(goes_on[:, None], 1, reached.gather(1, last)) * shares[:, None]
     drawn = torch.searchsorted(reached, target, right=True)
@@ -227,10 +236,10 @@ def _is_drawn(sequence: Sequence) -> bool:
 
 
 def _find_best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the greatest logits ``[rows, count]`` in falling order and their tokens; the lower token wins a tie.
+    """Return the ``count`` highest logits of each row and their tokens, both ``[rows, count]``, the highest first.
 
-    ``topk`` does not define which of equal values it takes. So it gets no equal values: each integer has a logit and
-    its token.
+    Equal logits are ordered by their tokens, the lower token first. ``topk`` does not define the order of equal values.
+    So it gets integers that are made of a logit and its token, and are never equal.
     """
     width = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32).long()  # -0 becomes 0
@@ -242,19 +251,19 @@ def _find_best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _draw_share(sequence: Sequence) -> float:
-    """Return the random number between 0 and 1 that draws the next token; made on the host, so all devices agree."""
+    """Return the random number in [0, 1) for the next token of a sequence. It is the same for all kinds of devices."""
     seed = sequence.request.params.seed
     assert seed is not None, "the entry point gives every sampled request a seed"
     return random.Random((seed * 1_000_003 + len(sequence.token_ids)) % 2**63).random()
 
 
 def _count_logprobs(sequences: SequenceOf[Sequence], vocab_size: int) -> int:
-    """Return the largest number of alternatives that any of these sequences requested."""
+    """Return the largest number of alternatives that one of the sequences requested."""
     return min(max(sequence.request.params.logprobs or 0 for sequence in sequences), vocab_size)
 
 
 def _find_log_probabilities(logits: torch.Tensor, asked: list[int]) -> torch.Tensor:
-    """Compute the model's log probabilities of the rows in ``asked``, before penalties and ``min_tokens``."""
+    """Return the log probabilities of all tokens, for the rows in ``asked``: ``[asked, vocabulary]``."""
     [rows] = send_numbers([asked], logits.device)
     return torch.log_softmax(logits[rows], dim=-1)
 
@@ -262,7 +271,10 @@ def _find_log_probabilities(logits: torch.Tensor, asked: list[int]) -> torch.Ten
 def _find_logprobs(
     log_probabilities: torch.Tensor, sequences: SequenceOf[Sequence], tokens: torch.Tensor, asked: list[int]
 ) -> list[torch.Tensor]:
-    """Return the log probabilities of the chosen tokens and of the likeliest tokens, for the rows in ``asked``."""
+    """Return three flat tensors of float64, for the rows in ``asked``.
+
+    They are the log probabilities of the chosen ``tokens``, the most likely tokens, and the log probabilities of these.
+    """
     [rows] = send_numbers([asked], tokens.device)
     count = _count_logprobs([sequences[row] for row in asked], log_probabilities.shape[1])
     values, ids = torch.topk(log_probabilities, count)
@@ -271,7 +283,7 @@ def _find_logprobs(
 
 
 def _read_logprobs(numbers: Iterator[float], sequences: SequenceOf[Sequence], vocab_size: int) -> list[TokenLogprobs]:
-    """Read the log probabilities that ``_find_logprobs`` found, on the host."""
+    """Read the numbers of ``_find_logprobs`` on the host, and return the log probabilities of each sequence."""
     if not sequences:
         return []
     count = _count_logprobs(sequences, vocab_size)

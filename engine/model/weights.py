@@ -1,4 +1,4 @@
-"""Version and digest of a model's weights, and how a namespace names them."""
+"""Version and digest of a model's weights, for the namespace."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ __all__ = ["digest_weights", "name_weights", "read_version"]
 
 
 def read_version(folder: str | Path) -> str:
-    """Read the version from FastDeploy's ``version.yaml``, which a trainer writes next to the weights; "" without it.
+    """Return the version in FastDeploy's ``version.yaml``, which a trainer writes next to the weights.
+
+    Returns:
+        The version; "" if the folder has no such file.
 
     Raises:
-        ConfigError: the file exists, but gives no version.
+        ConfigError: the file exists, but has no version.
     """
     path = Path(folder) / "version.yaml"
     if not path.exists():
@@ -26,12 +29,12 @@ def read_version(folder: str | Path) -> str:
         return str(yaml.safe_load(path.read_bytes())["version"])
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         raise ConfigError(
-            f'{path} says no version; write one there, such as "version: RL-STEP1", or remove it'
+            f'{path} has no version; write one into it, such as "version: RL-STEP1", or delete the file'
         ) from None
 
 
 def digest_weights(model: torch.nn.Module) -> str:
-    """Return a digest of all weights of a model that was loaded and not yet packed."""
+    """Return a digest of all weights of a model. Call this after loading, before the layers are packed."""
     digest, tensors = hashlib.sha256(), model.state_dict()
     for name in sorted(tensors):
         digest.update(name.encode())
@@ -40,10 +43,9 @@ def digest_weights(model: torch.nn.Module) -> str:
 
 
 def name_weights(version: str, model: torch.nn.Module) -> str:
-    """Return version and digest, which identify a model's weights in a namespace if the weights may change.
+    """Return version and digest of a model's weights, for the namespace of an instance that can update its weights.
 
-    A namespace also has samples of every tensor. These can be equal although weights differ, and operators need not
-    name a version: then the weights before and after an update would share KV, also in processes that are started
-    later.
+    The fingerprint in a namespace has only samples of each tensor. They can be equal before and after an update, and
+    the version can be missing. Without the digest, blocks of the old and the new weights could then have the same name.
     """
     return f"{version}+{digest_weights(model)[:32]}"

@@ -1,8 +1,8 @@
-"""Transfers between the engine's KV blocks and the pool.
+"""Loads KV blocks from the pool, and saves KV blocks to it.
 
-background.py      work during a running step, at low priority
-kv_codec.py        compression of KV blocks in the pool
-pool_connector.py  loads and saves of the engine's blocks, on threads of their own
-saved_blocks.py    cached blocks that the pool had, to save them again if it has lost them
-staging.py         access of the pool and hand-overs to KV memory: directly, or through host buffers
+background.py      gives threads a lower priority than the computation
+kv_codec.py        compresses KV blocks in the pool
+pool_connector.py  loads and saves the blocks of sequences
+saved_blocks.py    saves cached blocks again that the pool has lost; remembers which blocks are pinned
+staging.py         access to KV memory for the pool and for hand-overs: directly, or through host buffers
 """

@@ -1,9 +1,9 @@
-"""Work that must not hold up a running step: moving blocks to and from the pool.
+"""Gives the threads that move blocks to and from the pool a lower priority than the threads that compute.
 
-Compute waits at the end of every operation for the slowest of its threads, so time that a copy takes from one of them
-is lost to all. On two cores, with four sequences decoding in steps of 11 ms, loading 2,000 tokens made a step take 18
-ms on average and up to 47; with a lower priority for the pool's threads it took 13 ms. A load on an idle machine took
-no longer than before.
+At the end of each operation the computation waits for its slowest thread. So if a copy takes CPU time from one thread,
+all threads wait. Measured on two cores with four sequences in decode and steps of 11 ms: while 2,000 tokens were
+loaded, a step took 18 ms on average and at most 47. With a lower priority for the pool's threads it took 13 ms. On an
+idle machine the lower priority makes loads no slower.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ __all__ = ["in_background", "yield_to_compute"]
 
 T = TypeVar("T")
 
-# Of at most 19. With all cores busy such a thread still gets 1/30 of a core: a load is slow then, but ends.
+# The lowest priority is 19. If all cores are busy, a thread with 15 still gets 1/30 of a core, so that a load ends.
 _NICENESS = 15
 
 
 def yield_to_compute() -> None:
-    """Lower the priority of this thread, and of those that it starts from now on, below all others. Linux only."""
+    """Lower the priority of this thread, and of the threads that it starts later. Only Linux supports this."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def in_background(call: Callable[[], T]) -> T:
-    """Return the result of ``call``; the threads that it starts, also in a native library, get a lower priority."""
+    """Run ``call`` on a thread with a lower priority, and return its result.
+
+    Threads that ``call`` starts, also those of native libraries, get the same priority.
+    """
     with ThreadPoolExecutor(1, initializer=yield_to_compute) as thread:
         return thread.submit(call).result()

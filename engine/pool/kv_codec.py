@@ -1,12 +1,12 @@
-"""Compression of KV blocks on their way to the pool and back: ``?kv=int8`` or ``?kv=fp8`` in the pool's URL.
+"""Compresses KV blocks in the pool to one byte per element, if the pool's URL has ``?kv=int8`` or ``?kv=fp8``.
 
-A stored block has, for every channel (layer, K or V, head, dimension), one scale in bfloat16, and then for every
-element one byte: its value divided by its channel's scale. The scale is chosen so that the largest value of the
-channel, over the block's tokens, becomes the largest value that a byte can hold. Some channels of keys are many times
-as large as others; one scale for all of them would leave the small ones no precision.
+A channel is one dimension of K or V in one head of one layer. A stored block has first a scale for each channel, in
+bfloat16, and then one byte for each element: its value divided by the scale of its channel. The scale is such that the
+largest absolute value of the channel in the block becomes the largest value of the byte's type. Each channel has its
+own scale, because the values of some channels of K are many times as large as those of others.
 
-Such blocks are not exact when they are read, so they have a namespace of their own, and an instance without ``kv``
-never reads them.
+A loaded block differs a little from the original one. So these blocks have their own namespace, and instances without
+``kv`` do not read them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["choose_codec", "quantised_namespace"]
 
 _AS = " as "
 _SCALE = torch.bfloat16
-# Rounding to bfloat16 may make a scale smaller by 1/256; then the largest value would overflow.
+# Rounding to bfloat16 may make a scale smaller by 1/256. Without this factor the largest value could then overflow.
 _MARGIN = 1 + 2**-8
 _TYPES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
 class _QuantisingCodec:
-    """Quantises with one scale per channel and one byte per element.
+    """A codec that stores one scale per channel and one byte per element.
 
     Args:
-        kv: the KV memory, ``[block, layer, K or V, head, token, dimension]``.
+        kv: the KV memory, ``[block, layer, k/v, head, token, dimension]``.
         name: ``int8`` or ``fp8``.
     """
 
@@ -47,7 +47,7 @@ class _QuantisingCodec:
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         values = rows.view(self._kv_dtype).view(-1, *self._block).float()
         largest = torch.maximum(values.amax(-2, keepdim=True), -values.amin(-2, keepdim=True))
-        # For zeros any scale works; infinity and NaN stay unchanged, as they would without a pool.
+        # The minimum is for channels of zeros. In a channel with infinity or NaN, all values become infinity or NaN.
         scales = (largest * (_MARGIN / self._largest)).clamp_(min=torch.finfo(_SCALE).tiny).to(_SCALE)
         values /= scales
         if not self._type.is_floating_point:
@@ -64,11 +64,11 @@ class _QuantisingCodec:
 
 
 def quantised_namespace(namespace: Namespace, kv: str) -> Namespace:
-    """Return the namespace of blocks stored in the form ``kv``: ``int8``, ``fp8``, or empty for unchanged bytes."""
+    """Return the namespace of compressed blocks; ``kv`` is ``int8``, ``fp8``, or "" if blocks are not compressed."""
     return replace(namespace, kv_dtype=f"{namespace.kv_dtype}{_AS}{kv}") if kv else namespace
 
 
 def choose_codec(namespace: Namespace, kv: torch.Tensor) -> Codec | None:
-    """Return the codec between a namespace's blocks in the pool and ``kv``; None: the bytes are the same in both."""
+    """Return the codec for the blocks of a namespace; None: they are not compressed. ``kv`` is the KV memory."""
     name = namespace.kv_dtype.partition(_AS)[2]
     return _QuantisingCodec(kv, name) if name else None

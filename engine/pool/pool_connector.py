@@ -1,8 +1,13 @@
-"""The engine's traffic with the pool: which blocks a sequence loads before it runs, and which it saves.
+"""Loads blocks of sequences from the pool before they run, and saves their blocks to the pool.
 
-Bytes move on threads of ``kvstore_backend.transfers``, never on the engine's. A transfer holds a reference on each of
-its blocks from its start until it releases them. Until then no other sequence can use them. If they would leave no
-memory for the longest sequence, blocks are staged, and a transfer releases its blocks when it ends.
+The threads of ``kvstore_backend.transfers`` move the bytes, not the engine's thread. A transfer has a reference on each
+of its blocks until no late call can touch the block. During this time no other sequence can use the block. If KV memory
+is too small for that, blocks are staged: they pass through buffers, and a transfer releases its blocks when it ends.
+
+If the model has several groups of layers, a load reads the blocks that all groups need at the longest resume point. If
+one of these blocks does not arrive, the load counts as failed. For ``Transfers``, the number of block ``b`` of group
+``g`` is ``g * num_blocks + b``. The blocks of the first group are saved last: if the pool has them, it has the blocks
+of the other groups, too.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from itertools import groupby
 
 from engine.model.model_runner import ModelRunner
 from engine.pool.background import yield_to_compute
-from engine.pool.saved_blocks import KeptBlocks, SavedBlocks
+from engine.pool.saved_blocks import PinnedBlocks, SavedBlocks
 from engine.pool.staging import open_direct, open_staged
 from engine.scheduling.pool_use import PoolUse, Reason
 from engine.scheduling.request import Sequence
@@ -26,6 +31,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.metrics import EngineMetrics
 from engine.telemetry.trace import log_load, log_look_up, log_save
 from kvstore_backend import BlockPool, Status
+from kvstore_backend.groups import Resume, find_resume_point
 from kvstore_backend.load_or_compute import LoadOrCompute
 from kvstore_backend.pool import count_leading
 from kvstore_backend.refill import Refill
@@ -36,29 +42,28 @@ __all__ = ["PoolConnector"]
 
 log = logging.getLogger(__name__)
 
-# The maximum share of all blocks that saves waiting for a slow pool may hold; beyond it saves are dropped, not queued.
+# Maximum share of all blocks that waiting saves may hold. If the pool is slow and they would hold more, no save starts.
 _SAVE_SHARE = 0.25
 
 
 class PoolConnector:
-    """Loads and saves the blocks of one engine's sequences.
+    """Loads and saves the blocks of an engine's sequences.
 
-    While the pool is not ready, every load is an immediate miss.
-
-    All methods but ``call_after_flush`` are for the engine's thread, and so are all callbacks.
+    Call all methods except ``call_after_flush`` on the engine's thread. All callbacks run on it. While the pool is not
+    ready, each load ends immediately without blocks.
 
     Args:
-        runner: owns the KV memory; ``allocate_kv`` has been called.
-        scheduler: notified when a load ends; its block manager holds the blocks of transfers.
+        runner: owns the KV memory; ``allocate_kv`` was called.
+        scheduler: gets the end of each load. Its block manager counts the references of transfers.
         metrics: the counters to update.
-        pool: closed by ``close``.
-        post: runs a callable on the engine's thread, soon.
-        on_saved: called with a sequence when a save of it has ended.
-        ending_on_error: a context in which an exception ends the sequence, and no other.
-        save_outputs: save full blocks of generated text too, not only of prompts.
-        staged: blocks pass through host memory that is not KV memory. Default: true, unless the KV memory is the host's
-            and holds three of the longest sequences: one for a hung load, one for a hung save, and one to run. Blocks
-            that the pool has in another form (``kv_codec.py``) are always staged.
+        pool: the pool; ``close`` closes it.
+        post: queues a callable for the engine's thread.
+        on_saved: called with the sequence when a save has ended.
+        ending_on_error: returns a context manager that ends a sequence with an error if an exception is raised in it.
+        save_outputs: whether full blocks of generated tokens are saved, too.
+        staged: whether blocks pass through buffers in host memory. Default: yes, unless KV memory is in host memory,
+            blocks are not compressed in the pool, and there are blocks for three of the longest sequences: one with a
+            load that hangs, one with a save that hangs, and one that runs.
     """
 
     def __init__(
@@ -83,8 +88,10 @@ class PoolConnector:
         self._load_or_compute = LoadOrCompute(runner.shape.block_size)
         self._max_pending = max(1, int(_SAVE_SHARE * runner.kv.shape[0]))
         self._pending_save_blocks = 0
-        self._kept = KeptBlocks()
+        self._pinned = PinnedBlocks()
         self._block_bytes = runner.shape.nbytes
+        self._groups = scheduler.groups
+        self._num_blocks = scheduler.blocks.num_blocks
         if staged is None:
             is_plain = pool.namespace.kv_dtype == runner.namespace.kv_dtype
             staged = not is_plain or runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
@@ -99,83 +106,173 @@ class PoolConnector:
         return Refill(self._pool, self._saved, self._metrics.refilled_blocks.inc, start_thread=yield_to_compute)
 
     def follow_weights(self) -> None:
-        """Use the namespace of the runner's current weights. Do not call it while a load or save is in progress."""
+        """Use the namespace of the runner's current weights. Do not call this during a load or a save."""
         new, old = self._runner.namespace, self._pool.namespace
         if (new.model, new.weights_version) == (old.model, old.weights_version):
             return
         self._pool.move_to(replace(old, model=new.model, weights_version=new.weights_version))
         self._peers = PeerShardings(self._pool, self._runner.family)
-        self._kept = KeptBlocks()
+        self._pinned = PinnedBlocks()
         self._saved.forget_blocks()
         self._refill.close()
         self._refill = self._start_refill()
 
     @property
     def is_open(self) -> bool:
-        """Whether the pool is in use now."""
+        """Whether the pool is ready."""
         return self._pool.is_ready
 
     @property
     def pending_save_blocks(self) -> int:
-        """Number of blocks of saves that have not ended."""
+        """Number of blocks in saves that have not ended."""
         return self._pending_save_blocks
 
     def start_load(self, sequence: Sequence) -> None:
-        """Start to read the full blocks that ``sequence`` lacks; the sequence can run after the load, even if it fails.
+        """Start a load of the full blocks that ``sequence`` lacks.
 
-        The load reads as many leading blocks as the pool has, or none if computing them is faster.
+        The load reads the leading blocks that the pool has, or none if computing them is faster. When it has ended, it
+        calls ``Scheduler.on_load_end``, also if it failed.
         """
         first = sequence.num_computed // sequence.block_size
-        # The last token is always computed, so a block that ends with it is not needed.
+        # The last token is always computed, so a block that ends with this token is not loaded.
         last = (len(sequence.token_ids) - 1) // sequence.block_size
-        hashes, blocks = sequence.hashes()[first:last], sequence.block_table[first:last]
+        prefix = sequence.hashes()[:last]
+        hashes = prefix[first:]
         load = _Load(sequence.request.request_id, first, hashes, sequence.hashes_of, len(self._scheduler.running))
+        names, blocks = self._list_blocks(sequence, range(first, last))
+        held = [block % self._num_blocks for block in blocks]
+        wanted = dict(zip(names, blocks, strict=True)) if not self._groups.is_full else {}
 
         def decide(read_leading: ReadLeading) -> int:
-            return self._look_up_and_read(load, read_leading)
+            if self._groups.is_full:
+                return self._look_up_and_read(load, read_leading)
+            names[:] = self._look_up_groups(load, prefix)
+            blocks[:] = [wanted[name] for name in names]
+            return self._read(load, load.num_reached, len(names), read_leading)
 
         def on_end(outcome: Outcome) -> None:
-            gathered = load.list_gathered(outcome.count)
-            self._saved.note_blocks([hashes[i] for i in range(outcome.count) if first + i not in gathered])
+            count, gathered = load.count_arrived(outcome.count), load.list_gathered(outcome.count)
+            arrived = [i for i in range(outcome.count) if first + i not in gathered]
+            self._saved.note_blocks([names[i] for i in arrived], [blocks[i] for i in arrived])
             if not sequence.num_preemptions:
                 sequence.pool_use, sequence.look_up, sequence.load = load.use, load.look_up, load.reading
-                sequence.pool_cached_tokens = outcome.count * sequence.block_size
+                sequence.pool_cached_tokens = count * sequence.block_size
                 sequence.prompt_sources.append(("the pool", sequence.pool_cached_tokens))
                 sequence.pool_load_seconds = outcome.seconds
             sequence.gathered |= gathered
             with self._ending_on_error(sequence):
-                self._scheduler.on_load_end(sequence, outcome.count, usable=outcome.is_released)
+                self._scheduler.on_load_end(sequence, count, usable=outcome.is_released)
 
-        self._scheduler.blocks.hold_blocks(blocks)
-        release = partial(self._scheduler.blocks.release_blocks, blocks)
-        self._transfers.load(hashes, blocks, on_end, release, decide=decide)
+        self._scheduler.blocks.hold_blocks(held)
+        release = partial(self._scheduler.blocks.release_blocks, held)
+        self._transfers.load(names, blocks, on_end, release, decide=decide)
+
+    def _list_blocks(self, sequence: Sequence, places: range) -> tuple[list[bytes], list[int]]:
+        """Return names and numbers of the blocks of all groups at ``places``, without released ones."""
+        hashes = sequence.hashes()
+        names: list[bytes] = []
+        blocks: list[int] = []
+        for number in reversed(range(len(sequence.tables))):
+            table = sequence.tables[number]
+            held = range(min(places.stop, max(places.start, table.num_released)), places.stop)
+            names += self._groups.name_blocks(number, hashes, held)
+            blocks += [number * self._num_blocks + table.blocks[i] for i in held]
+        return names, blocks
 
     def _look_up_and_read(self, load: _Load, read_leading: ReadLeading) -> int:
-        """Read the leading blocks of ``load`` that the pool has, if reading is worth it; on the thread that loads."""
-        present, asked = self._look_up(load), len(load.hashes)
+        """Look up the blocks of ``load``, and read the leading ones that the pool has; on the thread of the load.
+
+        Returns:
+            The number of blocks that arrived.
+        """
+        present = self._look_up(load)
+        return self._read(load, present, present, read_leading)
+
+    def _read(self, load: _Load, present: int, num_blocks: int, read_leading: ReadLeading) -> int:
+        """Read blocks from the pool, unless computing them is faster.
+
+        Args:
+            load: the load.
+            present: number of leading blocks of the sequence for which the pool has everything.
+            num_blocks: number of blocks to read: ``present``, or the blocks of all groups for them.
+            read_leading: reads leading blocks of the transfer.
+
+        Returns:
+            The number of blocks that arrived.
+        """
+        asked = len(load.hashes)
         if not present:
             return 0
         decision = self._load_or_compute.decide(present, load.num_running)
         self._metrics.load_or_compute.labels(decision).inc()
         if decision == "compute":
-            text = f"computing was expected to be quicker ({present} of {asked} blocks there; {self._load_or_compute})"
+            text = (
+                f"computing was expected to be faster ({present} of {asked} blocks are in the pool; "
+                f"{self._load_or_compute})"
+            )
             load.use = PoolUse(Reason.SLOW, text)
             return 0
         start = time.monotonic()
-        count = read_leading(present, self._reader_of(load, load.run) if load.run else None)
+        num_arrived = read_leading(num_blocks, self._reader_of(load, load.run) if load.run else None)
         load.reading = start, time.monotonic()
         seconds = load.reading[1] - start
+        count = load.count_arrived(num_arrived)
         self._load_or_compute.record_load(count, seconds)
-        log_load(load.request_id, present, count, self._block_bytes, seconds)
+        log_load(load.request_id, num_blocks, num_arrived, self._block_bytes, seconds)
         load.use = load.explain_read(present, count)
-        return count
+        return num_arrived
+
+    def _look_up_groups(self, load: _Load, hashes: SequenceOf[bytes]) -> list[bytes]:
+        """Look up the longest resume point for which the pool has the blocks of all groups.
+
+        Store the resume point in ``load``; if there is none, store the explanation in ``load.use``.
+
+        Args:
+            load: the load.
+            hashes: the block hashes of the sequence from the first block on.
+
+        Returns:
+            The names of the blocks that all groups need at the resume point.
+        """
+        start, groups, size = time.monotonic(), self._groups, self._groups.block_size
+        statuses: list[Status] = []
+
+        def exist(wanted: SequenceOf[tuple[int, int]]) -> list[bool]:
+            names = [groups.name_block(number, hashes[place]) for number, place in wanted]
+            found = self._pool.exists(names) if self._pool.is_ready else [Status.FAILED] * len(names)
+            statuses.extend(found)
+            return list(map(bool, found))
+
+        resume = find_resume_point(groups.groups, load.first * size, len(hashes) * size, exist)
+        last = resume.num_tokens // size
+        load.num_reached = last - load.first
+        load.look_up = start, time.monotonic()
+        log_look_up(load.request_id, load.first, load.hashes, statuses, load.num_reached, load.look_up[1] - start)
+        names = [
+            name
+            for number in reversed(range(len(groups)))
+            for name in groups.name_blocks(number, hashes, groups.list_needed(number, load.first, last))
+        ]
+        load.num_wanted = len(names)
+        if not load.num_reached:
+            load.use = self._explain_no_resume(statuses, resume)
+        return names
+
+    def _explain_no_resume(self, statuses: SequenceOf[Status], resume: Resume) -> PoolUse:
+        if Status.FAILED in statuses:
+            return self._explain_failure()
+        return PoolUse(Reason.ABSENT, f"not in the pool ({resume.describe(self._groups.groups)})")
 
     def _reader_of(self, load: _Load, run: Run) -> ReadBlocks:
-        """Return the function that reads the blocks of ``load`` if another sharding has some of them."""
+        """Return a function that reads the blocks of ``load``, some of which the pool has in another sharding."""
         return self._peers.reader_of(run, load.hashes, load.first, load.names_of(run.sharding.block_size))
 
     def _look_up(self, load: _Load) -> int:
-        """Return how many leading blocks of ``load`` the pool has; if it has none, set the reason in ``load``."""
+        """Look up the blocks of ``load`` in the pool. If the pool has none, store the explanation in ``load.use``.
+
+        Returns:
+            The number of leading blocks that the pool has, in this sharding or another one.
+        """
         start = time.monotonic()
         statuses = self._pool.exists(load.hashes) if self._pool.is_ready else []
         present = count_leading(statuses)
@@ -190,17 +287,25 @@ class PoolConnector:
 
     def _explain_miss(self, statuses: SequenceOf[Status], load: _Load) -> PoolUse:
         if statuses and statuses[0] is Status.ABSENT:
-            evicted = ", which was evicted, as it has later ones" if load.num_behind else ""
+            evicted = ", which was evicted, because the pool has later blocks" if load.num_behind else ""
             text = f"not in the pool (it lacks the first of {len(load.hashes)} blocks{evicted})"
             return PoolUse(Reason.ABSENT, text)
+        return self._explain_failure()
+
+    def _explain_failure(self) -> PoolUse:
         health = self._pool.health()
-        return PoolUse(Reason.FAILED, "the look-up failed" if health.ok else f"pool away: {health.detail}")
+        text = "the look-up failed" if health.ok else f"the pool is not reachable: {health.detail}"
+        return PoolUse(Reason.FAILED, text)
 
     def start_save(self, sequence: Sequence, *, is_last: bool = False) -> None:
-        """Start to save the blocks of ``sequence`` that became full.
+        """Start saves of the blocks of ``sequence`` that became full since the last call.
 
-        If the pool is not ready, or too many blocks wait for it already, nothing is started. The next call tries these
-        blocks again; if there is none (``is_last``), they count as unsaved.
+        If the pool is not ready, or too many blocks are being saved already, no save starts. The next call includes
+        these blocks.
+
+        Args:
+            sequence: the sequence.
+            is_last: whether this is the last call for the sequence; blocks that cannot be saved then count as unsaved.
         """
         tokens = sequence.num_exact
         if not self._save_outputs:
@@ -208,43 +313,54 @@ class PoolConnector:
         elif is_last and tokens < sequence.num_computed:
             log.info(
                 "%s: %d generated tokens are not saved to the pool: sparse attention computed their KV, which is not "
-                "exact; a prompt that has them computes and saves them",
+                "exact; a later prompt with these tokens computes and saves them",
                 sequence.request.request_id,
                 sequence.num_computed - tokens,
             )
         first, last = sequence.num_saved, tokens // sequence.block_size
         if first >= last:
             return
-        pending = self._pending_save_blocks
-        if not self._pool.is_ready or (pending and pending + last - first > self._max_pending):
+        pending, new = self._pending_save_blocks, (last - first) * len(self._groups)
+        if not self._pool.is_ready or (pending and pending + new > self._max_pending):
             if is_last:
-                self._metrics.unsaved_blocks.inc(last - first)
-                why = f"{pending} others wait for it" if self._pool.is_ready else "the pool is away"
-                log.debug("request %s: %d blocks are not saved: %s", sequence.request.request_id, last - first, why)
+                self._metrics.unsaved_blocks.inc(new)
+                why = f"{pending} other blocks wait to be saved" if self._pool.is_ready else "the pool is not reachable"
+                log.debug("request %s: %d blocks are not saved: %s", sequence.request.request_id, new, why)
             return
         for allowed in self._list_not_withheld(sequence, first, last):
-            for begin, end, seconds in self._kept.split_blocks(sequence, allowed.start, allowed.stop):
-                # Blocks of another sharding are not stored twice, unless they must be retained.
+            for begin, end, seconds in self._pinned.split_blocks(sequence, allowed.start, allowed.stop):
+                # The pool has blocks from another sharding already. They are saved only if they must be pinned.
                 for run in [range(begin, end)] if seconds else sequence.list_ungathered(begin, end):
                     self._start_save_of(sequence, run.start, run.stop, seconds)
         sequence.num_saved = last
 
     def _list_not_withheld(self, sequence: Sequence, first: int, last: int) -> Iterator[range]:
-        """Yield runs of the blocks from ``first`` to ``last``, without those withheld since the pool was cleared."""
+        """Yield the places from ``first`` to before ``last`` as ranges, without those of withheld blocks."""
         is_withheld = self._scheduler.blocks.is_withheld
-        for withheld, run in groupby(range(first, last), key=lambda i: is_withheld(sequence.block_table[i])):
+
+        def any_withheld(place: int) -> bool:
+            return any(is_withheld(table.blocks[place]) for table in sequence.tables if place >= table.num_released)
+
+        for withheld, run in groupby(range(first, last), key=any_withheld):
             if not withheld:
                 members = list(run)
                 yield range(members[0], members[-1] + 1)
 
     def _start_save_of(self, sequence: Sequence, first: int, last: int, keep_seconds: float) -> None:
-        """Start to save some of the blocks; with ``keep_seconds`` also those that the pool has."""
-        blocks, hashes = sequence.block_table[first:last], sequence.hashes()[first:last]
+        """Start to save the blocks with the numbers ``first`` to ``last - 1`` of the sequence.
+
+        If ``keep_seconds`` is above 0, the pool is asked to pin all these blocks for this time, even if it has them
+        already.
+        """
+        hashes, blocks = self._list_blocks(sequence, range(first, last))
+        held = [block % self._num_blocks for block in blocks]
+        if not blocks:
+            return
 
         def on_end(outcome: Outcome) -> None:
             self._pending_save_blocks -= len(blocks)
             if outcome.count == len(blocks):
-                self._saved.note_blocks(hashes)
+                self._saved.note_blocks(hashes, blocks)
             sequence.pending_saves -= 1
             sequence.saves.num_done += outcome.count
             sequence.saves.ended_at = time.monotonic()
@@ -253,48 +369,48 @@ class PoolConnector:
             name = sequence.request.request_id
             log_save(name, first, hashes, outcome.count, self._block_bytes, outcome.seconds)
             if keep_seconds and outcome.count < len(hashes):
-                self._kept.forget_blocks(hashes)
+                self._pinned.forget_blocks(hashes)
             self._on_saved(sequence)
 
-        self._scheduler.blocks.hold_blocks(blocks)
+        self._scheduler.blocks.hold_blocks(held)
         self._pending_save_blocks += len(blocks)
         sequence.pending_saves += 1
         sequence.saves.num_begun += len(blocks)
         sequence.saves.began_at = sequence.saves.began_at or time.monotonic()
-        release = partial(self._scheduler.blocks.release_blocks, blocks)
+        release = partial(self._scheduler.blocks.release_blocks, held)
         self._transfers.save(hashes, blocks, on_end, release, keep_seconds=keep_seconds)
 
     def skip_prompt(self, sequence: Sequence) -> None:
-        """Save nothing of the prompt: the instance that computed it saves it."""
+        """Mark the prompt of ``sequence`` as saved, because the instance that computed it saves it."""
         sequence.num_saved = len(sequence.hashes())
 
     def drop_unsaved_blocks(self, sequence: Sequence) -> None:
-        """Give up saving full blocks that the pool has not accepted so far: they are not held for it any longer."""
+        """Do not save the full blocks of ``sequence`` for which no save has started; count them as unsaved."""
         unsaved = sequence.num_exact // sequence.block_size - sequence.num_saved
         if unsaved > 0:
             self._metrics.unsaved_blocks.inc(unsaved)
             sequence.num_saved += unsaved
 
     def remove_blocks(self, hashes: SequenceOf[bytes]) -> None:
-        """Remove blocks from the pool, after the saves that have begun."""
+        """Remove blocks from the pool, after all saves that have started."""
         self._transfers.remove(hashes)
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """Record how long a step with chunks of prompts took: loads are compared with that."""
+        """Record how long a step with chunks of prompts took, to decide whether loading is faster than computing."""
         self._load_or_compute.record_step(num_tokens, seconds)
 
     def call_after_flush(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, on any thread, once other instances can read all saved blocks. From any thread."""
+        """Call ``callback`` on any thread when other instances can read all saved blocks. Any thread may call this."""
         self._transfers.call_after_flush(callback)
 
     def close(self) -> None:
-        """Wait a moment for running saves, drop the rest, and close the pool."""
+        """Wait a limited time for running saves, drop the others, and close the pool."""
         self._refill.close()
         self._transfers.close()
 
 
 class _Load:
-    """A look-up in the pool for one sequence, and its outcome."""
+    """The load of one sequence: its look-up, its read, and their results."""
 
     def __init__(
         self,
@@ -307,26 +423,42 @@ class _Load:
         self.request_id = request_id
         self.first = first
         self.hashes = hashes
-        self.names_of = names_of  # names of all blocks of the sequence, under a block size
-        self.run: Run | None = None  # set if another sharding has some of them
-        self.num_running = num_running  # number of sequences that computing the blocks would delay
-        self.num_behind = 0  # number of blocks that the pool has after the first one that it lacks
-        self.use = PoolUse(Reason.FAILED, "the load failed; the log tells how")
-        self.look_up: tuple[float, float] | None = None  # beginning and end, on time.monotonic
-        self.reading: tuple[float, float] | None = None
+        self.names_of = names_of  # returns the hashes of all blocks of the sequence, for a block size
+        self.run: Run | None = None  # the blocks to read, if the pool has some of them in another sharding
+        # If the model has several groups: number of blocks up to the resume point, and number of blocks of all groups
+        # that must be read for it.
+        self.num_reached = 0
+        self.num_wanted = 0
+        self.num_running = num_running  # number of sequences that would be delayed if the blocks were computed
+        self.num_behind = 0  # number of blocks that the pool has after the first block that it lacks
+        self.use = PoolUse(Reason.FAILED, "the load failed; the log says why")
+        self.look_up: tuple[float, float] | None = None  # start and end of the look-up, on time.monotonic
+        self.reading: tuple[float, float] | None = None  # start and end of the read
+
+    def count_arrived(self, num_arrived: int) -> int:
+        """Return after how many blocks the sequence can continue, if ``num_arrived`` blocks were read.
+
+        With several groups it can continue only if all wanted blocks were read.
+        """
+        if not self.num_reached:
+            return num_arrived
+        return self.num_reached if num_arrived == self.num_wanted else 0
 
     def list_gathered(self, count: int) -> set[int]:
-        """Return which of the sequence's blocks came from another sharding, if ``count`` leading ones arrived."""
+        """Return which of the first ``count`` blocks of the load are read from another sharding.
+
+        The numbers count from the first block of the prompt.
+        """
         parts = self.run.gathered if self.run else ()
         return {self.first + i for part in parts for i in part if i < count}
 
     def explain_read(self, present: int, count: int) -> PoolUse:
-        """Explain a read in which ``count`` of ``present`` leading blocks arrived."""
+        """Return reason and explanation for a read in which ``count`` of ``present`` blocks arrived."""
         if not count:
-            text = f"none of {present} blocks arrived (evicted meanwhile, damaged, or pool away)"
+            text = f"none of {present} blocks arrived (evicted meanwhile, damaged, or the pool is not reachable)"
             return PoolUse(Reason.FAILED, text)
         asked, lacking = len(self.hashes), self.first + present
-        why = "was evicted, as it has later ones" if self.num_behind else "is new or was evicted"
+        why = "was evicted, because the pool has later blocks" if self.num_behind else "is new or was evicted"
         rest = "" if present == asked else f"; it lacks block {lacking}, which {why}"
         sharding = f", {self.run}" if self.run else ""
         text = f"it had {present} of {asked} blocks{sharding}, of which {count} arrived{rest}"

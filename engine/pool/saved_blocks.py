@@ -1,4 +1,4 @@
-"""The engine's cached blocks that the pool had, to save them again if the pool has lost them."""
+"""Saves cached blocks again that the pool has lost (refill), and remembers which blocks are pinned in the pool."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from engine.scheduling.cache_hints import seconds_kept
 from engine.scheduling.request import Sequence
 from kvstore_backend.transfers import Outcome, Transfers
 
-__all__ = ["KeptBlocks", "SavedBlocks"]
+__all__ = ["PinnedBlocks", "SavedBlocks"]
 
 T = TypeVar("T")
 
-# Longer than a step, and than a save to a pool that hangs.
+# Maximum time to wait for the engine's thread. A step, or a save to a pool that hangs, takes less.
 _ANSWER_SECONDS = 60.0
-# The share of the available blocks that one save may hold.
+# Maximum share of the available blocks that one save of a refill may hold.
 _HELD_SHARE = 0.25
 
 
 class SavedBlocks:
-    """Answers a ``Refill`` on its thread; the work runs on the engine's thread.
+    """The cached blocks that the pool had; a ``Refill`` lists them and saves them again.
+
+    The thread of the ``Refill`` calls ``list_saved_blocks``, ``save_again``, ``end_round`` and ``withhold_blocks``.
+    These methods run their work on the engine's thread and wait for it.
 
     Args:
         blocks: the engine's block manager.
-        transfers: saves them.
-        post: runs a callable on the engine's thread, soon.
-        most_held: the maximum number of blocks that one save may hold.
+        transfers: saves the blocks.
+        post: queues a callable for the engine's thread.
+        most_held: maximum number of blocks that one save may hold.
     """
 
     def __init__(
@@ -48,20 +51,27 @@ class SavedBlocks:
         self._transfers = transfers
         self._post = post
         self._most_held = most_held
-        self._saved: dict[bytes, None] = {}
+        self._saved: dict[bytes, int] = {}
+        """For the name of each block, the number of its group."""
 
-    def note_blocks(self, hashes: SequenceOf[bytes]) -> None:
-        """Record that the pool has these blocks. On the engine's thread."""
-        self._saved.update(dict.fromkeys(hashes))
-        if len(self._saved) > 2 * self._blocks.num_blocks:
-            self._saved = {each: None for each in self._saved if self._blocks.has_contents(each)}
+    def note_blocks(self, names: SequenceOf[bytes], blocks: SequenceOf[int]) -> None:
+        """Record that the pool has blocks. Call this on the engine's thread.
+
+        Args:
+            names: the names of the blocks.
+            blocks: the numbers of the blocks for ``Transfers``.
+        """
+        num_blocks = self._blocks.num_blocks
+        self._saved.update(zip(names, (block // num_blocks for block in blocks), strict=True))
+        if len(self._saved) > 2 * num_blocks:
+            self._saved = {name: group for name, group in self._saved.items() if self._blocks.has_contents(name)}
 
     def forget_blocks(self) -> None:
-        """Record that the pool has none of these blocks. On the engine's thread."""
+        """Forget all recorded blocks. Call this on the engine's thread."""
         self._saved.clear()
 
     def list_saved_blocks(self, most: int) -> SequenceOf[bytes]:
-        """Return hashes of up to ``most`` cached blocks that the pool had, the most recently used first."""
+        """Return the names of up to ``most`` cached blocks that the pool had, the most recently used first."""
 
         def pick_hashes() -> list[bytes]:
             saved = filter(self._saved.__contains__, self._blocks.iterate_hashes())
@@ -70,7 +80,7 @@ class SavedBlocks:
         return self._ask(pick_hashes)
 
     def save_again(self, hashes: SequenceOf[bytes]) -> tuple[int, int]:
-        """Save those of these blocks that are still cached; return how many were tried, and how many the pool has."""
+        """Save the blocks of ``hashes`` that are still cached; return how many these are, and how many the pool has."""
 
         def start_save(answer: Callable[[tuple[int, int]], None]) -> None:
             self._start_save(hashes, answer)
@@ -78,11 +88,11 @@ class SavedBlocks:
         return self._ask_later(start_save)
 
     def end_round(self, hashes: SequenceOf[bytes]) -> None:
-        """Restore the previous reuse order of the blocks that were saved again."""
+        """Restore the order in which the blocks of ``hashes`` are reused, because a save has changed it."""
         self._ask(lambda: self._blocks.use_in_order(hashes))
 
     def withhold_blocks(self) -> None:
-        """Save no block again that is cached now: an operator cleared the pool."""
+        """Mark all cached blocks so that they are not saved again, because an operator cleared the pool."""
         self._ask(self._blocks.withhold_published)
 
     def _may_save(self, block_hash: bytes) -> bool:
@@ -91,19 +101,23 @@ class SavedBlocks:
 
     def _start_save(self, hashes: SequenceOf[bytes], answer: Callable[[tuple[int, int]], None]) -> None:
         most = min(self._most_held, int(_HELD_SHARE * self._blocks.num_available))
-        cached = list(filter(self._may_save, hashes))[:most]
+        cached = [name for name in hashes if name in self._saved and self._may_save(name)][:most]
+        cached.sort(key=self._saved.__getitem__, reverse=True)  # so that the blocks of a group are next to each other
         if not cached:
             answer((0, 0))
             return
         held = self._blocks.take_cached_blocks(cached)
+        sources = [
+            self._saved[name] * self._blocks.num_blocks + block for name, block in zip(cached, held, strict=True)
+        ]
 
         def report_outcome(outcome: Outcome) -> None:
             answer((len(cached), outcome.count))
 
-        self._transfers.save(cached, held, report_outcome, partial(self._blocks.release_blocks, held))
+        self._transfers.save(cached, sources, report_outcome, partial(self._blocks.release_blocks, held))
 
     def _ask(self, call: Callable[[], T]) -> T:
-        """Run ``call`` on the engine's thread and return its result."""
+        """Run ``call`` on the engine's thread, and return its result."""
 
         def answer_at_once(answer: Callable[[T], None]) -> None:
             answer(call())
@@ -111,32 +125,41 @@ class SavedBlocks:
         return self._ask_later(answer_at_once)
 
     def _ask_later(self, call: Callable[[Callable[[T], None]], None]) -> T:
-        """Run ``call`` on the engine's thread and return what it passes to its argument, then or later.
+        """Run ``call`` on the engine's thread, and wait until it, or a later callback, reports a result.
+
+        Args:
+            call: its argument is the function to which the result must be reported.
 
         Raises:
-            queue.Empty: no result came; the engine has stopped.
+            queue.Empty: there was no result in time, because the engine has stopped.
         """
         answers: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._post(lambda: call(answers.put))
         return answers.get(timeout=_ANSWER_SECONDS)
 
 
-# Pinning a block costs the pool a write of the whole block: do not repeat it before half of its time is over.
+# To pin a block, the pool must get the whole block again. So this is repeated only after half of the block's time.
 _RENEW_AFTER = 0.5
 _MAX_BLOCKS = 1 << 16
 
 
-class KeptBlocks:
-    """The hashes of pinned blocks, and from when on each may be pinned again; bounded, the oldest are forgotten."""
+class PinnedBlocks:
+    """Remembers which blocks were pinned, and when each may be pinned again.
+
+    If there are too many, the blocks that were pinned first are forgotten.
+    """
 
     def __init__(self) -> None:
         self._due_at: OrderedDict[bytes, float] = OrderedDict()
 
     def split_blocks(self, sequence: Sequence, first: int, last: int) -> Iterator[tuple[int, int, float]]:
-        """Yield runs of the blocks from ``first`` to ``last``: beginning, end, and how long the pool must retain them.
+        """Divide the blocks from ``first`` to before ``last`` by the time for which they must be pinned now.
 
-        The time is 0 if no hint gives one, or if the pool was asked a short time ago. A block that gets a time here
-        counts as pinned.
+        Blocks with a time are then recorded as pinned.
+
+        Yields:
+            The first place, the place after the last one, and the time in seconds. The time is 0 if the request has no
+            hint for these blocks, or if they were pinned a short time ago.
         """
         if not sequence.request.hints:
             yield first, last, 0.0
@@ -150,12 +173,12 @@ class KeptBlocks:
             yield members[0], members[-1] + 1, kept
 
     def forget_blocks(self, hashes: SequenceOf[bytes]) -> None:
-        """Forget these blocks, so that they are pinned the next time: the pool did not store them."""
+        """Forget that blocks were pinned, because the pool did not store them."""
         for each in hashes:
             self._due_at.pop(each, None)
 
     def _ask_for(self, block_hash: bytes, seconds: float) -> float:
-        """Return ``seconds``, or 0 if the pool was already asked, for long enough."""
+        """Return ``seconds`` and record the block as pinned; return 0 if it need not be pinned now."""
         now = time.monotonic()
         if not seconds or self._due_at.get(block_hash, now) > now:
             return 0.0

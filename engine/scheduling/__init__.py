@@ -1,10 +1,12 @@
-"""Scheduling: which sequence computes how many tokens in the next step, and which KV blocks it has. It uses no tensors.
+"""Scheduling: chooses the chunks of each step, and allocates KV blocks. No file here uses tensors.
 
-block_manager.py     which KV block belongs to which sequence; the prefix cache
-cache_hints.py       cache_control: how long the request wants its prompt's blocks cached
-pool_use.py          why a prompt took blocks from the pool, or none
+block_groups.py      the groups of a model's layers: names and places of their blocks
+block_manager.py     reference counts of KV blocks, and the prefix cache
+cache_events.py      reports changes of the prefix cache as KV events
+cache_hints.py       reads how long a request wants its prompt's blocks cached (cache_control)
+pool_use.py          the reason why a prompt got blocks from the pool, or got none
 prefill_progress.py  logs the progress of long prompts
-request.py           Request, as the client sent it, and Sequence, the engine's state of it
-retrieval_config.py  the sizes of sparse attention
-scheduler.py         which sequence computes how many tokens in the next step
+request.py           Request: what the client sent; Sequence: the state of its computation
+retrieval_config.py  the settings of sparse attention
+scheduler.py         chooses which sequence computes how many tokens in the next step
 """

@@ -1,13 +1,15 @@
-"""Owners of KV blocks: reference counts, a prefix cache by chained hash, least-recently-used reuse.
+"""The block manager: counts the references of KV blocks, and has the prefix cache, a map from block hash to block.
 
-It uses no tensors: a block is a number. A block is in one of three states::
+A block is a number here; no tensors are used. A block is in one of three states::
 
-    held      reference count > 0: some sequence, load or save uses it
-    idle      count 0, but its contents are published under a hash: may be used again, or overwritten
-    free      count 0 and nothing published
+    held      its reference count is above 0: a sequence, load, save or reservation uses it
+    idle      its reference count is 0, and it is published: a sequence may take it, or its contents are overwritten
+    free      its reference count is 0, and it is not published
 
-Because a hash is chained over all tokens before it, the map hash -> block *is* the prefix tree: looking up a sequence's
-hashes until one is missing is the walk from the root.
+A block is *published* if the prefix cache has its contents under a block hash. A block hash depends on all tokens up to
+the end of the block. So the longest cached prefix of a sequence is found by looking up its hashes one after the other,
+until one is missing. If new blocks are needed, free blocks are used first, then the idle blocks that were used least
+recently.
 """
 
 from __future__ import annotations
@@ -15,38 +17,47 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from engine.scheduling.cache_events import CacheEvents
+
 __all__ = ["BlockManager", "NoFreeBlocks"]
 
 
 class NoFreeBlocks(Exception):
-    """More blocks were requested than are idle or free."""
+    """Raised if more blocks are requested than are idle or free."""
 
 
 class BlockManager:
-    """Allocates ``num_blocks`` blocks.
+    """Allocates blocks, counts their references, and has the prefix cache.
 
-    Ownership: ``allocate_blocks`` and ``take_cached_blocks`` give the caller one reference for each block;
-    ``hold_blocks`` gives one more; exactly one ``release_blocks`` releases each reference. A published block's contents
-    must not be written any more.
+    ``allocate_blocks`` and ``take_cached_blocks`` give the caller one reference for each block, and ``hold_blocks``
+    gives one more. The caller releases each reference once, by ``release_blocks``. The contents of a published block
+    must not be changed.
+
+    Args:
+        num_blocks: the number of blocks of the KV memory.
+        events: gets an event for each block that is removed from the prefix cache; None: no events. The scheduler
+            reports the blocks that are published, because it knows their tokens.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: CacheEvents | None = None) -> None:
         self.num_blocks = num_blocks
+        self.events = events
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._withheld: set[int] = set()
-        # All blocks with no reference, in the order of their reuse: free ones first, then idle, oldest first.
+        # All blocks without references, in the order in which they are allocated: the free blocks, then the idle ones,
+        # least recently used first.
         self._unused: OrderedDict[int, None] = OrderedDict((block, None) for block in range(num_blocks))
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that ``allocate_blocks`` could return now."""
+        """Number of blocks that can be allocated now: those that are idle or free."""
         return len(self._unused)
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks. From any thread."""
+        """Number of free blocks. Any thread may read this."""
         return sum(self._hash_of[block] is None for block in list(self._unused))
 
     @property
@@ -55,34 +66,34 @@ class BlockManager:
         return len(self._block_of)
 
     def num_references(self, block: int) -> int:
-        """Return how many sequences, loads, saves and reservations hold ``block``."""
+        """Return the reference count of ``block``."""
         return self._references[block]
 
     def match_prefix(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading hashes are published here."""
+        """Return the number of leading ``hashes`` that are in the prefix cache."""
         for count, block_hash in enumerate(hashes):
             if block_hash not in self._block_of:
                 return count
         return len(hashes)
 
     def has_contents(self, block_hash: bytes) -> bool:
-        """Whether a block with these contents is published."""
+        """Return whether a block is published under this hash."""
         return block_hash in self._block_of
 
     def find_block(self, block_hash: bytes) -> int | None:
-        """Return the block that is published under this hash."""
+        """Return the block that is published under this hash; None: there is none."""
         return self._block_of.get(block_hash)
 
     def withhold_published(self) -> None:
-        """Mark all published blocks as withheld (``is_withheld``), until each is allocated again."""
+        """Mark all published blocks as withheld: they are not saved to the pool. The mark ends at a new allocation."""
         self._withheld.update(self._block_of.values())
 
     def is_withheld(self, block: int) -> bool:
-        """Whether the contents of ``block`` must not be saved: they were here when an operator cleared the pool."""
+        """Return whether ``block`` must not be saved, because an operator cleared the pool after it was published."""
         return block in self._withheld
 
     def iterate_hashes(self) -> Iterator[bytes]:
-        """Yield the hashes of idle blocks, the most recently used first, then of blocks that are held."""
+        """Yield the hashes of all published blocks: first of idle ones, most recently used first, then of held ones."""
         for block in reversed(self._unused):
             if (block_hash := self._hash_of[block]) is not None:
                 yield block_hash
@@ -91,30 +102,35 @@ class BlockManager:
                 yield block_hash
 
     def use_in_order(self, hashes: Sequence[bytes]) -> None:
-        """Move the idle blocks of these hashes to the end of the reuse order; the first of them is reused last."""
+        """Mark the idle blocks of ``hashes`` as recently used; the block of the first hash is the most recent one."""
         for block_hash in reversed(hashes):
             block = self._block_of.get(block_hash)
             if block is not None and block in self._unused:
                 self._unused.move_to_end(block)
 
     def num_idle(self, hashes: Sequence[bytes]) -> int:
-        """Return how many of these published hashes' blocks are idle: taking them makes them unavailable."""
+        """Return the number of idle blocks under ``hashes``, all of which must be published.
+
+        ``take_cached_blocks(hashes)`` would reduce ``num_available`` by this number.
+        """
         return sum(self._references[self._block_of[block_hash]] == 0 for block_hash in hashes)
 
     def take_cached_blocks(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks published under ``hashes`` (each must be), with a reference on each."""
+        """Return the blocks under ``hashes``, all of which must be published, and add one reference to each."""
         blocks = [self._block_of[block_hash] for block_hash in hashes]
         self.hold_blocks(blocks)
         return blocks
 
     def allocate_blocks(self, count: int) -> list[int]:
-        """Return ``count`` blocks with undefined contents and one reference each; the oldest idle ones lose theirs.
+        """Return ``count`` blocks with undefined contents and one reference each.
+
+        If there are not enough free blocks, evict the contents of idle ones.
 
         Raises:
-            NoFreeBlocks: there are not enough; nothing changed.
+            NoFreeBlocks: fewer than ``count`` blocks are available. No block was changed.
         """
         if count > len(self._unused):
-            raise NoFreeBlocks(f"{count} blocks wanted, {len(self._unused)} of {self.num_blocks} available")
+            raise NoFreeBlocks(f"{count} blocks are needed; {len(self._unused)} of {self.num_blocks} are available")
         blocks = []
         for _ in range(count):
             block, _ = self._unused.popitem(last=False)
@@ -125,46 +141,59 @@ class BlockManager:
         return blocks
 
     def hold_blocks(self, blocks: Sequence[int]) -> None:
-        """Add one reference on each block."""
+        """Add one reference to each block."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._unused[block]
             self._references[block] += 1
 
     def release_blocks(self, blocks: Sequence[int]) -> None:
-        """Release one reference on each block, in a sequence's order.
+        """Release one reference of each block.
 
-        The last block goes to the front of the reuse order: later blocks of a prefix are useless without its beginning,
-        so the tail is reused first.
+        Args:
+            blocks: blocks in the order of their sequence. Of these, the last one is reused first, because later blocks
+                of a prefix cannot be used without the earlier ones.
         """
         for block in reversed(blocks):
             if self._references[block] <= 0:
-                raise ValueError(f"block {block} is released more often than it was held")
+                raise ValueError(f"block {block} is released more often than it was acquired")
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._unused[block] = None
                 if self._hash_of[block] is None:
                     self._unused.move_to_end(block, last=False)
 
-    def publish_block(self, block: int, block_hash: bytes) -> None:
-        """Publish a held, completely written block under its hash; if the hash has a block already, that one stays."""
+    def publish_block(self, block: int, block_hash: bytes) -> bool:
+        """Publish a held block under its hash. All tokens of the block must have KV.
+
+        Returns:
+            False if another block is published under this hash already, or this block under another hash; then nothing
+            is changed.
+        """
         if self._references[block] <= 0:
-            raise ValueError(f"block {block} is published but held by nobody")
-        if block_hash not in self._block_of and self._hash_of[block] is None:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+            raise ValueError(f"block {block} is published but has no references")
+        if block_hash in self._block_of or self._hash_of[block] is not None:
+            return False
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        return True
 
     def unpublish_blocks(self, hashes: Sequence[bytes]) -> None:
-        """Forget these contents, if they are published; sequences that hold the blocks keep their references."""
+        """Remove the blocks under ``hashes``, as far as they are published, from the prefix cache.
+
+        Their references do not change.
+        """
         for block_hash in hashes:
             if (block := self._block_of.get(block_hash)) is not None:
                 self._unpublish(block)
 
     def unpublish_all(self) -> int:
-        """Forget all contents, so that no hash is found any more; references stay. Return how many there were."""
+        """Remove all blocks from the prefix cache, and return how many there were. References do not change."""
         count = len(self._block_of)
         self._block_of.clear()
         self._hash_of = [None] * self.num_blocks
+        if self.events:
+            self.events.record_cleared()
         return count
 
     def _unpublish(self, block: int) -> None:
@@ -172,6 +201,8 @@ class BlockManager:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None
+            if self.events:
+                self.events.record_removed(block_hash)
 
     def __repr__(self) -> str:
         held = self.num_blocks - len(self._unused)

@@ -1,10 +1,16 @@
-"""Hints how long to cache a prompt's blocks: ``cache_control``, as in Anthropic's API.
+"""Hints of a request how long to cache its prompt's blocks: Anthropic's ``cache_control`` and OpenAI's fields.
+
+An example of ``cache_control``::
 
     {"type": "ephemeral", "ttl": "1h"}
 
-On a request it means the whole prompt, on a message or on a part of its content the prompt up to there. The pool is
-asked not to evict those blocks for that time, which starts again with each request that has the hint. It is only a
-hint: a pool that is full of such blocks evicts them, too, and a pool without this feature ignores it.
+In the body of a request, ``cache_control`` applies to the whole prompt. In a message, or in a part of a message's
+content, it applies to the prompt up to the end of that message or part. OpenAI's ``prompt_cache_retention`` and
+``prompt_cache_options`` apply to the whole prompt. With the mode ``explicit``, ``prompt_cache_options`` applies only to
+the prompt up to each part with ``prompt_cache_breakpoint``.
+
+The instance pins these blocks in the pool for the given time; each request with the hint starts the time again. A pool
+may still evict pinned blocks if it is full of them, and a pool that cannot pin blocks ignores hints.
 """
 
 from __future__ import annotations
@@ -12,26 +18,27 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["CacheControl", "CacheHint", "CacheMark", "count_common", "find_marks", "seconds_kept"]
+__all__ = ["CacheControl", "CacheHint", "CacheMark", "CacheOptions", "find_marks", "seconds_kept"]
+
+_AnyHint = TypeVar("_AnyHint", bound=BaseModel)
 
 _TTL = re.compile(r"(\d{1,5})([smh])", re.ASCII)
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _MAX_SECONDS = 24 * 3600
-"""The maximum that a Mooncake master grants by default (``--max_kv_soft_pin_ttl``)."""
+"""Maximum time of a hint: the default maximum of a Mooncake master (``--max_kv_soft_pin_ttl``)."""
 
 
-class CacheControl(BaseModel):
-    """A hint: 5 minutes by default."""
+class _Timed(BaseModel):
+    """Base class of hints: has the time ``ttl``, such as ``5m``."""
 
     model_config = ConfigDict(extra="ignore")
 
-    type: Literal["ephemeral"]
-    ttl: str = "5m"
+    ttl: str
 
     @field_validator("ttl")
     @classmethod
@@ -43,13 +50,34 @@ class CacheControl(BaseModel):
 
     @property
     def seconds(self) -> float:
-        """The time in seconds."""
+        """The time ``ttl`` in seconds."""
         return float(int(self.ttl[:-1]) * _UNITS[self.ttl[-1]])
+
+
+class CacheControl(_Timed):
+    """Anthropic's field ``cache_control``; the default time is 5 minutes."""
+
+    type: Literal["ephemeral"]
+    ttl: str = "5m"
+
+
+class CacheOptions(_Timed):
+    """OpenAI's field ``prompt_cache_options``; the default time is 30 minutes."""
+
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: str = "30m"
+
+
+class _Breakpoint(_Timed):
+    """OpenAI's ``prompt_cache_breakpoint``: without ``ttl``, that of ``prompt_cache_options`` counts."""
+
+    mode: Literal["explicit"]
+    ttl: str = ""
 
 
 @dataclass(frozen=True)
 class CacheHint:
-    """A request to cache the first ``num_tokens`` tokens of a prompt for ``seconds``."""
+    """A hint in tokens: cache the blocks of the first ``num_tokens`` tokens of a prompt for ``seconds``."""
 
     num_tokens: int
     seconds: float
@@ -57,12 +85,12 @@ class CacheHint:
 
 @dataclass(frozen=True)
 class CacheMark:
-    """A hint in a conversation, for its messages up to one of them.
+    """A hint at a message of a conversation: cache the prompt up to this message, or up to a part of its content.
 
     Attributes:
-        message: the index of that message.
-        text: its content up to the mark; None: all of it.
-        seconds: how long to cache these.
+        message: the index of the message.
+        text: the content of the message up to the end of the part; None: the hint is for the whole message.
+        seconds: how long to cache the prompt up to there.
     """
 
     message: int
@@ -70,11 +98,15 @@ class CacheMark:
     seconds: float
 
 
-def find_marks(messages: Sequence[dict[str, Any]]) -> Iterator[CacheMark]:
-    """Yield the hints in a conversation.
+def find_marks(messages: Sequence[dict[str, Any]], breakpoint_seconds: float) -> Iterator[CacheMark]:
+    """Yield the hints at messages of a conversation and at parts of their contents.
+
+    Args:
+        messages: the conversation.
+        breakpoint_seconds: the time of a ``prompt_cache_breakpoint`` without ``ttl``.
 
     Raises:
-        ValueError: a hint is invalid; the message is the end of a sentence that says where and why.
+        ValueError: a hint is invalid; the message names the hint and says what is wrong.
     """
     for index, message in enumerate(messages):
         content = message.get("content")
@@ -82,26 +114,26 @@ def find_marks(messages: Sequence[dict[str, Any]]) -> Iterator[CacheMark]:
         for number, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and isinstance(part.get("text"), str):
                 text += part["text"]
+                where = f"messages.{index}.content.{number}"
                 if part.get("cache_control") is not None:
-                    where = f"messages.{index}.content.{number}.cache_control"
-                    yield CacheMark(index, text, _read_control(part["cache_control"], where))
+                    control = _check(CacheControl, part["cache_control"], f"{where}.cache_control")
+                    yield CacheMark(index, text, control.seconds)
+                if part.get("prompt_cache_breakpoint") is not None:
+                    mark = _check(_Breakpoint, part["prompt_cache_breakpoint"], f"{where}.prompt_cache_breakpoint")
+                    yield CacheMark(index, text, mark.seconds if mark.ttl else breakpoint_seconds)
         if message.get("cache_control") is not None:
-            yield CacheMark(index, None, _read_control(message["cache_control"], f"messages.{index}.cache_control"))
+            control = _check(CacheControl, message["cache_control"], f"messages.{index}.cache_control")
+            yield CacheMark(index, None, control.seconds)
 
 
 def seconds_kept(hints: Sequence[CacheHint], end: int) -> float:
-    """Return how long to cache tokens up to ``end``; 0: no hint covers them."""
+    """Return for how many seconds to cache a block that ends at token ``end``; 0: no hint includes this token."""
     return max((hint.seconds for hint in hints if hint.num_tokens >= end), default=0.0)
 
 
-def count_common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many leading tokens two prompts share."""
-    return next((i for i, (one, other) in enumerate(zip(tokens, others, strict=False)) if one != other), len(others))
-
-
-def _read_control(value: object, where: str) -> float:
+def _check(kind: type[_AnyHint], value: object, where: str) -> _AnyHint:
     try:
-        return CacheControl.model_validate(value).seconds
+        return kind.model_validate(value)
     except ValidationError as exc:
         error = exc.errors(include_url=False)[0]
         path = ".".join([where, *map(str, error["loc"])])

@@ -1,4 +1,4 @@
-"""Why a prompt took blocks from the pool, or none: for the log and the metrics."""
+"""The reason why a prompt got blocks from the pool, or got none; for the log and the metrics."""
 
 from __future__ import annotations
 
@@ -9,39 +9,45 @@ __all__ = ["NOT_ASKED", "NO_POOL", "PoolUse", "Reason", "explain_no_load"]
 
 
 class Reason(enum.Enum):
-    """Why no token of a prompt came from the pool, as the label of a metric; ``HIT`` where some did."""
+    """Reason why no token of a prompt came from the pool. The values are labels of a metric."""
 
     HIT = "hit"
+    """Some tokens came from the pool."""
     SHORT = "short"
+    """The prompt has no full block before its last token."""
     OWN_CACHE = "own_cache"
+    """The own cache had all blocks."""
     ABSENT = "absent"
+    """The pool did not have the blocks."""
     SLOW = "slow"
     """Computing the blocks is faster than loading them."""
     FAILED = "failed"
+    """The look-up or the load failed."""
     NO_POOL = "no_pool"
     HANDED_OVER = "handed_over"
+    """A prefill instance transferred the prompt directly."""
     ENDED = "ended"
-    """The request ended before the pool had answered."""
+    """The request ended before the pool answered."""
 
 
 @dataclass(frozen=True)
 class PoolUse:
-    """The reason, and a part of a sentence that explains it with its numbers."""
+    """A reason, and a text for the log that explains it with numbers."""
 
     reason: Reason
     text: str
 
 
-NOT_ASKED = PoolUse(Reason.ENDED, "ended before the pool had answered")
+NOT_ASKED = PoolUse(Reason.ENDED, "the request ended before the pool had answered")
 NO_POOL = PoolUse(Reason.NO_POOL, "no pool; --kvcache-storage-backend is not given")
 
 
 def explain_no_load(num_tokens: int, block_size: int) -> PoolUse:
-    """Explain why no block is loaded for ``num_tokens``: the cache has all blocks that can be used."""
+    """Explain why no block is loaded for a sequence of ``num_tokens``: it is too short, or the own cache has them."""
     if num_tokens < block_size:
         return PoolUse(Reason.SHORT, f"shorter than a block ({num_tokens} of {block_size} tokens)")
     if num_tokens == block_size:
         return PoolUse(
-            Reason.SHORT, f"no more than one block ({block_size} tokens), whose last token is always computed"
+            Reason.SHORT, f"not longer than a block ({block_size} tokens), and the last token is always computed"
         )
     return PoolUse(Reason.OWN_CACHE, f"own cache had all {(num_tokens - 1) // block_size} blocks")

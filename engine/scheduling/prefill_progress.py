@@ -1,4 +1,4 @@
-"""Logs the progress of long prompts: without it, a prompt of several steps would log nothing for minutes."""
+"""Logs the progress of long prompts, which may take many steps and minutes."""
 
 from __future__ import annotations
 
@@ -18,33 +18,37 @@ EVERY_SECONDS = 5.0
 
 
 class PrefillProgress:
-    """Logs for each sequence every ``EVERY_SECONDS`` how much of its prompt is computed; for the engine's thread.
+    """Logs every ``EVERY_SECONDS`` for each sequence how many tokens of its prompt are computed.
+
+    Call all methods on the engine's thread.
 
     Args:
-        clock: seconds since any fixed moment.
+        clock: returns the time in seconds, from any start.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Each prompt's preemptions, when it began or was last logged, and how many tokens were computed then.
-        self._told: WeakKeyDictionary[Sequence, tuple[int, float, int]] = WeakKeyDictionary()
+        # For each sequence: its number of preemptions, the time of its last log line (or of its start), and the number
+        # of tokens computed at that time.
+        self._logged: WeakKeyDictionary[Sequence, tuple[int, float, int]] = WeakKeyDictionary()
 
     def record_chunk(self, chunk: Chunk, seconds: float) -> None:
-        """Record that ``chunk`` was computed, in a step that took ``seconds``."""
+        """Record that ``chunk`` was computed, in a step that took ``seconds``; log the progress if it is time."""
         sequence = chunk.sequence
         if not sequence.is_prefilling:
-            self._told.pop(sequence, None)
+            self._logged.pop(sequence, None)
             return
         now, computed, total = self._clock(), sequence.num_computed, len(sequence.token_ids)
         begun = (sequence.num_preemptions, now - seconds, computed - chunk.num_tokens)
-        preemptions, told_at, before = self._told.setdefault(sequence, begun)
+        preemptions, logged_at, before = self._logged.setdefault(sequence, begun)
         if preemptions < sequence.num_preemptions:
-            self._told[sequence] = begun
-            _, told_at, before = begun
-        if now - told_at < EVERY_SECONDS:
+            self._logged[sequence] = begun
+            _, logged_at, before = begun
+        if now - logged_at < EVERY_SECONDS:
             return
-        self._told[sequence] = (sequence.num_preemptions, now, computed)
+        self._logged[sequence] = (sequence.num_preemptions, now, computed)
+        seconds_left = (total - computed) * (now - logged_at) / (computed - before)
         log.info(
             "prefill of request %s: %d of %d tokens, ~%.0f s left",
-            *(sequence.request.request_id, computed, total, (total - computed) * (now - told_at) / (computed - before)),
+            *(sequence.request.request_id, computed, total, seconds_left),
         )

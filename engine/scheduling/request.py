@@ -1,4 +1,4 @@
-"""A prompt to be continued (``Request``), and the state of its computation (``Sequence``)."""
+"""``Request``: what the client sent for one prompt. ``Sequence``: the state of its computation in the engine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvstore_backend.resharding.peers import join_runs
 __all__ = [
     "GREATEST_PENALTY",
     "LEAST_PENALTY",
+    "BlockTable",
     "Request",
     "SamplingDefaults",
     "SamplingParams",
@@ -27,17 +28,18 @@ __all__ = [
 ]
 
 LEAST_PENALTY, GREATEST_PENALTY = 0.01, 100.0
-"""Bounds of ``repetition_penalty``: beyond them, a logit might become infinite."""
+"""Bounds of ``repetition_penalty``. With a value outside of them, a logit might become infinite."""
 
-# Sources in ``Sequence.prompt_sources``, by their names in metrics.
+# The sources in ``Sequence.prompt_sources``, each with its label in metrics.
 _ORIGINS = {"own cache": "own_cache", "the pool": "pool", "the prefill instance": "handed_over"}
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Sampling defaults for requests that give no value; a checkpoint's generation_config.json may set them.
+    """Default sampling parameters, for fields that a request does not give.
 
-    The names are those of ``SamplingParams``; ``max_tokens`` None means as many as the context holds.
+    A checkpoint may set them in its generation_config.json. The fields are those of ``SamplingParams``. If
+    ``max_tokens`` is None, the context length limits the answer.
     """
 
     max_tokens: int | None = None
@@ -49,12 +51,20 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters and stop conditions; OpenAI's names and meanings if it has them.
+    """Sampling parameters and stop conditions of a request, with OpenAI's names where it has them.
 
-    ``temperature`` 0 (or ``top_p`` 0, as in FastDeploy's examples) is greedy. ``top_k`` 0 means all tokens.
-    ``repetition_penalty`` above 1 makes tokens of the prompt and the answer less likely to come again. ``seed`` makes
-    the choice a function of (seed, position, logits). ``logprobs`` is the number of alternatives to report in addition
-    to the chosen token; None reports nothing.
+    Attributes:
+        max_tokens: maximum number of tokens of the answer.
+        min_tokens: number of tokens before which no end token is sampled and no stop string ends the answer.
+        temperature: divisor of the logits; 0: choose the most likely token (greedy).
+        top_p: sample from the fewest most likely tokens with this total probability; 0: greedy, as in FastDeploy.
+        top_k: sample from this number of most likely tokens; 0: from all tokens.
+        repetition_penalty: a value above 1 makes tokens of the prompt and the answer less likely.
+        seed: seed of the random draws. The chosen token depends only on the seed, the position and the logits.
+        stop: strings that end the answer.
+        stop_token_ids: tokens that end the answer.
+        ignore_eos: whether the answer continues after the model's end tokens.
+        logprobs: number of alternatives to report for each token; None: report no log probabilities.
     """
 
     max_tokens: int
@@ -72,11 +82,17 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to be continued.
+    """One prompt, with the parameters of its answer.
 
-    Blocks are shared only among requests of the same ``cache_salt``. ``choice_of`` is the id of the request that this
-    is a further choice of; "" if it is not. The last ``num_begun`` tokens of the prompt are the answer's beginning, and
-    the client has its text. ``hints`` say how long to cache its blocks.
+    Attributes:
+        request_id: the id of the request.
+        prompt_token_ids: the tokens of the prompt.
+        params: how to sample the answer.
+        cache_salt: the salt; only requests with the same salt share blocks.
+        choice_of: the id of the client's request, if this is its second or a later answer; "" if it is the first.
+        num_begun: number of tokens at the end of the prompt that are the beginning of the answer. The client has their
+            text already.
+        hints: how long to cache the blocks of the prompt.
     """
 
     request_id: str
@@ -89,20 +105,22 @@ class Request:
 
 
 class State(enum.Enum):
-    """The state of a sequence in the scheduler."""
+    """State of a sequence in the scheduler."""
 
     WAITING = "waiting"
+    """The sequence has no blocks."""
     LOADING = "loading"
-    """It holds blocks, and a load reads leading ones from the pool."""
+    """The sequence has blocks, and a load from the pool writes into them."""
     READY = "ready"
-    """It holds blocks, with all KV that is not computed here, and waits to be scheduled."""
+    """The sequence has blocks, no load is running, and it waits for a place in the batch."""
     RUNNING = "running"
+    """The sequence has a place in the batch."""
     FINISHED = "finished"
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural log probabilities: of the chosen token, and of the likeliest ones in falling order."""
+    """Natural log probabilities of the chosen token, and of the most likely tokens, the most likely first."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]
@@ -110,7 +128,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """The output of one step for a request. ``token_id`` None: it ended without a further token (aborted, failed)."""
+    """The output of one step for a sequence.
+
+    Attributes:
+        token_id: the new token; None: the sequence has ended without a new token, because it was aborted or failed.
+        finish_reason: why the sequence has ended; None: it continues.
+        logprobs: the log probabilities of the token, if the client requested them.
+    """
 
     token_id: int | None
     finish_reason: str | None = None
@@ -119,75 +143,102 @@ class TokenOutput:
 
 @dataclass
 class Saves:
-    """The saves of a sequence's blocks to the pool: how many, and when."""
+    """Numbers and times of the saves of one sequence's blocks to the pool."""
 
     num_begun: int = 0
-    """Number of blocks that were passed to saves."""
+    """Number of blocks for which a save began."""
     num_done: int = 0
-    """Of these, the number of blocks that the pool has."""
+    """Number of blocks that the pool has after their save."""
     began_at: float = 0.0
-    """When the first save began; this and the next are on ``time.monotonic``, and 0 until then."""
+    """Time of ``time.monotonic`` at which the first save began; 0: none has begun."""
     ended_at: float = 0.0
-    """When the last save so far ended."""
+    """Time of ``time.monotonic`` at which a save ended last; 0: none has ended."""
+
+
+@dataclass
+class BlockTable:
+    """The blocks of a sequence in one group of layers, in the order of its tokens."""
+
+    blocks: list[int] = field(default_factory=list)
+    num_released: int = 0
+    """Number of leading blocks that the sequence has released. Their entries in ``blocks`` must not be used."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """The state of a request that runs. KV exists for ``token_ids[:num_computed]``, in the blocks of ``block_table``.
+    """State of the computation of one request: its tokens, its blocks, and figures for logs and metrics.
 
-    The ``*_cached_tokens`` counts and ``prompt_sources`` say where the prompt's KV came from when it was first
-    admitted, and ``pool_use`` explains the part from the pool; they are final once the first token exists.
+    The tokens ``token_ids[:num_computed]`` have KV in the blocks of ``tables``, which has one table for each group of
+    layers.
+
+    ``own_cached_tokens``, ``pool_cached_tokens`` and ``prompt_sources`` say where the prompt's KV came from at the
+    first admission of the sequence; a preemption does not change them. They are final when the first token exists.
     """
 
     request: Request
     block_size: int
     token_ids: list[int] = field(default_factory=list)
-    block_table: list[int] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_published: int = 0
-    """Number of leading blocks published to the prefix cache already."""
+    """Number of leading blocks that were published to the prefix cache."""
     num_saved: int = 0
-    """Number of leading blocks passed to the pool already."""
+    """Number of leading blocks for which a save to the pool was started or dropped."""
     gathered: frozenset[int] = frozenset()
-    """Blocks that were loaded from another sharding, where the pool has them."""
+    """Places of blocks that were loaded from another sharding, so that the pool has their KV already."""
     num_exported: int = 0
-    """Number of the prompt's leading blocks passed to its listener already."""
-    num_offloaded: int = 0
-    """Number of leading blocks that were released; their entries in ``block_table`` are undefined."""
+    """Number of leading blocks of the prompt that were passed to the listener."""
     regime: Regime = Regime.DENSE
     blocks_read: int = 0
-    """What sparse attention saves: blocks that steps read, summed over steps and layers ..."""
+    """Number of blocks that sparse attention has read, summed over steps and layers."""
     blocks_passed: int = 0
-    """... and blocks that dense attention would have read."""
+    """Number of blocks that full attention would have read in the same steps and layers."""
     pending_saves: int = 0
+    """Number of saves to the pool that have begun and not ended."""
     state: State = State.WAITING
     aborted: bool = False
     finish_reason: str | None = None
     own_cached_tokens: int = 0
     pool_cached_tokens: int = 0
     prompt_sources: list[tuple[str, int]] = field(default_factory=list)
-    """Where the prompt's leading tokens came from, in order; the others were computed here."""
+    """Source and number of tokens of each leading part of the prompt, in order. The remaining tokens were computed."""
     pool_use: PoolUse = NOT_ASKED
     pool_load_seconds: float = 0.0
     num_preemptions: int = 0
     """How often the sequence had to release its blocks and start again."""
     arrival: float = field(default_factory=lambda: time.monotonic())
+    """Time of ``time.monotonic``, as in all fields below."""
     started_at: float | None = None
-    """When it was first scheduled to run."""
+    """When the sequence first got a place in the batch."""
     first_token_at: float | None = None
     submitted_at: float = 0.0
-    """When the engine got it; this and the others are on ``time.monotonic``, and 0 until then."""
+    """When the sequence was submitted to the engine; 0: not yet."""
     ended_at: float = 0.0
+    """When the sequence ended; 0: not yet."""
     look_up: tuple[float, float] | None = None
-    """Beginning and end of the first look-up in the pool, if there was one ..."""
+    """Start and end of the look-up in the pool at the first admission; None: there was none."""
     load: tuple[float, float] | None = None
-    """... and of the read from it, if there was one."""
+    """Start and end of the read from the pool at the first admission; None: there was none."""
     saves: Saves = field(default_factory=Saves)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
         self._root = root_hash(self.request.cache_salt)
+
+    @property
+    def block_table(self) -> list[int]:
+        """The blocks of the first group of layers."""
+        return self.tables[0].blocks
+
+    @block_table.setter
+    def block_table(self, blocks: list[int]) -> None:
+        self.tables[0].blocks = blocks
+
+    @property
+    def num_offloaded(self) -> int:
+        """Number of leading blocks of the first group that the sequence has released."""
+        return self.tables[0].num_released
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -198,7 +249,10 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def count_origins(self) -> dict[str, int]:
-        """Return the prompt's tokens by the source of their KV, without those that were never computed."""
+        """Return the number of prompt tokens for each source of their KV, by the labels in metrics.
+
+        The tokens without another source count as computed, if the sequence got its first token.
+        """
         counts = dict.fromkeys(_ORIGINS.values(), 0)
         for source, count in self.prompt_sources:
             counts[_ORIGINS[source]] += count
@@ -207,29 +261,29 @@ class Sequence:
 
     @property
     def num_exact(self) -> int:
-        """Number of leading tokens with exact KV, which may be shared: sparse steps compute an approximation."""
+        """Number of leading tokens with exact KV. Only exact KV may be shared; sparse attention approximates it."""
         return self.num_computed if self.regime is Regime.DENSE else min(self.num_computed, self.num_prompt_tokens)
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether more than one token lacks KV: the next step computes a chunk, not just the newest token."""
+        """Whether more than one token has no KV, so that the next step computes a chunk of them."""
         return len(self.token_ids) - self.num_computed > 1
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the newest token lacks KV, and it was generated."""
+        """Whether the sequence is in decode: the whole prompt has KV, and at most the newest token has none."""
         return self.num_computed >= self.num_prompt_tokens and not self.is_prefilling
 
     def hashes(self) -> SequenceOf[bytes]:
-        """The hashes of all full blocks of ``token_ids``, computed or not."""
+        """Return the block hashes of all full blocks of ``token_ids``, whether the blocks have KV or not."""
         return extend_block_hashes(self.block_hashes, self.token_ids, self.block_size, self._root)
 
     def list_ungathered(self, first: int, last: int) -> list[range]:
-        """Return runs of the blocks from ``first`` to ``last`` that were not loaded from another sharding."""
+        """Return the places from ``first`` to before ``last``, without ``gathered`` ones, as ranges."""
         if not self.gathered:
             return [range(first, last)]
         return list(join_runs([i for i in range(first, last) if i not in self.gathered]))
 
     def hashes_of(self, block_size: int) -> SequenceOf[bytes]:
-        """Return the hashes of all full blocks under another instance's block size."""
+        """Return the block hashes that an instance with another block size has for all full blocks of ``token_ids``."""
         return extend_block_hashes([], self.token_ids, block_size, self._root)

@@ -1,10 +1,10 @@
-"""Sizes of sparse attention, each in one place. It uses no tensors.
+"""Settings of sparse attention, and the parts of a sequence's KV that a step reads.
 
-A long sequence's KV has three parts: initial blocks and a sliding window, which every step reads, and the blocks
-between, of which a step reads the best ``topk_percent``::
+The blocks of a long sequence have three parts. Each step reads the initial blocks and the window. Of the blocks between
+them, it reads the share ``topk_percent`` that matters most to the query::
 
     block   0 .. initial │ initial .. window start │ window start .. last
-            always read  │ looked up               │ always read
+            always read  │ searched                │ always read
 """
 
 from __future__ import annotations
@@ -18,25 +18,33 @@ from kvstore_backend import ConfigError
 __all__ = ["RECOMMENDED_BLOCK_SIZE", "REPRESENTATIVES", "BlockPartition", "Regime", "RetrievalConfig"]
 
 RECOMMENDED_BLOCK_SIZE = 128
-"""The block size that the method recommends."""
+"""The recommended block size for sparse attention."""
 
 REPRESENTATIVES = ("min_max", "mean_std", "mean")
-"""The vectors that can represent a block in the index (see ``block_index``); the first is the default."""
+"""Kinds of vectors that represent a block in the index (see ``block_index.py``); the first is the default."""
 
 
 class Regime(enum.Enum):
-    """The way a sequence decodes; chosen once, by the length of its prompt."""
+    """Kind of attention that a sequence uses in decode. It depends on the length of its prompt."""
 
     DENSE = "dense"
+    """Full attention."""
     SPARSE = "sparse"
-    """Blocks are looked up; all of them stay in KV memory."""
+    """Sparse attention; all blocks stay in KV memory."""
     OFFLOADED = "offloaded"
-    """Blocks are looked up in host memory; the sequence's KV blocks are released to others."""
+    """Sparse attention; full blocks are copied to host memory, and released in KV memory."""
 
 
 @dataclass(frozen=True)
 class BlockPartition:
-    """A sequence's ``num_blocks`` blocks (the newest may be partly filled) in the parts that one step reads."""
+    """The parts of a sequence's blocks in one step, for one layer.
+
+    Attributes:
+        num_blocks: number of all blocks; the newest may be partly filled.
+        num_initial: number of initial blocks.
+        window_start: place of the first block of the window.
+        num_recalled: number of blocks that each head reads of those between the initial blocks and the window.
+    """
 
     num_blocks: int
     num_initial: int
@@ -45,27 +53,34 @@ class BlockPartition:
 
     @property
     def num_outside(self) -> int:
-        """Number of blocks that are looked up, not always read."""
+        """Number of blocks between the initial blocks and the window."""
         return self.window_start - self.num_initial
 
     @property
     def num_read(self) -> int:
-        """Number of blocks that a step reads in a layer, for each head."""
+        """Number of blocks that each head reads."""
         return self.num_blocks - self.num_outside + self.num_recalled
 
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """Settings of sparse attention; lengths in tokens.
+    """Settings of sparse attention. All lengths are in tokens.
 
-    Prompts below ``dense_boundary`` use exact attention, those above ``offload_boundary`` are offloaded. The window is
-    never smaller than ``local_tokens``, initial tokens are rounded up to whole blocks, and the number of blocks
-    recalled is rounded down (but at least one). If the window begins within a block, the whole block is read, and
-    counts as one of those that ``topk_percent`` allows. Blocks are chosen again every ``stride`` steps, and whenever
-    one leaves the window. The first ``dense_layers`` layers read every block.
+    Attributes:
+        block_size: number of tokens in a block.
+        init_tokens: length of the initial part; it is rounded up to whole blocks.
+        local_tokens: length of the window. If the window begins within a block, the whole block is read, and counts as
+            one of the blocks that ``topk_percent`` allows.
+        topk_percent: share of the blocks between that each head reads. Their number is rounded down, to at least 1.
+        dense_boundary: sequences with shorter prompts use full attention.
+        offload_boundary: sequences with longer prompts are offloaded.
+        representative: one of ``REPRESENTATIVES``.
+        stride: number of steps after which blocks are chosen again. They are also chosen again when a block leaves the
+            window.
+        dense_layers: number of first layers that read all blocks.
 
     Raises:
-        ConfigError: impossible values, named by their flags.
+        ConfigError: a value is not possible; the message names its flag.
     """
 
     block_size: int
@@ -83,33 +98,40 @@ class RetrievalConfig:
             raise ConfigError(f"--retrieval-init-tokens {self.init_tokens} is negative; use 0 or more")
         if self.local_tokens <= self.block_size:
             raise ConfigError(
-                f"--retrieval-local-tokens {self.local_tokens} is not more than a block; raise it above "
+                f"--retrieval-local-tokens {self.local_tokens} is not more than one block; raise it above "
                 f"{self.block_size}, or lower --block-size"
             )
         if not 0 < self.topk_percent <= 1:
-            raise ConfigError(f"--retrieval-topk-percent {self.topk_percent} is not a share above 0 and at most 1")
+            raise ConfigError(f"--retrieval-topk-percent {self.topk_percent} is not a fraction above 0 and at most 1")
         if not 0 <= self.dense_boundary <= self.offload_boundary:
             raise ConfigError(
                 f"--retrieval-dense-boundary {self.dense_boundary} is above --retrieval-offload-boundary "
-                f"{self.offload_boundary}; prompts turn sparse first, and are offloaded from a greater length on"
+                f"{self.offload_boundary}; the offload boundary must not be lower"
             )
         if self.representative not in REPRESENTATIVES:
             raise ConfigError(
                 f"--retrieval-representative {self.representative!r} is none of {', '.join(REPRESENTATIVES)}"
             )
         if self.stride < 1:
-            raise ConfigError(f"--retrieval-stride {self.stride}: blocks are recalled every step (1) or every n steps")
+            raise ConfigError(
+                f"--retrieval-stride {self.stride} must be 1 or more; it is the number of steps that use one selection"
+            )
         if self.dense_layers < 0:
             raise ConfigError(f"--retrieval-dense-layers {self.dense_layers} is negative; use 0 or more")
 
     def choose_regime(self, num_prompt_tokens: int) -> Regime:
-        """Return how a sequence with this prompt length decodes."""
+        """Return the kind of attention for a sequence with a prompt of this length."""
         if num_prompt_tokens < self.dense_boundary:
             return Regime.DENSE
         return Regime.SPARSE if num_prompt_tokens <= self.offload_boundary else Regime.OFFLOADED
 
     def partition_blocks(self, context: int, layer: int) -> BlockPartition:
-        """Return the blocks of a sequence for a step in ``layer`` that computes its ``context``-th token."""
+        """Return how many blocks each part of a sequence has: initial blocks, window, and recalled blocks.
+
+        Args:
+            context: number of tokens up to and including the token that the step computes.
+            layer: the layer that reads the blocks.
+        """
         num_blocks = -(-context // self.block_size)
         num_initial = min(-(-self.init_tokens // self.block_size), num_blocks - 1)
         window_start, num_before = divmod(context - self.local_tokens, self.block_size)
@@ -118,23 +140,25 @@ class RetrievalConfig:
         num_outside = window_start - num_initial
         if layer < self.dense_layers:
             return BlockPartition(num_blocks, num_initial, window_start, num_outside)
-        # Use the decimal number as written: 0.3 of 10 blocks is 3, though as a float it is a little less.
+        # A fraction of the decimal text, because a float may be a little less: 0.3 of 10 blocks must be 3.
         share = int(Fraction(str(self.topk_percent)) * (num_outside + num_cut)) - num_cut
         return BlockPartition(num_blocks, num_initial, window_start, min(num_outside, max(1, share)))
 
     def explain_block_size(self) -> str:
-        """Explain why another block size would be better; empty: it is the recommended one."""
+        """Return a sentence that recommends another block size; empty if the block size is the recommended one."""
         if self.block_size == RECOMMENDED_BLOCK_SIZE:
             return ""
         reason = (
-            "of shorter blocks there are more, which takes a larger index and a longer search"
+            "shorter blocks need a larger index and a longer search"
             if self.block_size < RECOMMENDED_BLOCK_SIZE
-            else "what stands for a longer block hides more of its tokens, and each recalled block reads more of them"
+            else "one representative for a longer block is less precise, and each recalled block has more "
+            "tokens to read"
         )
         return f"--block-size {self.block_size}: {RECOMMENDED_BLOCK_SIZE} is recommended with retrieval, as {reason}"
 
     def max_blocks_read(self, max_context: int, layer: int) -> int:
-        """Return the most blocks that any step up to ``max_context`` tokens reads in ``layer``."""
-        # The window's number of blocks varies by one as blocks fill; all other numbers only grow.
+        """Return the largest number of blocks that a step with up to ``max_context`` tokens reads in ``layer``."""
+        # The number of blocks of the window varies by one while a block fills, and all other numbers only grow. So the
+        # last ``block_size`` steps include the maximum.
         contexts = range(max(1, max_context - self.block_size), max_context)
         return max(self.partition_blocks(context, layer).num_read for context in [*contexts, max_context])

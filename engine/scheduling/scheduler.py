@@ -1,19 +1,22 @@
-"""Continuous batching over paged blocks: which sequence computes how many tokens in the next step. No tensors.
+"""The scheduler: chooses which sequences compute how many tokens in the next step (continuous batching).
 
-The states of a sequence::
+It uses no tensors. The states of a sequence::
 
     add ─► waiting ─admit─► loading ─loaded─► ready ─(a place)─► running ─► finished
               ▲                └─(nothing to load)─┘ ▲ │             │
               └──────────────── preempted ◄──────────┼─┴─────────────┘
     reserve ─► adopt (another instance computed the prompt)
 
-A step first gives every decoding sequence its one token, then fills the rest of the token budget with chunks of
-prompts: long prompts never hold up running decodes for more than one budget. With a pool, up to ``max_num_seqs`` more
-sequences get blocks in advance, so that their loads run while others compute.
+At most ``max_num_seqs`` sequences run. Each step has a budget of tokens. First, each sequence in decode gets one token.
+The rest of the budget goes to chunks of prompts. So a long prompt delays a decode by at most one step. With a pool, up
+to ``max_num_seqs`` further sequences get blocks in advance, so that they load blocks while others compute.
 
-Sequences are always ordered by arrival, oldest first, so that each becomes the oldest at some time and ends. When
-blocks run out, the youngest is preempted, preferably one that does not run yet: its blocks are released (published ones
-can still be found), and it is computed again later.
+Sequences are ordered by arrival; older ones go first, so that every sequence ends. If blocks run out, the youngest
+sequence that is ready is preempted; if none is ready, the youngest that runs. A preempted sequence releases its blocks
+and is computed again later; it can take its published blocks from the prefix cache, if they were not evicted.
+
+If the model has several groups of layers, a sequence gets the same number of blocks in each group. It releases the
+blocks that no later token reads: those before a sliding window, and all states except the last one.
 """
 
 from __future__ import annotations
@@ -24,59 +27,72 @@ import time
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 
+from engine.scheduling.block_groups import BlockGroups
 from engine.scheduling.block_manager import BlockManager, NoFreeBlocks
 from engine.scheduling.pool_use import NO_POOL, PoolUse, Reason, explain_no_load
-from engine.scheduling.request import Sequence, State
+from engine.scheduling.request import BlockTable, Sequence, State
+from kvstore_backend.groups import Group
 
 __all__ = ["Chunk", "Reservation", "Scheduler"]
 
 log = logging.getLogger(__name__)
 
+# The entry of a released block in a block table. It must not be used as a block.
+_NO_BLOCK = -1
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """``num_tokens`` tokens of ``sequence``, from its ``num_computed`` on, to be computed in one step."""
+    """A part of a sequence that one step computes: the next ``num_tokens`` tokens that have no KV."""
 
     sequence: Sequence
     num_tokens: int
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk reaches the last known token, so that a new token is sampled after it."""
+        """Whether the chunk includes the last token of the sequence, so that the step samples the next token."""
         return self.sequence.num_computed + self.num_tokens == len(self.sequence.token_ids)
 
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """Blocks for a whole prompt that another instance computes.
+    """Blocks that are reserved for a prompt that another instance computes.
 
-    The first ``num_cached`` hold their KV already and are shared; the other instance writes the others. The owner
-    passes them to a sequence by ``adopt_reservation``, or releases them by ``cancel_reservation`` when the other
-    instance writes no more.
+    The owner of a reservation passes it to a sequence (``adopt_reservation``). If the owner does not, it cancels the
+    reservation (``cancel_reservation``) when the other instance does not write to the blocks any more.
+
+    Attributes:
+        blocks: the blocks for ``BlockGroups.list_held``, in that order.
+        num_cached: number of leading ``blocks`` that come from the prefix cache and have KV already. The other instance
+            writes the remaining blocks.
+        num_full_cached: number of leading full blocks of the prompt that were found in the prefix cache.
     """
 
     blocks: list[int]
     num_cached: int
+    num_full_cached: int
 
     @property
     def missing(self) -> list[int]:
-        """The blocks to be written."""
+        """The blocks that the other instance must write."""
         return self.blocks[self.num_cached :]
 
 
 class Scheduler:
-    """Chooses the chunks of each step; moves no data.
+    """Chooses the chunks of each step, and allocates and releases the blocks of sequences.
 
     Args:
-        blocks: the block manager; this scheduler allocates and releases the blocks of sequences.
-        block_size: tokens in a block.
-        max_num_seqs: the maximum number of sequences that run concurrently.
+        blocks: the block manager.
+        block_size: number of tokens in a block.
+        max_num_seqs: maximum number of sequences that run concurrently.
         max_num_batched_tokens: token budget of a step.
-        max_model_len: tokens of the longest sequence; reservations leave enough blocks for one.
-        prefix_caching: whether published blocks are looked up on admission.
-        pool: whether missing full blocks of a newly admitted sequence are loaded before it runs. Up to ``max_num_seqs``
-            more sequences then hold blocks, in addition to adopted ones.
+        max_model_len: maximum number of tokens of a sequence. Reservations leave enough blocks for one such sequence.
+        prefix_caching: whether blocks are published, and sequences take published blocks at admission.
+        pool: whether admitted sequences load missing full blocks from a pool before they run. Then up to
+            ``max_num_seqs`` sequences can have blocks in addition to those that run.
+        groups: the groups of layers. Default: one group with full attention.
     """
 
     def __init__(
@@ -89,12 +105,14 @@ class Scheduler:
         max_model_len: int,
         prefix_caching: bool,
         pool: bool,
+        groups: SequenceOf[Group] = (),
     ) -> None:
         self.blocks = blocks
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.longest_blocks = -(-max_model_len // block_size)
+        self.groups = BlockGroups(groups or [Group("full", block_size)])
+        self.longest_blocks = -(-max_model_len // block_size) * len(self.groups)
         self.prefix_caching = prefix_caching
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
@@ -106,21 +124,28 @@ class Scheduler:
 
     @property
     def capacity_tokens(self) -> int:
-        """Length in tokens of the longest sequence that fits."""
-        return self.blocks.num_blocks * self.block_size
+        """Maximum number of tokens of a sequence that fits in KV memory."""
+        return self.blocks.num_blocks // len(self.groups) * self.block_size
 
     @property
     def has_sequences(self) -> bool:
-        """Whether a sequence waits, loads or runs."""
+        """Whether there is a sequence in any state except finished."""
         return bool(self.waiting or self._num_holding)
 
     def add_sequence(self, sequence: Sequence) -> None:
-        """Queue a new sequence; its prompt and ``max_tokens`` together fit in ``capacity_tokens``."""
+        """Queue a new sequence. Its prompt and ``max_tokens`` together must fit in ``capacity_tokens``."""
         bisect.insort(self.waiting, sequence, key=_arrival_of)
 
     def admit_waiting(self) -> list[Sequence]:
-        """Allocate blocks to waiting sequences, oldest first; return those that need a load."""
+        """Admit waiting sequences, oldest first, as long as there are blocks and places for them.
+
+        Returns:
+            The admitted sequences for which the caller must start a load.
+        """
         to_load = []
+        if not self.groups.is_full:
+            for sequence in self.running:
+                self._release_passed(sequence)
         self._fill_places()
         while self.waiting and self._num_holding < self._max_holding and self._give_blocks(self.waiting[0]):
             sequence = self.waiting.popleft()
@@ -136,53 +161,76 @@ class Scheduler:
         return to_load
 
     def reserve_blocks(self, hashes: SequenceOf[bytes], num_tokens: int) -> Reservation | None:
-        """Reserve blocks for a prompt of ``num_tokens`` with these hashes of full blocks; None: there are not enough.
+        """Reserve blocks for a prompt that another instance computes.
 
-        A reservation never overtakes a sequence that waits for blocks. Another instance that hangs holds its reserved
-        blocks, so the longest sequence must always fit next to all reservations.
+        If another instance hangs, its reservation stays. So all reservations together leave enough blocks for the
+        longest sequence.
+
+        Args:
+            hashes: the hashes of the prompt's full blocks.
+            num_tokens: number of tokens of the prompt.
+
+        Returns:
+            The reservation. None: there are not enough blocks, or a sequence waits for blocks.
         """
-        num_cached = self.blocks.match_prefix(hashes) if self.prefix_caching else 0
-        cached = hashes[:num_cached]
-        num_blocks = -(-num_tokens // self.block_size)
-        lent = len({block for held in self.reservations for block in held.blocks})
-        if lent + num_blocks + self.longest_blocks > self.blocks.num_blocks:
+        reserved = len({block for reservation in self.reservations for block in reservation.blocks})
+        num_blocks = self.groups.count_held(num_tokens)
+        if reserved + num_blocks + self.longest_blocks > self.blocks.num_blocks:
             return None
-        needed = num_blocks - num_cached
+        hashes = hashes[: num_tokens // self.block_size]  # the other instance may send more
+        num_full_cached = self.groups.match_prefix(self.blocks, hashes) if self.prefix_caching else 0
+        held = self.groups.list_held(num_tokens)
+        cached = [self.groups.name_block(number, hashes[place]) for number, place in held if place < num_full_cached]
+        needed = num_blocks - len(cached)
         if self.waiting or not self._has_room(needed, cached):
             return None
         blocks = self.blocks.take_cached_blocks(cached) + self.blocks.allocate_blocks(needed)
-        reservation = Reservation(blocks, num_cached)
+        reservation = Reservation(blocks, len(cached), num_full_cached)
         self.reservations.add(reservation)
         return reservation
 
     def adopt_reservation(self, sequence: Sequence, reservation: Reservation, *, recomputes_last: bool = False) -> None:
-        """Let a new sequence continue from its prompt's KV, all of which is in the blocks of ``reservation`` now.
+        """Give the blocks of a reservation to a new sequence, which continues from the KV of its prompt.
 
-        ``recomputes_last``: the prompt's last token is computed again, for its logits; its block is not shared.
+        Args:
+            sequence: the sequence; it was not queued before.
+            reservation: the reservation for its prompt. All of its blocks have KV now.
+            recomputes_last: whether the prompt's last token is computed again, to sample the first token of the answer.
+                Then the block of this token must not be shared.
+
+        Raises:
+            ValueError: the reservation is for a prompt of another length. It was cancelled.
         """
+        if len(reservation.blocks) != self.groups.count_held(sequence.num_prompt_tokens):
+            self.cancel_reservation(reservation)
+            sequence.state = State.FINISHED
+            raise ValueError(f"{len(reservation.blocks)} blocks are reserved for {sequence.num_prompt_tokens} tokens")
         self.reservations.remove(reservation)
-        sequence.block_table = reservation.blocks
+        sequence.tables = self._share_out(reservation.blocks, sequence.num_prompt_tokens)
         sequence.num_computed = sequence.num_prompt_tokens - recomputes_last
-        sequence.num_published = reservation.num_cached
-        sequence.own_cached_tokens = min(reservation.num_cached * self.block_size, sequence.num_prompt_tokens)
+        sequence.num_published = reservation.num_full_cached
+        sequence.own_cached_tokens = min(reservation.num_full_cached * self.block_size, sequence.num_prompt_tokens)
         rest = sequence.num_prompt_tokens - sequence.own_cached_tokens
         sequence.prompt_sources = [("own cache", sequence.own_cached_tokens), ("the prefill instance", rest)]
         sequence.pool_use = PoolUse(
-            Reason.HANDED_OVER, "not asked; the prefill instance handed the prompt over directly"
+            Reason.HANDED_OVER, "not looked up; the prefill instance transferred the prompt directly"
         )
         self._get_ready(sequence)
         self.publish_blocks(sequence)
 
     def cancel_reservation(self, reservation: Reservation) -> None:
-        """Release the blocks of ``reservation``."""
+        """Release the blocks of a reservation that no sequence adopts."""
         self.reservations.remove(reservation)
         self.blocks.release_blocks(reservation.blocks)
 
     def on_load_end(self, sequence: Sequence, num_blocks: int, *, usable: bool = True) -> None:
-        """Mark ``sequence`` ready after its load, which filled ``num_blocks`` more leading blocks.
+        """Continue with a sequence after its load has ended.
 
-        If not ``usable``, its other blocks must not be written yet: the sequence releases them and waits for different
-        ones.
+        Args:
+            sequence: the sequence, in the state ``LOADING``.
+            num_blocks: number of blocks, after those that were computed before, that have KV now.
+            usable: whether the sequence may write to its other blocks. If not, because a late call may still write to
+                them, the sequence releases all of its blocks and waits for different ones.
         """
         self.loading.remove(sequence)
         if sequence.aborted:
@@ -190,6 +238,7 @@ class Scheduler:
             sequence.state = State.FINISHED
             return
         sequence.num_computed += num_blocks * self.block_size
+        self._release_passed(sequence)  # blocks that were not loaded because no later token reads them
         self.publish_blocks(sequence)
         if usable:
             self._get_ready(sequence)
@@ -197,7 +246,7 @@ class Scheduler:
             self._wait_anew(sequence)
 
     def schedule_step(self) -> list[Chunk]:
-        """Return the next step's chunks; every one has its blocks. Empty when nothing can run."""
+        """Return the chunks of the next step, which have all blocks that they need; empty if nothing can run."""
         budget = self.max_num_batched_tokens
         chunks: list[Chunk] = []
         for sequence in list(self.running):
@@ -217,28 +266,32 @@ class Scheduler:
         return [chunk for chunk in chunks if chunk.sequence.state is State.RUNNING]
 
     def advance_sequence(self, chunk: Chunk) -> None:
-        """Account for the written KV of ``chunk`` and publish the blocks that became full."""
+        """Record that ``chunk`` was computed, and publish the blocks that became full."""
         chunk.sequence.num_computed += chunk.num_tokens
         self.publish_blocks(chunk.sequence)
 
     def publish_blocks(self, sequence: Sequence) -> None:
-        """Publish every newly full and exactly computed block of ``sequence`` for later sequences."""
+        """Publish the blocks of ``sequence`` that are full, have exact KV and were not published before."""
         num_full = sequence.num_exact // self.block_size
         if not self.prefix_caching or num_full <= sequence.num_published:
             return
         hashes = sequence.hashes()
-        for i in range(sequence.num_published, num_full):
-            self.blocks.publish_block(sequence.block_table[i], hashes[i])
+        for number, table in enumerate(sequence.tables):
+            places = range(max(sequence.num_published, table.num_released), num_full)
+            names = zip(places, self.groups.name_blocks(number, hashes, places), strict=False)
+            stored = [i for i, name in names if self.blocks.publish_block(table.blocks[i], name)]
+            if self.blocks.events:
+                group = (number, self.groups.groups[number]) if len(self.groups) > 1 else None
+                name_blocks = partial(self.groups.name_blocks, number, hashes)
+                self.blocks.events.record_stored(sequence, stored, name_blocks, group)
         sequence.num_published = num_full
 
     def offload_blocks(self, sequence: Sequence, num_blocks: int) -> None:
-        """Release the leading ``num_blocks`` of a running sequence: it has copied the parts it needs of them."""
-        if num_blocks > sequence.num_offloaded:
-            self.blocks.release_blocks(sequence.block_table[sequence.num_offloaded : num_blocks])
-            sequence.num_offloaded = num_blocks
+        """Release the leading ``num_blocks`` of the first group, which were copied to host memory."""
+        self._release_leading(sequence.tables[0], num_blocks)
 
     def finish_sequence(self, sequence: Sequence) -> None:
-        """End ``sequence`` in any state; blocks of a running load are released when that load ends."""
+        """End ``sequence`` and release its blocks. If a load writes to them, they are released when the load ends."""
         if sequence.state is State.LOADING:
             sequence.aborted = True
             return
@@ -254,7 +307,7 @@ class Scheduler:
 
     @property
     def _max_holding(self) -> int:
-        # Allocating blocks in advance is useful only if a load fills them meanwhile.
+        # To allocate blocks in advance is useful only if there is a pool to load from.
         return 2 * self.max_num_seqs if self.pool else self.max_num_seqs
 
     @property
@@ -262,11 +315,11 @@ class Scheduler:
         return len(self.running) + len(self.ready) + len(self.loading)
 
     def _has_room(self, needed: int, cached: SequenceOf[bytes]) -> bool:
-        """Whether ``needed`` new blocks are available in addition to the ``cached`` ones."""
-        # Leave one block to grow into, unless no other sequence could release blocks. A sequence admitted in advance
-        # leaves one block for each running sequence: while it loads, its blocks cannot be taken back.
+        """Return whether ``needed`` new blocks are available, if the blocks under ``cached`` are taken, too."""
+        # Leave one block for the growth of running sequences, if there are other sequences. A sequence that is admitted
+        # in advance leaves one block for each running sequence, because it cannot be preempted while it loads.
         spare = min(1, self._num_holding) if self._num_holding < self.max_num_seqs else self.max_num_seqs
-        return needed + spare + self.blocks.num_idle(cached) <= self.blocks.num_available
+        return needed + spare * len(self.groups) + self.blocks.num_idle(cached) <= self.blocks.num_available
 
     def _get_ready(self, sequence: Sequence) -> None:
         sequence.state = State.READY
@@ -282,29 +335,42 @@ class Scheduler:
             bisect.insort(self.running, sequence, key=_arrival_of)
 
     def _take_up_more(self, sequence: Sequence) -> None:
-        """Replace blocks still to be computed by those that others published since ``sequence`` got its own."""
+        """Replace blocks of ``sequence`` without KV by blocks that other sequences have published meanwhile."""
         first, hashes = sequence.num_computed // self.block_size, self._list_cacheable(sequence)
-        last = self.blocks.match_prefix(hashes)
+        last = self.groups.match_prefix(self.blocks, hashes, first)
         if last <= first:
             return
-        cached = self.blocks.take_cached_blocks(hashes[first:last])
-        self.blocks.release_blocks(sequence.block_table[first:last])
-        sequence.block_table[first:last] = cached
+        for number, table in enumerate(sequence.tables):
+            places = self.groups.list_needed(number, first, last)
+            cached = self.blocks.take_cached_blocks(self.groups.name_blocks(number, hashes, places))
+            self.blocks.release_blocks(table.blocks[places.start : places.stop])
+            table.blocks[places.start : places.stop] = cached
         sequence.num_computed = last * self.block_size
         sequence.num_published = last
+        self._release_passed(sequence)
         if not sequence.num_preemptions:
             sequence.own_cached_tokens += (last - first) * self.block_size
             sequence.prompt_sources.append(("own cache", (last - first) * self.block_size))
 
     def _give_blocks(self, sequence: Sequence) -> bool:
-        """Take cached blocks and allocate the rest for all tokens known so far; False if there are not enough."""
+        """Give ``sequence`` the blocks for all of its tokens: cached blocks, and new blocks for the rest.
+
+        Returns:
+            Whether there were enough blocks. If not, nothing has changed.
+        """
         hashes = self._list_cacheable(sequence)
-        num_cached = self.blocks.match_prefix(hashes)
-        needed = -(-len(sequence.token_ids) // self.block_size) - num_cached
-        if not self._has_room(needed, hashes[:num_cached]):
+        num_cached = self.groups.match_prefix(self.blocks, hashes)
+        num_new = -(-len(sequence.token_ids) // self.block_size) - num_cached
+        places = [self.groups.list_needed(number, 0, num_cached) for number in range(len(self.groups))]
+        names = [self.groups.name_blocks(number, hashes, each) for number, each in enumerate(places)]
+        if not self._has_room(num_new * len(names), [name for each in names for name in each]):
             return False
-        cached = self.blocks.take_cached_blocks(hashes[:num_cached])
-        sequence.block_table = cached + self.blocks.allocate_blocks(needed)
+        sequence.tables = [
+            BlockTable([_NO_BLOCK] * each.start + self.blocks.take_cached_blocks(cached), each.start)
+            for each, cached in zip(places, names, strict=True)
+        ]
+        for table in sequence.tables:
+            table.blocks += self.blocks.allocate_blocks(num_new)
         sequence.num_computed = num_cached * self.block_size
         sequence.num_published = num_cached
         if not sequence.num_preemptions:
@@ -312,26 +378,50 @@ class Scheduler:
             sequence.prompt_sources = [("own cache", sequence.num_computed)]
         return True
 
+    def _share_out(self, blocks: SequenceOf[int], num_tokens: int) -> list[BlockTable]:
+        """Return the block tables of a sequence that gets the blocks of a reservation for ``num_tokens``."""
+        firsts = [self.groups.find_first_needed(number, num_tokens) for number in range(len(self.groups))]
+        tables = [BlockTable([_NO_BLOCK] * first, first) for first in firsts]
+        for (number, _), block in zip(self.groups.list_held(num_tokens), blocks, strict=True):
+            tables[number].blocks.append(block)
+        return tables
+
+    def _release_passed(self, sequence: Sequence) -> None:
+        """Release the blocks that no later token of ``sequence`` reads."""
+        for group, table in zip(self.groups.groups, sequence.tables, strict=True):
+            if group.kind != "full":
+                self._release_leading(table, group.find_first_needed(sequence.num_computed))
+
+    def _release_leading(self, table: BlockTable, num_blocks: int) -> None:
+        if num_blocks > table.num_released:
+            self.blocks.release_blocks(table.blocks[table.num_released : num_blocks])
+            table.num_released = num_blocks
+
     def _list_cacheable(self, sequence: Sequence) -> SequenceOf[bytes]:
-        """Return the hashes of those blocks that may be taken from the prefix cache."""
-        # The last token is always computed: its logits give the next token.
+        """Return the hashes of the blocks of ``sequence`` that it may take from the prefix cache."""
+        # The last token is always computed, because the next token is sampled from its logits.
         usable = (len(sequence.token_ids) - 1) // self.block_size if self.prefix_caching else 0
         return sequence.hashes()[:usable]
 
     def _count_loadable(self, sequence: Sequence) -> int:
-        """Return how many full blocks of ``sequence`` lack KV and need not be computed if loaded."""
+        """Return the number of full blocks of ``sequence`` that have no KV and can be loaded instead of computed."""
         return (len(sequence.token_ids) - 1) // self.block_size - sequence.num_computed // self.block_size
 
     def _explain_no_load(self, sequence: Sequence) -> PoolUse:
         return explain_no_load(len(sequence.token_ids), self.block_size) if self.pool else NO_POOL
 
     def _grow_sequence(self, sequence: Sequence) -> bool:
-        """Get a block for one more token's KV, preempting the youngest if needed; return False if that was itself."""
+        """Make sure that ``sequence`` has a block for the KV of its next token; preempt sequences if necessary.
+
+        Returns:
+            False if ``sequence`` itself was preempted.
+        """
         if sequence.num_computed < len(sequence.block_table) * self.block_size:
             return True
         while True:
             try:
-                sequence.block_table += self.blocks.allocate_blocks(1)
+                for table, block in zip(sequence.tables, self.blocks.allocate_blocks(len(self.groups)), strict=True):
+                    table.blocks.append(block)
                 return True
             except NoFreeBlocks:
                 victim = self.ready[-1] if self.ready else self.running[-1]
@@ -342,14 +432,14 @@ class Scheduler:
     def _preempt_sequence(self, sequence: Sequence) -> None:
         (self.running if sequence.state is State.RUNNING else self.ready).remove(sequence)
         log.debug(
-            "request %s: preempted at %d computed tokens: its blocks go to older requests",
+            "request %s: preempted after %d computed tokens, because an older request needs its blocks",
             *(sequence.request.request_id, sequence.num_computed),
         )
         self._wait_anew(sequence)
         self.num_preemptions += 1
 
     def _wait_anew(self, sequence: Sequence) -> None:
-        """Release all blocks and wait for others."""
+        """Release all blocks of ``sequence``, and queue it again as if nothing were computed."""
         self._free_blocks(sequence)
         sequence.num_computed = sequence.num_published = 0
         sequence.num_preemptions += 1
@@ -357,9 +447,14 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_arrival_of)
 
     def _free_blocks(self, sequence: Sequence) -> None:
-        self.blocks.release_blocks(sequence.block_table[sequence.num_offloaded :])
-        sequence.block_table = []
-        sequence.num_offloaded = 0
+        tables = sequence.tables
+        if len(tables) == 1:
+            held = tables[0].blocks[tables[0].num_released :]
+        else:  # ordered by place, because ``release_blocks`` lets the last blocks be reused first
+            places = range(min(table.num_released for table in tables), len(sequence.block_table))
+            held = [table.blocks[i] for i in places for table in tables if i >= table.num_released]
+        self.blocks.release_blocks(held)
+        sequence.tables = [BlockTable() for _ in tables]
 
     def __repr__(self) -> str:
         return (

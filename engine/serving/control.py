@@ -1,9 +1,10 @@
-"""Commands of an operator or a trainer to a running instance, with FastDeploy's meaning.
+"""Executes commands of an operator or a trainer, as FastDeploy does.
 
-A paused instance has no requests: those that ran were aborted, and new ones are refused. Its own prefix cache is empty,
-as FastDeploy's is. A sleeping instance is paused and has freed memory. Weights are updated from the checkpoint's folder
-while the instance is paused; KV of the old weights is not read any more. An update that fails halfway leaves a broken
-instance: it refuses every request until the weights are loaded again.
+- Pause: abort running requests, refuse new ones, and clear the prefix cache.
+- Sleep: pause, and free the memory of the weights or of KV blocks.
+- Update of weights: load the weights that are now in the checkpoint's folder, while the instance is paused. KV of the
+  old weights is not used afterwards. If an update fails halfway, the instance is broken: it refuses all requests until
+  the weights are loaded again.
 """
 
 from __future__ import annotations
@@ -26,31 +27,30 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# FastDeploy's time limit for a command. Reading weights may take longer, because it cannot be interrupted.
-_ORDER_SECONDS = 600.0
-# How long blocks may still be transferred after the requests have ended; FastDeploy waits for its transfer processes in
-# the same way.
+# Maximum time for a command, as in FastDeploy. Only loading weights may take longer, because it cannot be interrupted.
+_COMMAND_SECONDS = 600.0
+# Maximum time to wait for transfers of blocks after all requests have ended, as in FastDeploy.
 _BLOCKS_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 
 TAGS = ("weight", "kv_cache")
-"""The parts that can sleep."""
+"""The parts that the command sleep can free."""
 
 
 class ControlFailed(Exception):
-    """A command that cannot be executed; the message is one sentence."""
+    """Raised if a command cannot be executed; the message is one sentence."""
 
 
 class Control:
-    """Executes one command at a time; for the event loop's thread.
+    """Executes commands, one at a time. Call all methods on the event loop's thread.
 
     Args:
-        core: runs the requests.
-        runner: has the weights and the KV memory.
-        generations: the requests.
+        core: runs sequences.
+        runner: owns the weights and the KV memory.
+        generations: has the running requests.
         on_change: called when ``is_paused`` or ``version`` has changed.
         has_dynamic_weights: whether weights may be freed and updated (``--dynamic-load-weight``).
-        frees_kv: whether the pages of KV memory can be freed: no device has them registered.
+        frees_kv: whether the pages of KV memory can be freed; not if a network device has registered them.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Control:
         self._generations = generations
         self._on_change = on_change
         self.on_pause: Callable[[], None] = lambda: None
-        """Called when a pause begins, for parts that hold blocks without a running request."""
+        """Called when a pause begins. Parts that hold blocks without a running request release them then."""
         self.has_dynamic_weights = has_dynamic_weights
         self._frees_kv = frees_kv
         self._sleeping: set[str] = set()
@@ -76,24 +76,24 @@ class Control:
 
     @property
     def is_paused(self) -> bool:
-        """Whether requests are refused now."""
+        """Whether the instance is paused."""
         return self._core.is_paused
 
     @property
     def is_broken(self) -> bool:
-        """Whether a failed update left no weights, or KV of other weights; ``wake_up`` repairs that."""
+        """Whether the weights are incomplete because an update has failed; ``wake_up`` loads them again."""
         return self._generations.is_broken
 
     @property
     def version(self) -> str | None:
-        """The version of the weights; None: it is not set."""
+        """The version of the weights; None: they have none."""
         return self._runner.version or None
 
     async def pause(self) -> None:
-        """Refuse new requests, abort those that run, and empty the own prefix cache.
+        """Refuse new requests, abort running ones, and clear the prefix cache.
 
         Raises:
-            ControlFailed: some requests did not end in time; new ones are refused even then.
+            ControlFailed: running requests did not end in time; new requests are refused nevertheless.
         """
         async with self._take_turn():
             await self._pause()
@@ -102,44 +102,56 @@ class Control:
         """Accept requests again.
 
         Raises:
-            ControlFailed: the instance sleeps.
+            ControlFailed: the instance sleeps, so it must be woken up first.
         """
         async with self._take_turn():
             if self._sleeping:
                 names = ", ".join(sorted(self._sleeping))
-                raise ControlFailed(f"this instance sleeps, without {names}; POST /v1/wakeup first")
+                raise ControlFailed(f"this instance sleeps and has freed {names}; POST /v1/wakeup first")
             self._set_paused(False)
 
     async def find_out_if_paused(self) -> bool:
-        """Return whether the instance is paused, after all earlier commands."""
+        """Wait until all earlier commands have ended, and return whether the instance is paused."""
         async with self._take_turn():
             return self.is_paused
 
     async def sleep(self, tags: Sequence[str]) -> list[None]:
-        """Pause, and free the memory of these parts.
+        """Pause the instance, and free the memory of parts.
+
+        Args:
+            tags: the parts, of ``TAGS``.
+
+        Returns:
+            FastDeploy's result, which has one worker.
 
         Raises:
-            ControlFailed: ``pause`` does, a part cannot sleep, or blocks are still in use.
+            ControlFailed: the pause failed, a part cannot be freed, or blocks are still in use.
         """
         self._check_tags(tags)
         async with self._take_turn():
             await self._pause()
             await self._wait_for_blocks()
-            self._sleeping.update(tags)  # also if freeing fails halfway: then they are loaded again
+            self._sleeping.update(tags)  # before the memory is freed, so that a part is loaded again if that fails
             if "weight" in tags:
                 await self._run(self._runner.free_weights)
             if "kv_cache" in tags and self._frees_kv:
                 await self._run(self._runner.free_kv)
-            log.info("This instance sleeps, without %s", ", ".join(sorted(self._sleeping)))
+            log.info("This instance sleeps and has freed %s", ", ".join(sorted(self._sleeping)))
         return [None]
 
     async def wake_up(self, tags: Sequence[str]) -> list[None]:
-        """Load those of these parts that sleep, and accept requests when none sleeps any more.
+        """Restore parts that were freed. If no part is freed any more, accept requests again.
 
-        The weights are those that the checkpoint's folder has now.
+        The weights are loaded from the checkpoint's folder as it is now.
+
+        Args:
+            tags: the parts, of ``TAGS``.
+
+        Returns:
+            FastDeploy's result, which has one worker.
 
         Raises:
-            ControlFailed: a part cannot be loaded; it continues to sleep.
+            ControlFailed: a part cannot be restored; it stays freed.
         """
         self._check_tags(tags)
         async with self._take_turn():
@@ -154,24 +166,26 @@ class Control:
         return [None]
 
     async def update_weights(self, version: str) -> list[dict[str, Any]]:
-        """Load the weights that the checkpoint's folder has now, and read no KV of the old ones any more.
+        """Load the weights that are now in the checkpoint's folder. KV of the old weights is not used afterwards.
 
         Args:
-            version: of the new weights; "": as the folder's ``version.yaml`` says, if there is one.
+            version: version of the new weights; "": the version in the folder's ``version.yaml``, if there is one.
 
         Returns:
-            FastDeploy's report of the update, with one worker.
+            FastDeploy's report of the update, which has one worker.
 
         Raises:
-            ControlFailed: the instance is not paused, or the weights cannot be loaded; then it has the old ones, or
-                ``is_broken`` and sleeps without weights.
+            ControlFailed: the instance is not paused, or the weights cannot be loaded. Then the old weights are in use,
+                or the instance ``is_broken`` and has no weights.
         """
         self._check_tags(("weight",))
         async with self._take_turn():
             if not self.is_paused:
                 raise ControlFailed("Pause LLM Engine first before calling updating weights")
             if "weight" in self._sleeping:
-                raise ControlFailed("this instance sleeps, without weight; POST /v1/wakeup loads the weights of now")
+                raise ControlFailed(
+                    "this instance sleeps and has freed its weights; POST /v1/wakeup loads the current weights"
+                )
             await self._wait_for_blocks()
             seconds = await self._load_weights(version)
         cost = {"sync_cost": 0.0, "update_cost": seconds, "total_cost": seconds}
@@ -182,17 +196,19 @@ class Control:
             if tag not in TAGS:
                 raise ControlFailed(f"Unsupported tag [{tag}] in [{','.join(tags)}], expected one of {list(TAGS)}")
         if "weight" in tags and not self.has_dynamic_weights:
-            raise ControlFailed("its weights are fixed; start the instance with --dynamic-load-weight")
+            raise ControlFailed(
+                "the weights of this instance cannot change; start the instance with --dynamic-load-weight"
+            )
 
     async def _load_weights(self, version: str) -> float:
-        """Load the current weights, for which the core then has no KV; return the seconds that it took."""
+        """Load the weights in the checkpoint's folder, and clear the KV of the old ones; return the duration."""
         start, before = time.monotonic(), self._runner.namespace
         try:
             await self._run(lambda: self._runner.update_weights(version))
             await self._ask_core(self._core.follow_weights)
         except BaseException:
-            is_asleep = "weight" in self._sleeping
-            if self._runner.namespace != before or not (is_asleep or self._runner.has_weights):
+            is_freed = "weight" in self._sleeping
+            if self._runner.namespace != before or not (is_freed or self._runner.has_weights):
                 self._sleeping.add("weight")
                 self._set_broken(True)
             raise
@@ -212,13 +228,13 @@ class Control:
         self._set_paused(True)
         self.on_pause()
         try:
-            await asyncio.wait_for(self._end_requests(), _ORDER_SECONDS)
+            await asyncio.wait_for(self._end_requests(), _COMMAND_SECONDS)
         except (asyncio.TimeoutError, TimeoutError):
-            raise ControlFailed(f"requests that run have not ended within {_ORDER_SECONDS:g} s") from None
+            raise ControlFailed(f"running requests have not ended within {_COMMAND_SECONDS:g} s") from None
         self._core.clear_prefix_cache()
 
     async def _end_requests(self) -> None:
-        """Abort all requests, and wait until the engine has none; their clients may read the answers for longer."""
+        """Abort all requests, and wait until the engine has no sequences. Clients may still read their answers then."""
         while True:
             self._generations.abort_all()
             if not await self._ask_core(lambda: self._core.scheduler.has_sequences):
@@ -226,13 +242,16 @@ class Control:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _wait_for_blocks(self) -> None:
-        """Wait until no load, save or hand-over uses KV memory, or names blocks by the current weights."""
-        give_up_at = time.monotonic() + _BLOCKS_SECONDS
+        """Wait until no load, save or hand-over uses a block.
+
+        Raises:
+            ControlFailed: blocks are still in use after ``_BLOCKS_SECONDS``.
+        """
+        deadline = time.monotonic() + _BLOCKS_SECONDS
         while await self._ask_core(lambda: self._core.has_blocks_in_use):
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > deadline:
                 raise ControlFailed(
-                    f"KV blocks are still on their way to the pool or another instance after {_BLOCKS_SECONDS:g} s; "
-                    "try again"
+                    f"KV blocks are still being saved or transferred after {_BLOCKS_SECONDS:g} s; try again"
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -240,22 +259,24 @@ class Control:
         if not self._core.is_alive:
             raise ControlFailed("this instance's engine has ended; its log says why")
         answering = asyncio.wrap_future(self._core.call(question))
-        # a timeout cancels nothing: the callback is still called
-        await asyncio.wait([answering], timeout=_ORDER_SECONDS)
+        # After the time limit the engine still calls ``question`` at some time.
+        await asyncio.wait([answering], timeout=_COMMAND_SECONDS)
         if not answering.done():
-            raise ControlFailed(f"the engine has not come to it within {_ORDER_SECONDS:g} s: a step of it takes longer")
+            raise ControlFailed(
+                f"the engine did not process the command within {_COMMAND_SECONDS:g} s, because a step takes longer"
+            )
         try:
             return answering.result()
         except Exception as exc:
-            raise ControlFailed(f"the engine has failed at it: {exc}") from exc
+            raise ControlFailed(f"the engine failed: {exc}") from exc
 
     @contextlib.asynccontextmanager
     async def _take_turn(self) -> AsyncIterator[None]:
-        """Wait until the commands before this one are executed."""
+        """Wait until all earlier commands have ended; later ones wait until the ``with`` block ends."""
         try:
-            await asyncio.wait_for(self._turn.acquire(), _ORDER_SECONDS)
+            await asyncio.wait_for(self._turn.acquire(), _COMMAND_SECONDS)
         except (asyncio.TimeoutError, TimeoutError):
-            raise ControlFailed(f"the order before this one has not ended within {_ORDER_SECONDS:g} s") from None
+            raise ControlFailed(f"the previous command has not ended within {_COMMAND_SECONDS:g} s") from None
         try:
             yield
         finally:
@@ -264,10 +285,10 @@ class Control:
     def _set_broken(self, is_broken: bool) -> None:
         if self.is_broken != is_broken:
             self._generations.is_broken = is_broken
-            log.warning("%s", BROKEN if is_broken else "The weights are whole again")
+            log.warning("%s", BROKEN if is_broken else "The weights are complete again")
 
     def _set_paused(self, is_paused: bool) -> None:
         if self._core.is_paused != is_paused:
             self._core.is_paused = self._generations.is_paused = is_paused
-            log.info("Requests are %s", "refused: this instance is paused" if is_paused else "taken again")
+            log.info("Requests are %s", "refused: this instance is paused" if is_paused else "accepted again")
             self._on_change()

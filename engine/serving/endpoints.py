@@ -1,4 +1,4 @@
-"""The HTTP paths of an instance, and how a completion request is answered."""
+"""The HTTP paths of an instance, except those of commands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _BodyT = TypeVar("_BodyT", ChatBody, CompletionBody, MessagesBody, ResponsesBody
 
 
 class _ClientResponse(Protocol):
-    """Interface of a response in its API's format."""
+    """Interface of the responses of all APIs."""
 
     @property
     def request(self) -> EngineRequest: ...
@@ -58,7 +58,7 @@ class _ClientResponse(Protocol):
 
 def create_app(instance: Instance) -> FastAPI:
     """Create the HTTP application of ``instance``."""
-    # FastAPI's documentation pages load their scripts from the internet.
+    # FastAPI's documentation pages are off, because they load scripts from the internet.
     app = FastAPI(
         title="fastdeploy-kvstore engine",
         lifespan=instance.run_lifespan,
@@ -71,7 +71,7 @@ def create_app(instance: Instance) -> FastAPI:
     add_error_handlers(app)
     app.add_middleware(HttpMiddleware)
     _add_completions(app, instance)
-    _add_orders(app, instance)
+    _add_operator_paths(app, instance)
     _add_state(app, instance)
     add_control_paths(app, instance)
     return app
@@ -120,8 +120,8 @@ def _add_completions(app: FastAPI, instance: Instance) -> None:
         return JSONResponse(instance.completions.detokenize_tokens(body))
 
 
-def _add_orders(app: FastAPI, instance: Instance) -> None:
-    """Add the paths for routers and operators that change something."""
+def _add_operator_paths(app: FastAPI, instance: Instance) -> None:
+    """Add the paths with which routers and operators abort requests and clear the prefix cache."""
 
     @app.post("/v1/abort_requests")
     async def abort(request: Request) -> Response:
@@ -138,7 +138,7 @@ def _add_orders(app: FastAPI, instance: Instance) -> None:
     @app.post("/reset_prefix_cache")  # vLLM's path
     async def clear_prefix_cache(request: Request) -> Response:
         if request.query_params.get("reset_external", "").lower() in ("1", "true"):  # vLLM's query for the pool
-            message = "reset_external: an instance clears its own cache, not the pool that others share; leave it out"
+            message = "reset_external: an instance clears only its own cache, not the shared pool; leave it out"
             raise ApiError(400, message, param="reset_external")
         if not instance.core.is_alive:
             raise ApiError(503, "this instance's engine has ended; its log says why")
@@ -147,7 +147,7 @@ def _add_orders(app: FastAPI, instance: Instance) -> None:
 
 
 def _add_state(app: FastAPI, instance: Instance) -> None:
-    """Add the paths that report the state of the model and of the instance."""
+    """Add the paths that return the state of the model and of the instance."""
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -196,7 +196,16 @@ async def _complete(
     begin: Callable[[_BodyT], Awaitable[_ClientResponse]],
     tracer: Tracer | None,
 ) -> Response:
-    """Answer a completion request; its id comes from its body, else from ``X-Request-Id``."""
+    """Answer a request for a completion, of any API.
+
+    The id of the request is that in its body, else that in ``X-Request-Id``.
+
+    Args:
+        request: the HTTP request.
+        kind: the class of its body.
+        begin: checks the body and begins the response.
+        tracer: creates spans; None: requests are not traced.
+    """
     if tracer is not None:
         tracer.enter_request(request.headers.raw)
     body = parse_body(kind, await read_body(request))
@@ -209,7 +218,7 @@ async def _complete(
 
 
 async def _respond_unless_left(request: Request, response: _ClientResponse) -> Response:
-    """Stream the response, or collect it and stop early when the client disconnects."""
+    """Return the response: a stream, or one object. If the client disconnects before the object, abort the answer."""
     if response.is_stream:
         return StreamingResponse(response.stream_events(), media_type="text/event-stream")
 

@@ -1,4 +1,4 @@
-"""HTTP for all endpoints: HEAD, request ids, limits, and errors in OpenAI's or Anthropic's format."""
+"""HTTP for all paths of an instance: HEAD, request ids, limits, and errors in OpenAI's or Anthropic's format."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.protocol import ApiError, anthropic_error_body
 from kvcommon import request_ids
+from kvcommon.http_limits import HEAD_BYTES, READ_SECONDS, HeadRefusal, refuse_long_head, refuse_unreadable
 from kvcommon.request_ids import encode_request_id
 
 __all__ = [
@@ -31,69 +32,54 @@ __all__ = [
 ]
 
 CLIENT_LEFT = 499
-"""Status of a response that no client reads."""
+"""Status of the response if the client has disconnected; it is only for logs."""
 
-# The router has the same limits, so an instance refuses nothing that the router accepts.
-MAX_HEAD_BYTES = 64 * 1024
+# The router has the same limit, so an instance refuses nothing that the router accepts.
 MAX_BODY_BYTES = 64 * 1024 * 1024
-_LONGEST_URL = 0xFFFF  # httptools reports a longer URL as invalid HTTP
-# The maximum time between two parts of a body.
-READ_SECONDS = 60.0
 
 _ANTHROPIC_PATH = "/v1/messages"
 
 
 class InstanceProtocol(HttpToolsProtocol):
-    """uvicorn's protocol; bytes that never become a request are refused in OpenAI's format."""
+    """uvicorn's HTTP protocol, with OpenAI's error object for bytes that are not HTTP or have a too long head."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0  # bytes of a head that is not complete
+        self._head_bytes = 0  # number of bytes of an incomplete head
 
     def data_received(self, data: bytes) -> None:
-        """Read the bytes that the client sends, but refuse a head without end."""
+        """Process bytes from the client. If the head of a request is too long, refuse it."""
         super().data_received(data)
-        cycle: Any = self.cycle  # uvicorn's type lacks None
-        # uvicorn creates a scope when a request begins, and from it a cycle at the end of the head.
+        cycle: Any = self.cycle  # may be None, which uvicorn's type does not say
+        # uvicorn creates a scope at the beginning of a request, and a cycle with this scope at the end of the head.
         is_in_head = cycle is None or cycle.scope is not self.scope
         self._head_bytes = self._head_bytes + len(data) if is_in_head else 0
-        if self._head_bytes <= MAX_HEAD_BYTES:
-            return
-        if len(self.url) > MAX_HEAD_BYTES // 2:
-            self._refuse_connection(self._target_too_long())
-        else:
-            message = f"the head is larger than the {MAX_HEAD_BYTES} bytes this instance takes"
-            self._refuse_connection(ApiError(431, message, code="head_too_large"))
+        if self._head_bytes > HEAD_BYTES:
+            self._refuse_connection(refuse_long_head(len(self.url), "this instance"))
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP."""
-        if len(self.url) > _LONGEST_URL:
-            self._refuse_connection(self._target_too_long())
-        else:
-            self._refuse_connection(ApiError(400, "this is no HTTP/1.1 request", code="invalid_http"))
+        """Refuse bytes that are not HTTP. uvicorn calls this."""
+        self._refuse_connection(refuse_unreadable(len(self.url), "this instance"))
 
-    def _target_too_long(self) -> ApiError:
-        message = f"the path and its query are longer than the {MAX_HEAD_BYTES} bytes this instance takes"
-        return ApiError(414, message, code="target_too_long")
-
-    def _refuse_connection(self, error: ApiError) -> None:
+    def _refuse_connection(self, refusal: HeadRefusal) -> None:
+        status, message, code = refusal
         cycle: Any = self.cycle
-        # The client could not tell this response from a response to another request that is in progress.
+        # If another response is in progress, the client would read this one as a part of it.
         if (cycle is None or cycle.response_complete) and not self.transport.is_closing():
             head = "HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-            body = orjson.dumps(error.body)
-            self.transport.write((head % (error.status, HTTPStatus(error.status).phrase, len(body))).encode() + body)
+            body = orjson.dumps(ApiError(status, message, code=code).body)
+            self.transport.write((head % (status, HTTPStatus(status).phrase, len(body))).encode() + body)
         self.transport.close()
 
 
 class HttpMiddleware:
-    """Answers HEAD like GET (uvicorn omits the body), and returns a client's ``X-Request-Id``."""
+    """Answers HEAD as GET (uvicorn leaves out the body), and adds the client's ``X-Request-Id`` to each response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application for a request."""
+        """Pass a request to the application."""
         if scope["type"] == "http":
             if scope["method"] == "HEAD":
                 scope = {**scope, "method": "GET"}
@@ -103,7 +89,7 @@ class HttpMiddleware:
 
 
 def _add_header(send: Send, header: tuple[bytes, bytes]) -> Send:
-    """Return a ``send`` that adds ``header`` to a response that lacks it."""
+    """Return a function like ``send`` that adds ``header`` to a response, unless the response has it."""
 
     async def send_with_header(message: Message) -> None:
         if message["type"] == "http.response.start" and all(name != header[0] for name, _ in message["headers"]):
@@ -117,12 +103,13 @@ async def read_body(request: Request) -> bytes:
     """Read the whole body of a request.
 
     Raises:
-        ApiError: 413, it is too large; 408, no more of it arrived in time; 415, it is encoded.
-        ClientDisconnect: the client disconnected.
+        ApiError: 413, the body is too large; 408, the rest of the body did not arrive in time; 415, the body is
+            compressed.
+        ClientDisconnect: the client has disconnected.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        message = f"the body is encoded ({encoding}); this instance takes bodies as they are"
+        message = f"the body has the content encoding {encoding}; this instance accepts only bodies without one"
         raise ApiError(415, message, param="Content-Encoding")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
@@ -135,7 +122,7 @@ async def read_body(request: Request) -> bytes:
         except StopAsyncIteration:
             return bytes(body)
         except (asyncio.TimeoutError, TimeoutError):
-            message = f"nothing more of the request came within {READ_SECONDS:g} s"
+            message = f"the rest of the request did not arrive within {READ_SECONDS:g} s"
             raise ApiError(408, message, code="request_incomplete") from None
         if len(body) > MAX_BODY_BYTES:
             raise _too_large()
@@ -143,15 +130,15 @@ async def read_body(request: Request) -> bytes:
 
 def _too_large() -> ApiError:
     return ApiError(
-        413, f"the body is larger than the {MAX_BODY_BYTES} bytes this instance takes", code="body_too_large"
+        413, f"the body is larger than the {MAX_BODY_BYTES} bytes that this instance accepts", code="body_too_large"
     )
 
 
 def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the id in ``X-Request-Id``; "" if there is none.
+    """Return the id in the header ``X-Request-Id``; "" if there is none.
 
     Raises:
-        ApiError: 400, it cannot be an id.
+        ApiError: 400; the id is not valid.
     """
     try:
         return request_ids.find_request_id(headers, "this instance")
@@ -160,7 +147,7 @@ def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def _echo_request_id(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bytes] | None:
-    """Return the header that repeats the client's id; None if the client sent no valid id."""
+    """Return the header ``X-Request-Id`` with the client's id; None: the client sent no valid id."""
     try:
         sent = find_request_id(headers)
     except ApiError:
@@ -169,11 +156,11 @@ def _echo_request_id(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, byt
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every failure with its API's error object."""
+    """Add handlers that answer each error with an error object in the format of the request's API."""
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:
-        # The rest of an incomplete body must not be read as another request.
+        # The connection is closed, because the rest of the body would be read as another request.
         headers = {"Connection": "close"} if error.status == 408 else None
         return JSONResponse(_shape_error(request, error), error.status, headers=headers)
 
@@ -187,7 +174,7 @@ def add_error_handlers(app: FastAPI) -> None:
         message = f"{request.method} {path}: {error.detail}"
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
-            message, code = f"{path} takes {allowed}, not {request.method}", "method_not_allowed"
+            message, code = f"{path} accepts {allowed}, not {request.method}", "method_not_allowed"
         elif error.status_code == 404:
             known = [route.path for route in app.routes if hasattr(route, "path")]
             nearest = difflib.get_close_matches(path, known, 1, 0.8)
@@ -200,13 +187,13 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_unexpected_error(request: Request, error: Exception) -> Response:
         message = f"this instance failed ({type(error).__name__}); its log says why"
         response = JSONResponse(_shape_error(request, ApiError(500, message)), 500)
-        if echo := _echo_request_id(request.headers.raw):  # this response does not pass through the middleware
+        if echo := _echo_request_id(request.headers.raw):  # this response does not pass the middleware
             response.raw_headers.append(echo)
         return response
 
 
 def _shape_error(request: Request, error: ApiError) -> dict[str, Any]:
-    """Return the error body in the format of the request's API."""
+    """Return the body of an error response in the format of the request's API."""
     path = request.url.path
     is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
     return anthropic_error_body(error.status, str(error)) if is_anthropic else error.body

@@ -1,4 +1,4 @@
-"""One instance: the parts that its arguments configure, and its registration at the router."""
+"""Instance: creates all parts of an instance from its arguments, and describes it for the router."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -31,41 +31,39 @@ from engine.disaggregation import (
     list_protocols,
 )
 from engine.generation import BROKEN, Generations
+from engine.model.checkpoint import check_length, choose_device, choose_dtype, load_model_config, load_tokenizer
 from engine.model.memory_budget import choose_num_blocks
-from engine.model.model_runner import (
-    ModelRunner,
-    check_length,
-    choose_device,
-    choose_dtype,
-    load_model_config,
-    load_tokenizer,
-)
-from engine.model.out_of_memory import LEAVE_ROOM_BESIDE, told_if_too_large
+from engine.model.model_runner import ModelRunner
+from engine.model.out_of_memory import LEAVE_ROOM_BESIDE, explain_out_of_memory
 from engine.pool.background import in_background
 from engine.pool.kv_codec import quantised_namespace
 from engine.pool.staging import open_direct, stage_handovers
 from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.cache_events import CacheEvents
 from engine.scheduling.scheduler import Scheduler
 from engine.serving.control import Control
 from engine.serving.registration import send_heartbeats
 from engine.serving.surroundings import Surroundings
+from engine.telemetry.kv_events import KvEventPublisher
 from engine.telemetry.metrics import EngineMetrics
 from engine.telemetry.tracing import open_tracer
+from engine.telemetry.vllm_names import VllmNames
 from kvcommon.addresses import find_own_address
 from kvstore_backend import BlockPool, PoolConfig, open_pool
-from kvstore_backend.config import MooncakeSettings, describe_url, named_protocol, named_rdma_devices
+from kvstore_backend.config import MooncakeSettings, choose_rdma_devices, describe_url, read_protocol
+from kvstore_backend.groups import Group
 from kvstore_backend.manifest import Manifest
 
 __all__ = ["Instance"]
 
 log = logging.getLogger(__name__)
 
-# The time after its last heartbeat when a router has forgotten an instance.
+# Time after the last accepted heartbeat after which a router removes an instance.
 _FORGOTTEN_SECONDS = 30.0
 
 
 class Instance:
-    """All parts of one serving process, built from its arguments; the model is loaded here.
+    """All parts of the process of an instance. The constructor creates them from the arguments and loads the model.
 
     Raises:
         ConfigError: the arguments or the checkpoint cannot be used.
@@ -78,29 +76,39 @@ class Instance:
         connector: socket.socket,
         dialect: PairDialect | None = None,
     ) -> None:
-        """Take ownership of ``connector``, the bound socket that prefill instances connect to.
+        """Create all parts, and load the model.
 
-        ``dialect`` is the form of requests to a prefill/decode pair; None: FastDeploy's.
+        Args:
+            args: the arguments.
+            around: the router, the pool and the checkpoint.
+            connector: the bound socket of the connector port. The instance owns it from now on.
+            dialect: the dialect of requests to a pair; None: FastDeploy's.
         """
         self.args = args
         self.start_id = secrets.token_hex(8)
-        """An id by which the router distinguishes this process from earlier ones with the same address."""
+        """A random id, by which the router distinguishes this process from earlier ones with the same address."""
         self._connector = connector
         self._dialect = dialect or PairDialect()
         self._registered_at = -math.inf
         self.router = around.router
         self._router_token = around.router_token
+        self.kv_events = KvEventPublisher(args.kv_events) if args.kv_events else None
         runner, num_blocks = _load_model(args, around.checkpoint)
         self.metrics = EngineMetrics()
         self.tracer = open_tracer(args.trace_receiver) if args.trace_receiver else None
         pool = _open_pool(around.pool, runner, self.metrics) if around.pool else None
-        self.metrics.describe_cache(_list_cache_settings(args, around.pool, num_blocks, runner.namespace.kv_dtype))
-        scheduler = _make_scheduler(args, num_blocks, has_pool=pool is not None)
-        with told_if_too_large(f"blocks on their way to the pool; {LEAVE_ROOM_BESIDE}", any_failure=False):
+        cache_settings = _list_cache_settings(args, around.pool, num_blocks, runner.namespace.kv_dtype)
+        self.metrics.describe_cache(cache_settings)
+        if args.metrics_dialect == "vllm":
+            vllms = {"num_gpu_blocks": num_blocks, **cache_settings}
+            self.metrics.registry.register(VllmNames(self.metrics, args.served_model_name, vllms))
+        events = CacheEvents(self.kv_events.publish) if self.kv_events else None
+        scheduler = _make_scheduler(args, num_blocks, runner.groups.groups, events, has_pool=pool is not None)
+        with explain_out_of_memory(f"the buffers of the pool; {LEAVE_ROOM_BESIDE}", any_failure=False):
             self.core = EngineCore(runner, scheduler, self.metrics, pool=pool, save_outputs=args.enable_output_caching)
         tokenizer = load_tokenizer(around.checkpoint)
         self._transfer_protocols = list(args.cache_transfer_protocol)
-        self.memory = self._open_block_memory(runner, named_rdma_devices(around.pool))
+        self.memory = self._open_block_memory(runner, choose_rdma_devices(around.pool))
         self.receiver = HandoverReceiver(self.memory)
         self.generations = Generations(
             self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, self.memory, self.tracer
@@ -138,41 +146,49 @@ class Instance:
         )
 
     def _open_block_memory(self, runner: ModelRunner, rdma_devices: str) -> BlockMemory | None:
-        """Open the blocks that direct hand-overs read and write; None if hand-overs are off or impossible."""
+        """Return the blocks for direct transfers; None: the role is mixed, or direct transfers are not possible."""
         if self.args.splitwise_role == "mixed":
             return None
         try:
-            protocol = choose_protocol(self.args.cache_transfer_protocol, named_protocol())
+            protocol = choose_protocol(self.args.cache_transfer_protocol, read_protocol())
             self._transfer_protocols = list_protocols(self.args.cache_transfer_protocol, protocol)
             transfer = Transfer(self._own_address(), protocol, rdma_devices)
             if runner.device.type == "cpu":
                 return BlockMemory(self.core, runner, transfer, open_direct(runner, transfer))
-            lent_bytes = self.args.handover_memory if self.args.splitwise_role == "decode" else 0
-            with told_if_too_large("the host memory of hand-overs; lower --handover-memory", any_failure=False):
-                memory = stage_handovers(runner, transfer, lent_bytes)
-            return BlockMemory(self.core, runner, transfer, memory, lent_bytes // runner.shape.nbytes)
+            incoming_bytes = self.args.handover_memory if self.args.splitwise_role == "decode" else 0
+            with explain_out_of_memory(
+                "the host memory of direct transfers; lower --handover-memory", any_failure=False
+            ):
+                memory = stage_handovers(runner, transfer, incoming_bytes)
+            return BlockMemory(self.core, runner, transfer, memory, incoming_bytes // runner.shape.nbytes)
         except (TransferUnavailable, OSError) as exc:
-            log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
+            log.warning("Prompts are transferred only through the pool, not directly: %s", exc)
             return None
 
     def describe_blocks(self) -> dict[str, Any]:
-        """Describe the namespace of this instance's blocks, its pool, and how many blocks its own cache has."""
+        """Return the response of GET /kvcache: namespace, state of the pool, and number of cached blocks."""
         manifest = Manifest((self._pool or self._runner).namespace.fields, self._runner.facts)
         state = None
         if (pool := self._pool) is not None:
             state = {"ready": pool.is_ready, "detail": pool.health().detail, "url": self._pool_url}
-        told = {"digest": manifest.digest, "manifest": manifest.to_json(), "pool": state}
-        return {**told, "cached_blocks": self.core.count_cached_blocks()}
+        return {
+            "digest": manifest.digest,
+            "manifest": manifest.to_json(),
+            "pool": state,
+            "cached_blocks": self.core.count_cached_blocks(),
+        }
 
     def _own_address(self) -> str:
-        """Return this machine's address as the other side of a hand-over reaches it."""
+        """Return the address of this machine, as other instances reach it for hand-overs."""
         if self.args.host not in ("0.0.0.0", "::"):
             return self.args.host
         return find_own_address(self.router) if self.router else "127.0.0.1"
 
     @contextlib.asynccontextmanager
     async def run_lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        """Run engine, connector port and heartbeat as long as the server runs."""
+        """Start the engine, the connector port and the heartbeat with the HTTP server, and stop them with it."""
+        if self.kv_events:
+            self.kv_events.start()
         self.core.start()
         await self.receiver.start_listening(self._connector)
         heartbeat = None
@@ -182,7 +198,7 @@ class Instance:
             )
             heartbeat = asyncio.create_task(sending)
         if self.args.splitwise_role == "decode" and not self.router:
-            log.warning("This decode instance has no --router: no router sends it requests until it is registered")
+            log.warning("This decode instance has no --router; it gets no requests until a router registers it")
         log.info("Ready: %s", self.summary)
         print(f"engine.api_server: ready: {self.summary}", flush=True)
         try:
@@ -192,6 +208,8 @@ class Instance:
                 heartbeat.cancel()
             await self.receiver.stop_listening()
             await asyncio.to_thread(self.core.stop)
+            if self.kv_events:
+                self.kv_events.stop()
             if self.tracer is not None:
                 await asyncio.to_thread(self.tracer.close)
 
@@ -200,20 +218,21 @@ class Instance:
         self._registered_at = time.monotonic()
 
     def find_obstacle(self) -> str:
-        """Return in one sentence why no router sends requests here, or should; ``""`` if one does."""
+        """Return a sentence that says why the instance cannot serve requests, or gets none; "" if it can serve them."""
         if not self.core.is_alive:
             return "the engine has failed; its log says why"
         if self.control.is_broken:
             return BROKEN
         if self.control.is_paused:
-            return "it is paused; POST /v1/resume lets it answer again"
+            return "it is paused; resume it with POST /v1/resume"
         if self.router and time.monotonic() - self._registered_at > _FORGOTTEN_SECONDS:
             return f"it is not registered at the router {self.router}; the log says why"
         return ""
 
-    def registration_payload(self) -> dict[str, Any]:
-        """Return this instance's description for the router (FastDeploy's registration)."""
+    def registration_payload(self, host_ip: str) -> dict[str, Any]:
+        """Return the body of the registration, in FastDeploy's format. ``host_ip`` is the address for the router."""
         args = self.args
+        kv_events = self.kv_events.describe(host_ip, args.block_size) if self.kv_events else None
         rdma_ports = args.rdma_comm_ports.split(",") if args.rdma_comm_ports else None
         return {
             "role": args.splitwise_role,
@@ -230,16 +249,20 @@ class Instance:
             "is_paused": self.control.is_paused,
             "version": self.control.version,
             "connected_decodes": [],
-            "cache_salt": True,  # distinguishes it from FastDeploy's instances, which have none
+            "cache_salt": True,  # says that this engine supports ``cache_salt``; FastDeploy's does not
+            **({"kv_events": kv_events} if kv_events else {}),
             **self._dialect.registration,
         }
 
 
 def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
-    """Load the model with its KV memory; return it and the number of KV blocks.
+    """Load the model and allocate the KV memory.
+
+    Returns:
+        The runner, and the number of KV blocks.
 
     Raises:
-        ConfigError: the checkpoint cannot be used, or not with these arguments.
+        ConfigError: the checkpoint cannot be used with these arguments.
     """
     config = load_model_config(folder)
     check_length(folder, config, args.max_model_len)
@@ -255,8 +278,8 @@ def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
     if device == "cpu":
         num_blocks = _prepare_kv(args, runner)
     else:
-        # CUDA's libraries allocate memory for each thread. When this thread has ended, the next one, the engine's, gets
-        # its memory.
+        # On a thread of its own, because CUDA's libraries allocate memory for each thread. When this thread has ended,
+        # the engine's thread gets its memory.
         with ThreadPoolExecutor(1) as thread:
             num_blocks = thread.submit(_prepare_kv, args, runner).result()
     if args.retrieval:
@@ -268,7 +291,7 @@ def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
 
 
 def _prepare_kv(args: EngineArgs, runner: ModelRunner) -> int:
-    """Make the KV memory and try a step; return the number of KV blocks."""
+    """Allocate the KV memory and check that the model runs; return the number of KV blocks."""
     num_blocks = choose_num_blocks(args, runner)
     runner.allocate_kv(num_blocks)
     runner.try_out()
@@ -276,10 +299,10 @@ def _prepare_kv(args: EngineArgs, runner: ModelRunner) -> int:
 
 
 def _list_cache_settings(args: EngineArgs, pool: PoolConfig | None, num_blocks: int, dtype: str) -> dict[str, object]:
-    """Return the settings of the KV cache, by FastDeploy's names."""
+    """Return the settings of the KV cache with FastDeploy's names, for a metric."""
     named = args.kvcache_storage_backend
     if pool is not None and ":" in str(named):
-        named = describe_url(pool)  # without the secret parts of the URL
+        named = describe_url(pool)  # leaves out secret parts of the URL
     return {
         "block_size": args.block_size,
         "gpu_memory_utilization": args.gpu_memory_utilization,
@@ -294,19 +317,22 @@ def _list_cache_settings(args: EngineArgs, pool: PoolConfig | None, num_blocks: 
     }
 
 
-def _make_scheduler(args: EngineArgs, num_blocks: int, *, has_pool: bool) -> Scheduler:
+def _make_scheduler(
+    args: EngineArgs, num_blocks: int, groups: Sequence[Group], events: CacheEvents | None, *, has_pool: bool
+) -> Scheduler:
     return Scheduler(
-        BlockManager(num_blocks),
+        BlockManager(num_blocks, events),
         args.block_size,
         args.max_num_seqs,
         args.max_num_batched_tokens,
         max_model_len=args.max_model_len,
         prefix_caching=args.enable_prefix_caching,
         pool=has_pool,
+        groups=groups,
     )
 
 
 def _open_pool(config: PoolConfig, runner: ModelRunner, metrics: EngineMetrics) -> BlockPool:
-    """Open the pool on threads with a lower priority than compute."""
+    """Open the pool. Its threads get a lower priority than those of the computation."""
     namespace = quantised_namespace(runner.namespace, config.kv)
     return in_background(partial(open_pool, config, namespace, metrics.registry, facts=runner.facts))

@@ -1,4 +1,4 @@
-"""The ports of an instance: bound before its model is loaded, and opened after."""
+"""The ports of an instance: binds them before the model is loaded, and listens on them after that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ __all__ = ["bind_socket", "start_listening"]
 
 
 def bind_socket(host: str, port: int, flag: str) -> socket.socket:
-    """Bind a socket without listening, so that a port in use is detected before a model is loaded."""
+    """Return a socket that is bound to a port, but does not listen yet. ``flag`` is the port's flag, for messages.
+
+    Raises:
+        ConfigError: the port is in use or not allowed, or ``host`` is not an address of this machine.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -27,11 +31,15 @@ def bind_socket(host: str, port: int, flag: str) -> socket.socket:
 
 
 def _announce_wait(port: int) -> None:
-    print(f"engine.api_server: waiting for port {port}: a closed connection still has it", flush=True)
+    print(f"engine.api_server: waiting for port {port}, which a closed connection still uses", flush=True)
 
 
 def start_listening(bound: socket.socket, flag: str) -> None:
-    """Listen and report a failure now: several processes may bind one port before the first of them listens."""
+    """Listen on a bound socket.
+
+    Raises:
+        ConfigError: another process listens on the port. Several processes can bind a port before one of them listens.
+    """
     try:
         bound.listen()
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""The HTTP server of an instance: start and stop."""
+"""The HTTP server of an instance: starts it, and stops it in steps."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ import uvicorn
 from engine.serving.endpoints import create_app
 from engine.serving.http_server import InstanceProtocol
 from engine.serving.instance import Instance
+from kvcommon.shutdown import count_requests, report_progress
 
 __all__ = ["InstanceServer"]
 
 log = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3
-# Idle connections stay open longer than in the pools of clients (Go's: 90 s), so that the client closes them: if the
-# server closes one, a request that arrives at that moment is lost.
+# Time after which an idle connection is closed. It is longer than the time of clients (90 s in Go), so that the client
+# closes it first. If the server closed it, a request that arrives at the same moment would be lost.
 KEEP_ALIVE_SECONDS = 120
-# If stopping takes longer than this, the reason is logged, and again after each further interval.
-_QUIET_SECONDS, _PROGRESS_SECONDS = 2.0, 5.0
 
 
 class InstanceServer(uvicorn.Server):
-    """When stopped, gives running responses a moment to end, then ends them with finish reason ``abort``."""
+    """The HTTP server. When it stops, it waits a short time for running responses, and then aborts them."""
 
     def __init__(self, instance: Instance) -> None:
-        # uvicorn cuts connections at its own time-out, with a traceback for each: by then none must be left.
+        # At its time-out uvicorn closes connections, and logs a traceback for each. So all must have ended before.
         timeout = 2 * _GRACE_SECONDS
         super().__init__(
             uvicorn.Config(
@@ -45,20 +44,17 @@ class InstanceServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._generations.abort_all)
-        telling = asyncio.ensure_future(self._tell_progress())
+        progress = asyncio.ensure_future(report_progress(self._report_progress))
         await super().shutdown(sockets)
-        telling.cancel()
+        progress.cancel()
 
-    async def _tell_progress(self) -> None:
-        """Log why it takes long to stop, if it does."""
-        await asyncio.sleep(_QUIET_SECONDS)
-        while True:
-            if count := self._generations.num_live:
-                what = "1 request that runs" if count == 1 else f"{count} requests that run"
-            elif count := len(self.server_state.connections):
-                what = "1 connection to close" if count == 1 else f"{count} connections to close"
-            else:
-                what = self._core.holds_stop_up
-            log.info("stopping: waiting for %s", what)
-            print(f"engine.api_server: stopping: waiting for {what}", flush=True)
-            await asyncio.sleep(_PROGRESS_SECONDS)
+    def _report_progress(self) -> None:
+        """Log what the server waits for while it stops."""
+        if count := self._generations.num_live:
+            what = count_requests(count)
+        elif count := len(self.server_state.connections):
+            what = "1 connection to close" if count == 1 else f"{count} connections to close"
+        else:
+            what = self._core.holds_stop_up
+        log.info("stopping: waiting for %s", what)
+        print(f"engine.api_server: stopping: waiting for {what}", flush=True)

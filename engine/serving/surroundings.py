@@ -1,4 +1,4 @@
-"""The router, the pool and the checkpoint of an instance's arguments, resolved before torch is loaded."""
+"""Finds the router, the pool and the checkpoint that the arguments of an instance name, before torch is loaded."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ __all__ = ["Surroundings", "find_folder", "find_surroundings"]
 
 
 class Surroundings(NamedTuple):
-    """The router, the pool and the checkpoint."""
+    """The router, the pool and the checkpoint of an instance."""
 
     router: str | None
-    """The URL of the router."""
+    """The URL of the router; None: there is no router."""
     router_token: str
+    """The token for registrations at the router; "": none."""
     pool: PoolConfig | None
+    """The configuration of the pool; None: there is no pool."""
     checkpoint: str
     """The folder of the checkpoint."""
 
 
 def find_surroundings(args: EngineArgs) -> Surroundings:
-    """Resolve all of them; this takes no time, so that a mistake is reported immediately.
+    """Return the router, the pool and the checkpoint that the arguments name.
+
+    This is quick, so that a mistake is reported before the model is loaded.
 
     Raises:
-        ConfigError: one of them does not exist, or cannot be used; the message is one sentence.
+        ConfigError: one of them does not exist or cannot be used; the message is one sentence.
     """
     return Surroundings(
         router_url(args.router) if args.router else None,
@@ -47,14 +51,16 @@ def _read_router_token(path: Path) -> str:
 
 
 def find_folder(model: str) -> str:
-    """Return the folder of the checkpoint that ``--model`` names.
+    """Return the folder of the checkpoint for the value of ``--model``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such folder.
     """
     folder = find_checkpoint(model)
     if not Path(folder).is_dir():
         raise ConfigError(
             f"--model {folder!r}: there is no such folder; give a local checkpoint folder with a config.json"
         )
+    if not Path(folder, "config.json").is_file():
+        raise ConfigError(f"--model {folder!r} is not a checkpoint: it has no config.json")
     return folder

@@ -1,7 +1,9 @@
-"""Telemetry: metrics, logs and spans.
+"""Telemetry of an instance: metrics, logs, spans and KV events.
 
-logs.py     the instance's log file, and the lines that an operator must see
-metrics.py  Prometheus metrics, under FastDeploy's names where it has them
-trace.py    the steps of a request in the log, for debugging
-tracing.py  spans for OpenTelemetry: a request and its phases, under the client's span
+kv_events.py   sends KV events over ZeroMQ, as vLLM does
+logs.py        the log files of an instance
+metrics.py     Prometheus metrics, with FastDeploy's names where it has them
+trace.py       logs the steps of a request, for debugging
+tracing.py     spans for OpenTelemetry: a request and its phases
+vllm_names.py  metrics with vLLM's names, for --metrics-dialect vllm
 """

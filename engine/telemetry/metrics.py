@@ -1,4 +1,4 @@
-"""The metrics of an instance, for Prometheus: FastDeploy's names if it has them, ``kvstore_`` before our own."""
+"""The Prometheus metrics of an instance. They have FastDeploy's names where it has them; others begin ``kvstore_``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvstore_backend.load_or_compute import DECISIONS
 
 __all__ = ["EngineMetrics"]
 
-# Buckets for whole requests, and for a single token; the router has the same (router/telemetry/metrics.py).
+# Buckets for the times of requests. The router has the same ones (router/telemetry/metrics.py).
 _REQUEST_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0),
 )
-# FastDeploy's buckets, for the metrics in dashboards of its users.
+# FastDeploy's buckets, because dashboards of its users have these metrics.
 _FASTDEPLOY_SECONDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -27,7 +27,7 @@ _OUTPUT_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.
 
 
 class EngineMetrics:
-    """The metrics of one engine, in a registry of their own so that several engines fit in one process."""
+    """The metrics of one engine. Each engine has its own registry, so that a process can have several engines."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -40,20 +40,20 @@ class EngineMetrics:
         self._add_request_sizes()
 
     def _add_states(self) -> None:
-        """Add requests, blocks and the pool in their current state."""
+        """Add gauges of the current number of requests and blocks, and of the state of the pool."""
         self.running = self._add_gauge("fastdeploy:num_requests_running", "Requests in the running batch")
         self.waiting = self._add_gauge("fastdeploy:num_requests_waiting", "Requests waiting for blocks or the pool")
-        self.cache_usage = self._add_gauge("fastdeploy:gpu_cache_usage_perc", "Share of KV blocks held, 0 to 1")
-        self.available_blocks = self._add_gauge("fastdeploy:available_gpu_block_num", "KV blocks nobody holds")
+        self.cache_usage = self._add_gauge("fastdeploy:gpu_cache_usage_perc", "Share of KV blocks in use, 0 to 1")
+        self.available_blocks = self._add_gauge("fastdeploy:available_gpu_block_num", "KV blocks without references")
         self.reserved_blocks = self._add_gauge(
             "kvstore_reserved_blocks",
-            "KV blocks kept for hand-overs that run, or that were given up and may still write",
+            "KV blocks reserved for direct transfers that run, or that were cancelled and may still write",
         )
-        self.pending_saves = self._add_gauge("kvstore_pending_save_blocks", "Blocks on their way to the pool")
+        self.pending_saves = self._add_gauge("kvstore_pending_save_blocks", "Blocks that are being saved to the pool")
         self.pool_open = self._add_gauge("kvstore_pool_open", "1 when the pool has been joined")
 
     def _add_prompt_counts(self) -> None:
-        """Add tokens, and where the KV of prompts came from."""
+        """Add counters of tokens, and of the sources of the KV of prompts."""
         self.prompt_tokens = self._add_counter("fastdeploy:prompt_tokens", "Prompt tokens of finished requests")
         self.generated_tokens = self._add_counter("fastdeploy:generation_tokens", "Tokens generated")
         self.prompt_origins = self._add_counters(
@@ -79,34 +79,34 @@ class EngineMetrics:
         )
 
     def _add_pool_counts(self) -> None:
-        """Add blocks transferred from and to the pool, and why some were not."""
+        """Add counters of loads from the pool and saves to it, with the reasons for requests without a load."""
         self.pool_unused = self._add_counters(
             "kvstore_pool_unused_requests",
-            "Requests of whose prompt nothing came from the pool, by the reason, which their line in the log tells",
+            "Requests without prompt tokens from the pool, by reason (as in their log line)",
             "reason",
             [reason.value for reason in Reason if reason is not Reason.HIT],
         )
         self.load_or_compute = self._add_counters(
             "kvstore_load_or_compute",
-            "Requests of whose prompt the pool had blocks, by what was expected to be quicker: load, compute",
+            "Requests with prompt blocks in the pool, by what was expected to be faster: load, compute",
             "decision",
             DECISIONS,
         )
         self.saved_blocks = self._add_counter("kvstore_saved_blocks", "Blocks known to be in the pool after a save")
         self.refilled_blocks = self._add_counter(
-            "kvstore_refilled_blocks", "Blocks of this instance's cache that the pool has again after it had lost some"
+            "kvstore_refilled_blocks", "Blocks of this instance's cache stored again after the pool had lost them"
         )
         self.unsaved_blocks = self._add_counter("kvstore_unsaved_blocks", "Blocks whose save failed or was dropped")
 
     def _add_request_figures(self) -> None:
-        """Add ends of requests, and their times."""
+        """Add counters of ended requests, and histograms of their times."""
         self.finished = Counter(
             "kvstore_requests_finished",
             "Requests ended, by finish reason",
             ["reason"],
             registry=self.registry,
         )
-        self.preemptions = self._add_counter("kvstore_preemptions", "Sequences whose blocks were taken to go on")
+        self.preemptions = self._add_counter("kvstore_preemptions", "Sequences that were preempted")
         self.first_token = self._add_histogram("fastdeploy:time_to_first_token_seconds", "Arrival to first token")
         self.output_token = self._add_histogram(
             "fastdeploy:time_per_output_token_seconds",
@@ -122,7 +122,7 @@ class EngineMetrics:
         )
 
     def _add_blocks_and_places(self) -> None:
-        """Add blocks, and slots in the batch, under FastDeploy's names."""
+        """Add FastDeploy's gauges of blocks and of places in the batch."""
         self.batch_size = self._add_gauge("fastdeploy:batch_size", "Requests in the running batch")
         self.max_batch_size = self._add_gauge("fastdeploy:max_batch_size", "Requests that may run at once")
         self.available_batch_size = self._add_gauge(
@@ -130,20 +130,20 @@ class EngineMetrics:
         )
         self.max_blocks = self._add_gauge("fastdeploy:max_gpu_block_num", "All KV blocks")
         self.free_blocks = self._add_gauge(
-            "fastdeploy:free_gpu_block_num", "KV blocks that nobody holds and that have no contents"
+            "fastdeploy:free_gpu_block_num", "KV blocks without references and without contents"
         )
         self.available_share = self._add_gauge(
-            "fastdeploy:available_gpu_resource", "Share of KV blocks that nobody holds, 0 to 1"
+            "fastdeploy:available_gpu_resource", "Share of KV blocks without references, 0 to 1"
         )
         self.preempted_now = self._add_gauge(
-            "fastdeploy:num_requests_preempted", "Requests that wait for the blocks that were taken from them"
+            "fastdeploy:num_requests_preempted", "Preempted requests that wait for blocks"
         )
         self.failed_sends = self._add_counter(
             "fastdeploy:send_cache_failed_num", "Prompts whose KV could not be written to the decode instance directly"
         )
 
     def _add_cache_figures(self) -> None:
-        """Add tokens found in caches, under FastDeploy's names."""
+        """Add FastDeploy's metrics of cached tokens."""
         self.cached_tokens = self._add_counter(
             "fastdeploy:prefix_cache_token_num", "Prompt tokens found in this instance's own cache, or in the pool"
         )
@@ -164,12 +164,10 @@ class EngineMetrics:
         self._requests = self._hit_requests = self._tokens = self._own_hits = self._pool_hits = 0
 
     def _add_request_sizes(self) -> None:
-        """Add numbers, sizes and times of requests, under FastDeploy's names."""
+        """Add FastDeploy's metrics of the number, the sizes and the times of requests."""
         self.requests = self._add_counter("fastdeploy:requests_number", "Requests that the engine got")
         self.succeeded = self._add_counter("fastdeploy:request_success", "Requests that ended with stop or length")
-        self.preempted = self._add_counter(
-            "fastdeploy:request_preempted", "Times that a request's blocks were taken for others"
-        )
+        self.preempted = self._add_counter("fastdeploy:request_preempted", "Preemptions of requests")
         self.inference_time = self._add_histogram(
             "fastdeploy:request_inference_time_seconds", "First step to last token", _FASTDEPLOY_SECONDS
         )
@@ -186,12 +184,18 @@ class EngineMetrics:
         )
 
     def describe_cache(self, settings: Mapping[str, object]) -> None:
-        """Publish the settings of the KV cache, as labels; call it once."""
+        """Add a metric with the settings of the KV cache as labels. Call this once."""
         info = Gauge("fastdeploy:cache_config_info", "Settings of the KV cache", list(settings), registry=self.registry)
         info.labels(*map(str, settings.values())).set(1)
 
     def count_hits(self, num_tokens: int, own: int, pool: int) -> None:
-        """Count a prompt of ``num_tokens``: ``own`` were in the own cache, ``pool`` came from the pool."""
+        """Count a prompt in the metrics of cached tokens.
+
+        Args:
+            num_tokens: number of tokens of the prompt.
+            own: number of these tokens that were in the own cache.
+            pool: number of these tokens that came from the pool.
+        """
         self.cached_tokens.inc(own + pool)
         self.storage_cached_tokens.inc(pool)
         self._requests += 1
@@ -212,7 +216,7 @@ class EngineMetrics:
     def _add_counters(self, name: str, text: str, label: str, values: Sequence[str]) -> Counter:
         counter = Counter(name, text, [label], registry=self.registry)
         for value in values:
-            counter.labels(value)  # so that a reason without a count reads 0
+            counter.labels(value)  # so that the metric has a 0 for each value from the start
         return counter
 
     def _add_histogram(self, name: str, text: str, bounds: Sequence[float] = _REQUEST_SECONDS) -> Histogram:

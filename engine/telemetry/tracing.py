@@ -1,6 +1,7 @@
-"""Spans for OpenTelemetry: a request and its phases, under the client's span, created when the request has ended.
+"""Spans for OpenTelemetry: one for each request, under the client's span, and one for each phase of the request.
 
-Sequences and generations record the times even if tracing is off. If a receiver is down or hangs, only spans are lost.
+The spans are created when the request has ended, from times that sequences and generations always record. If the
+receiver of spans is down or hangs, only spans are lost.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ __all__ = ["Phase", "RequestTrace", "Tracer", "list_phases", "open_tracer"]
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "kvengine"
-# A shorter wait is not worth a span.
+# A shorter wait gets no span.
 _MIN_WAIT_SECONDS = 0.001
 _GOOD_ENDS = ("stop", "length")
 _NOTHING: Mapping[str, Any] = {}
 
 
 class Phase(NamedTuple):
-    """A part of a request's time, on ``time.monotonic``."""
+    """A phase of a request, such as prefill. Its times are those of ``time.monotonic``."""
 
     name: str
     start: float
     end: float
     attributes: Mapping[str, Any] = _NOTHING
     trouble: str = ""
-    """Why it failed, if it did."""
+    """Why the phase failed; "" if it did not."""
 
 
 def list_phases(sequence: Sequence, now: float, trouble: str = "") -> Iterator[Phase]:
-    """Yield the phases of a sequence up to its end, as of its first admission; without its saves.
+    """Yield the phases of a sequence, except its saves. The times are those of its first admission.
 
     Args:
         sequence: the sequence.
-        now: the current time, on ``time.monotonic``.
-        trouble: why it ended early, which interrupted the last phase.
+        now: the current time of ``time.monotonic``: the end of the last phase if the sequence has not ended.
+        trouble: why the request failed; the last phase gets this reason. "" if it did not fail.
     """
     phases = list(_list_phases(sequence, now))
     if phases and trouble:
@@ -81,27 +82,31 @@ def _list_phases(sequence: Sequence, now: float) -> Iterator[Phase]:
 
 
 def open_tracer(receiver: str) -> Tracer | None:
-    """Start tracing; None if OpenTelemetry's packages are missing, which is logged.
+    """Start tracing.
 
     Args:
-        receiver: as the operator wrote it, for the log.
+        receiver: the URL of the receiver, for the log.
+
+    Returns:
+        The tracer; None: the packages of OpenTelemetry are missing, which is logged.
     """
     return open_sender(Tracer, receiver, log)
 
 
 class _Arrival(NamedTuple):
-    """The arrival of a request: the trace that it belongs to, and the time."""
+    """The arrival of a request: its trace, and its time."""
 
     trace_id: int
     parent: SpanContext | None
+    """The client's span; None: the client sent none."""
     at: float
-    """On ``time.monotonic``."""
+    """The time of ``time.monotonic``."""
     epoch: float
-    """The moment when that clock was 0, in seconds since 1970: one for all of the request's spans, so that they fit."""
+    """The time when ``time.monotonic`` was 0, in seconds since 1970. All spans of the request use the same value."""
 
 
 class RequestTrace:
-    """The part of one sequence in a trace."""
+    """Creates the spans of one sequence in the trace of its request."""
 
     def __init__(self, tracer: Tracer, arrival: _Arrival) -> None:
         self._tracer = tracer
@@ -117,23 +122,22 @@ class RequestTrace:
         phases: Iterable[Phase],
         trouble: str,
     ) -> None:
-        """Create the spans of an ended request, except those of saves, which may still run.
+        """Create the spans of a request that has ended. Saves get their span later, because they may still run.
 
         Args:
-            sequence: the request's sequence.
-            role: the instance's role.
-            num_output_tokens: tokens of the answer.
-            reason: why the answer ended.
-            phases: phases that the sequence itself does not record.
-            trouble: why it failed; "" if it did not.
+            sequence: the sequence of the request.
+            role: the role of the instance.
+            num_output_tokens: number of tokens of the answer.
+            reason: the finish reason of the answer.
+            phases: phases that are not recorded in the sequence.
+            trouble: why the request failed; "" if it did not.
         """
         now = time.monotonic()
         attributes = {
             "engine.request_id": sequence.request.request_id,
             "engine.role": role,
             "engine.finish_reason": reason,
-            "gen_ai.usage.input_tokens": sequence.num_prompt_tokens,
-            "gen_ai.usage.output_tokens": num_output_tokens,
+            **self._tracer.name_usage(sequence, num_output_tokens),
             "engine.own_cached_tokens": sequence.own_cached_tokens,
             "engine.pool_cached_tokens": sequence.pool_cached_tokens,
             "engine.preemptions": sequence.num_preemptions,
@@ -144,7 +148,7 @@ class RequestTrace:
             self._add_phase(phase)
 
     def end_saves(self, sequence: Sequence) -> None:
-        """Create the span of the saves, when no transfer of the sequence to the pool is left."""
+        """Create the span of the sequence's saves to the pool. Call this when all of them have ended."""
         saves = sequence.saves
         if saves.ended_at:
             lacking = saves.num_begun - saves.num_done
@@ -162,11 +166,14 @@ class Tracer(SpanSender):
 
     def __init__(self, receiver: str) -> None:
         super().__init__(receiver, SERVICE_NAME, "engine", log)
-        # The arrival of the request that a task of the event loop answers.
+        # The arrival of the request that the current task of the event loop answers.
         self._arrival: ContextVar[_Arrival | None] = ContextVar("arrival", default=None)
 
     def enter_request(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Record that the current task answers a request with these headers: its sequences belong to that trace."""
+        """Record the arrival of a request in the current task, with the trace in its headers.
+
+        ``begin_request`` uses it for the sequences that the task creates.
+        """
         parent, trace_id, result = self._sample(headers, "request")
         is_sampled = result.decision.name == "RECORD_AND_SAMPLE"
         at = time.monotonic()
@@ -174,21 +181,34 @@ class Tracer(SpanSender):
         self._arrival.set(arrival if is_sampled else None)
 
     def begin_request(self) -> RequestTrace | None:
-        """Return the part of a new sequence in the current request's trace; None if the request is not traced."""
+        """Return the trace of a new sequence of the current task's request; None: the request is not traced."""
         arrival = self._arrival.get()
         return None if arrival is None else RequestTrace(self, arrival)
 
     def make_context(self, arrival: _Arrival) -> SpanContext:
-        """Create a new span's context in the trace of a request."""
+        """Return the context of a new span in the trace of a request."""
         state = arrival.parent.trace_state if arrival.parent is not None else None
         flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
         context: SpanContext = self._api.SpanContext(arrival.trace_id, random.getrandbits(64) or 1, False, flags, state)
         return context
 
+    def name_usage(self, sequence: Sequence, num_output_tokens: int) -> dict[str, Any]:
+        """Return the token counts of a sequence as attributes, with the names of OpenTelemetry's conventions."""
+        cached = sequence.own_cached_tokens + sequence.pool_cached_tokens
+        return self._name_usage(sequence.num_prompt_tokens, num_output_tokens, cached, "text_completion")
+
     def add_span(
         self, phase: Phase, epoch: float, context: SpanContext, parent: SpanContext | None, *, is_server: bool
     ) -> None:
-        """Add the span of a phase; ``epoch`` is when ``time.monotonic`` was 0, in seconds since 1970."""
+        """Add the span of a phase.
+
+        Args:
+            phase: the phase.
+            epoch: the time when ``time.monotonic`` was 0, in seconds since 1970.
+            context: the context of the span.
+            parent: the context of the parent span; None: there is none.
+            is_server: whether the span is of the kind "server", for the whole request.
+        """
         times = epoch + phase.start, epoch + phase.end
         kind = self._api.SpanKind.SERVER if is_server else None
         self._add_span(phase.name, context, parent, times, phase.attributes, kind=kind, trouble=phase.trouble)

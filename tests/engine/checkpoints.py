@@ -12,8 +12,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Ernie4_5Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
+    MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -25,6 +31,7 @@ from tests.support.small_model import write_few_words
 __all__ = [
     "ARCHITECTURES",
     "CHECKPOINTS",
+    "GROUPED",
     "VOCAB_SIZE",
     "byte_fallback_tokenizer",
     "config_of",
@@ -70,6 +77,39 @@ CHECKPOINTS: dict[str, Callable[[], Any]] = {
     "ernie4.5-grouped-tied": lambda: Ernie4_5Config(**_SHAPE, num_key_value_heads=2, tie_word_embeddings=True),
 }
 """Architectures, with grouped, single and one-per-head KV heads, and with tied and untied embeddings."""
+
+
+WINDOW = 40
+"""Tokens that a layer with a sliding window sees: no multiple of a block."""
+
+_GROUPED = {**_SHAPE, "num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+GROUPED: dict[str, Callable[[], Any]] = {
+    "gemma2": lambda: Gemma2Config(**_GROUPED, sliding_window=WINDOW, query_pre_attn_scalar=8),
+    "gemma3": lambda: Gemma3TextConfig(
+        **{**_GROUPED, "num_hidden_layers": 7},
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=8,
+        layer_types=[_SLIDING] * 3 + [_FULL] + [_SLIDING] * 2 + [_FULL],
+    ),
+    "gpt-oss": lambda: GptOssConfig(**_GROUPED, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2),
+    "mistral": lambda: MistralConfig(**_GROUPED, sliding_window=WINDOW),
+    "qwen2-windows": lambda: Qwen2Config(
+        **_GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=3
+    ),
+    "cohere2": lambda: Cohere2Config(
+        **_without(_GROUPED, "head_dim"), sliding_window=WINDOW, layer_types=[_SLIDING] * 3 + [_FULL]
+    ),
+    "lfm2": lambda: Lfm2Config(
+        **_without(_GROUPED, "head_dim"), layer_types=["conv", _FULL, "conv", "conv"], conv_bias=True
+    ),
+}
+"""Architectures with several groups of layers, or one without full attention."""
+
+
+def _without(shape: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in shape.items() if key != name}
 
 
 def write_checkpoint(config: Any, folder: Path) -> Path:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.make_model import make_model
-from engine.model.model_runner import load_tokenizer
+from engine.model.checkpoint import load_tokenizer
 from tests.engine.checkpoints import CHECKPOINTS, write_characters_in_parts, write_checkpoint
 from tests.engine.gpu_form import run_as_on_gpu
 from tests.support.device import TEST_DEVICE

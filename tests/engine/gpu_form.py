@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.model import model_runner
-from engine.model.attention import paged, retrieval
+from engine.model.attention import paged, places, retrieval
 from engine.pool.pool_connector import PoolConnector
 
 __all__ = ["attend_as_on_gpu", "run_as_on_gpu"]
@@ -26,7 +26,7 @@ assert paged.form_for(torch.device("cpu")) != _GPU_FORM
 def attend_as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The form of attention that a GPU has, wherever tensors lie."""
     monkeypatch.setattr(paged, "form_for", lambda device: _GPU_FORM)
-    monkeypatch.setattr(paged, "causal_lower_right", _make_bias)
+    monkeypatch.setattr(places, "causal_lower_right", _make_bias)
 
 
 def run_as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

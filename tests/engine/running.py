@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from engine.core import EngineCore, Listener
-from engine.model.model_runner import ModelRunner, load_model_config
+from engine.model.checkpoint import load_model_config
+from engine.model.model_runner import ModelRunner
 from engine.pool.kv_codec import quantised_namespace
 from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.cache_events import CacheEvents
 from engine.scheduling.cache_hints import CacheHint
 from engine.scheduling.request import Request, SamplingParams, TokenOutput
 from engine.scheduling.request import Sequence as EngineSequence
@@ -90,6 +92,7 @@ class Engine:
         retrieval: RetrievalConfig | None = None,
         kv: str = "",
         has_dynamic_weights: bool = False,
+        events: CacheEvents | None = None,
     ) -> None:
         self.block_size = block_size
         self.runner = ModelRunner(
@@ -103,15 +106,16 @@ class Engine:
         self.runner.allocate_kv(num_blocks)
         if retrieval:
             self.runner.enable_retrieval(retrieval, max_num_seqs, num_blocks * block_size)
-        self.blocks = BlockManager(num_blocks)
+        self.blocks = BlockManager(num_blocks, events)
         self.scheduler = Scheduler(
             self.blocks,
             block_size,
             max_num_seqs,
             budget,
-            max_model_len=max_model_len or num_blocks * block_size // 4,
+            max_model_len=max_model_len or num_blocks * block_size // 4 // len(self.runner.groups.members),
             prefix_caching=True,
             pool=bool(store or open_store),
+            groups=self.runner.groups.groups,
         )
         self.metrics = EngineMetrics()
         backend = GuardedBackend(open_store) if open_store else store

@@ -269,7 +269,7 @@ class TestEndpoints:
         with instance.http as client:
             answer = client.post("/reset_prefix_cache?reset_external=true")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_external")
-        assert "not the pool that others share; leave it out" in answer.json()["error"]["message"]
+        assert "not the shared pool; leave it out" in answer.json()["error"]["message"]
 
     def test_health_answers_200(self, instance: Served) -> None:
         with instance.http as client:
@@ -480,7 +480,7 @@ class TestStarting:
             monkeypatch.setattr("kvcommon.ports.time.sleep", end_connection)
             assert main(["--host", "127.0.0.1", "--port", str(port), "--model", str(word_model)]) == 130
         assert interrupt.called
-        assert f"waiting for port {port}: a closed connection still has it" in capsys.readouterr().out
+        assert f"waiting for port {port}, which a closed connection still uses" in capsys.readouterr().out
 
     @pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--pd-comm-port"])
     def test_a_port_that_another_instance_took_while_the_model_was_loaded_is_told_with_its_flag(
@@ -540,7 +540,7 @@ class TestStarting:
     ) -> None:
         monkeypatch.setenv("HF_HOME", str(tmp_path))
         said = self.sentence(capsys, "--model", "Nobody/Has-This-0.5B")
-        assert "model 'Nobody/Has-This-0.5B' is no folder here and was not found among downloaded models" in said
+        assert "model 'Nobody/Has-This-0.5B' is not a folder here and was not found among downloaded models" in said
         assert f"{tmp_path}/hub/models--Nobody--Has-This-0.5B" in said
 
     def test_a_hubs_name_stands_for_the_folder_it_was_downloaded_to(
@@ -554,7 +554,7 @@ class TestStarting:
 
     def test_a_folder_without_a_checkpoint_is_told(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         said = self.sentence(capsys, "--model", str(tmp_path))
-        assert "is not a checkpoint that transformers can load" in said
+        assert f"--model '{tmp_path}' is not a checkpoint: it has no config.json" in said
 
     def test_a_checkpoint_whose_weights_are_missing_is_told(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_checkpoint: Path
@@ -646,7 +646,7 @@ def test_sigterm_lets_answers_end_or_ends_them_and_then_the_process_with_0(
                 assert json.loads(last)["choices"][0]["finish_reason"] == reason
         assert served.process.wait() == 0
         if reason == "abort":
-            line = "stopping: waiting for 1 request that runs\n"
+            line = "stopping: waiting for 1 running request\n"
             assert f"engine.api_server: {line}" in served.process.output
             assert line in served.log.read_text()
         assert "Traceback" not in served.process.output

@@ -69,7 +69,7 @@ def test_log_folder_and_debug_come_from_the_environment() -> None:
     ("line", "named", "remedy"),
     [
         ("--splitwise-role prefil", "--splitwise-role: invalid choice: 'prefil'", "mixed"),
-        ("--kvcache-storage-backend redis", "--kvcache-storage-backend: 'redis' is none of", "mooncake"),
+        ("--kvcache-storage-backend redis", "--kvcache-storage-backend: 'redis' is neither one of", "mooncake"),
         ("--device tpu", "--device: invalid choice: 'tpu'", "cpu"),
         ("--dtype int4", "--dtype: invalid choice: 'int4'", "bfloat16"),
         (
@@ -90,16 +90,16 @@ def test_log_folder_and_debug_come_from_the_environment() -> None:
         ("--metrics-port 9 --pd-comm-port 9", "--pd-comm-port 9 serves HTTP here already", "choose another"),
         ("--max-model-len 0", "--max-model-len: 0 is not a positive number", "see --help"),
         ("--max-model-len 4k", "--max-model-len: '4k' is not a whole number", "see --help"),
-        ("--gpu-memory-utilization 90", "--gpu-memory-utilization: 90 is not a share", "at most 1"),
-        ("--gpu-memory-utilization most", "--gpu-memory-utilization: most is not a share", "at most 1"),
+        ("--gpu-memory-utilization 90", "--gpu-memory-utilization: 90 is not a fraction", "at most 1"),
+        ("--gpu-memory-utilization most", "--gpu-memory-utilization: most is not a fraction", "at most 1"),
         ("--max-num-seqs 64 --max-num-batched-tokens 32", "--max-num-batched-tokens 32", "--max-num-seqs"),
         ("--cache-transfer-protocol rmda", "--cache-transfer-protocol 'rmda'", "ipc, rdma, tcp"),
         ("--cache-transfer-protocol ipc,", "--cache-transfer-protocol 'ipc,'", "ipc, rdma, tcp"),
-        ("--max-modle-len 5", "'--max-modle-len' is no flag", "did you mean --max-model-len?"),
+        ("--max-modle-len 5", "'--max-modle-len' is not a flag", "did you mean --max-model-len?"),
         ("--kvcache-storage-backends=file", "'--kvcache-storage-backends'", "did you mean --kvcache-storage-backend?"),
-        ("--quantization wint4", "--quantization: this engine computes with the weights", "leave it out"),
-        ("--log-dir x", "'--log-dir' is no flag", "see --help"),  # FD_LOG_DIR says it
-        ("stray", "'stray' is no flag", "see --help"),
+        ("--quantization wint4", "--quantization: this engine uses the checkpoint's weights", "leave it out"),
+        ("--log-dir x", "'--log-dir' is not a flag", "see --help"),  # FD_LOG_DIR says it
+        ("stray", "'stray' is not a flag", "see --help"),
         ("--port", "--port: expected one argument", "see --help"),
     ],
 )
@@ -145,8 +145,8 @@ def test_the_flag_that_turns_sparse_attention_off_goes_before_its_plugin() -> No
 def test_sizes_of_sparse_attention_that_is_off_are_said_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
     parse("--model m", {"VLLM_RETRIEVAL_TOPK_PERCENT": "0.5", "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "many"})
     assert caplog.messages == [
-        "Retrieval is off, so nothing reads VLLM_RETRIEVAL_INIT_TOKENS_NUM, VLLM_RETRIEVAL_TOPK_PERCENT; "
-        "add --enable-retrieval"
+        "Retrieval is off, so these variables have no effect: VLLM_RETRIEVAL_INIT_TOKENS_NUM, "
+        "VLLM_RETRIEVAL_TOPK_PERCENT; add --enable-retrieval"
     ]
 
 
@@ -184,10 +184,18 @@ def test_flags_of_sparse_attention_go_before_its_variables() -> None:
             {"VLLM_PLUGINS": "retrieval"},
             "VLLM_PLUGINS names retrieval: no prompt reaches --retrieval-dense-boundary",
         ),
-        ("--enable-retrieval --retrieval-local-tokens 64", {}, "--retrieval-local-tokens 64 is not more than a block"),
-        ("--enable-retrieval --retrieval-topk-percent 1.5", {}, "--retrieval-topk-percent: 1.5 is not a share"),
-        ("--enable-retrieval --retrieval-init-tokens 3X", {}, "'3X' is no number of tokens, such as 1024 or 32K"),
-        ("--enable-retrieval", {"VLLM_RETRIEVAL_TOPK_PERCENT": "0"}, "VLLM_RETRIEVAL_TOPK_PERCENT: 0 is not a share"),
+        (
+            "--enable-retrieval --retrieval-local-tokens 64",
+            {},
+            "--retrieval-local-tokens 64 is not more than one block",
+        ),
+        ("--enable-retrieval --retrieval-topk-percent 1.5", {}, "--retrieval-topk-percent: 1.5 is not a fraction"),
+        ("--enable-retrieval --retrieval-init-tokens 3X", {}, "'3X' is not a number of tokens, such as 1024 or 32K"),
+        (
+            "--enable-retrieval",
+            {"VLLM_RETRIEVAL_TOPK_PERCENT": "0"},
+            "VLLM_RETRIEVAL_TOPK_PERCENT: 0 is not a fraction",
+        ),
         ("--enable-retreival", {}, "did you mean --enable-retrieval?"),
     ],
 )
@@ -211,7 +219,7 @@ import engine
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert ended.stderr.startswith(begins)
-    assert "the engine needs torch: pip install '/path/to/this/repository[engine]'" in ended.stderr
+    assert "the engine needs torch; run pip install '/path/to/this/repository[engine]'" in ended.stderr
 
 
 def test_what_is_no_flag_is_said_before_what_is_missing() -> None:

@@ -17,6 +17,7 @@ from engine.scheduling.request import Request, SamplingParams, Sequence, State
 from engine.scheduling.scheduler import Reservation
 from kvstore_backend import BlockPool, Status
 from kvstore_backend.stores.memory import MemoryStore
+from tests.engine.checkpoints import GROUPED, write_checkpoint
 from tests.engine.faulty_store import FaultyStore
 from tests.engine.running import Answering, Engine
 from tests.support.waiting import wait_until
@@ -209,7 +210,7 @@ def test_a_hand_over_that_fails_ends_its_own_sequence_only_and_gives_its_blocks_
 
 
 def test_a_sequence_that_can_never_run_to_its_end_is_refused(engine: Engine) -> None:
-    with pytest.raises(ValueError, match=r"1025 tokens do not fit in KV memory for 1024"):
+    with pytest.raises(ValueError, match=r"1025 tokens do not fit in KV memory, which has space for 1024"):
         engine.begin([1] * 25, 1000)
     assert engine.answer([1] * 24, 1).finish_reason == "length"
 
@@ -285,10 +286,10 @@ def test_a_stop_that_takes_long_tells_what_it_waits_for(tiny_checkpoint: Path, m
         wait_until(lambda: engine.scheduler.running, "the prompt to be computed")
         stopping = threading.Thread(target=engine.core.stop)
         stopping.start()
-        assert engine.core.holds_stop_up == "the step that runs"
+        assert engine.core.holds_stop_up == "the running step"
         go.set()
         wait_until(lambda: not engine.core.is_alive, "the loop to end")
-        assert engine.core.holds_stop_up == "1 block on its way to the pool"
+        assert engine.core.holds_stop_up == "1 block that is being saved to the pool"
         store.go_on()
         stopping.join()
 
@@ -320,3 +321,56 @@ def test_blocks_of_a_prompt_whose_kv_is_no_number_are_shared_with_nobody(
         assert again.sequence.own_cached_tokens == engine.block_size
     with Engine(tiny_checkpoint, store=store, budget=16) as other:
         assert other.answer(PROMPT, 4).wait() == expected
+
+
+@pytest.mark.parametrize("evicted", [False, True], ids=["cached", "evicted"])
+def test_broken_blocks_that_a_window_has_passed_are_shared_with_nobody(
+    evicted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the logits show the failure, the first broken blocks are behind the window, and perhaps only in the pool."""
+    checkpoint = write_checkpoint(GROUPED["mistral"](), tmp_path)
+    prompt, store = list(range(1, 151)), MemoryStore(64 << 20)
+    with Engine(checkpoint, store=store, budget=16) as engine:
+        expected = engine.answer(prompt, 4, salt="other").wait()
+        run, num_steps = engine.runner.run, 0
+
+        def run_and_spoil(chunks: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            choices = run(chunks)
+            if num_steps == 4:
+                engine.runner.kv[chunks[0].sequence.block_table[2]] = float("nan")
+            if num_steps == 8 and evicted:
+                blocks = engine.blocks
+                blocks.release_blocks(blocks.allocate_blocks(blocks.num_available))
+            return choices
+
+        monkeypatch.setattr(engine.runner, "run", run_and_spoil)
+        failed = engine.answer(prompt, 4)
+        assert (failed.wait(), failed.finish_reason) == ([], "error")
+        pool = BlockPool(store, engine.runner.namespace)
+        wait_until(lambda: not any(pool.exists(failed.sequence.hashes()[2:])), "the removal")
+        again = engine.answer(prompt, 4)
+        assert (again.wait(), again.finish_reason) == (expected, "length")
+    with Engine(checkpoint, store=store, budget=16) as other:
+        assert other.answer(prompt, 4).wait() == expected
+
+
+def test_the_memory_of_broken_blocks_does_not_break_later_sequences(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(tiny_checkpoint, num_blocks=12) as engine:
+        prompts = [PROMPT[:20], PROMPT[:37]]
+        expected = [engine.answer(prompt, 4, salt="before").wait() for prompt in prompts]
+        run = engine.runner.run
+
+        def run_and_spoil(chunks: Any) -> Any:
+            choices = run(chunks)
+            engine.runner.kv[chunks[0].sequence.block_table[0]] = float("nan")
+            monkeypatch.setattr(engine.runner, "run", run)
+            return choices
+
+        monkeypatch.setattr(engine.runner, "run", run_and_spoil)
+        assert engine.answer(list(range(100, 240)), 4).wait() == []
+        both = [engine.begin(prompt, 4, salt="after") for prompt in prompts]
+        assert [asked.wait() for asked in both] == expected

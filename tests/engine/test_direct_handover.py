@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.disaggregation import Prompt
-from engine.disaggregation.landing import digest_values
+from engine.disaggregation.incoming import digest_values
 from engine.protocol import DisaggregateInfo
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.request import Sequence as EngineSequence
@@ -392,7 +392,7 @@ async def test_a_prefill_that_hangs_holds_up_no_request_of_decodes_own(
         scripted_prefill(pair, request_id="all", num_tokens=19 * BLOCK, hashes=[]) as wants_all,
         scripted_prefill(pair, request_id="much", num_tokens=12 * BLOCK, hashes=[]) as wants_much,
     ):
-        assert await wants_all.hear() == {"type": "refused", "reason": "no room"}
+        assert await wants_all.hear() == {"type": "refused", "reason": "not enough free blocks"}
         assert (await wants_much.hear())["type"] == "reserved"
         assert tokens_of(await all_of(pair.decode.generations.begin(request, None))) == expected
         wants_much.say("failed", reason="no reason")

@@ -133,7 +133,10 @@ def test_answers_with_everything_on_are_those_of_transformers(checkpoint: Path, 
     ):
         turns = next_turns(PROMPTS, check(roomy, PROMPTS))
         # The next turns of all conversations, on another instance that has too few blocks for them ...
-        check(small, turns)
+        for _ in range(5):  # whether enough requests run at the same time depends on how quickly each one loads
+            check(small, turns)
+            if small.metric("kvstore_preemptions_total"):
+                break
         assert small.metric("kvstore_preemptions_total") > 0
         assert small.metric("kvstore_pool_cached_tokens_total") > 0.6 * full_blocks(turns)
         # ... and on the first one, whose own cache has the first turns, and the pool some of what the other saved.

@@ -193,7 +193,7 @@ def test_flags_that_the_engine_has_are_taken(line: str) -> None:
 @pytest.mark.parametrize("line", rows(WITHOUT_EFFECT))
 def test_flags_that_change_nothing_here_are_taken_and_told(line: str) -> None:
     flag = line.split()[0]
-    assert parse(line).remarks == (f"FastDeploy's flags that have no effect here: {flag}",)
+    assert parse(line).remarks == (f"these flags of FastDeploy have no effect here: {flag}",)
 
 
 @pytest.mark.parametrize("line", rows(REFUSED))
@@ -208,7 +208,7 @@ def test_what_the_engine_cannot_do_is_refused_in_one_sentence(line: str) -> None
 
 def test_one_line_names_all_flags_without_effect_each_once() -> None:
     args = parse("--workers 1 --enable-chunked-prefill --port 9 --workers 2")
-    assert args.remarks == ("FastDeploy's flags that have no effect here: --workers, --enable-chunked-prefill",)
+    assert args.remarks == ("these flags of FastDeploy have no effect here: --workers, --enable-chunked-prefill",)
     assert args.port == 9
 
 
@@ -231,7 +231,7 @@ def test_a_beginning_means_what_it_meant_before_newer_flags_came() -> None:
 
 
 def test_a_beginning_of_several_flags_is_refused_with_their_names() -> None:
-    with pytest.raises(ConfigError, match="'--max-num-' is the beginning of --max-num-seqs, --max-num-batched-tokens"):
+    with pytest.raises(ConfigError, match=r"'--max-num-' is ambiguous; .*: --max-num-seqs, --max-num-batched-tokens"):
         parse("--max-num- 8")
 
 
@@ -264,9 +264,9 @@ class TestConfigFile:
             "model: m\nworkers: 4\nenable_chunked_prefill: true\nenable_mm: false\ngraph_optimization_config: {a: 1}\n"
         )
         args = self.parse_file(tmp_path, f"{text}colour: blue\n")
-        assert args.remarks[0].endswith("config.yaml: no flags are called colour")
+        assert args.remarks[0].endswith("config.yaml: these names are not flags and are ignored: colour")
         told = "--workers, --enable-chunked-prefill, --graph-optimization-config"
-        assert args.remarks[1] == f"FastDeploy's flags that have no effect here: {told}"
+        assert args.remarks[1] == f"these flags of FastDeploy have no effect here: {told}"
 
     @pytest.mark.parametrize(("said", "is_on"), [("'true'", True), ("'False'", False), ("1", True), ("0", False)])
     def test_a_switch_may_be_text_or_a_number(self, tmp_path: Path, said: str, *, is_on: bool) -> None:
@@ -280,7 +280,7 @@ class TestConfigFile:
             self.parse_file(tmp_path, f"model: m\ndynamic_load_weight: {said}\n")
 
     def test_what_is_refused_on_the_command_line_is_refused_in_the_file(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="--quantization: this engine computes"):
+        with pytest.raises(ConfigError, match="--quantization: this engine uses"):
             self.parse_file(tmp_path, "model: m\nquantization: wint8\n")
         with pytest.raises(ConfigError, match="--tensor-parallel-size 2: this engine runs a model on one device"):
             self.parse_file(tmp_path, "model: m\ntensor_parallel_size: 2\n")
@@ -305,7 +305,7 @@ def test_a_key_is_not_repeated() -> None:
 
 
 def test_keys_in_the_environment_are_refused_as_the_flag_is_and_not_repeated() -> None:
-    with pytest.raises(ConfigError, match="FD_API_KEY: this engine asks for no keys") as caught:
+    with pytest.raises(ConfigError, match="FD_API_KEY: this engine checks no API keys") as caught:
         parse_args(["--model", "m"], {"FD_API_KEY": "hidden,other"})
     assert "hidden" not in str(caught.value)
     parse_args(["--model", "m"], {"FD_API_KEY": ""})  # FastDeploy has no key then

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.apis.completions import CompletionResponse, Completions
+from engine.apis.completion_response import CompletionResponse
+from engine.apis.completions import Completions
 from engine.generation import Generations
 from engine.protocol import (
     AbortBody,
@@ -101,25 +102,39 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
             for name, value, said in [
                 ("tool_choice", "required", 'this engine cannot force a call; give "auto" or "none"'),
                 ("tool_choice", {"type": "function"}, "this engine cannot force a call"),
-                ("functions", [{"name": "f"}], "this engine knows no functions; give tools"),
+                ("functions", [{"name": "f"}], "this engine does not support functions; give tools"),
                 ("function_call", {"name": "f"}, "this engine cannot force a call"),
                 ("modalities", ["text", "audio"], 'this engine answers in text only; give ["text"]'),
                 ("audio", {"voice": "alloy"}, "this engine answers in text only"),
                 ("prediction", {"content": "a"}, "this engine does not compare"),
-                ("web_search_options", {}, "this engine searches nothing"),
+                ("web_search_options", {}, "this engine does not support search"),
                 ("reasoning_effort", "high", "it is a variable of some chat templates; give it in chat_template_kw"),
                 ("enable_thinking", False, "it is a variable of chat templates; give it in chat_template_kwargs"),
                 ("chat_template", "{{ 1 }}", "this engine renders messages by the checkpoint's own template"),
-                ("guided_json", {"type": "object"}, "this engine holds answers to no form; ask for the form"),
-                ("guided_choice", ["a"], "this engine holds answers to no form"),
-                ("bad_words", ["river"], "this engine forbids no words"),
-                ("skip_special_tokens", False, "this engine leaves special tokens out"),
-                ("prompt_logprobs", 1, "this engine tells probabilities of the answer only"),
+                (
+                    "guided_json",
+                    {"type": "object"},
+                    "this engine does not support structured output; describe the format",
+                ),
+                ("guided_choice", ["a"], "this engine does not support structured output"),
+                ("bad_words", ["river"], "this engine cannot ban words"),
+                ("skip_special_tokens", False, "this engine always omits special tokens"),
+                ("prompt_logprobs", 1, "this engine reports probabilities only for the answer"),
             ]
         ),
-        ("text", {"prompt": "a", "guided_regex": "a+"}, "guided_regex", "this engine holds answers to no form"),
-        ("text", {"prompt": "a", "use_beam_search": True}, "use_beam_search", "this engine does not search by beams"),
-        ("chat", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "does not tell the model of tools"),
+        (
+            "text",
+            {"prompt": "a", "guided_regex": "a+"},
+            "guided_regex",
+            "this engine does not support structured output",
+        ),
+        (
+            "text",
+            {"prompt": "a", "use_beam_search": True},
+            "use_beam_search",
+            "this engine does not support beam search",
+        ),
+        ("chat", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "does not support tools"),
         ("chat", {"messages": MESSAGES, "temperature": -1}, "temperature", "greater than or equal to 0, but it is -1"),
         ("chat", {"messages": MESSAGES, "temperature": "hot"}, "temperature", "valid number"),
         ("chat", {"messages": MESSAGES, "top_p": 1.5}, "top_p", "less than or equal to 1, but it is 1.5"),
@@ -175,7 +190,7 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
                 "chat",
                 {"messages": MESSAGES, "chat_template_kwargs": {name: value}},
                 "chat_template_kwargs",
-                f"{name} is no variable of the checkpoint's chat template; leave it out",
+                f"{name} is not a variable of the checkpoint's chat template; leave it out",
             )
             for name, value in [("chat_template", "{{ 'of a client' }}"), ("tokenize", True)]
         ),
@@ -188,8 +203,18 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
         ("text", {"prompt": ["a", ""]}, "prompt.1", "prompt.1: it is missing or empty"),
         ("text", {"prompt": [[1], []]}, "prompt.1", "prompt.1: it is missing or empty"),
         ("text", {"prompt": [[1], [2, 1500]]}, "prompt.1", "prompt.1: token id 1500 is not in [0, 1500)"),
-        ("text", {"prompt": ["a"] * 1025}, "prompt", "1025 prompts with n 1; one request may have 1024 answers"),
-        ("text", {"prompt": ["a"] * 9, "n": 128}, "prompt", "9 prompts with n 128; one request may have 1024 answers"),
+        (
+            "text",
+            {"prompt": ["a"] * 1025},
+            "prompt",
+            "1025 prompts with n 1; at most 1024 answers per request are allowed",
+        ),
+        (
+            "text",
+            {"prompt": ["a"] * 9, "n": 128},
+            "prompt",
+            "9 prompts with n 128; at most 1024 answers per request are allowed",
+        ),
         (
             "text",
             {"prompt": ["a", "b"], "completion_token_ids": [1]},
@@ -421,7 +446,7 @@ def test_min_tokens_of_an_answer_that_every_token_would_end_is_refused(word_toke
     ends = frozenset({0, 2})
     completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, eos_token_ids=ends)
     fields = {"prompt": "a", "stop_token_ids": list(range(1, VOCAB_SIZE)), "min_tokens": 1}
-    with pytest.raises(ApiError, match="every token ends the answer, and none that does may come") as caught:
+    with pytest.raises(ApiError, match="every token would end the answer") as caught:
         start(completions, "text", fields)
     assert (caught.value.status, caught.value.param) == (400, "stop_token_ids")
     for harmless in ({"min_tokens": 0}, {"stop_token_ids": list(range(2, VOCAB_SIZE))}):

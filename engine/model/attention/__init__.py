@@ -1,9 +1,10 @@
-"""Attention over paged KV memory, registered through transformers' AttentionInterface.
+"""Attention over paged KV memory, for transformers' AttentionInterface.
 
-paged.py        KV memory in blocks, and exact attention over it
-retrieval.py    sparse attention: initial blocks, the window, and the best blocks by an index
-block_index.py  one vector for each block and KV head, searched for the blocks that matter to a query
-plan.py         the blocks that one step reads, as tables for all of its layers
-pages.py        attention to chosen blocks in place
-working_set.py  GPU copies of blocks in host memory, for attention
+paged.py        full attention over KV memory
+places.py       computes where the tokens of a step are in KV memory, for each group of layers
+retrieval.py    sparse attention: reads the initial blocks, the window, and the best of the other blocks
+block_index.py  the index of sparse attention: finds the blocks that matter most to a query
+plan.py         tables of the blocks that sparse attention reads in one step
+pages.py        attention to chosen blocks, without a copy of them on a CPU
+working_set.py  copies of blocks from host memory on a GPU, for offloaded sequences
 """

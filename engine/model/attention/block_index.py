@@ -1,20 +1,23 @@
-"""Finds the blocks of a long sequence that matter to a query, by one vector for each block and KV head.
+"""The index of sparse attention: finds the blocks of a long sequence that matter most to a query.
 
-The score of a block is the inner product of its representative with the query. A representative is made from a block's
-keys ``k`` (after RoPE), and compared with a form of the query ``q``:
+The index has one vector for each block and KV head, the representative of the block. It is computed from the keys ``k``
+of the block (after RoPE). The score of a block is the inner product of its representative with a vector that is
+computed from the query ``q``:
 
 ============  ====================  ========================  =================================================
-``mean``      mean(k)               q                         the method's own
-``mean_std``  mean(k), std(k)       q, |q|                    one deviation above the mean score
-``min_max``   min(k), max(k)        min(q, 0), max(q, 0)      the greatest score that any key within these bounds
-                                                              could have (Quest, Tang et al. 2024)
+kind          representative        vector of the query       meaning of the score
+============  ====================  ========================  =================================================
+``mean``      mean(k)               q                         the mean score of the keys
+``mean_std``  mean(k), std(k)       q, |q|                    the mean score plus one standard deviation
+``min_max``   min(k), max(k)        min(q, 0), max(q, 0)      an upper bound of the scores of the keys (Quest,
+                                                              Tang et al. 2024)
 ============  ====================  ========================  =================================================
 
-The query heads that share a KV head share the recalled blocks. Each head turns its scores into shares (softmax), so
-that no head dominates the others through the length of its query. A block's rank is its greatest share in any head.
+The query heads of one KV head read the same blocks. For each query head the scores become shares (softmax), so that
+heads with long query vectors do not dominate. The rank of a block is its largest share among these heads.
 
-An exact search is the fastest here: 1024 blocks take 0.2 ms per head; an approximate index takes longer and misses some
-blocks.
+The search compares all representatives, which takes 0.2 ms for 1024 blocks and one head. An approximate index took
+longer and missed blocks.
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
 
     Args:
         kind: one of ``REPRESENTATIVES``.
-        keys: ``[..., tokens, head_dim]``.
+        keys: the keys of the blocks, ``[..., tokens, head_dim]``.
 
     Returns:
-        ``[..., width]``.
+        The representatives, ``[..., width]``.
     """
     if kind == "mean":
         return keys.mean(-2)
@@ -48,12 +51,12 @@ def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
 
 
 def width_of(kind: str, head_dim: int) -> int:
-    """Return how many numbers a representative has."""
+    """Return the number of elements of a representative."""
     return head_dim if kind == "mean" else 2 * head_dim
 
 
 def query_of(kind: str, queries: torch.Tensor) -> torch.Tensor:
-    """Convert queries ``[..., head_dim]`` to the form that is compared with representatives: ``[..., width]``."""
+    """Compute the vectors ``[..., width]`` of queries ``[..., head_dim]``, for the product with representatives."""
     if kind == "mean":
         return queries
     if kind == "mean_std":
@@ -62,26 +65,26 @@ def query_of(kind: str, queries: torch.Tensor) -> torch.Tensor:
 
 
 def best_blocks(scores: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Return the blocks to recall for each KV head.
+    """Return the blocks with the highest ranks for each KV head.
 
     Args:
-        scores: ``[..., kv_heads, group, blocks]``, as inner products scaled like attention's; minus infinity for a
-            block that must not be found.
-        num_blocks: how many, at most as many as there are.
+        scores: the scores of the blocks, multiplied by the scale of attention, ``[..., kv_heads, group, blocks]``.
+            Blocks with minus infinity have the lowest rank.
+        num_blocks: number of blocks to return for each KV head.
 
     Returns:
-        Their numbers ``[..., kv_heads, num_blocks]``, the best first.
+        Indexes of blocks ``[..., kv_heads, num_blocks]``, the best first.
     """
     return scores.log_softmax(-1).amax(-2).topk(num_blocks, dim=-1).indices
 
 
 class Search:
-    """A search for several sequences, each in a row of the index. It is the same in all layers, so it is made once.
+    """Describes a search in the index for several sequences. All layers use the same object.
 
     Args:
-        rows: the rows of these sequences.
-        outside: for each sequence the range of blocks that are looked up: the first, and the end.
-        num_blocks: the largest number of blocks that any sequence needs.
+        rows: the row of each sequence in the index.
+        outside: for each sequence the range of blocks to search: the first block, and the block after the last one.
+        num_blocks: number of blocks to find for each sequence.
         device: the device of the index.
     """
 
@@ -91,47 +94,56 @@ class Search:
         self.num_blocks = num_blocks
         self.rows = rows
         self.all_rows = slice(min(rows), max(rows) + 1)
-        """The span of these rows, including rows between them."""
+        """The smallest slice of the index that has all of these rows."""
         [self.places] = send_numbers([[row - min(rows) for row in rows]], device)
-        """The positions of the requested rows in the span."""
+        """The positions of the rows in ``all_rows``."""
         self.all_blocks = slice(min(first for first, _ in outside), max(stop for _, stop in outside))
         firsts, stops = torch.tensor(outside).t()[:, :, None, None, None]
         numbers = torch.arange(self.all_blocks.start, self.all_blocks.stop)
         self.hidden = send_tensor((numbers < firsts) | (numbers >= stops), device)
-        """Blocks that a sequence does not look up, as a mask over all blocks, ``[sequences, 1, 1, blocks]``."""
+        """Mask of the blocks in ``all_blocks`` that are not searched for a sequence, ``[sequences, 1, 1, blocks]``."""
 
 
 class Index(Protocol):
     """Interface of an index that finds blocks, such as ``BlockIndex``."""
 
     def add_blocks(self, row: int, first: int, keys: torch.Tensor) -> None:
-        """Add blocks to a row, from number ``first`` on: keys ``[blocks, layers, kv_heads, tokens, head_dim]``."""
-
-    def search_blocks(self, layer: int, search: Search, queries: torch.Tensor, scale: float) -> torch.Tensor:
-        """Find the best blocks for one query of each of several sequences, without a wait for the device.
+        """Add blocks of a sequence to its row.
 
         Args:
-            layer: the layer of the blocks.
-            search: the sequences, and which of their blocks are searched.
-            queries: ``[sequences, kv_heads, group, head_dim]``.
+            row: the row of the sequence.
+            first: the number of the first of these blocks in the sequence.
+            keys: the keys of the blocks, ``[blocks, layers, kv_heads, tokens, head_dim]``.
+        """
+
+    def search_blocks(self, layer: int, search: Search, queries: torch.Tensor, scale: float) -> torch.Tensor:
+        """Find the best blocks for one query of each sequence. The host does not wait for the device.
+
+        Args:
+            layer: the layer of the queries.
+            search: the sequences, and the blocks to search.
+            queries: the queries, ``[sequences, kv_heads, group, head_dim]``.
             scale: the scale of attention's scores.
 
         Returns:
-            Numbers of blocks ``[sequences, kv_heads, search.num_blocks]``, the best first. If a sequence looks up fewer
-            blocks, its last numbers are undefined.
+            Numbers of blocks in their sequences, ``[sequences, kv_heads, search.num_blocks]``, the best first. If
+            fewer blocks of a sequence are searched, its last numbers are undefined.
         """
 
 
 class BlockIndex(Index):
-    """The representatives of several sequences, each in a row of its own.
+    """An index that compares the query with the representatives of all blocks.
 
-    Ownership: the user of a row adds a block before it searches for it; the next user need not clear anything.
+    Each sequence uses one row. A new sequence may use the row of an ended one without clearing it, because only blocks
+    that the new sequence has added are searched.
 
     Args:
         kind: one of ``REPRESENTATIVES``.
-        rows: the maximum number of concurrent sequences.
+        rows: maximum number of concurrent sequences.
         num_layers, num_kv_heads, head_dim: the dimensions of KV memory.
-        max_blocks: the maximum number of blocks of one sequence.
+        max_blocks: maximum number of blocks of a sequence.
+        dtype: dtype of the representatives.
+        device: the device of the index.
     """
 
     def __init__(
@@ -147,15 +159,15 @@ class BlockIndex(Index):
         device: torch.device,
     ) -> None:
         if kind not in REPRESENTATIVES:
-            raise ValueError(f"{kind!r} is no representative; there are {', '.join(REPRESENTATIVES)}")
+            raise ValueError(f"{kind!r} is not a representative; use one of {', '.join(REPRESENTATIVES)}")
         self.kind = kind
-        # The blocks of a row that belong to one head are contiguous: a search reads them as one matrix, without a copy.
+        # The representatives of one row and head are contiguous, so that a search reads them as a matrix, without copy.
         shape = (num_layers, rows, num_kv_heads, max_blocks, width_of(kind, head_dim))
         self._vectors = torch.empty(shape, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Size of all rows in bytes."""
+        """Size of the index in bytes."""
         return self._vectors.numel() * self._vectors.element_size()
 
     def add_blocks(self, row: int, first: int, keys: torch.Tensor) -> None:
@@ -164,7 +176,7 @@ class BlockIndex(Index):
 
     def search_blocks(self, layer: int, search: Search, queries: torch.Tensor, scale: float) -> torch.Tensor:
         vectors = self._vectors[layer, search.all_rows, :, search.all_blocks]
-        # The results of the rows between are not used: selecting rows would copy them.
+        # Rows of other sequences in this slice are computed, too: to select rows would copy them.
         by_row = queries.new_zeros(len(vectors), *queries.shape[1:])
         by_row[search.places] = queries * scale
         scores = (query_of(self.kind, by_row) @ vectors.transpose(-1, -2))[search.places]

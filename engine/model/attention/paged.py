@@ -1,159 +1,83 @@
-"""Exact attention over paged KV memory, for any model that uses transformers' AttentionInterface.
+"""Full attention over paged KV memory, for models that use transformers' AttentionInterface.
 
-KV memory is one tensor ``[block, layer, k/v, kv_head, token, head_dim]``: a block is one contiguous span, which a pool
-stores as one value. A forward pass runs all chunks of a step as one row of tokens; ``PagedBatch`` says which tokens
-belong to which sequence, and reaches ``paged_attention`` as a keyword argument that transformers passes through every
-model's layers untouched.
+KV memory is one tensor ``[block, layer, k/v, kv_head, token, head_dim]``. So a block is contiguous, and the pool stores
+it as one value. If the model has several groups of layers (``layer_groups.py``), a block belongs to one group, and the
+second axis is the place of a layer in its group.
 
-The host never waits for the device here: all numbers of a step are computed on the host and sent in one copy, and no
-tensor's shape or address depends on another's values.
+A forward pass computes all chunks of a step as one row of tokens. ``PagedBatch`` says which tokens belong to which
+sequence. The model is called with the keyword argument ``paged``, and transformers passes it on to ``paged_attention``
+in each layer.
+
+The host does not wait for the device here. All numbers of a step are computed on the host and sent in one copy, and the
+shape of a tensor never depends on values on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from engine.model.attention.places import AttentionForm, ChunkShape, Decodes, StatePlan, States, TablePlan, Tables
 from engine.model.attention.retrieval import Retrieval, SparseState
 from engine.model.device_copies import send_numbers
+from engine.model.layer_groups import LayerGroups
 
 __all__ = ["ATTENTION_NAME", "AttentionForm", "ChunkShape", "PagedBatch", "form_for", "register_attention"]
 
 ATTENTION_NAME = "kvstore_paged"
 
-
-@dataclass(frozen=True)
-class AttentionForm:
-    """The form of attention that is fastest on a kind of device; all forms compute the same result.
-
-    ``max_gathered_bytes`` of K and V are gathered before attention reads them. Decodes of different lengths are padded
-    to the longest as long as a group's total is at most ``joined_bytes``. With ``has_causal_kernels`` the kernel
-    computes from two lengths which tokens a chunk of a prompt may see, and a bias of KV's dtype hides the padding of a
-    decode;
-    without, masks do both.
-    """
-
-    max_gathered_bytes: int
-    joined_bytes: int
-    has_causal_kernels: bool
+_MAX_SCORE_BYTES = 64 << 20
+"""Maximum size in bytes of the scores that attention with soft-capping or sinks computes at a time."""
 
 
-# On a CPU, gather as much as stays in a cache: decodes over 2,000 tokens each took 35 ms for 16 sequences and 8 layers,
-# and 71 ms when everything was gathered first. On other devices a further group costs as much as reading some MiB.
+# On a CPU, only as much K and V is gathered at a time as stays in a cache. Decodes of 16 sequences with 2,000 tokens
+# each, in 8 layers, took 35 ms, and 71 ms if all K and V of a layer were gathered first. On a GPU each further group of
+# decodes costs as much time as reading some MiB, so there are fewer and larger groups.
 _ON_CPU = AttentionForm(4 << 20, 0, False)
 _ELSEWHERE = AttentionForm(256 << 20, 32 << 20, True)
 
 
 def form_for(device: torch.device) -> AttentionForm:
-    """Return the form of attention for a device."""
+    """Return the fastest form of attention for a device."""
     return _ON_CPU if device.type == "cpu" else _ELSEWHERE
 
 
 @dataclass(frozen=True)
-class ChunkShape:
-    """One chunk: ``num_tokens`` new tokens after ``num_computed`` with KV, in the blocks of ``block_table``.
-
-    With ``samples`` the caller needs the logits after its last token. With ``sparse_state`` it is one token of a
-    sequence that decodes sparsely; then only the newest of its blocks must be in KV memory.
-    """
-
-    num_computed: int
-    num_tokens: int
-    block_table: Sequence[int]
-    samples: bool = True
-    sparse_state: SparseState | None = None
-
-    @property
-    def context_length(self) -> int:
-        """Number of tokens that the chunk's last token attends to, itself included."""
-        return self.num_computed + self.num_tokens
-
-    def list_positions(self) -> range:
-        """Return the positions of the chunk's tokens in their sequence."""
-        return range(self.num_computed, self.context_length)
-
-    def list_write_blocks(self, block_size: int) -> Iterator[int]:
-        """Yield the block of each of the chunk's tokens."""
-        for number in range(self.num_computed // block_size, self.count_blocks(block_size)):
-            start, stop = max(self.num_computed, number * block_size), (number + 1) * block_size
-            yield from repeat(self.block_table[number], min(stop, self.context_length) - start)
-
-    def count_blocks(self, block_size: int) -> int:
-        """Return the number of blocks that the chunk attends to."""
-        return -(-self.context_length // block_size)
-
-
-@dataclass(frozen=True)
-class _Prefill:
-    """A chunk of several tokens: rows ``start:stop`` of the step's row of tokens."""
-
-    start: int
-    stop: int
-    context: int
-    pages: torch.Tensor  # [2 * kv_heads * n], see PagedBatch._find_pages
-    mask: torch.Tensor | None  # [tokens, context]; None: no context before it, plain causal attention
-
-
-@dataclass(frozen=True)
-class _Decodes:
-    """Chunks of one token each, padded to the longest."""
-
-    rows: torch.Tensor | None  # [N] rows of the step's row of tokens; None: all of them, in order
-    pages: torch.Tensor  # [2 * N * kv_heads * n], see PagedBatch._find_pages
-    width: int  # number of tokens attended to
-    mask: torch.Tensor | None  # [N, 1, 1, width]; None: all have the same length
-
-
-@dataclass(frozen=True)
 class _Sparse:
-    """Chunks of one token each with sparse attention."""
+    """The chunks of a step that use sparse attention; each has one token."""
 
-    rows: torch.Tensor  # [N] rows of the step's row of tokens
+    rows: torch.Tensor  # [N], position of each chunk's token in the step's row of tokens
     states: list[SparseState]
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Chunks grouped by their kind of attention, each with the row of its first token."""
-
-    prefills: list[tuple[int, ChunkShape]] = field(default_factory=list)
-    singles: list[tuple[int, ChunkShape]] = field(default_factory=list)
-    sparse: list[tuple[int, SparseState]] = field(default_factory=list)
-
-    @classmethod
-    def of_chunks(cls, chunks: Sequence[ChunkShape]) -> _Places:
-        """Group chunks that follow each other in the step's row of tokens."""
-        places, start = cls(), 0
-        for chunk in chunks:
-            if chunk.sparse_state is not None:
-                places.sparse.append((start, chunk.sparse_state))
-            else:
-                (places.singles if chunk.num_tokens == 1 else places.prefills).append((start, chunk))
-            start += chunk.num_tokens
-        return places
-
-
 class PagedBatch:
-    """Positions of one step's tokens in KV memory, computed once for all layers.
+    """The tokens of one step, and their places in KV memory. Created once, and used by all layers.
 
     Args:
         kv: the KV memory, ``[block, layer, 2, kv_head, token, head_dim]``.
-        chunks: the step's chunks, in the order of their tokens in the row.
-        token_ids: the tokens of all chunks, one after the other.
-        retrieval: owns the sparse states of the chunks, if they have any.
+        chunks: the chunks of the step.
+        token_ids: the tokens of all chunks, in the same order.
+        retrieval: computes sparse attention; None: it is not enabled.
+        groups: the groups of layers. Default: one group with full attention.
 
     Attributes:
-        input_ids: ``[1, tokens]``.
-        position_ids: ``[1, tokens]``.
-        write_blocks: ``[tokens]``, the block of each token, and ``write_offsets`` its position there.
-        logit_rows: rows of the last tokens of all chunks that sample; the first one's if none does.
-        layers: the layers that have attended so far.
+        input_ids: the tokens, ``[1, tokens]``.
+        position_ids: the position of each token in its sequence, ``[1, tokens]``.
+        write_offsets: the position of each token in its block, ``[tokens]``.
+        logit_rows: the position in the row of the last token of each chunk that samples. If no chunk samples, it has
+            one position, because the model computes the logits of at least one token.
+        tables: the places of the tokens for each group of attention layers, by the number of the group.
+        states: the places of the states for each group of convolution layers, by the number of the group.
+        places: for each layer, the number of its group and its place in a block.
+        ignored_window: see ``LayerGroups.ignored_window``.
+        layers: the layers that were computed so far.
+        scores_changed: whether one of these layers has soft-capping or sinks.
     """
 
     def __init__(
@@ -162,115 +86,71 @@ class PagedBatch:
         chunks: Sequence[ChunkShape],
         token_ids: Sequence[int],
         retrieval: Retrieval | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
         self.kv = kv
         self.retrieval = retrieval
         self.layers: set[int] = set()
-        _, self._num_layers, _, self._kv_heads, self._block_size, self._head_dim = kv.shape
-        self._form = form_for(kv.device)
+        self.scores_changed = False
+        _, num_layers, _, self.kv_heads, self._block_size, self.head_dim = kv.shape
+        self._groups = groups or LayerGroups.of_full(num_layers, self._block_size)
+        self.places = self._groups.places
+        self.ignored_window = self._groups.ignored_window
         self._gathered = kv.new_empty(0)
-        places = _Places.of_chunks(chunks)
-        groups = self._group_by_length(places.singles)
+        sparse = _list_sparse(chunks)
         positions = [position for chunk in chunks for position in chunk.list_positions()]
-        write_blocks = [block for chunk in chunks for block in chunk.list_write_blocks(self._block_size)]
-        sparse_rows = [row for row, _ in places.sparse]
-        tables = [chunk.block_table[: chunk.count_blocks(self._block_size)] for _, chunk in places.prefills]
-        numbers = [token_ids, positions, write_blocks, _find_logit_rows(chunks), sparse_rows, *tables]
-        for group in groups:
-            numbers += self._pad_tables(group)
-        input_ids, position_row, self.write_blocks, self.logit_rows, rows, *sent = send_numbers(numbers, kv.device)
+        numbers: list[Sequence[int]] = [token_ids, positions, _find_logit_rows(chunks), [row for row, _ in sparse]]
+        plans = [self._plan(number, chunks) for number in range(len(self._groups.members))]
+        for plan in plans:
+            numbers += plan.numbers
+        input_ids, position_row, self.logit_rows, rows, *sent = send_numbers(numbers, kv.device)
         self.input_ids, self.position_ids = input_ids[None], position_row[None]
         self.write_offsets = position_row % self._block_size
-        self.sparse = _Sparse(rows, [state for _, state in places.sparse])
-        self.prefills = [
-            _Prefill(
-                row, row + chunk.num_tokens, chunk.context_length, self._find_pages(table[None]), self._hide(chunk)
-            )
-            for (row, chunk), table in zip(places.prefills, sent, strict=False)
-        ]
-        padded = iter(sent[len(tables) :])
-        self.decodes = [
-            self._join_group(group, *of_group)
-            for group, of_group in zip(groups, zip(padded, padded, padded, strict=True), strict=True)
-        ]
+        self.sparse = _Sparse(rows, [state for _, state in sparse])
+        self.tables: dict[int, Tables] = {}
+        self.states: dict[int, States] = {}
+        for number, plan in enumerate(plans):
+            own, sent = sent[: len(plan.numbers)], sent[len(plan.numbers) :]
+            if isinstance(plan, StatePlan):
+                self.states[number] = plan.place(own)
+            else:
+                self.tables[number] = plan.place(own)
+
+    @cached_property
+    def state_memory(self) -> torch.Tensor:
+        """The states of convolution layers: a view of KV memory, ``[block, layer, token, channel]``."""
+        conv = self._groups.conv
+        assert conv is not None
+        pages = self.kv.flatten(1)
+        count = pages.shape[1] // conv.size
+        states: torch.Tensor = pages[:, : count * conv.size].unflatten(1, (count, conv.length, conv.width))
+        return states
 
     def gather_pages(self, pages: torch.Tensor, layer: int) -> torch.Tensor:
-        """Gather K and V of ``pages`` in one layer, ``[2, sequences * kv_heads, n * block_size, head_dim]`` flattened.
+        """Copy K and V of one layer to contiguous memory.
 
-        The result is in memory that the next call reuses: new memory for each layer costs more than the copy.
+        Args:
+            pages: the pages to copy, from ``TablePlan.find_pages``, ``[n]``.
+            layer: the place of the layer in a block.
+
+        Returns:
+            The pages in the given order, ``[n, block_size * head_dim]``. The next call overwrites this memory, because
+            new memory for each layer takes longer than the copy.
         """
-        page_size = self._block_size * self._head_dim
+        page_size = self._block_size * self.head_dim
         count = pages.numel()
         if self._gathered.shape[0] < count:
             self._gathered = self.kv.new_empty(count, page_size)
         gathered = self._gathered[:count]
-        from_layer = self.kv.view(-1, page_size)[layer * 2 * self._kv_heads :]
+        from_layer = self.kv.view(-1, page_size)[layer * 2 * self.kv_heads :]
         return torch.index_select(from_layer, 0, pages, out=gathered)
 
-    def _find_pages(self, tables: torch.Tensor) -> torch.Tensor:
-        """Convert block tables ``[N, n]`` or ``[n]`` to their pages in layer 0, in the order ``[2, N, kv_head, n]``.
-
-        A page is one block's part of one layer's K or V for one head; page 0 of KV memory is that of block 0, layer 0,
-        K, head 0.
-        """
-        heads = torch.arange(self._kv_heads, device=tables.device)[:, None]
-        kinds = torch.arange(2, device=tables.device)[:, None, None, None]
-        first = tables.view(-1, 1, tables.shape[-1]) * (self._num_layers * 2 * self._kv_heads)
-        return (first + kinds * self._kv_heads + heads).flatten()
-
-    def _group_by_length(self, rows: list[tuple[int, ChunkShape]]) -> list[list[tuple[int, ChunkShape]]]:
-        """Group rows of similar length (up to twice, which bounds padding), few enough to gather together.
-
-        The rows of a group stay in their order.
-        """
-        block_bytes = 2 * self._kv_heads * self._block_size * self._head_dim * self.kv.element_size()
-        groups: list[list[tuple[int, ChunkShape]]] = []
-        narrowest = 0
-        for row in sorted(rows, key=lambda row: row[1].context_length):
-            width = row[1].count_blocks(self._block_size)
-            padded = width * (len(groups[-1]) + 1) * block_bytes if groups else 0
-            is_like = width <= 2 * narrowest or padded <= self._form.joined_bytes
-            if groups and is_like and padded <= self._form.max_gathered_bytes:
-                groups[-1].append(row)
-            else:
-                groups.append([row])
-                narrowest = width
-        return [sorted(group, key=lambda row: row[0]) for group in groups]
-
-    def _pad_tables(self, group: list[tuple[int, ChunkShape]]) -> tuple[list[int], list[int], list[int]]:
-        """Return a group's rows, lengths, and block tables as one list, each table padded to the longest."""
-        width = max(chunk.count_blocks(self._block_size) for _, chunk in group)
-        # The mask hides the padding of a table, but a masked NaN is still NaN: so pad with the sequence's own first
-        # block, not with a block that a load may be writing.
-        tables: list[int] = []
-        for _, chunk in group:
-            own = chunk.block_table[: chunk.count_blocks(self._block_size)]
-            tables += own
-            tables += [own[0]] * (width - len(own))
-        return [row for row, _ in group], [chunk.context_length for _, chunk in group], tables
-
-    def _join_group(
-        self, group: list[tuple[int, ChunkShape]], rows: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor
-    ) -> _Decodes:
-        pages = self._find_pages(tables.view(len(group), -1))
-        every_row = None if len(group) == self.input_ids.shape[1] else rows
-        contexts = [chunk.context_length for _, chunk in group]
-        if (longest := max(contexts)) == min(contexts):
-            return _Decodes(every_row, pages, longest, None)
-        width = len(tables) // len(group) * self._block_size
-        mask = (torch.arange(width, device=rows.device) < lengths[:, None])[:, None, None]
-        if self._form.has_causal_kernels:
-            mask = torch.zeros_like(mask, dtype=self.kv.dtype).masked_fill_(~mask, -torch.inf)
-        return _Decodes(every_row, pages, width, mask)
-
-    def _hide(self, chunk: ChunkShape) -> torch.Tensor | None:
-        """Return the causal mask of a chunk that continues a context; None if there is no context before it."""
-        if chunk.num_computed == 0:
-            return None
-        if self._form.has_causal_kernels:
-            return causal_lower_right(chunk.num_tokens, chunk.context_length)
-        seen = torch.ones(chunk.num_tokens, chunk.context_length, dtype=torch.bool, device=self.kv.device)
-        return seen.tril(chunk.num_computed)
+    def _plan(self, number: int, chunks: Sequence[ChunkShape]) -> TablePlan | StatePlan:
+        group = self._groups.members[number].group
+        if group.kind == "state":
+            assert self._groups.conv is not None
+            return StatePlan(number, self._block_size, self._groups.conv.length, chunks)
+        return TablePlan(self.kv, form_for(self.kv.device), number, group, chunks)
 
 
 def _find_logit_rows(chunks: Sequence[ChunkShape]) -> list[int]:
@@ -281,6 +161,14 @@ def _find_logit_rows(chunks: Sequence[ChunkShape]) -> list[int]:
         if chunk.samples:
             rows.append(stop - 1)
     return rows or [chunks[0].num_tokens - 1]
+
+
+def _list_sparse(chunks: Sequence[ChunkShape]) -> list[tuple[int, SparseState]]:
+    """Return the position in the row and the state of each chunk with sparse attention."""
+    starts = accumulate((chunk.num_tokens for chunk in chunks), initial=0)
+    return [
+        (row, chunk.sparse_state) for row, chunk in zip(starts, chunks, strict=False) if chunk.sparse_state is not None
+    ]
 
 
 def paged_attention(
@@ -297,74 +185,164 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Write this layer's new K and V, then attend over each sequence's blocks.
+    """Write the new K and V of a layer to KV memory, and compute attention of each token over its sequence.
+
+    transformers calls this function for each layer.
 
     Args:
-        module: the model's attention layer; its ``layer_idx`` picks the layer in KV memory.
-        query: ``[1, heads, tokens, head_dim]``; key, value: ``[1, kv_heads, tokens, head_dim]``, after RoPE.
-        attention_mask: unused, each sequence's own mask is in ``paged``.
-        sliding_window, softcap, s_aux: some models need them in addition to plain attention; they must not be given.
+        module: the attention layer; its ``layer_idx`` gives the group of the layer and its place in a block.
+        query: the queries, ``[1, heads, tokens, head_dim]``, after RoPE.
+        key, value: the new K and V, ``[1, kv_heads, tokens, head_dim]``; the keys after RoPE.
+        attention_mask: unused; ``paged`` has the masks.
+        paged: the tokens of the step and their places.
+        scaling: factor of the scores; None: 1 / sqrt(head_dim).
+        sliding_window: the window of the layer. It must be that of the layer's group, or ``paged.ignored_window``.
+        softcap: limit of the scores, as in Gemma 2; None: no limit.
+        s_aux: sinks as in gpt-oss, ``[heads]``: for each head a score for attending to nothing; None: no sinks.
 
     Returns:
-        ``[1, tokens, heads, head_dim]`` and None for the weights.
+        The output ``[1, tokens, heads, head_dim]``, and None in place of the weights.
 
     Raises:
-        NotImplementedError: the model needs more than plain attention.
+        NotImplementedError: the layer differs from the model's configuration, or is not supported.
     """
-    if sliding_window is not None or softcap is not None or s_aux is not None:
-        asked = {"a sliding window": sliding_window, "soft-capping": softcap, "sinks": s_aux}
-        names = [name for name, given in asked.items() if given is not None]
-        raise NotImplementedError(f"attention with {names[0]} is not supported")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    paged.layers.add(layer)
+    index = int(module.layer_idx)  # type: ignore[arg-type]
+    number, layer = paged.places[index]
+    tables = paged.tables[number]
+    window = 0 if sliding_window == paged.ignored_window else sliding_window or 0
+    if window != tables.span:
+        raise NotImplementedError(
+            f"layer {index} has a sliding window of {window} tokens; by the config.json it has {tables.span} (0: none)"
+        )
+    if key.shape[1] != paged.kv_heads or not key.shape[3] == value.shape[3] == paged.head_dim:
+        raise NotImplementedError(f"number or size of the KV heads of layer {index} differ from the config.json")
+    paged.layers.add(index)
     for kind, new in enumerate((key, value)):
-        paged.kv[:, layer, kind][paged.write_blocks, :, paged.write_offsets] = new[0].transpose(0, 1)
+        paged.kv[:, layer, kind][tables.write_blocks, :, paged.write_offsets] = new[0].transpose(0, 1)
 
     heads, tokens, head_dim = query.shape[1:]
     kv_heads = key.shape[1]
-    # Query heads that share a KV head are adjacent, so that K and V are read once for the whole group.
+    attend: Callable[..., torch.Tensor] = scaled_dot_product_attention
+    if has_scores := softcap is not None or s_aux is not None:
+        paged.scores_changed = True
+        sinks = None if s_aux is None else s_aux.view(kv_heads, -1, 1)
+        attend = partial(_attend_with_scores, softcap=softcap, sinks=sinks)
+        attend_chunk = partial(_attend_with_scores, softcap=softcap, sinks=None if sinks is None else sinks[..., None])
+    # The query heads of one KV head are adjacent. So K and V are read once for all of them.
     grouped = query[0].view(kv_heads, heads // kv_heads, tokens, head_dim)
-    if paged.decodes and paged.decodes[0].rows is None:
-        return _attend_decodes(paged, paged.decodes[0], layer, grouped, scaling).reshape(
+    if tables.decodes and tables.decodes[0].rows is None:
+        return _attend_decodes(paged, tables.decodes[0], layer, grouped, scaling, attend).reshape(
             1, tokens, heads, head_dim
         ), None
     output = torch.empty(tokens, kv_heads, heads // kv_heads, head_dim, dtype=query.dtype, device=query.device)
-    for prefill in paged.prefills:
-        shape = (kv_heads, heads // kv_heads, prefill.context, head_dim)
-        keys, values = paged.gather_pages(prefill.pages, layer).view(2, kv_heads, 1, -1, head_dim)
-        attended = scaled_dot_product_attention(
-            grouped[:, :, prefill.start : prefill.stop],
-            keys[:, :, : prefill.context].expand(shape),
-            values[:, :, : prefill.context].expand(shape),
-            attn_mask=prefill.mask,
-            is_causal=prefill.mask is None,
-            scale=scaling,
-        )
+    for prefill in tables.prefills:
+        gathered = paged.gather_pages(prefill.pages, layer).view(2, kv_heads, 1, -1, head_dim)
+        keys, values = gathered[..., : prefill.context, :].unbind()
+        queries = grouped[:, :, prefill.start : prefill.stop]
+        if has_scores:
+            attended = attend_chunk(queries, keys, values, attn_mask=prefill.seen, scale=scaling)
+        else:
+            shape = (kv_heads, heads // kv_heads, prefill.context, head_dim)
+            attended = scaled_dot_product_attention(
+                queries,
+                keys.expand(shape),
+                values.expand(shape),
+                attn_mask=prefill.mask,
+                is_causal=prefill.mask is None,
+                scale=scaling,
+            )
         output[prefill.start : prefill.stop] = attended.permute(2, 0, 1, 3)
-    for decodes in paged.decodes:
-        output[decodes.rows] = _attend_decodes(paged, decodes, layer, grouped[:, :, decodes.rows], scaling)
-    if paged.retrieval is not None and paged.sparse.states:
+    for decodes in tables.decodes:
+        output[decodes.rows] = _attend_decodes(paged, decodes, layer, grouped[:, :, decodes.rows], scaling, attend)
+    if number == 0 and paged.retrieval is not None and paged.sparse.states:
+        if has_scores:
+            raise NotImplementedError("sparse attention with soft-capping or sinks is not supported")
         sparse = grouped[:, :, paged.sparse.rows].permute(2, 0, 1, 3)
         output[paged.sparse.rows] = paged.retrieval.attend_sparsely(layer, paged.sparse.states, sparse, scaling)
     return output.view(1, tokens, heads, head_dim), None
 
 
 def _attend_decodes(
-    paged: PagedBatch, decodes: _Decodes, layer: int, queries: torch.Tensor, scaling: float | None
+    paged: PagedBatch,
+    decodes: Decodes,
+    layer: int,
+    queries: torch.Tensor,
+    scaling: float | None,
+    attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Compute attention of queries ``[kv_heads, group, N, head_dim]``; return ``[N, kv_heads, group, head_dim]``."""
+    """Compute attention for one group of decodes.
+
+    Args:
+        paged: the tokens of the step and their places.
+        decodes: the group of decodes.
+        layer: the place of the layer in a block.
+        queries: the queries, ``[kv_heads, group, N, head_dim]``.
+        scaling: factor of the scores; None: 1 / sqrt(head_dim).
+        attend: computes attention; has the arguments of ``scaled_dot_product_attention``.
+
+    Returns:
+        The output, ``[N, kv_heads, group, head_dim]``.
+    """
     kv_heads, _, count, head_dim = queries.shape
     gathered = paged.gather_pages(decodes.pages, layer).view(2, count, kv_heads, -1, head_dim)
-    keys, values = gathered[..., : decodes.width, :].unbind()
-    return scaled_dot_product_attention(
-        queries.permute(2, 0, 1, 3), keys, values, attn_mask=decodes.mask, scale=scaling
-    )
+    keys, values = gathered[..., decodes.first : decodes.width, :].unbind()
+    return attend(queries.permute(2, 0, 1, 3), keys, values, attn_mask=decodes.mask, scale=scaling)
+
+
+def _attend_with_scores(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute attention with soft-capping or sinks; otherwise the same as ``scaled_dot_product_attention``.
+
+    Args:
+        queries: ``[..., heads, tokens, head_dim]``.
+        keys, values: ``[..., heads, context, head_dim]``, or with 1 in the place of ``heads``: all heads share them.
+        attn_mask: a bool mask, or a bias that is added to the scores; it can be broadcast to
+            ``[..., heads, tokens, context]``. None: each token attends to the whole context.
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
+        softcap: limit of the scores; None: no limit.
+        sinks: scores for attending to nothing; they can be broadcast to ``[..., heads, tokens, 1]``. None: no sinks.
+    """
+    context, kv_heads = keys.shape[-2], keys.shape[-3]
+    scale = queries.shape[-1] ** -0.5 if scale is None else scale
+    row_bytes = queries[..., 0, 0].numel() * context * torch.float32.itemsize
+    pieces = queries.split(max(1, _MAX_SCORE_BYTES // row_bytes), dim=-2)
+    masks = [attn_mask] * len(pieces)
+    if attn_mask is not None and attn_mask.shape[-2] > 1:
+        masks = list(attn_mask.split(pieces[0].shape[-2], dim=-2))
+    attended = []
+    for piece, mask in zip(pieces, masks, strict=True):
+        # One matrix product for all heads that share K and V: broadcasting would copy K and V once per head.
+        rows = (piece * scale).unflatten(-3, (kv_heads, -1)).flatten(-3, -2)
+        scores = (rows @ keys.transpose(-1, -2)).view(*piece.shape[:-1], context)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        if mask is not None:
+            scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
+        scores = scores.float()
+        highest = scores.amax(-1, keepdim=True)
+        if sinks is not None:
+            highest = highest.maximum(sinks)
+        weights = scores.sub_(highest).exp_()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total += (sinks - highest).exp()
+        weights = weights.div_(total).to(queries.dtype).unflatten(-3, (kv_heads, -1)).flatten(-3, -2)
+        attended.append((weights @ values).view(piece.shape))
+    return torch.cat(attended, dim=-2)
 
 
 def register_attention() -> None:
-    """Make ``attn_implementation=ATTENTION_NAME`` known to transformers. May be called again.
+    """Register ``paged_attention`` at transformers, as ``attn_implementation=ATTENTION_NAME``.
 
-    It is not registered for transformers' masks, so transformers makes none: here sequences share one row of tokens,
-    and to detect that, transformers would wait for the device.
+    The name is not registered for masks, so transformers creates no masks. It would have to wait for the device to see
+    that the row has tokens of several sequences.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)

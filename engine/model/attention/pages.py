@@ -1,14 +1,15 @@
-"""Attention of one query per sequence to chosen blocks; each KV head has its own blocks.
+"""Attention of one token per sequence to chosen blocks, which may be different blocks for each KV head.
 
-A page is one block's part of one layer's K or V for one head: one contiguous span of memory ``[block, layer, 2,
-kv_head, token, head_dim]``. Page 0 is that of block 0, layer 0, K, head 0.
+A page is the part of a block for one layer, K or V, and one KV head. In memory ``[block, layer, 2, kv_head, token,
+head_dim]`` it is contiguous. Page 0 is that of block 0, layer 0, K, KV head 0.
 
-A CPU reads pages in place, a few at a time: as many as stay in a core's cache between the read and the attention. So
-memory is read once and not written. The outputs of the pieces are combined by the sums of their weights. Each core
-computes pieces by itself. If torch split every small operation over all cores, each would wait for the last one, which
-takes many times as long on a machine with other work.
+On a CPU the pages are divided into pieces that fit in the cache of a core. Each thread copies a piece into its buffer
+and computes attention to it, so each page is read from memory only once. The outputs of the pieces are then combined,
+weighted by the sums of their attention weights. Each piece is computed by one thread. If torch divided each small
+operation among all threads, each operation would wait for the slowest thread, which takes many times as long if the
+machine has other work.
 
-A GPU reads all pages of a layer and of all sequences together.
+On a GPU all pages of a layer are read together, for all sequences.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from torch.nn.functional import scaled_dot_product_attention
 __all__ = ["PIECE_BYTES", "PageReader"]
 
 PIECE_BYTES = 2 << 20
-"""Bytes of K and V that stay in a core's cache. 2 and 4 MiB measured the same; 1 and 8 MiB took 1.5 times as long."""
+"""Number of bytes of K and V in a piece. With 2 and 4 MiB the time is the same; 1 and 8 MiB take 1.5 times as long."""
 
 
 class PageReader:
-    """Reads memory of one shape, for one thread at a time.
+    """Computes attention to chosen blocks of a memory. Do not use one object in several threads at the same time.
 
     Args:
-        like: memory ``[block, layer, 2, kv_head, token, head_dim]``; all memory that it reads has this dtype and
-            device.
+        like: memory ``[block, layer, 2, kv_head, token, head_dim]``. The memory that is read later has the same dtype
+            and device, and the same sizes except ``block``.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
@@ -55,18 +56,18 @@ class PageReader:
         newest: torch.Tensor,
         scale: float | None,
     ) -> torch.Tensor:
-        """Compute attention of one sequence's queries, on a CPU.
+        """Compute attention of one token of one sequence, on a CPU.
 
         Args:
-            queries: ``[kv_head, group, head_dim]``.
-            memory: the memory that holds the blocks.
-            blocks: ``[kv_head, n]``; the queries attend to all of their tokens.
+            queries: the queries of the token, ``[kv_head, group, head_dim]``.
+            memory: the memory with the blocks.
+            blocks: the blocks to read for each KV head, ``[kv_head, n]``; all tokens in them are read.
             layer: the layer to read.
-            newest: additional K and V, ``[2, kv_head, token, head_dim]``.
-            scale: the scale of scores; None: one over the root of ``head_dim``.
+            newest: K and V of further tokens to read, ``[2, kv_head, token, head_dim]``.
+            scale: factor of the scores; None: 1 / sqrt(head_dim).
 
         Returns:
-            A tensor with the shape of ``queries``.
+            The output, ``[kv_head, group, head_dim]``.
         """
         every_page = memory.view(-1, self._page_size)
         pages = self._find_pages(blocks, layer).split(self._at_once, -1) if blocks.numel() else ()
@@ -90,18 +91,18 @@ class PageReader:
         mask: torch.Tensor,
         scale: float | None,
     ) -> torch.Tensor:
-        """Compute attention of several sequences' queries, without a wait for the device.
+        """Compute attention of one token of each sequence. The host does not wait for the device.
 
         Args:
-            queries: ``[sequences, kv_head, group, head_dim]``.
-            memory: the memory that holds the blocks.
-            blocks: ``[sequences, kv_head, n]``.
+            queries: the queries, ``[sequences, kv_head, group, head_dim]``.
+            memory: the memory with the blocks.
+            blocks: the blocks to read for each sequence and KV head, ``[sequences, kv_head, n]``.
             layer: the layer to read.
-            mask: which of their tokens the queries attend to, ``[sequences, 1, 1, n * token]``.
-            scale: the scale of scores; None: one over the root of ``head_dim``.
+            mask: which tokens of these blocks count, ``[sequences, 1, 1, n * token]``.
+            scale: factor of the scores; None: 1 / sqrt(head_dim).
 
         Returns:
-            A tensor with the shape of ``queries``.
+            The output, ``[sequences, kv_head, group, head_dim]``.
         """
         pages = self._find_pages(blocks[:, None], layer).transpose(0, 1)
         read = memory.view(-1, self._page_size).index_select(0, pages.flatten())
@@ -117,7 +118,18 @@ class PageReader:
         pages: Sequence[torch.Tensor],
         worker: int,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Compute attention to pages ``[2, kv_head, n]``, one piece after the other, through this worker's memory."""
+        """Compute attention to pieces, one after the other, with the buffer of this worker.
+
+        Args:
+            queries: the queries, ``[1, kv_head, group, head_dim]``.
+            every_page: the memory as pages, ``[page, elements]``.
+            scale: factor of the scores; None: 1 / sqrt(head_dim).
+            pages: the pieces; each has page numbers ``[2, kv_head, n]``.
+            worker: the number of the worker.
+
+        Returns:
+            The output of each piece, and the logarithm of the sum of its weights.
+        """
         parts = []
         for some in pages:
             piece = self._pieces[worker, : some.numel()]
@@ -126,22 +138,27 @@ class PageReader:
         return parts
 
     def _find_pages(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        """Convert blocks ``[..., kv_head, n]`` to their pages ``[..., 2, kv_head, n]``.
+        """Return the page numbers ``[..., 2, kv_head, n]`` of blocks.
 
-        More dimensions before ``kv_head`` need one of size 1 for K and V.
+        Args:
+            blocks: blocks ``[kv_head, n]``, or ``[..., 1, kv_head, n]``.
+            layer: the layer of the pages.
         """
         return (blocks * self._num_layers + layer) * (2 * self._kv_heads) + self._first_pages
 
 
 def _attend(queries: torch.Tensor, kv: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention to K and V, and the log of the weights' sum, which the public function does not return."""
+    """Compute attention to K and V; return the output, and the logarithm of the sum of the weights.
+
+    This calls an operator of torch directly, because ``scaled_dot_product_attention`` does not return the sum.
+    """
     output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, *kv, scale=scale)
     return output, weight
 
 
 @functools.cache
 def _start_workers(count: int) -> ThreadPoolExecutor:
-    """Start threads that run each operation on a single thread."""
+    """Start ``count`` worker threads, in which torch does not divide operations among threads."""
     workers, all_there = ThreadPoolExecutor(count, "pages"), threading.Barrier(count)
 
     def start() -> None:
@@ -150,5 +167,5 @@ def _start_workers(count: int) -> ThreadPoolExecutor:
 
     for started in [workers.submit(start) for _ in range(count)]:
         started.result()
-    torch.set_num_threads(count)  # a running thread retains its number, but new threads get the last one set
+    torch.set_num_threads(count)  # running threads are not changed; new threads get the number that was set last
     return workers

@@ -1,8 +1,11 @@
-"""The blocks that one step reads of each sequence, as far as known before a layer chooses: one row of numbers each.
+"""Tables of the blocks that sparse attention reads in one step.
 
-column    0      │ 1 .................................. │ .................. │ ......
-number    newest │ initial, window, others that all    │ recalled, the best │ padding
-                 │ heads read                          │ first              │
+Each sequence has a row with the numbers of its blocks. All columns except the recalled blocks are known before a layer
+has chosen blocks::
+
+    column    0      │ 1 .............................. │ .................. │ ......
+    number    newest │ initial blocks, the window, and  │ recalled blocks,   │ padding
+                     │ others that all heads read       │ the best one first │
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ __all__ = ["StepPlan"]
 
 
 class StepPlan:
-    """The plan for a step of several sequences, made once for all layers that read the same number of blocks.
+    """The tables of one step, for all layers that read the same number of blocks.
 
     Args:
-        partitions: the partitions of the sequences' blocks.
-        rows: the sequences' rows in tables of all sequences.
-        newest: for each sequence the block of KV memory that holds its newest tokens, and how many it holds.
-        block_size: tokens in a block.
+        partitions: for each sequence the parts of its blocks.
+        rows: for each sequence its row in the index and in tables of all sequences.
+        newest: for each sequence the block of KV memory with its newest token, and the number of tokens in this block.
+        block_size: number of tokens in a block.
         device: the device of the tables.
     """
 
@@ -37,7 +40,7 @@ class StepPlan:
         device: torch.device,
     ) -> None:
         self.lengths = [partition.num_read for partition in partitions]
-        """Number of blocks read of each sequence, for each head."""
+        """For each sequence, the number of blocks that each KV head reads."""
         self.newest = newest
         shared = [_list_shared(partition) for partition in partitions]
         columns, tokens = torch.arange(max(self.lengths)), torch.arange(block_size)
@@ -45,7 +48,7 @@ class StepPlan:
         blocks, filled = torch.tensor(newest).t()[:, :, None, None]
         is_full = (columns > 0) & (columns < lengths)
         numbers = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in shared], batch_first=True)
-        # Each is ``[sequences, 1, columns]``, except the tokens.
+        # Most of these are ``[sequences, 1, columns]``.
         tensors = (
             torch.tensor(rows),
             blocks,
@@ -57,29 +60,33 @@ class StepPlan:
         )
         moved = [send_tensor(tensor, device) for tensor in tensors]
         self._rows, self._newest, self._numbers, self._is_recalled, self._ranks, self._is_full, self.mask = moved
-        """``mask``: which tokens are read, ``[sequences, 1, 1, columns * block_size]``."""
+        """``mask``: the tokens that are read, ``[sequences, 1, 1, columns * block_size]``."""
 
     def number_blocks(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Return numbers ``[sequences, kv_head, columns]``, from the chosen ones of all rows ``[row, kv_head, n]``."""
+        """Return the complete table: numbers of blocks, ``[sequences, kv_head, columns]``.
+
+        Args:
+            chosen: for each row, the numbers of the blocks that were chosen by a search, ``[row, kv_head, n]``.
+        """
         chosen = chosen[self._rows]
         return self._numbers.where(~self._is_recalled, chosen.gather(2, self._ranks.expand(-1, chosen.shape[1], -1)))
 
     def find_blocks(self, numbers: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the blocks of memory for these numbers, in the same shape.
+        """Return the block in memory for each number, in the same shape.
 
-        A row is padded with its newest block: a masked NaN is still NaN, so padding must not be a block that a load may
-        be writing.
+        The padding is the newest block of the sequence. It must not be a block to which a load may be writing, because
+        a masked NaN is still NaN.
 
         Args:
             numbers: the result of ``number_blocks``.
-            places: for every row, the locations of its full blocks, ``[row, block]``.
+            places: for each row, the block in memory for each full block of its sequence, ``[row, number]``.
         """
         found = places[self._rows][:, None].expand(-1, numbers.shape[1], -1).gather(2, numbers)
         return found.where(self._is_full, self._newest)
 
 
 def _list_shared(partition: BlockPartition) -> list[int]:
-    """Return the numbers of the blocks that all heads read, the newest first."""
+    """Return the numbers of the blocks that all KV heads read, the newest block first."""
     last, stop = partition.num_blocks - 1, partition.num_initial
     if partition.num_recalled == partition.num_outside:
         stop = partition.window_start

@@ -1,13 +1,14 @@
-"""Sparse attention: a step reads the initial blocks, the window, and the best of all others, found by an index.
+"""Sparse attention: a step reads the initial blocks, the window, and the best of the other blocks.
 
-Each KV head chooses for itself, and keys carry their positions (RoPE), so the order of blocks has no effect. For each
-head a step has a row of the numbers of the blocks that it reads (``plan``).
+An index finds the best blocks (``block_index.py``). Each KV head chooses its own blocks. The order of the blocks does
+not matter, because keys include their positions (RoPE).
 
-Blocks are read in place: in KV memory or, if the sequence is offloaded, in host memory; the newest block is always in
-KV memory. Only a GPU cannot attend to host memory: there an offloaded sequence has a working set.
+If the sequence is offloaded, its full blocks are in host memory; otherwise they are in KV memory. The newest block is
+always in KV memory. A CPU reads the blocks where they are. A GPU cannot read host memory in attention, so an offloaded
+sequence has a working set there (``working_set.py``).
 
-A step is planned once for all layers. The work of a layer then neither waits for the device nor reads a value from it,
-except for the working sets: the host must find their missing blocks. The engine's thread owns everything here.
+The tables of a step are computed once for all layers (``plan.py``). The host waits for the device only to fill working
+sets. All objects here belong to the engine's thread.
 """
 
 from __future__ import annotations
@@ -29,55 +30,63 @@ __all__ = ["Retrieval", "SparseState", "allocate_host_memory", "reads_host_memor
 
 log = logging.getLogger(__name__)
 
-# A transferred prompt arrives as a whole. Indexing it in pieces avoids a second buffer as large as itself.
+# A prompt from another instance is indexed as a whole. This is done in pieces, because each piece is copied.
 MAX_MOVED_BYTES = 2 << 20
 
 
 class SparseState:
-    """A sequence that decodes sparsely: its row of the index, and its blocks in host memory."""
+    """State of sparse attention for one sequence: its row of the index, and its blocks in host memory."""
 
     def __init__(self, sequence: EngineSequence, row: int, kv: torch.Tensor, config: RetrievalConfig) -> None:
         self.sequence = sequence
         self.row = row
         self.num_indexed = 0
-        """Number of leading blocks in the index, and in host memory if the sequence is offloaded."""
+        """Number of leading blocks that are in the index and, if the sequence is offloaded, in host memory."""
         self._kv = kv
         self._config = config
         self._max_context = sequence.num_prompt_tokens + sequence.request.params.max_tokens
         self._sets: list[WorkingSet] = []
         self.window_starts: dict[bool, int] = {}
-        """The window's start in the step before, for layers that read every block and for the others."""
+        """First block of the window in the last step; True: in layers that read all blocks, False: in the others."""
         self.host: torch.Tensor | None = None
-        """Its full blocks ``[block of the sequence, layer, 2, kv_head, token, head_dim]``, if it is offloaded."""
+        """Full blocks in host memory, ``[number, layer, 2, kv_head, token, head_dim]``; None: it is not offloaded."""
         if sequence.regime is Regime.OFFLOADED:
             try:
                 self.host = allocate_host_memory(-(-self._max_context // config.block_size), kv)
             except RuntimeError as exc:
-                log.warning("No host memory to offload a sequence to; its blocks stay where they are: %s", exc)
+                log.warning(
+                    "request %s is not offloaded, because there is not enough host memory: %s",
+                    *(sequence.request.request_id, exc),
+                )
                 sequence.regime = Regime.SPARSE
 
     @property
     def context_length(self) -> int:
-        """Number of tokens up to the one that is being computed, itself included."""
+        """Number of tokens up to and including the one that this step computes."""
         return self.sequence.num_computed + 1
 
     @property
     def newest_block(self) -> int:
-        """The block of KV memory that holds the newest tokens."""
+        """The block of KV memory with the newest token."""
         return self.sequence.block_table[(self.context_length - 1) // self._config.block_size]
 
     @property
     def num_filled(self) -> int:
-        """Number of tokens that the newest block holds."""
+        """Number of tokens in the newest block."""
         return (self.context_length - 1) % self._config.block_size + 1
 
     def must_choose(self, is_dense: bool, partition: BlockPartition) -> bool:
-        """Whether layers, those that read every block or the others, choose blocks again in this step."""
+        """Return whether blocks must be chosen again in this step.
+
+        Args:
+            is_dense: whether this is for the layers that read all blocks, or for the others.
+            partition: the parts of the sequence's blocks in these layers.
+        """
         steps = self.context_length - self.sequence.num_prompt_tokens
         return self.window_starts.get(is_dense) != partition.window_start or steps % self._config.stride == 0
 
     def working_set(self, layer: int) -> WorkingSet:
-        """Return the layer's working set; the first call makes those of all layers, large enough for the sequence."""
+        """Return the working set of a layer. The first call creates those of all layers."""
         if not self._sets:
             for i in range(self._kv.shape[1]):
                 self._sets.append(WorkingSet(self._config.max_blocks_read(self._max_context, i), self._kv))
@@ -86,10 +95,20 @@ class SparseState:
     def attend_working_set(
         self, layer: int, numbers: torch.Tensor, queries: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Attend to full blocks ``[kv_head, n]`` and the newest; queries are ``[kv_head, group, head_dim]``."""
+        """Update the working set of a layer and compute attention to it.
+
+        Args:
+            layer: the layer.
+            numbers: the numbers of the full blocks to read, ``[kv_head, n]``; the newest block is read, too.
+            queries: the queries of one token, ``[kv_head, group, head_dim]``.
+            scale: factor of the scores; None: 1 / sqrt(head_dim).
+
+        Returns:
+            The output, ``[kv_head, group, head_dim]``.
+        """
         assert self.host is not None
         wanted = torch.zeros(len(numbers), len(self.host), dtype=torch.bool, device=numbers.device)
-        # This waits for the device, so all copies to host memory have ended as well.
+        # The host waits for the device here, so earlier copies of blocks to host memory have ended, too.
         wanted = wanted.scatter_(1, numbers, True).cpu()
         working_set = self.working_set(layer)
         working_set.fill(wanted, self.host, layer)
@@ -98,7 +117,7 @@ class SparseState:
 
 
 class _Step:
-    """The plan and the search of one step, shared by the layers that read the same number of blocks."""
+    """The tables and the search of one step, for all layers that read the same number of blocks."""
 
     def __init__(
         self, states: Sequence[SparseState], partitions: Sequence[BlockPartition], is_dense: bool, kv: torch.Tensor
@@ -113,7 +132,7 @@ class _Step:
         for state, partition in zip(states, partitions, strict=True):
             state.window_starts[is_dense] = partition.window_start
         self.search: Search | None = None
-        """The search for sequences that choose blocks again, and the rows of these sequences."""
+        """The search for the sequences that choose blocks again in this step; None: no sequence does."""
         self.searching, self.searched_rows = (
             send_tensor(torch.tensor(which, dtype=torch.long), kv.device) for which in (some, [rows[i] for i in some])
         )
@@ -122,23 +141,23 @@ class _Step:
             most = max(partitions[i].num_recalled for i in some)
             self.search = Search([rows[i] for i in some], outside, most, kv.device)
         self.away = [i for i, state in enumerate(states) if state.host is not None]
-        """Sequences whose blocks lie in host memory."""
+        """Indexes of the sequences with blocks in host memory."""
         here = [i for i, state in enumerate(states) if state.host is None]
         self.here = send_tensor(torch.tensor(here, dtype=torch.long), kv.device)
 
     def is_of(self, states: Sequence[SparseState]) -> bool:
-        """Whether this is the step of exactly these sequences, in their current state."""
+        """Return whether this object was made for these sequences with their current numbers of tokens."""
         return self.states == list(states) and self._contexts == [state.context_length for state in states]
 
 
 class Retrieval:
-    """All sequences that decode sparsely.
+    """Computes sparse attention for all sequences that use it.
 
     Args:
-        config: sizes; its block size is KV memory's.
-        kv: KV memory ``[block, layer, 2, kv_head, token, head_dim]``.
-        max_num_seqs: the maximum number of concurrent sequences.
-        max_model_len: the maximum number of tokens of one sequence.
+        config: the settings; ``block_size`` is that of the KV memory.
+        kv: the KV memory, ``[block, layer, 2, kv_head, token, head_dim]``.
+        max_num_seqs: maximum number of concurrent sequences.
+        max_model_len: maximum number of tokens of a sequence.
     """
 
     def __init__(self, config: RetrievalConfig, kv: torch.Tensor, max_num_seqs: int, max_model_len: int) -> None:
@@ -159,9 +178,9 @@ class Retrieval:
         self._chosen = torch.zeros(
             num_layers, max_num_seqs, num_kv_heads, max_blocks, dtype=torch.long, device=kv.device
         )
-        """Numbers of the blocks chosen last, the best first."""
+        """For each layer, row and KV head, the numbers of the blocks that were chosen last, the best first."""
         self._places = torch.zeros(max_num_seqs, max_blocks, dtype=torch.long, device=kv.device)
-        """The locations of a row's full blocks: in KV memory, or in host memory."""
+        """For each row and number of a full block, the index of the block in KV memory or in host memory."""
         self._reader = PageReader(kv)
         self._free_rows = set(range(max_num_seqs))
         self._states: dict[EngineSequence, SparseState] = {}
@@ -169,11 +188,11 @@ class Retrieval:
 
     @property
     def table_bytes(self) -> int:
-        """Size in bytes of the tables on the device, in addition to the index and working sets."""
+        """Size in bytes of the tables on the device, without the index and the working sets."""
         return self._chosen.nbytes + self._places.nbytes
 
     def state_of(self, sequence: EngineSequence) -> SparseState:
-        """Return the state of a sequence that decodes sparsely."""
+        """Return the state of a sequence; the first call for a sequence creates it."""
         if sequence not in self._states:
             row = min(self._free_rows)
             self._free_rows.remove(row)
@@ -181,10 +200,10 @@ class Retrieval:
         return self._states[sequence]
 
     def index_blocks(self, sequence: EngineSequence) -> None:
-        """Index every newly full and computed block, and copy it to host memory if the sequence is offloaded.
+        """Add the new full blocks of a sequence to the index, and copy them to host memory if it is offloaded.
 
-        It does not matter which instance computed the blocks: the index is a function of their keys alone, so blocks
-        from the pool, a prefix cache or another instance need no further data.
+        The index depends only on the keys in the blocks. So this also works for blocks from the pool, from the prefix
+        cache, or from another instance.
         """
         state = self.state_of(sequence)
         first, last = state.num_indexed, sequence.num_computed // self.config.block_size
@@ -201,7 +220,7 @@ class Retrieval:
         state.num_indexed = max(first, last)
 
     def forget_all_but(self, sequences: Iterable[EngineSequence]) -> None:
-        """Forget all sequences except these."""
+        """Remove the states of all sequences that are not in ``sequences``."""
         for sequence in self._states.keys() - set(sequences):
             self._free_rows.add(self._states.pop(sequence).row)
             self._steps.clear()
@@ -209,7 +228,17 @@ class Retrieval:
     def attend_sparsely(
         self, layer: int, states: Sequence[SparseState], queries: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Compute one step's attention; queries and result are ``[sequences, kv_heads, group, head_dim]``."""
+        """Compute sparse attention of one layer in a step.
+
+        Args:
+            layer: the layer.
+            states: the states of the sequences.
+            queries: the queries of the newest token of each sequence, ``[sequences, kv_heads, group, head_dim]``.
+            scale: factor of the scores; None: 1 / sqrt(head_dim).
+
+        Returns:
+            The output, ``[sequences, kv_heads, group, head_dim]``.
+        """
         step = self._plan_step(layer, states)
         if step.search is not None:
             search_scale = queries.shape[-1] ** -0.5 if scale is None else scale
@@ -259,14 +288,14 @@ class Retrieval:
 
 
 def allocate_host_memory(num_blocks: int, kv: torch.Tensor) -> torch.Tensor:
-    """Allocate host memory for ``num_blocks`` blocks of KV memory, which a GPU can copy to and from by itself.
+    """Allocate host memory for ``num_blocks`` blocks, pinned if KV memory is on a GPU.
 
     Raises:
-        RuntimeError: the host has none.
+        RuntimeError: there is not enough host memory.
     """
     return torch.empty((num_blocks, *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda)
 
 
 def reads_host_memory(device: torch.device) -> bool:
-    """Whether attention on this device can read blocks in host memory in place."""
+    """Return whether attention on this device can read host memory."""
     return device.type == "cpu"

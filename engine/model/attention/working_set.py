@@ -1,15 +1,16 @@
-"""Copies on a GPU of blocks in host memory, which its attention cannot read there.
+"""Working sets: copies on a GPU of the blocks that a step reads of an offloaded sequence.
 
-A step reads one contiguous working set of each layer, so that attention is one plain read of it::
+They are needed because attention on a GPU cannot read host memory. A sequence has one working set for each layer. It is
+contiguous, so that attention reads it without a gather::
 
     slot      0 ............................ n - 1 │ n
-    holds     initial, recalled and window blocks  │ the newest block, as far as it is filled
+    block     initial, recalled and window blocks  │ the newest block, with the tokens that it has
 
-Keys carry their positions (RoPE), so the order of slots has no effect. A working set is updated only if a step needs
-other blocks than before: the new blocks take the slots of blocks that are no longer needed. Each KV head chooses for
-itself, so a slot holds different blocks for different heads.
+The order of the slots does not matter, because keys include their positions (RoPE). If a step needs other blocks than
+the step before, the new blocks are copied to the slots of blocks that are not needed any more. Each KV head chooses its
+own blocks, so a slot has different blocks for different heads.
 
-A working set is a cache: the original blocks are in host memory, the newest one in KV memory.
+The original blocks are in host memory, and the newest one in KV memory.
 """
 
 from __future__ import annotations
@@ -23,42 +24,43 @@ __all__ = ["WorkingSet"]
 
 
 class WorkingSet:
-    """K and V that steps read of one sequence in one layer.
+    """The working set of one sequence in one layer.
 
     Args:
-        num_slots: the number of blocks that it can hold for each head, the newest one included.
-        like: KV memory ``[block, layer, 2, kv_head, token, head_dim]``; the working set has its dtype and device.
+        num_slots: maximum number of blocks for each KV head, including the newest one.
+        like: KV memory ``[block, layer, 2, kv_head, token, head_dim]``. The working set has its sizes, dtype and
+            device.
     """
 
     def __init__(self, num_slots: int, like: torch.Tensor) -> None:
         _, self._num_layers, _, self._kv_heads, self._block_size, head_dim = like.shape
         self._num_slots = num_slots
         self.kv = like.new_empty(2, self._kv_heads, num_slots * self._block_size, head_dim)
-        """``[k/v, kv_head, slot * token, head_dim]``."""
+        """K and V of all slots, ``[k/v, kv_head, slot * token, head_dim]``."""
         self._pages = self.kv.view(2 * self._kv_heads * num_slots, -1)
         self._block_in_slot = torch.full((self._kv_heads, num_slots), -1, dtype=torch.long)
-        self._num_full = -1  # number of slots before the newest block's
+        self._num_full = -1  # number of slots before that of the newest block
 
     def fill(self, wanted: torch.Tensor, source: torch.Tensor, layer: int) -> int:
-        """Copy the missing blocks, so that the set holds exactly the wanted blocks.
+        """Copy missing full blocks from host memory, so that the working set has exactly the wanted ones.
 
         Args:
-            wanted: ``[kv_head, block of the sequence]`` in host memory, true for the same number of blocks of each
-                head.
-            source: host memory ``[block of the sequence, layer, 2, kv_head, token, head_dim]`` to copy them from.
+            wanted: the wanted blocks, bool, ``[kv_head, block of the sequence]``, in host memory. It is true for the
+                same number of blocks in each head.
+            source: the blocks of the sequence, ``[block, layer, 2, kv_head, token, head_dim]``, in host memory.
             layer: the layer to copy.
 
         Returns:
-            The number of blocks of a head that were copied.
+            The number of copies: one for each missing block of each KV head.
         """
         count = int(wanted[0].sum())
         held = self._block_in_slot[:, :count]
         kept = (held >= 0) & wanted.gather(1, held.clamp(min=0))
-        # The last column is for slots with a block that is not wanted any more.
+        # The last column stands for blocks that are not wanted any more.
         present = wanted.new_zeros(wanted.shape[0], wanted.shape[1] + 1)
         present.scatter_(1, torch.where(kept, held, wanted.shape[1]), True)
-        # Both lists are sorted by head, and each head misses as many blocks as it has unneeded slots: they pair one to
-        # one.
+        # Both lists are sorted by head, and in each head as many blocks are missing as slots are free. So the n-th
+        # missing block gets the n-th free slot.
         heads, missing = (wanted & ~present[:, :-1]).nonzero(as_tuple=True)
         _, slots = (~kept).nonzero(as_tuple=True)
         if len(missing):
@@ -70,7 +72,12 @@ class WorkingSet:
         return len(missing)
 
     def append_newest(self, newest: torch.Tensor, filled: int) -> None:
-        """Copy the new tokens of the newest block ``[2, kv_head, token, head_dim]``, which has ``filled`` tokens."""
+        """Copy the tokens of the newest block that the working set does not have yet.
+
+        Args:
+            newest: the newest block in KV memory, ``[2, kv_head, token, head_dim]``.
+            filled: number of tokens in this block.
+        """
         start = self._num_full * self._block_size
         have = self._num_newest if self._num_newest < filled else 0
         self.kv[:, :, start + have : start + filled] = newest[:, :, have:filled]
@@ -78,11 +85,19 @@ class WorkingSet:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that ``attend`` reads for each head, the newest included."""
+        """Number of blocks that ``attend`` reads for each KV head, including the newest one."""
         return self._num_full + 1
 
     def attend(self, queries: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Compute attention to all blocks in the set; queries and result are ``[kv_head, group, head_dim]``."""
+        """Compute attention of one token to all blocks of the working set.
+
+        Args:
+            queries: the queries of the token, ``[kv_head, group, head_dim]``.
+            scale: factor of the scores; None: 1 / sqrt(head_dim).
+
+        Returns:
+            The output, ``[kv_head, group, head_dim]``.
+        """
         length = self._num_full * self._block_size + self._num_newest
         keys, values = self.kv[:, None, :, :length]
         return scaled_dot_product_attention(queries[None], keys, values, scale=scale)[0]

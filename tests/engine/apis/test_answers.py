@@ -1,5 +1,7 @@
 """Greedy answers equal transformers' own, however the work is cut into chunks, batches, blocks and loads.
 
+One architecture; ``test_equality.py`` has the others, with everything on.
+
 Expected tokens come from random float32 weights. Two ways to sum the same numbers may differ in the last bits, so
 an answer is compared up to the first token whose lead over the runner-up is too small to survive that.
 """
@@ -11,7 +13,7 @@ import functools
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,29 +91,14 @@ class Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def find_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    """The checkpoint of a name, and its reference's answers, which are asked for once."""
-
-    @functools.cache
-    def find(name: str) -> Checkpoint:
-        folder = write_checkpoint(CHECKPOINTS[name](), tmp_path_factory.mktemp("models") / name)
-        return Checkpoint(folder, Reference(folder))
-
-    return find
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A checkpoint, and its reference's answers, which are asked for once."""
+    folder = write_checkpoint(CHECKPOINTS["qwen2-grouped-untied"](), tmp_path_factory.mktemp("models") / "qwen2")
+    return Checkpoint(folder, Reference(folder))
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
-def checkpoint(request: pytest.FixtureRequest, find_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
-    return find_checkpoint(request.param)
-
-
-@pytest.fixture(scope="module")
-def qwen2(find_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
-    return find_checkpoint("qwen2-grouped-untied")
-
-
-def test_the_reference_makes_clear_and_varied_choices(checkpoint: Checkpoint) -> None:
-    expected = [checkpoint.reference(prompt) for prompt in PROMPTS]
+def test_the_reference_makes_clear_and_varied_choices(qwen2: Checkpoint) -> None:
+    expected = [qwen2.reference(prompt) for prompt in PROMPTS]
     assert sum(answer.num_clear for answer in expected) > 0.9 * MAX_TOKENS * len(expected)
     assert len({tuple(answer.tokens) for answer in expected}) > len(expected) / 2
 
@@ -130,19 +117,19 @@ def test_a_repetition_penalty_is_transformers_and_each_answers_own(qwen2: Checkp
     assert sum(penalized(prompt).tokens != qwen2.reference(prompt).tokens for prompt in PROMPTS) > len(PROMPTS) / 2
 
 
-def test_answers_equal_transformers_one_at_a_time(checkpoint: Checkpoint) -> None:
-    with Engine(checkpoint.folder, budget=1000) as engine:
+def test_answers_equal_transformers_one_at_a_time(qwen2: Checkpoint) -> None:
+    with Engine(qwen2.folder, budget=1000) as engine:
         for prompt in PROMPTS:
-            assert checkpoint.reference(prompt).matches(engine.answer(prompt, MAX_TOKENS).wait())
+            assert qwen2.reference(prompt).matches(engine.answer(prompt, MAX_TOKENS).wait())
 
 
 def test_answers_equal_transformers_in_chunks_and_batches_that_take_blocks_from_each_other(
-    checkpoint: Checkpoint,
+    qwen2: Checkpoint,
 ) -> None:
-    with Engine(checkpoint.folder, num_blocks=9, budget=24, max_num_seqs=5) as engine:
+    with Engine(qwen2.folder, num_blocks=9, budget=24, max_num_seqs=5) as engine:
         answers = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
         for prompt, answering in zip(PROMPTS, answers, strict=True):
-            assert checkpoint.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
+            assert qwen2.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
             assert answering.finish_reason == "length"
         assert engine.metric("kvstore_preemptions_total") > 0
         engine.wait_until_idle()
@@ -178,14 +165,14 @@ def two_engines(folder: Path, **more: Any) -> Iterator[tuple[Engine, Engine]]:
 
 @pytest.mark.usefixtures("transfers")
 class TestPool:
-    def test_answers_from_blocks_that_another_instance_computed_are_the_same(self, checkpoint: Checkpoint) -> None:
-        with two_engines(checkpoint.folder) as (one, other):
+    def test_answers_from_blocks_that_another_instance_computed_are_the_same(self, qwen2: Checkpoint) -> None:
+        with two_engines(qwen2.folder) as (one, other):
             prompts = PROMPTS[: len(LENGTHS)]  # those that share nothing
             for prompt in prompts:
                 one.answer(prompt, 1)
             answers = [other.begin(prompt, MAX_TOKENS) for prompt in prompts]
             for prompt, answering in zip(prompts, answers, strict=True):
-                assert checkpoint.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
+                assert qwen2.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
                 # All full blocks but one that ends with the last token, which is always computed.
                 assert answering.sequence.pool_cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK
                 assert answering.sequence.own_cached_tokens == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import openai
 import pytest
 
 from tests.support.waiting import wait_until
@@ -35,6 +36,12 @@ def chat(served: SimpleNamespace, messages: Any, **more: Any) -> Any:
     return httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60, trust_env=False).json()
 
 
+def count_prompt(usage: anthropic.types.Usage) -> int:
+    """Return the sum of Anthropic's three counts: "total input tokens in a request is the summation of" these
+    (``anthropic.types.Usage``)."""
+    return usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+
+
 def test_a_message_has_the_text_and_the_usage_of_chat(served: SimpleNamespace, client: anthropic.Anthropic) -> None:
     message = ask(client, system="be kind")
     again = ask(client, system=[{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}])
@@ -45,7 +52,22 @@ def test_a_message_has_the_text_and_the_usage_of_chat(served: SimpleNamespace, c
     assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)
     usage, prompt = again.usage, asked["usage"]["prompt_tokens"]
     assert usage.cache_read_input_tokens == asked["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert (usage.input_tokens + usage.cache_read_input_tokens, usage.output_tokens) == (prompt, 8)
+    assert (count_prompt(usage), usage.output_tokens) == (prompt, 8)
+
+
+def test_the_tokens_that_are_cached_from_now_on_are_counted_in_both_apis(
+    served: SimpleNamespace, client: anthropic.Anthropic
+) -> None:
+    """OpenAI: ``openai.types.completion_usage.PromptTokensDetails.cache_write_tokens``."""
+    texts = [f"{number} a prompt that nobody has sent before, of some blocks " * 4 for number in (1, 2)]
+    messages: list[list[Any]] = [[{"role": "user", "content": text}] for text in texts]
+    first, again = (ask(client, messages[0]).usage for _ in range(2))
+    chats = [openai.types.CompletionUsage.model_validate(chat(served, messages[1])["usage"]) for _ in range(2)]
+    details = [usage.prompt_tokens_details for usage in chats]
+    assert first.cache_creation_input_tokens == again.cache_read_input_tokens > 0
+    assert (first.cache_read_input_tokens, again.cache_creation_input_tokens) == (0, 0)
+    assert [count_prompt(usage) for usage in (first, again)] == [usage.prompt_tokens for usage in chats]
+    assert [each.cache_write_tokens for each in details if each] == [first.cache_creation_input_tokens, 0]
 
 
 def test_a_stop_sequence_is_told(client: anthropic.Anthropic) -> None:
@@ -90,8 +112,8 @@ def test_a_last_message_of_the_assistants_is_continued(client: anthropic.Anthrop
         ({"max_tokens": None}, "max_tokens: Field required"),
         ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, but it is 0"),
         ({"tools": [{"name": "x"}]}, "tools: it is"),
-        ({"thinking": {"type": "enabled"}}, "this engine does not tell thinking from answering"),
-        ({"max_token": 1}, "max_token: this engine knows no such field in this API; did you mean max_tokens?"),
+        ({"thinking": {"type": "enabled"}}, "this engine does not separate reasoning from the answer"),
+        ({"max_token": 1}, "max_token: this API has no such field; did you mean max_tokens?"),
         ({"messages": [{"role": "system", "content": "x"}]}, 'messages.0.role: it is "system"; give user or assistant'),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -127,11 +149,13 @@ def test_the_tokens_of_a_prompt_are_counted_without_an_answer(
 ) -> None:
     usage = ask(client, **more).usage
     counted = client.messages.count_tokens(model=MODEL, messages=QUESTION, **more)
-    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens > 0
+    assert counted.input_tokens == count_prompt(usage) > 0
 
 
 def test_counting_refuses_in_the_apis_shape(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=r"tools: it is .* this engine calls no tools") as caught:
+    with pytest.raises(
+        anthropic.BadRequestError, match=r"tools: it is .* this engine does not support " r"tools"
+    ) as caught:
         client.messages.count_tokens(model=MODEL, messages=QUESTION, tools=[{"name": "x", "input_schema": {}}])
     assert caught.value.body["type"] == "error"  # type: ignore[index]
 
@@ -160,7 +184,7 @@ def test_an_aborted_message_ends_with_an_error(served: SimpleNamespace, client: 
         assert aborted.json()["aborted"] == ["long"]
         asking.join()
     assert len(found) == 2
-    assert all("the request was aborted before its answer ended" in str(error) for error in found)
+    assert all("the request was aborted before its response ended" in str(error) for error in found)
 
 
 def test_an_engine_that_fails_is_an_error(

@@ -31,10 +31,8 @@ CHANGES_NO_ANSWER = frozenset(
             "routed_dp_rank",
             "metadata",
             "priority",
-            "prompt_cache_key",
-            "prompt_cache_options",
         ),
-        *("prompt_cache_retention", "safety_identifier", "service_tier", "session_id", "store", "trace_context"),
+        *("safety_identifier", "service_tier", "session_id", "store", "trace_context"),
         # of images and sound, which are refused themselves
         *("ec_transfer_params", "images_config", "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch"),
         *("mm_hashes", "mm_payload", "mm_processor_kwargs", "return_mm_kwargs", "use_audio_in_video", "video_config"),

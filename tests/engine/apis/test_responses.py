@@ -119,7 +119,7 @@ def test_a_response_goes_on_from_the_one_before(client: openai.OpenAI) -> None:
 def test_responses_are_kept_unless_the_client_says_no(client: openai.OpenAI) -> None:
     kept, other = respond(client), respond(client, store=False)
     assert client.responses.retrieve(kept.id).output_text == kept.output_text
-    with pytest.raises(openai.NotFoundError, match=f'this instance keeps no response "{other.id}'):
+    with pytest.raises(openai.NotFoundError, match=f'this instance has stored no response "{other.id}'):
         client.responses.retrieve(other.id)
     client.responses.delete(kept.id)
     with pytest.raises(openai.BadRequestError) as caught:
@@ -132,14 +132,14 @@ def test_responses_are_kept_unless_the_client_says_no(client: openai.OpenAI) -> 
 @pytest.mark.parametrize(
     ("fields", "param", "sentence"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools", "this engine calls no tools in this API; leave it out"),
-        ({"reasoning": {"effort": "high"}}, "reasoning", "this engine does not tell thinking from answering"),
-        ({"max_output": 5}, "max_output", "no such field in this API; did you mean max_output_tokens?"),
-        ({"xyz": 5}, "xyz", "this engine knows no such field in this API; leave it out"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "this engine does not support tools in this API; leave it out"),
+        ({"reasoning": {"effort": "high"}}, "reasoning", "this engine does not separate reasoning from the answer"),
+        ({"max_output": 5}, "max_output", "this API has no such field; did you mean max_output_tokens?"),
+        ({"xyz": 5}, "xyz", "this API has no such field; leave it out"),
         ({"temperature": -1}, "temperature", "should be greater than or equal to 0, but it is -1"),
         ({"input": []}, "input", "it is empty"),
         ({"input": "x" * 9999}, "input", "the prompt has at least"),
-        ({"text": {"verbosity": "low"}}, "text", "this engine holds answers to no form, and steers no length"),
+        ({"text": {"verbosity": "low"}}, "text", "this engine supports neither structured output nor verbosity"),
         (
             {"input": [{"type": "item_reference", "id": "x"}]},
             "input",
@@ -203,12 +203,12 @@ def test_a_response_that_is_aborted_has_failed_and_says_why(
             "failed",
             "server_error",
         )
-        assert last.response.error.message == "the request was aborted before its answer ended"
+        assert last.response.error.message == "the request was aborted before its response ended"
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(last.response.id)
     else:
         assert last.status_code == 503
-        assert "the request was aborted before its answer ended" in str(last)
+        assert "the request was aborted before its response ended" in str(last)
 
 
 def test_an_engine_that_fails_ends_a_stream_with_a_failed_response(
@@ -226,5 +226,5 @@ def test_an_engine_that_fails_ends_a_stream_with_a_failed_response(
 
 
 def test_prefill_instances_keep_no_responses(served: SimpleNamespace) -> None:
-    with pytest.raises(ApiError, match="keeps no response"):
+    with pytest.raises(ApiError, match="stored no response"):
         Responses(served.completions, None).retrieve_response("resp_x")

@@ -18,7 +18,7 @@ import pytest
 from engine.apis.completions import Completions
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
-from engine.model.model_runner import load_tokenizer
+from engine.model.checkpoint import load_tokenizer
 from engine.protocol import ApiError, ChatBody, CompletionBody, check_body
 from tests.engine.event_loop import in_event_loop
 from tests.engine.running import Engine

@@ -11,6 +11,9 @@ import pytest
 from engine.disaggregation import BlockMemory
 from tests.engine.event_loop import in_event_loop
 
+# Blocks of one token, in one group of layers.
+SCHEDULER = SimpleNamespace(groups=SimpleNamespace(count_held=lambda num_tokens: num_tokens))
+
 
 @in_event_loop
 async def test_blocks_that_were_reserved_for_who_has_just_been_cancelled_are_given_back() -> None:
@@ -19,6 +22,7 @@ async def test_blocks_that_were_reserved_for_who_has_just_been_cancelled_are_giv
     core: Any = SimpleNamespace(
         reserve_blocks=lambda hashes, num_tokens, answer: answers.append(answer),
         cancel_reservation=lambda reservation, clear: given_back.append(reservation),
+        scheduler=SCHEDULER,
     )
     runner: Any = SimpleNamespace(vocab_size=1, shape=SimpleNamespace(block_size=1))
     prompt: Any = SimpleNamespace(hashes=[], num_tokens=1)
@@ -37,10 +41,12 @@ async def test_blocks_that_were_reserved_for_who_has_just_been_cancelled_are_giv
 @in_event_loop
 async def test_hand_overs_that_ask_at_once_are_lent_no_more_than_the_limit() -> None:
     answers: list[Any] = []
-    core: Any = SimpleNamespace(reserve_blocks=lambda hashes, num_tokens, answer: answers.append(answer))
+    core: Any = SimpleNamespace(
+        reserve_blocks=lambda hashes, num_tokens, answer: answers.append(answer), scheduler=SCHEDULER
+    )
     runner: Any = SimpleNamespace(vocab_size=1, shape=SimpleNamespace(block_size=1))
     prompt: Any = SimpleNamespace(hashes=[], num_tokens=2)
-    memory = BlockMemory(core, runner, transfer=None, memory=None, max_lent=3)  # type: ignore[arg-type]
+    memory = BlockMemory(core, runner, transfer=None, memory=None, max_reserved=3)  # type: ignore[arg-type]
     first, second = (asyncio.create_task(memory.reserve_blocks(prompt)) for _ in range(2))
     await asyncio.sleep(0)
     asked = len(answers)

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import engine.model.sampler
 from engine.model import device_copies
 from engine.model.attention import paged
-from engine.model.model_runner import ModelRunner, load_model_config
+from engine.model.checkpoint import load_model_config
+from engine.model.model_runner import ModelRunner
 from engine.model.sampler import Choice
 from engine.scheduling.request import Request, SamplingParams, Sequence
 from engine.scheduling.retrieval_config import Regime, RetrievalConfig

@@ -11,8 +11,9 @@ import engine.model.memory_budget
 import engine.model.sampler
 from engine.args import parse_args
 from engine.model.attention.block_index import BlockIndex
+from engine.model.checkpoint import load_model_config
 from engine.model.memory_budget import choose_num_blocks
-from engine.model.model_runner import ModelRunner, load_model_config
+from engine.model.model_runner import ModelRunner
 from engine.model.sampler import Choice
 from engine.scheduling.request import Request, SamplingParams, Sequence
 from engine.scheduling.retrieval_config import REPRESENTATIVES, Regime, RetrievalConfig
@@ -111,7 +112,9 @@ def test_of_the_hosts_memory_a_quarter_is_taken_but_4_gib_at_most(
 
 def test_blocks_that_there_is_no_memory_for_are_told_in_one_sentence(runner: ModelRunner) -> None:
     for blocks in (1 << 40, 1 << 70):
-        with pytest.raises(ConfigError, match=f"there is no memory for {blocks} KV blocks; lower --num-gpu-blocks"):
+        with pytest.raises(
+            ConfigError, match=f"there is not enough memory for {blocks} KV blocks; lower --num-gpu-blocks"
+        ):
             runner.allocate_kv(blocks)
 
 
@@ -139,7 +142,7 @@ class FakeGpu:
         self._run = runner.run
         monkeypatch.setattr(runner, "count_free_bytes", lambda: free - self._taken)
         monkeypatch.setattr(runner, "run", self.run)
-        monkeypatch.setattr(engine.model.memory_budget, "_give_back_memory", self.take_back)
+        monkeypatch.setattr(engine.model.memory_budget, "_empty_cache", self.take_back)
         monkeypatch.setattr(engine.model.sampler, "fetch_numbers", lambda numbers: [1.0] * len(numbers))
 
     def run(self, chunks: list[Chunk]) -> list[Choice]:
@@ -205,7 +208,8 @@ def test_no_memory_for_a_step_is_one_sentence(gpu_runner: ModelRunner, monkeypat
     with pytest.raises(ConfigError) as caught:
         choose_num_blocks(ON_GPU, gpu_runner)
     assert str(caught.value) == (
-        "there is no memory for a step of 2048 tokens and 3 sequences; lower --max-num-batched-tokens, --max-num-seqs "
+        "there is not enough memory for a step of 2048 tokens and 3 sequences; lower "
+        "--max-num-batched-tokens, --max-num-seqs "
         "or --max-model-len: CUDA out of memory. Tried to allocate 1 GiB."
     )
 
@@ -218,5 +222,5 @@ def test_no_memory_for_the_first_token_does_not_count_as_a_model_that_cannot_be_
 
     runner.allocate_kv(1)
     monkeypatch.setattr(runner, "_compute_logits", refuse)
-    with pytest.raises(ConfigError, match="there is no memory for one token; lower --max-num-batched-tokens"):
+    with pytest.raises(ConfigError, match="there is not enough memory for one token; lower --max-num-batched-tokens"):
         runner.try_out()

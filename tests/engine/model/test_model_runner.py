@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BloomConfig, Gemma2Config, MistralConfig, Qwen2Config, StableLmConfig
+from transformers import BloomConfig, Qwen2Config, Qwen3NextConfig, StableLmConfig
 
-from engine.model.model_runner import ModelRunner, choose_device, choose_dtype, load_model_config
+from engine.model.checkpoint import choose_device, choose_dtype, load_model_config
+from engine.model.model_runner import ModelRunner
 from engine.scheduling.request import SamplingDefaults
 from kvstore_backend import ConfigError
 from tests.engine.checkpoints import CHECKPOINTS, write_checkpoint
@@ -50,7 +51,6 @@ def test_a_model_that_attends_through_transformers_interface_can_be_run(
     [
         (BloomConfig(vocab_size=50, hidden_size=16, n_layer=2, n_head=2), "transformers' AttentionInterface"),
         (StableLmConfig(**SMALL), "cannot run a StableLmForCausalLM"),
-        (MistralConfig(**SMALL, sliding_window=64), "a sliding window is not supported"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
@@ -65,10 +65,10 @@ def test_a_model_whose_attention_is_not_ours_is_refused_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_layers_that_see_only_a_window_are_refused_before_the_weights_are_loaded(tmp_path: Path) -> None:
-    Gemma2Config(**SMALL).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="layers of type sliding_attention; only full attention is supported"):
-        load_model_config(str(tmp_path))
+def test_layers_of_other_types_are_refused_before_the_weights_are_loaded(tmp_path: Path) -> None:
+    Qwen3NextConfig(**{**SMALL, "num_hidden_layers": 4}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="layers of type linear_attention; this engine supports"):
+        runner_of(tmp_path)
 
 
 def test_a_config_that_is_not_json_is_told_in_one_sentence(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_what_would_make_transformers_answers_others_is_named_at_the_start(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     runner_of(with_generation_config(tiny_checkpoint, tmp_path, generation_config))
-    said = [record.getMessage() for record in caplog.records if record.name == "engine.model.model_runner"]
+    said = [record.getMessage() for record in caplog.records if record.name == "engine.model.checkpoint"]
     assert len(said) == bool(names)
     assert sum(name in "".join(said) for name in generation_config) == names
 
@@ -120,12 +120,12 @@ def test_what_would_make_transformers_answers_others_is_named_at_the_start(
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        *(("repetition_penalty", value, "is no number from 0.01 to 100") for value in (0, -1.5, "1.05", 1e9)),
-        ("temperature", -0.1, "is no number from 0 to 100"),
-        ("temperature", True, "is no number from 0 to 100"),
-        ("top_p", 1.5, "is no number from 0 to 1"),
-        ("top_k", 1.5, "is no number of at least -1"),
-        ("top_k", -2, "is no number of at least -1"),
+        *(("repetition_penalty", value, "is not a number from 0.01 to 100") for value in (0, -1.5, "1.05", 1e9)),
+        ("temperature", -0.1, "is not a number from 0 to 100"),
+        ("temperature", True, "is not a number from 0 to 100"),
+        ("top_p", 1.5, "is not a number from 0 to 1"),
+        ("top_k", 1.5, "is not a number of at least -1"),
+        ("top_k", -2, "is not a number of at least -1"),
     ],
 )
 def test_a_default_that_is_no_number_in_its_range_is_refused(

@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
-    GptOssConfig,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    Lfm2Config,
+    Llama4TextConfig,
     MistralConfig,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedTokenizerFast,
-    Qwen2Config,
+    Qwen3NextConfig,
 )
 
-from engine.model.model_runner import ModelRunner, check_length, load_model_config, load_tokenizer
-from engine.scheduling.request import Request, SamplingParams, Sequence
+from engine.model.attention import paged
+from engine.model.checkpoint import check_length, load_model_config, load_tokenizer
+from engine.model.layer_groups import group_layers
+from engine.model.model_runner import ModelRunner
+from engine.scheduling.request import BlockTable, Request, SamplingParams, Sequence
 from engine.scheduling.scheduler import Chunk
 from kvstore_backend import ConfigError
-from tests.engine.checkpoints import ARCHITECTURES, byte_fallback_tokenizer, config_of, write_checkpoint
+from tests.engine.checkpoints import (
+    ARCHITECTURES,
+    GROUPED,
+    VOCAB_SIZE,
+    byte_fallback_tokenizer,
+    config_of,
+    write_checkpoint,
+)
+from tests.engine.gpu_form import attend_as_on_gpu
 from tests.support.device import TORCH_DEVICE
 
 BLOCK = 16
 PROMPT = tuple(range(40, 77))
 
 
-def runner_of(folder: Path) -> ModelRunner:
+def runner_of(folder: Path, num_blocks: int = 4) -> ModelRunner:
     runner = ModelRunner(str(folder), load_model_config(str(folder)), TORCH_DEVICE, torch.float32, BLOCK)
-    runner.allocate_kv(4)
+    runner.allocate_kv(num_blocks)
     runner.try_out()
     return runner
 
@@ -48,6 +64,32 @@ def logprobs(runner: ModelRunner, *chunks: int) -> dict[int, float]:
     assert choice
     assert choice[1]
     return dict(choice[1].top)
+
+
+def logprobs_of_batch(
+    runner: ModelRunner, chunks: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[tuple[int, ...], dict[int, float]]]:
+    """Tokens of each prompt, and what the runner makes of the next one; chunks of one step are computed together."""
+    blocks = random.Random(3).sample(range(len(runner.kv)), len(runner.kv))
+    sequences = {}
+    for name, sizes in chunks.items():
+        tokens = tuple(random.Random(name).choices(range(VOCAB_SIZE), k=sum(sizes)))
+        sequence = Sequence(Request(name, tokens, SamplingParams(1, temperature=0.0, logprobs=20)), BLOCK)
+        count = -(-len(tokens) // BLOCK)
+        sequence.tables = [BlockTable([blocks.pop() for _ in range(count)]) for _ in runner.groups.groups]
+        sequences[name] = sequence
+    found = {}
+    for step in range(max(map(len, chunks.values()))):
+        some = [Chunk(sequences[name], sizes[step]) for name, sizes in chunks.items() if step < len(sizes)]
+        sampling = [chunk.sequence for chunk in some if chunk.samples]
+        choices = runner.run(some)
+        for chunk in some:
+            chunk.sequence.num_computed += chunk.num_tokens
+        for sequence, choice in zip(sampling, choices, strict=True):
+            assert choice
+            assert choice[1]
+            found[sequence.request.request_id] = sequence.request.prompt_token_ids, dict(choice[1].top)
+    return found
 
 
 def reference_logprobs(folder: Path, tokens: tuple[int, ...] = PROMPT) -> dict[int, float]:
@@ -90,19 +132,53 @@ def test_a_checkpoint_that_lacks_one_of_its_files_is_refused_in_one_sentence(tmp
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        Qwen2Config(num_hidden_layers=3, use_sliding_window=True, max_window_layers=2),  # the last layer only
-        Qwen2Config(num_hidden_layers=3, use_sliding_window=True, max_window_layers=0),
-        Qwen2Config(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], use_sliding_window=True),
-    ],
-    ids=["last", "all", "first"],
-)
-def test_layers_that_see_only_a_window_are_refused_if_only_one_does(config: Any, tmp_path: Path) -> None:
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="layers of type sliding_attention; only full attention is supported"):
-        load_model_config(str(tmp_path))
+@pytest.mark.parametrize("form", ["cpu", "gpu"])
+@pytest.mark.parametrize("family", GROUPED)
+def test_layers_of_every_kind_are_computed_as_transformers_does(
+    family: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if form == "gpu":
+        attend_as_on_gpu(monkeypatch)
+    folder = write_checkpoint(GROUPED[family](), tmp_path)
+    runner = runner_of(folder, 80)
+    runner.kv.normal_()  # what was in the blocks before has no effect
+    got = logprobs_of_batch(runner, {"long": (40, 33, 1, 39, 1), "middle": (1, 16, 32, 1, 20), "short": (16, 1)})
+    for name, (tokens, values) in got.items():
+        assert values == pytest.approx(reference_logprobs(folder, tokens), abs=1e-4), name
+
+
+def test_long_scores_with_soft_capping_are_computed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.attention.paged._MAX_SCORE_BYTES", 2000)
+    folder = write_checkpoint(GROUPED["gemma2"](), tmp_path)
+    [(tokens, values)] = logprobs_of_batch(runner_of(folder, 40), {"long": (60, 50, 1)}).values()
+    assert values == pytest.approx(reference_logprobs(folder, tokens), abs=1e-4)
+
+
+class _Sizes(TorchDispatchMode):
+    """Collects the number of elements of each tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.found.append((str(func), result.numel()))
+        return result
+
+
+def test_scores_with_sinks_are_computed_without_a_copy_of_k_and_v_per_query_head() -> None:
+    kv_heads, group, tokens, context, head_dim = 2, 8, 3, 500, 32
+    queries = torch.randn(kv_heads, group, tokens, head_dim)
+    keys, values = torch.randn(2, kv_heads, 1, context, head_dim)
+    sinks = torch.randn(kv_heads, group, 1, 1)
+    with _Sizes() as sizes:
+        got = paged._attend_with_scores(queries, keys, values, attn_mask=None, scale=0.2, softcap=None, sinks=sinks)
+    largest = max(sizes.found, key=lambda each: each[1])
+    assert largest[1] <= kv_heads * group * tokens * context, largest
+    scores = torch.cat([queries @ keys.transpose(-1, -2) * 0.2, sinks.expand(-1, -1, tokens, 1)], dim=-1)
+    torch.testing.assert_close(got, scores.softmax(-1)[..., :-1] @ values)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +194,17 @@ def test_a_window_that_no_layer_uses_is_no_obstacle(window: dict[str, Any], tmp_
     assert logprobs(runner_of(folder), 30, 7) == pytest.approx(reference_logprobs(folder), abs=1e-4)
 
 
-def test_a_window_of_all_layers_without_a_list_of_layers_is_refused(tmp_path: Path) -> None:
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = MistralConfig(vocab_size=300, num_hidden_layers=1, sliding_window=8, **small)
-    with pytest.raises(ConfigError, match="cannot run a MistralForCausalLM: attention with a sliding window"):
-        runner_of(write_checkpoint(config, tmp_path))
+@pytest.mark.parametrize("family", ["phimoe", "mistral"])
+def test_a_window_that_no_sequence_exceeds_is_full_attention(family: str, tmp_path: Path) -> None:
+    if family == "phimoe":  # its layers do not pass the window to attention
+        rope = {**TestScaledRope.LONG, "short_mscale": 1.2, "long_mscale": 1.3}
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        config: Any = PhimoeConfig(**TINY, **experts, sliding_window=512, rope_parameters=rope)
+    else:
+        config = MistralConfig(**TINY, sliding_window=600)
+    runner = runner_of(write_checkpoint(config, tmp_path))
+    assert runner.groups.is_full
+    assert logprobs(runner, 20, 16, 1) == pytest.approx(reference_logprobs(tmp_path), abs=1e-4)
 
 
 class TestScaledRope:
@@ -147,7 +229,7 @@ class TestScaledRope:
 
     def test_is_refused_beyond_the_length_at_which_it_would_turn_to_longer_waves(self, tmp_path: Path) -> None:
         config_of("llama", rope_parameters=self.LONG).save_pretrained(tmp_path)
-        with pytest.raises(ConfigError, match="--max-model-len 65: beyond 64 tokens the longrope scaling"):
+        with pytest.raises(ConfigError, match="--max-model-len 65: give at most 64; beyond that, the longrope scaling"):
             check_length(str(tmp_path), load_model_config(str(tmp_path)), 65)
 
     def test_is_refused_beyond_the_positions_where_it_would_begin_to_follow_the_length(self, tmp_path: Path) -> None:
@@ -203,24 +285,32 @@ def test_decoders_with_full_attention_run(config: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Gemma2Config(**TINY, head_dim=8), "layers of type sliding_attention; only full attention"),
-        (Gemma2Config(**TINY, head_dim=8, layer_types=["full_attention"] * 2), "with soft-capping is not supported"),
+        (Gemma3nTextConfig(**{**TINY, "num_hidden_layers": 10}, head_dim=8), "layers that use the KV of other layers"),
+        (Gemma3TextConfig(**TINY, head_dim=8, use_bidirectional_attention=True), "has bidirectional attention"),
         (
-            GptOssConfig(
-                **TINY,
-                head_dim=8,
-                num_local_experts=2,
-                num_experts_per_tok=1,
-                layer_types=["full_attention"] * 2,
-                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            ),
-            "with sinks is not supported",
+            Qwen3NextConfig(**{**TINY, "num_hidden_layers": 4}, head_dim=8),
+            "layers of type linear_attention; this engine supports only full attention, sliding windows and short conv",
+        ),
+        (
+            Llama4TextConfig(**TINY, head_dim=8),
+            "layers of type chunked_attention; this engine supports",
         ),
     ],
-    ids=["sliding windows", "soft-capping", "sinks"],
+    ids=["shared KV", "both directions", "recurrent layers", "chunks"],
 )
-def test_decoders_with_more_than_that_are_refused_in_one_sentence(config: Any, reason: str, tmp_path: Path) -> None:
-    folder = write_checkpoint(config, tmp_path)
+def test_decoders_with_other_layers_are_refused_in_one_sentence(config: Any, reason: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=reason) as caught:
-        runner_of(folder)
+        runner_of(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_blocks_too_small_for_the_state_of_a_convolution_are_refused(tmp_path: Path) -> None:
+    config = Lfm2Config(
+        **{**TINY, "hidden_size": 512, "num_key_value_heads": 1}, layer_types=["conv", "full_attention"]
+    )
+    with pytest.raises(
+        ConfigError, match="too small for the state of a convolution layer; give --block-size 4 or more"
+    ):
+        group_layers("m", config, 3, 2 * 3 * 128)
+    config.save_pretrained(tmp_path)

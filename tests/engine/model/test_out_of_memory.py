@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.out_of_memory import is_out_of_memory, told_if_too_large
+from engine.model.out_of_memory import explain_out_of_memory, is_out_of_memory
 from kvstore_backend import ConfigError
 
 OUT_OF_MEMORY = [
@@ -20,17 +20,20 @@ OUT_OF_MEMORY = [
 @pytest.mark.parametrize("exc", OUT_OF_MEMORY, ids=lambda exc: str(exc)[:30] or "MemoryError")
 def test_each_way_of_saying_it_is_one_sentence(exc: Exception) -> None:
     assert is_out_of_memory(exc)
-    with pytest.raises(ConfigError) as caught, told_if_too_large("3 blocks; lower it", any_failure=False):
+    with pytest.raises(ConfigError) as caught, explain_out_of_memory("3 blocks; lower it", any_failure=False):
         raise exc
-    assert str(caught.value).startswith("there is no memory for 3 blocks; lower it: ")
+    assert str(caught.value).startswith("there is not enough memory for 3 blocks; lower it: ")
     assert "\n" not in str(caught.value)
 
 
 def test_another_failure_is_raised_as_it_is_where_more_than_memory_was_asked_for() -> None:
     failure = RuntimeError("no kernel image is available")
     assert not is_out_of_memory(failure)
-    with pytest.raises(RuntimeError) as caught, told_if_too_large("3 blocks; lower it", any_failure=False):
+    with pytest.raises(RuntimeError) as caught, explain_out_of_memory("3 blocks; lower it", any_failure=False):
         raise failure
     assert caught.value is failure
-    with pytest.raises(ConfigError, match="there is no memory for 3 blocks"), told_if_too_large("3 blocks; lower it"):
+    with (
+        pytest.raises(ConfigError, match="there is not enough memory for 3 blocks"),
+        explain_out_of_memory("3 blocks; lower it"),
+    ):
         raise failure

@@ -45,5 +45,5 @@ def test_the_version_is_what_the_trainer_wrote(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "step: 1", "- version", "version: [", "\0"])
 def test_a_file_that_says_no_version_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "version.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"version\.yaml says no version; write one there"):
+    with pytest.raises(ConfigError, match=r"version\.yaml has no version; write one into it"):
         read_version(tmp_path)

@@ -50,6 +50,6 @@ def test_memory_of_a_device_is_never_reached_directly() -> None:
     runner: Any = SimpleNamespace(kv=torch.empty(4, 2, device="meta"))
     registered: list[int] = []
     registry: Any = SimpleNamespace(register=lambda *span, **_: registered.append(span[0]))
-    with pytest.raises(ValueError, match="KV memory of meta has to be staged"):
+    with pytest.raises(ValueError, match="KV memory is on meta, which the host cannot read"):
         open_direct(runner, registry)
     assert not registered

@@ -12,15 +12,16 @@ import pytest
 from engine.pool import pool_connector
 from engine.scheduling.cache_hints import CacheHint
 from kvstore_backend import Status
-from kvstore_backend.clear_marks import ClearMarks
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.refill import Refill
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.faulty_store import FaultyStore
 from tests.engine.running import Engine
-from tests.support.clearing import leave_mark
+from tests.support.clearing import leave_mark, looks
 from tests.support.waiting import wait_until
+
+__all__ = ["looks"]
 
 PROMPTS = [random.Random(seed).choices(range(VOCAB_SIZE), k=100) for seed in range(4)]
 BLOCKS = 6 * len(PROMPTS)
@@ -39,21 +40,9 @@ def store(memory: MemoryStore) -> Iterator[FaultyStore]:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
-    """What each look for a clear told."""
-    told: list[bool | None] = []
-    look = ClearMarks.look
-
-    def note(marks: ClearMarks) -> bool | None:
-        told.append(look(marks))
-        return told[-1]
-
-    monkeypatch.setattr(ClearMarks, "look", note)
-    return told
-
-
-@pytest.fixture
-def engine(tiny_checkpoint: Path, store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(
+    tiny_checkpoint: Path, store: FaultyStore, looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
     """It has answered all prompts, and the pool has their blocks."""
     monkeypatch.setattr(pool_connector, "Refill", partial(Refill, period=0.02))
     with Engine(tiny_checkpoint, store=store, num_blocks=128) as running:

@@ -87,7 +87,7 @@ class BlockAccounting(RuleBasedStateMachine):
     def publish_what_nobody_holds(self, data: st.DataObject, block_hash: bytes) -> None:
         unheld = sorted(set(self.references) - set(self.held))
         if unheld:
-            with pytest.raises(ValueError, match="held by nobody"):
+            with pytest.raises(ValueError, match="has no references"):
                 self.blocks.publish_block(data.draw(st.sampled_from(unheld)), block_hash)
 
     @precondition(lambda self: self.published)
@@ -131,7 +131,7 @@ TestBlockAccounting.settings = settings(max_examples=150, stateful_step_count=40
 def test_a_refused_allocation_changes_nothing() -> None:
     blocks = BlockManager(3)
     blocks.allocate_blocks(1)
-    with pytest.raises(NoFreeBlocks, match="3 blocks wanted, 2 of 3 available"):
+    with pytest.raises(NoFreeBlocks, match="3 blocks are needed; 2 of 3 are available"):
         blocks.allocate_blocks(3)
     assert blocks.num_available == 2
     assert len(blocks.allocate_blocks(2)) == 2

@@ -1,12 +1,23 @@
-"""What a request says of how long its prompt is worth keeping."""
+"""How long a request says that its prompt is to be cached: in Anthropic's words and in OpenAI's.
+
+Sources: the types of their clients (``anthropic.types.CacheControlEphemeralParam``; ``prompt_cache_...`` in
+``openai.types.chat.completion_create_params``), and their guides to prompt caching
+(https://docs.anthropic.com/en/docs/build-with-claude/prompt-caching,
+https://developers.openai.com/api/docs/guides/prompt-caching).
+"""
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
+import anthropic
+import openai.types.chat.completion_create_params as chat_params
 import pytest
+from openai.types.chat import chat_completion_content_part_text_param as part_params
 
-from engine.scheduling.cache_hints import CacheControl, CacheHint, CacheMark, count_common, find_marks, seconds_kept
+from engine.protocol import CompletionBody
+from engine.scheduling.cache_hints import CacheControl, CacheHint, CacheMark, find_marks, seconds_kept
 
 
 @pytest.mark.parametrize(("ttl", "seconds"), [("90s", 90), ("5m", 300), ("1h", 3600), ("24h", 86400)])
@@ -27,7 +38,7 @@ def test_a_time_is_read_as_anthropics_clients_write_it(ttl: str, seconds: float)
 def test_what_is_no_hint_is_refused_with_its_place(control: Any, sentence: str) -> None:
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b", "cache_control": control}]
     with pytest.raises(ValueError, match=sentence[:40]) as caught:
-        list(find_marks(messages))
+        list(find_marks(messages, 1800))
     assert str(caught.value).startswith(sentence)
 
 
@@ -45,7 +56,11 @@ def test_marks_stand_at_parts_and_at_messages() -> None:
         },
         {"role": "user", "content": "e", "cache_control": hour},
     ]
-    assert list(find_marks(messages)) == [CacheMark(0, "a", 3600), CacheMark(1, "bc", 300), CacheMark(2, None, 3600)]
+    assert list(find_marks(messages, 1800)) == [
+        CacheMark(0, "a", 3600),
+        CacheMark(1, "bc", 300),
+        CacheMark(2, None, 3600),
+    ]
 
 
 def test_tokens_are_kept_as_long_as_the_longest_hint_on_them_says() -> None:
@@ -53,7 +68,59 @@ def test_tokens_are_kept_as_long_as_the_longest_hint_on_them_says() -> None:
     assert [seconds_kept(hints, end) for end in (4, 8, 12, 20, 24)] == [3600, 3600, 300, 300, 0]
 
 
-def test_a_shared_beginning_is_counted() -> None:
-    assert count_common([1, 2, 3, 4], [1, 2, 9]) == 2
-    assert count_common([1, 2, 3, 4], [1, 2]) == 2
-    assert count_common([1, 2], [1, 2]) == 2
+def test_a_breakpoint_of_openai_marks_the_prompt_up_to_its_part() -> None:
+    part = {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "b"}]}]
+    assert list(find_marks(messages, 600)) == [CacheMark(0, "a", 600)]
+
+
+def test_a_wrong_breakpoint_is_refused_in_one_sentence() -> None:
+    part = {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "never"}}
+    with pytest.raises(ValueError, match=r"messages\.0\.content\.0\.prompt_cache_breakpoint\.mode: Input should be"):
+        list(find_marks([{"role": "user", "content": [part]}], 600))
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({}, 0),
+        ({"prompt_cache_retention": "in_memory"}, 0),
+        ({"prompt_cache_retention": "24h"}, 86400),
+        ({"prompt_cache_options": {}}, 1800),
+        ({"prompt_cache_options": {"ttl": "1h"}, "prompt_cache_retention": "24h"}, 3600),
+        ({"prompt_cache_options": {"mode": "explicit"}}, 0),
+        ({"cache_control": {"type": "ephemeral"}, "prompt_cache_retention": "24h"}, 300),
+    ],
+)
+def test_openais_fields_say_how_long_the_whole_prompt_is_cached(fields: dict[str, Any], seconds: float) -> None:
+    assert CompletionBody.model_validate({"prompt": "a", **fields}).cache_seconds == seconds
+
+
+def test_a_breakpoint_may_have_a_time_of_its_own() -> None:
+    part = {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
+    assert list(find_marks([{"role": "user", "content": [part]}], 600)) == [CacheMark(0, "a", 12 * 3600)]
+
+
+def list_values(of: Any, name: str) -> list[Any]:
+    """Return the values that a client's type allows for a member."""
+    hint = typing.get_type_hints(of)[name]
+    kinds = [hint, *typing.get_args(hint)]
+    return [value for kind in kinds if typing.get_origin(kind) is typing.Literal for value in typing.get_args(kind)]
+
+
+def test_each_value_that_the_clients_of_openai_and_anthropic_know_is_taken() -> None:
+    retentions = list_values(chat_params.CompletionCreateParamsBase, "prompt_cache_retention")
+    ttls, modes = (list_values(chat_params.PromptCacheOptions, name) for name in ("ttl", "mode"))
+    times = list_values(anthropic.types.CacheControlEphemeralParam, "ttl")
+    marks = list_values(part_params.PromptCacheBreakpoint, "ttl")
+    assert [len(each) > 0 for each in (retentions, ttls, modes, times, marks)] == [True] * 5
+    for retention in retentions:
+        CompletionBody.model_validate({"prompt": "a", "prompt_cache_retention": retention, "prompt_cache_key": "k"})
+    for ttl in ttls:
+        for mode in modes:
+            CompletionBody.model_validate({"prompt": "a", "prompt_cache_options": {"ttl": ttl, "mode": mode}})
+    for ttl in times:
+        CompletionBody.model_validate({"prompt": "a", "cache_control": {"type": "ephemeral", "ttl": ttl}})
+    for ttl in marks:
+        part = {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit", "ttl": ttl}}
+        assert list(find_marks([{"role": "user", "content": [part]}], 600))

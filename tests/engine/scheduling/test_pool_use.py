@@ -56,7 +56,7 @@ def engine(tiny_checkpoint: Path, store: FaultyStore) -> Iterator[Engine]:
 def test_a_prompt_shorter_than_a_block(engine: Engine) -> None:
     assert told(engine.answer(PROMPT[:5], 1)) == (Reason.SHORT, "shorter than a block (5 of 16 tokens)")
     reason, text = told(engine.answer(PROMPT[:16], 1))
-    assert (reason, text.partition(",")[0]) == (Reason.SHORT, "no more than one block (16 tokens)")
+    assert (reason, text.partition(",")[0]) == (Reason.SHORT, "not longer than a block (16 tokens)")
     assert counted(engine) == {"short": 2}
 
 
@@ -79,9 +79,9 @@ def test_a_prompt_that_the_instances_own_cache_has(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        (Fault.ALL_FAIL, "pool away: ALL_FAIL"),
-        (Fault.GONE_AT_LOAD, "none of 4 blocks arrived (evicted meanwhile, damaged, or pool away)"),
-        (Fault.RAISES_HALF_WAY, "the load failed; the log tells how"),
+        (Fault.ALL_FAIL, "the pool is not reachable: ALL_FAIL"),
+        (Fault.GONE_AT_LOAD, "none of 4 blocks arrived (evicted meanwhile, damaged, or the pool is not reachable)"),
+        (Fault.RAISES_HALF_WAY, "the load failed; the log says why"),
     ],
 )
 def test_a_pool_that_fails(engine: Engine, store: FaultyStore, fault: Fault, text: str) -> None:
@@ -97,7 +97,7 @@ def test_a_pool_that_is_away_tells_its_trouble(tiny_checkpoint: Path) -> None:
     with Engine(tiny_checkpoint, open_store=open_store, wait_for_pool=False) as engine:
         reason, text = told(engine.answer(PROMPT, 1))
     assert reason is Reason.FAILED
-    assert text.startswith("pool away: set aside ")
+    assert text.startswith("the pool is not reachable: not used for ")
 
 
 def test_a_pool_that_is_slower_than_computing(engine: Engine, store: FaultyStore) -> None:
@@ -110,7 +110,7 @@ def test_a_pool_that_is_slower_than_computing(engine: Engine, store: FaultyStore
             engine.blocks.release_blocks(engine.blocks.allocate_blocks(free))
     reason, text = told(answers[-1])
     assert reason is Reason.SLOW
-    assert text.startswith("computing was expected to be quicker (4 of 4 blocks there; a block takes 1")
+    assert text.startswith("computing was expected to be faster (4 of 4 blocks are in the pool; a block takes 1")
     assert counted(engine)["slow"] == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as SequenceOf
 
 import pytest
 from hypothesis import settings
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.request import Request, SamplingParams, Sequence, State
+from engine.scheduling.request import BlockTable, Request, SamplingParams, Sequence, State
 from engine.scheduling.scheduler import Chunk, Reservation, Scheduler
+from kvstore_backend.groups import Group
 
 BLOCK = 4
 Prefix = tuple[str, tuple[int, ...]]
@@ -30,6 +32,7 @@ def scheduler_of(
     max_model_len: int = 2 * BLOCK,
     prefix_caching: bool = True,
     pool: bool = False,
+    groups: SequenceOf[Group] = (),
 ) -> Scheduler:
     blocks = BlockManager(num_blocks)
     return Scheduler(
@@ -40,40 +43,65 @@ def scheduler_of(
         max_model_len=max_model_len,
         prefix_caching=prefix_caching,
         pool=pool,
+        groups=groups,
     )
 
 
 class Memory:
-    """Which prefix's KV each slot of each block holds."""
+    """Which prefix's KV each slot of each block holds; a block with a state has it in its first slot."""
 
-    def __init__(self, blocks: BlockManager) -> None:
-        self._blocks = blocks
-        self._slots: dict[tuple[int, int], Prefix] = {}
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._blocks = scheduler.blocks
+        self._groups = scheduler.groups
+        self._slots: dict[tuple[int, int], tuple[int, Prefix]] = {}
 
-    def write(self, sequence: Sequence, start: int, stop: int, blocks: list[int] | None = None) -> None:
+    def write(self, sequence: Sequence, start: int, stop: int, tables: list[BlockTable] | None = None) -> None:
         """Write KV of the sequence's tokens into its blocks, or into those that are to become its."""
-        for position in range(start, stop):
-            block = (blocks or sequence.block_table)[position // BLOCK]
-            assert self._blocks._hash_of[block] is None, f"block {block} is written after it was published"
-            self._slots[block, position % BLOCK] = self._prefix(sequence, position)
+        for number, table in enumerate(tables or sequence.tables):
+            for end in range(start + 1, stop + 1):
+                place, offset = divmod(end - 1, BLOCK)
+                if place < table.num_released:
+                    continue
+                if self._groups.groups[number].kind == "state":
+                    if end % BLOCK and end != stop:
+                        continue
+                    offset = 0
+                block = table.blocks[place]
+                assert self._blocks._hash_of[block] is None, f"block {block} is written after it was published"
+                self._slots[block, offset] = number, self._prefix(sequence, end)
 
     def spoil(self, blocks: list[int]) -> None:
         """Write rubbish, as a call does that was given up."""
         for block in blocks:
             assert self._blocks._hash_of[block] is None, f"block {block} is spoilt after it was published"
-            self._slots.update({(block, slot): ("garbage", ()) for slot in range(BLOCK)})
+            self._slots.update({(block, slot): (-1, ("garbage", ())) for slot in range(BLOCK)})
 
     def holds(self, sequence: Sequence) -> bool:
-        """Whether every token that counts as computed finds its own prefix's KV where its table points."""
-        return all(
-            self._slots.get((sequence.block_table[position // BLOCK], position % BLOCK))
-            == self._prefix(sequence, position)
-            for position in range(sequence.num_computed)
-        )
+        """Whether all that the next token reads is where the sequence's tables point."""
+        computed = sequence.num_computed
+        for number, table in enumerate(sequence.tables):
+            group = self._groups.groups[number]
+            ends = range(max(1, computed - group.span + 2) if group.span else 1, computed + 1)
+            if group.kind == "state":
+                ends = range(computed, computed + 1) if computed else range(0)
+            for end in ends:
+                place, offset = divmod(end - 1, BLOCK)
+                slot = table.blocks[place], 0 if group.kind == "state" else offset
+                if place < table.num_released or self._slots.get(slot) != (number, self._prefix(sequence, end)):
+                    return False
+        return True
 
     @staticmethod
-    def _prefix(sequence: Sequence, position: int) -> Prefix:
-        return sequence.request.cache_salt, tuple(sequence.token_ids[: position + 1])
+    def _prefix(sequence: Sequence, end: int) -> Prefix:
+        return sequence.request.cache_salt, tuple(sequence.token_ids[:end])
+
+
+LAYERS: dict[str, list[Group]] = {
+    "full": [Group("full", BLOCK)],
+    "window": [Group("window", BLOCK, 6)],
+    "full, window": [Group("full", BLOCK), Group("window", BLOCK, 5)],
+    "full, window, state": [Group("full", BLOCK), Group("window", BLOCK, 3), Group("state", BLOCK)],
+}
 
 
 REQUEST = st.tuples(
@@ -92,6 +120,7 @@ class Batching(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         budget=st.integers(1, 16),
         caching=st.sampled_from(["pool", "own", "none"]),
+        layers=st.sampled_from(list(LAYERS)),
         requests=st.lists(REQUEST, min_size=2, max_size=5),
     )
     def start(
@@ -100,16 +129,18 @@ class Batching(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         caching: str,
+        layers: str,
         requests: list[tuple[int, list[int], int, str]],
     ) -> None:
         self.scheduler = scheduler_of(
-            num_blocks,
+            num_blocks * len(LAYERS[layers]),
             max_num_seqs=max_num_seqs,
             budget=budget,
             prefix_caching=caching != "none",
             pool=caching == "pool",
+            groups=LAYERS[layers],
         )
-        self.memory = Memory(self.scheduler.blocks)
+        self.memory = Memory(self.scheduler)
         self.live: list[Sequence] = []
         self.saves: list[list[int]] = []
         self.loads: list[Sequence] = []
@@ -140,7 +171,7 @@ class Batching(RuleBasedStateMachine):
         sequence = self.new(request)
         reservation = self.scheduler.reserve_blocks(sequence.hashes(), sequence.num_prompt_tokens)
         if reservation is not None:
-            assert len(reservation.blocks) == -(-sequence.num_prompt_tokens // BLOCK)
+            assert len(reservation.blocks) == self.scheduler.groups.count_held(sequence.num_prompt_tokens)
             self.reserved[reservation] = sequence
 
     @precondition(lambda self: self.reserved)
@@ -152,8 +183,9 @@ class Batching(RuleBasedStateMachine):
         if not is_complete:
             self.scheduler.cancel_reservation(reservation)
             return
-        start = reservation.num_cached * BLOCK
-        self.memory.write(sequence, start, sequence.num_prompt_tokens, reservation.blocks)
+        start = reservation.num_full_cached * BLOCK
+        tables = self.scheduler._share_out(reservation.blocks, sequence.num_prompt_tokens)
+        self.memory.write(sequence, start, sequence.num_prompt_tokens, tables)
         self.live.append(sequence)
         self.scheduler.adopt_reservation(sequence, reservation)
         self.append(sequence)
@@ -184,7 +216,8 @@ class Batching(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_save_begins(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.scheduler.running))
-        blocks = sequence.block_table[: sequence.num_computed // BLOCK]
+        last = sequence.num_computed // BLOCK
+        blocks = [block for table in sequence.tables for block in table.blocks[table.num_released : last]]
         self.scheduler.blocks.hold_blocks(blocks)
         self.saves.append(blocks)
 
@@ -211,11 +244,11 @@ class Batching(RuleBasedStateMachine):
         assert len(scheduler.running) <= scheduler.max_num_seqs
         ahead = [s for s in scheduler.loading + scheduler.ready if not s.num_output_tokens]
         assert len(ahead) <= (2 if scheduler.pool else 1) * scheduler.max_num_seqs
-        assert not any(sequence.block_table for sequence in scheduler.waiting)
+        assert not any(table.blocks for sequence in scheduler.waiting for table in sequence.tables)
 
     @invariant()
     def every_block_has_exactly_its_owners_references(self) -> None:
-        owned = [sequence.block_table for sequence in self.holding()]
+        owned = [table.blocks[table.num_released :] for sequence in self.holding() for table in sequence.tables]
         owned += [reservation.blocks for reservation in self.reserved]
         references = Counter(block for blocks in owned + self.saves + self.late_blocks for block in blocks)
         blocks = self.scheduler.blocks
@@ -256,10 +289,19 @@ class Batching(RuleBasedStateMachine):
 
     def end_load(self, sequence: Sequence, num_blocks: int, *, given_up: bool = False) -> None:
         first = sequence.num_computed // BLOCK
-        self.memory.write(sequence, sequence.num_computed, sequence.num_computed + num_blocks * BLOCK)
+        end = sequence.num_computed + num_blocks * BLOCK
+        read = [  # what is needed at the resume point, and nothing else
+            BlockTable(table.blocks, max(table.num_released, group.find_first_needed(end)))
+            for group, table in zip(self.scheduler.groups.groups, sequence.tables, strict=True)
+        ]
+        self.memory.write(sequence, sequence.num_computed, end, read)
         self.loads.remove(sequence)
         if given_up:
-            missing = sequence.block_table[first + num_blocks :]
+            missing = [
+                block
+                for table in sequence.tables
+                for block in table.blocks[max(first + num_blocks, table.num_released) :]
+            ]
             self.scheduler.blocks.hold_blocks(missing)
             self.late_blocks.append(missing)
         self.scheduler.on_load_end(sequence, num_blocks, usable=not given_up)

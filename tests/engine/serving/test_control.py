@@ -171,14 +171,14 @@ class TestPause:
     async def test_what_does_not_end_is_told_and_new_requests_stay_refused(
         self, running: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(control_module, "_ORDER_SECONDS", 0.05)
+        monkeypatch.setattr(control_module, "_COMMAND_SECONDS", 0.05)
         monkeypatch.setattr(type(running.engine.scheduler), "has_sequences", True)
         async with running.asking() as client:
             failed = await client.post("/v1/pause")
             assert (failed.status_code, failed.json()["status"], failed.json()["result"]) == (500, "error", None)
             message = failed.json()["error_message"]
             assert message.startswith(f"Failed to run control method pause: {failed.json()['request_id']} ")
-            assert message.endswith("requests that run have not ended within 0.05 s")
+            assert message.endswith("running requests have not ended within 0.05 s")
             assert await is_paused(client)
 
     @in_event_loop
@@ -277,7 +277,7 @@ class TestSleep:
             await order(client, "/v1/wakeup", params={"tags": "kv_cache"})
             assert await is_paused(client)
             message = await fail(client, "/v1/resume")
-            assert message.endswith("this instance sleeps, without weight; POST /v1/wakeup first")
+            assert message.endswith("this instance sleeps and has freed weight; POST /v1/wakeup first")
             assert "POST /v1/wakeup" in await fail(client, "/v1/update_weights")
             await order(client, "/v1/wakeup", params={"tags": "weight"})
             assert not await is_paused(client)
@@ -300,7 +300,9 @@ class TestSleep:
     ) -> None:
         monkeypatch.setattr(control_module, "_BLOCKS_SECONDS", 0.05)
         held = trained.engine.blocks.allocate_blocks(1)
-        with pytest.raises(ControlFailed, match=r"KV blocks are still on their way .* after 0.05 s; try again"):
+        with pytest.raises(
+            ControlFailed, match=r"KV blocks are still being saved or transferred after 0.05 s; try " r"again"
+        ):
             await trained.control.sleep(["kv_cache"])
         trained.engine.blocks.release_blocks(held)
         await trained.control.sleep(["kv_cache"])
@@ -424,11 +426,11 @@ class TestUpdateWeights:
         [
             (
                 lambda folder: (folder / "model.safetensors").write_bytes(b"half"),
-                "is not a safetensors file, or it is cut short",
+                "is not a safetensors file, or it is truncated",
             ),
             (lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'), "its configuration has"),
-            (lambda folder: (folder / "version.yaml").write_text("step: 3"), "version.yaml says no version"),
-            (lambda folder: drop_tensor(folder), "its weights are not those of the model that runs"),
+            (lambda folder: (folder / "version.yaml").write_text("step: 3"), "version.yaml has no version"),
+            (lambda folder: drop_tensor(folder), "these are not weights of the running model: tensors are missing"),
         ],
     )
     @in_event_loop
@@ -481,12 +483,12 @@ class TestUpdateWeights:
                 on_cuda.setattr(runner, "device", SimpleNamespace(type="cuda"))
                 on_cuda.setattr(runner.model, "load_state_dict", fail_halfway)
                 message = await fail(client, "/v1/update_weights")
-            assert message.endswith("and then failed: an illegal memory access was encountered")
+            assert message.endswith(": an illegal memory access was encountered")
             assert "POST /v1/wakeup" in await fail(client, "/v1/resume")
             for stream in (False, True):
                 refused = await client.post("/v1/completions", json={**LONG, "stream": stream})
                 assert refused.status_code == 503
-                assert refused.json()["error"]["message"].endswith("POST /v1/wakeup to it loads them again")
+                assert refused.json()["error"]["message"].endswith("load them again with POST /v1/wakeup")
             assert (await client.get("/health")).status_code == 503
             await order(client, "/v1/wakeup")
             assert (await client.get("/health")).status_code == 200
@@ -509,9 +511,11 @@ class TestUpdateWeights:
             await order(client, "/v1/pause")
             with monkeypatch.context() as broken:
                 broken.setattr(core, "follow_weights", follow_badly)
-                broken.setattr(control_module, "_ORDER_SECONDS", 0.5)
+                broken.setattr(control_module, "_COMMAND_SECONDS", 0.5)
                 message = await fail(client, "/v1/update_weights")
-            assert message.endswith("within 0.5 s: a step of it takes longer" if does_hang else "at it: no pool")
+            assert message.endswith(
+                "within 0.5 s, because a step takes longer" if does_hang else "the engine failed: no pool"
+            )
             assert (await client.get("/health")).status_code == 503
             assert (await client.post("/v1/completions", json=LONG)).status_code == 503
             end.set()
@@ -530,12 +534,12 @@ class TestUpdateWeights:
             end.wait(30)
 
         monkeypatch.setattr(trained.engine.runner, "free_weights", free_slowly)
-        monkeypatch.setattr(control_module, "_ORDER_SECONDS", 0.2)
+        monkeypatch.setattr(control_module, "_COMMAND_SECONDS", 0.2)
         async with trained.asking() as client:
             sleeping = asyncio.create_task(order(client, "/v1/sleep"))
             await eventually(begun.is_set, "the first order to begin")
             for path in ("/v1/pause", "/v1/resume"):
-                assert (await fail(client, path)).endswith("the order before this one has not ended within 0.2 s")
+                assert (await fail(client, path)).endswith("the previous command has not ended within 0.2 s")
             end.set()
             await sleeping
 

@@ -22,8 +22,9 @@ from engine.generation import Generations
 from engine.serving import http_server
 from engine.serving.control import Control
 from engine.serving.endpoints import create_app
-from engine.serving.http_server import MAX_HEAD_BYTES, InstanceProtocol
+from engine.serving.http_server import InstanceProtocol
 from engine.telemetry.metrics import EngineMetrics
+from kvcommon.http_limits import HEAD_BYTES
 from tests.engine.event_loop import in_event_loop
 from tests.engine.running import Engine
 
@@ -85,8 +86,8 @@ def openai_error(answer: httpx.Response) -> dict[str, Any]:
         ("GET", "/v1/nothing", 404, "unknown_path", "this instance has no path '/v1/nothing'"),
         ("POST", "/v1/completions/", 404, "unknown_path", "; did you mean /v1/completions?"),
         ("POST", "/v1/chat/completion", 404, "unknown_path", "; did you mean /v1/chat/completions?"),
-        ("GET", "/v1/chat/completions", 405, "method_not_allowed", "/v1/chat/completions takes POST, not GET"),
-        ("DELETE", "/v1/models/tiny", 405, "method_not_allowed", "/v1/models/tiny takes GET, not DELETE"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed", "/v1/chat/completions accepts POST, not GET"),
+        ("DELETE", "/v1/models/tiny", 405, "method_not_allowed", "/v1/models/tiny accepts GET, not DELETE"),
         ("GET", "/v1/models/other/one", 404, "model_not_found", 'no model "other/one"; it serves "tiny"'),
         ("GET", "/docs", 404, "unknown_path", "no path '/docs'"),
         ("GET", "/openapi.json", 404, "unknown_path", "no path '/openapi.json'"),
@@ -152,8 +153,8 @@ async def test_other_answers_give_the_id_back_too(app: Any, path: str, status: i
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (b"a\x07b", "it must be a text of printable characters"),
-        (b"\xff", "it must be a text of printable characters"),
+        (b"a\x07b", "it must consist of printable characters in UTF-8"),
+        (b"\xff", "it must consist of printable characters in UTF-8"),
         (b"a" * 257, "longer than the 256 characters"),
     ],
 )
@@ -189,7 +190,9 @@ async def test_a_body_that_is_encoded_is_refused_as_such(app: Any, path: str) ->
         sent = gzip.compress(json.dumps(BODY).encode())
         answer = await client.post(path, content=sent, headers={"content-encoding": "gzip"})
         assert answer.status_code == 415
-        assert openai_error(answer)["message"] == "the body is encoded (gzip); this instance takes bodies as they are"
+        assert openai_error(answer)["message"] == (
+            "the body has the content encoding gzip; this instance accepts only bodies without one"
+        )
         plain = await client.post(CHAT, json=BODY, headers={"content-encoding": "identity"})
         assert plain.status_code == 200
 
@@ -210,9 +213,9 @@ async def test_a_body_that_stops_coming_is_told_so(app: Any, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("sent", "status", "code"),
     [
-        (b"GET /" + b"a" * (MAX_HEAD_BYTES - 4), 414, "target_too_long"),
-        (b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "target_too_long"),
-        (b"GET / HTTP/1.1\r\nX: " + b"a" * (MAX_HEAD_BYTES - 18), 431, "head_too_large"),
+        (b"GET /" + b"a" * (HEAD_BYTES - 4), 414, "target_too_long"),
+        (b"GET /" + b"a" * HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "target_too_long"),
+        (b"GET / HTTP/1.1\r\nX: " + b"a" * (HEAD_BYTES - 18), 431, "head_too_large"),
         (b"what is this\r\n\r\n", 400, "invalid_http"),
     ],
     ids=["path", "path of a whole head", "head", "no HTTP"],

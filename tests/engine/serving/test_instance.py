@@ -74,7 +74,7 @@ def test_what_a_first_step_on_a_gpu_takes_for_its_thread_is_left_to_the_engines(
 def test_each_process_has_a_start_id_of_its_own(word_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (instance_of(word_model) for _ in range(2))
     monkeypatch.setattr(type(first.receiver), "port", 7000)  # it does not listen here
-    told = [each.registration_payload() for each in (first, second)]
+    told = [each.registration_payload("127.0.0.1") for each in (first, second)]
     assert told[0]["start_id"] != told[1]["start_id"]
     assert told[0]["max_num_seqs"] == 8
 
@@ -100,9 +100,9 @@ def test_the_rdma_devices_that_the_environment_names_are_those_of_hand_overs(
     assert started == [("rdma", "mlx5_0,mlx5_1")]
 
 
-@pytest.mark.parametrize(("role", "lent_bytes"), [("prefill", 0), ("decode", 3 << 20)])
+@pytest.mark.parametrize(("role", "incoming_bytes"), [("prefill", 0), ("decode", 3 << 20)])
 def test_beside_a_gpu_memory_is_lent_to_hand_overs_by_decode_alone(
-    word_model: Path, monkeypatch: pytest.MonkeyPatch, role: str, lent_bytes: int
+    word_model: Path, monkeypatch: pytest.MonkeyPatch, role: str, incoming_bytes: int
 ) -> None:
     instance = instance_of(word_model, "--splitwise-role", role, "--handover-memory", "3MiB")
     runner: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), shape=SimpleNamespace(nbytes=1 << 20))
@@ -110,7 +110,7 @@ def test_beside_a_gpu_memory_is_lent_to_hand_overs_by_decode_alone(
     monkeypatch.setattr(instance_module, "stage_handovers", lambda _, __, nbytes: nbytes)
     monkeypatch.setattr(instance_module, "BlockMemory", lambda *args: args[3:])
     memory: Any = instance._open_block_memory(runner, "")
-    assert memory == (lent_bytes, lent_bytes >> 20)
+    assert memory == (incoming_bytes, incoming_bytes >> 20)
 
 
 def test_the_router_is_told_the_protocol_that_hand_overs_have_not_the_one_that_was_wanted(
@@ -119,7 +119,7 @@ def test_the_router_is_told_the_protocol_that_hand_overs_have_not_the_one_that_w
     monkeypatch.setattr(values, "DEVICES_FOLDER", tmp_path)
     instance = instance_of(word_model, "--splitwise-role", "prefill", "--cache-transfer-protocol", "rdma")
     monkeypatch.setattr(type(instance.receiver), "port", 7000)  # it does not listen here
-    assert instance.registration_payload()["transfer_protocol"] == ["tcp"]
+    assert instance.registration_payload("127.0.0.1")["transfer_protocol"] == ["tcp"]
 
 
 def test_router_and_explanations_follow_the_weights(
@@ -129,7 +129,7 @@ def test_router_and_explanations_follow_the_weights(
     (folder / "version.yaml").write_text("version: RL-STEP1\n")
     instance = instance_of(folder, "--dynamic-load-weight")
     monkeypatch.setattr(type(instance.receiver), "port", 7000)  # it does not listen here
-    assert instance.registration_payload()["version"] == "RL-STEP1"
+    assert instance.registration_payload("127.0.0.1")["version"] == "RL-STEP1"
     assert str(instance.describe_blocks()["manifest"]["fields"]["weights_version"]).startswith("RL-STEP1+")
 
     async def update() -> None:
@@ -139,7 +139,7 @@ def test_router_and_explanations_follow_the_weights(
 
     asyncio.run(update())
     instance.core.stop()
-    told = instance.registration_payload()
+    told = instance.registration_payload("127.0.0.1")
     assert (told["version"], told["is_paused"]) == ("RL-STEP2", True)
     assert str(instance.describe_blocks()["manifest"]["fields"]["weights_version"]).startswith("RL-STEP2+")
     assert instance.find_obstacle() != ""
@@ -163,3 +163,16 @@ def test_a_pool_tells_the_namespace_that_the_weights_have_now(word_model: Path, 
     before = asyncio.run(update())
     instance.core.stop()
     assert told() != before
+
+
+def test_a_router_is_told_where_kv_events_are_published(word_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("zmq")
+    config = '{"publisher":"zmq","endpoint":"tcp://127.0.0.1:*","bind":true,"topic":"kv"}'
+    instance = instance_of(word_model, "--max-model-len", "256", "--block-size", "16", "--kv-events-config", config)
+    monkeypatch.setattr(type(instance.receiver), "port", 7000)  # it does not listen here
+    assert instance.kv_events
+    instance.kv_events.stop()
+    told = instance.registration_payload("10.0.0.1")["kv_events"]
+    assert told.pop("endpoint").startswith("tcp://127.0.0.1:")
+    assert told == {"topic": "kv", "block_size": 16}
+    assert "kv_events" not in instance_of(word_model).registration_payload("10.0.0.1")

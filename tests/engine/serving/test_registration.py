@@ -34,7 +34,7 @@ def quick_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def registering(port: int) -> Any:
-    task = asyncio.create_task(send_heartbeats(f"http://127.0.0.1:{port}", lambda: PAYLOAD, asyncio.Event()))
+    task = asyncio.create_task(send_heartbeats(f"http://127.0.0.1:{port}", lambda _: PAYLOAD, asyncio.Event()))
     try:
         yield
         assert not task.done()
@@ -57,7 +57,7 @@ async def test_who_asks_hears_of_each_registration_that_the_router_took(router: 
     router.refuses = True
     url = f"http://127.0.0.1:{router.port}"
     task = asyncio.create_task(
-        send_heartbeats(url, lambda: PAYLOAD, asyncio.Event(), on_registered=lambda: heard.append(router.refuses))
+        send_heartbeats(url, lambda _: PAYLOAD, asyncio.Event(), on_registered=lambda: heard.append(router.refuses))
     )
     await eventually(lambda: len(router.registered) >= 2, "two refusals")
     assert not heard
@@ -133,7 +133,7 @@ def test_what_would_be_ignored_in_a_url_is_refused(text: str) -> None:
 
 @in_event_loop
 async def test_a_router_whose_name_nobody_knows_yet_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    task = asyncio.create_task(send_heartbeats("http://no-such-host.invalid:52700", lambda: PAYLOAD, asyncio.Event()))
+    task = asyncio.create_task(send_heartbeats("http://no-such-host.invalid:52700", lambda _: PAYLOAD, asyncio.Event()))
     await eventually(lambda: "trying again: gaierror" in caplog.text, "a vain try")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -144,7 +144,7 @@ async def test_a_router_whose_name_nobody_knows_yet_is_tried_again(caplog: pytes
 async def test_a_change_is_told_at_once(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.serving.registration.HEARTBEAT_SECONDS", 3600.0)
     told, changed = {"is_paused": False}, asyncio.Event()
-    task = asyncio.create_task(send_heartbeats(f"http://127.0.0.1:{router.port}", lambda: dict(told), changed))
+    task = asyncio.create_task(send_heartbeats(f"http://127.0.0.1:{router.port}", lambda _: dict(told), changed))
     await eventually(lambda: len(router.registered) == 1, "the first registration")
     told["is_paused"] = True
     changed.set()

@@ -83,7 +83,7 @@ def test_two_that_are_told_the_same_folder_are_warned_and_lose_nothing(start: St
     first = start("mixed", 1, named="log")
     second = start("mixed", 2, "of the second", named="log")
     assert "another process" not in first.output
-    assert "another process writes to log/api_server.log, too; give each instance a folder of its own" in second.output
+    assert "another process also writes to log/api_server.log; give each instance its own folder" in second.output
     assert "of the second" in (tmp_path / "log" / "api_server.log").read_text()
 
 

@@ -60,7 +60,7 @@ async def test_by_way_of_the_pool(tiny_checkpoint: Path, word_tokenizer: Any, st
     saves = [re.match(r"save of (\d) blocks .*: the pool has (\d) of them now", line) for line in told.lines("first")]
     assert [sum(int(found[i]) for found in saves if found) for i in (1, 2)] == [6, 6]
     assert told.has("second", rf"load of 6 blocks: 6 arrived and were verified, {BLOCK_BYTES} bytes in \d+\.\d ms")
-    tail = "the last 4 fill no block before the last token, which is always computed"
+    tail = "the last 4 do not fill a block before the last token, which is always computed"
     assert told.sources("first") == [
         "prompt of 100 tokens: 100 computed here (0 to 99); because "
         "pool: not in the pool (it lacks the first of 6 blocks)"
@@ -87,19 +87,25 @@ async def test_a_direct_hand_over(tiny_checkpoint: Path, word_tokenizer: Any, st
         await pair.answer(name="a")
         await pair.answer([*PROMPT, *PROMPT], name="b")
         assert pair.decode.engine.metric("kvstore_pool_unused_requests_total", reason="handed_over") == 2
-    assert told.has("b", r"the prefill instance begins to hand over 200 tokens; lent 7 blocks, the 6 before are here")
-    assert told.has("b", r"the decode instance at \S+ lends 7 blocks, and has the 6 before them")
-    assert told.has("b", rf"hand-over of blocks \d+ to 12: \d written, {BLOCK_BYTES} bytes in .* ms; decode had \d .*")
-    assert told.has("b", rf"direct hand-over accepted: 7 blocks written, {BLOCK_BYTES} bytes, .* ms since it began")
-    assert told.has("b", rf"hand-over verified: 7 blocks, {BLOCK_BYTES} bytes in .* ms")
-    prefill, decode = sorted(told.sources("b"), key=lambda line: "hand-over" in line)
+    assert told.has(
+        "b",
+        r"the prefill instance begins a direct transfer of 200 tokens; 7 blocks are reserved, the 6 before "
+        r"them are cached here",
+    )
+    assert told.has("b", r"the decode instance at \S+ reserves 7 blocks, and has the 6 before them")
+    assert told.has(
+        "b", rf"direct transfer of blocks \d+ to 12: \d written, {BLOCK_BYTES} bytes in .* ms; decode had \d " r".*"
+    )
+    assert told.has("b", rf"direct transfer accepted: 7 blocks written, {BLOCK_BYTES} bytes, .* ms since it began")
+    assert told.has("b", rf"direct transfer verified: 7 blocks, {BLOCK_BYTES} bytes in .* ms")
+    prefill, decode = sorted(told.sources("b"), key=lambda line: "KV from prefill" in line)
     assert prefill.startswith(
         "prompt of 200 tokens: 96 from own cache (0 to 95), 104 computed here (96 to 199); because"
     )
     assert decode == (
         "prompt of 200 tokens: 96 from own cache (0 to 95), 104 from the prefill instance (96 to 199); because "
-        "pool: not asked; the prefill instance handed the prompt over directly; "
-        "hand-over: directly; the prefill instance took 96 tokens from own cache and 0 from the pool"
+        "pool: not looked up; the prefill instance transferred the prompt directly; "
+        "KV from prefill: directly; the prefill instance took 96 tokens from its own cache and 0 from the pool"
     )
 
 
@@ -110,13 +116,13 @@ async def test_a_hand_over_that_fails_tells_its_way(
     async with pair_of(tiny_checkpoint, word_tokenizer, store=store) as pair:
         pair.prefill.transfer.fails = True
         await pair.answer()
-    assert told.has("r", "handed over through the pool: a write to the decode instance failed")
+    assert told.has("r", "transferred through the pool: a write to the decode instance failed")
     assert told.has("r", "the prefill instance has saved the prompt to the pool")
-    decode = next(line for line in told.sources("r") if "hand-over" in line)
+    decode = next(line for line in told.sources("r") if "KV from prefill" in line)
     assert decode.startswith(
         "prompt of 100 tokens: 96 from the pool (0 to 95), 4 computed here (96 to 99); because pool:"
     )
-    assert "hand-over: through the pool; the prefill instance took 0 tokens from own cache and 0" in decode
+    assert "KV from prefill: through the pool; the prefill instance took 0 tokens from its own cache and 0" in decode
 
 
 def test_a_save_that_the_pool_refuses(tiny_checkpoint: Path, store: FaultyStore, told: Told) -> None:

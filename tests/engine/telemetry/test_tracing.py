@@ -19,7 +19,13 @@ from engine.telemetry.tracing import Tracer, list_phases, open_tracer
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.event_loop import in_event_loop
 from tests.engine.running import Engine
-from tests.support.otlp import OtlpReceiver, hide_opentelemetry, receive_spans
+from tests.support.otlp import (
+    NAMES_OF_OPENTELEMETRY,
+    OtlpReceiver,
+    hide_opentelemetry,
+    list_genai_names,
+    receive_spans,
+)
 from tests.support.waiting import wait_until
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -76,6 +82,7 @@ async def test_a_request_and_its_phases_hang_under_the_span_of_who_asked(
     told = {"engine.role": "mixed", "engine.finish_reason": "length", "engine.request_id": "r"}
     counts = {"gen_ai.usage.input_tokens": 100, "gen_ai.usage.output_tokens": 5}
     assert (told | counts).items() <= request.attributes.items()
+    assert counts.keys() <= list_genai_names(request) <= NAMES_OF_OPENTELEMETRY
     await asyncio.to_thread(receiver.wait_for, 1, name="save")
     phases = receiver.find(parent_id=request.span_id)
     assert next(phase.name for phase in phases if phase.name != "save") == "queue"
@@ -210,8 +217,8 @@ def test_a_receiver_that_takes_nothing_is_told_of_once(
         trace.end(sequence_with(), "mixed", 0, "abort", (), "the client left")
 
     send()
-    wait_until(lambda: "does not take the spans" in caplog.text, "the warning")
+    wait_until(lambda: "does not accept spans" in caplog.text, "the warning")
     receiver.answer = lambda: 200
     send()
-    wait_until(lambda: "takes spans again; 1 were lost" in caplog.text, "the good news")
+    wait_until(lambda: "accepts spans again; 1 were lost" in caplog.text, "the good news")
     assert len(caplog.records) == 2

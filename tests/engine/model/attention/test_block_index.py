@@ -117,5 +117,5 @@ def test_bounds_are_never_below_the_score_of_any_key(seed: int) -> None:
 
 
 def test_an_unknown_representative_is_refused() -> None:
-    with pytest.raises(ValueError, match="'median' is no representative; there are min_max, mean_std, mean"):
+    with pytest.raises(ValueError, match="'median' is not a representative; use one of min_max, mean_std, mean"):
         index("median")

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from engine.disaggregation.landing import Landing, digest_values
+from engine.disaggregation.incoming import IncomingBlocks, digest_values
 from kvstore_backend import BlockPool, Span
 from kvstore_backend.backend import HEADROOM_BYTES
 from kvstore_backend.staging import KVTensors, StagedMemory
@@ -24,39 +24,40 @@ def kv() -> torch.Tensor:
 
 
 @pytest.fixture
-def landing(kv: torch.Tensor) -> Landing:
+def incoming(kv: torch.Tensor) -> IncomingBlocks:
     """For blocks 4, 1 and 5, by way of buffers of two."""
     pool = BlockPool(MemoryStore(1), NAMESPACE)
-    return Landing(StagedMemory(KVTensors([kv], len(kv)), pool, buffer_bytes=2 * (NBYTES + HEADROOM_BYTES)), [4, 1, 5])
+    memory = StagedMemory(KVTensors([kv], len(kv)), pool, buffer_bytes=2 * (NBYTES + HEADROOM_BYTES))
+    return IncomingBlocks(memory, [4, 1, 5])
 
 
-def write(landing: Landing) -> list[str]:
+def write(incoming: IncomingBlocks) -> list[str]:
     """Write all of it, as another instance does; the digests."""
-    addresses = landing.open_windows()
+    addresses = incoming.open_windows()
     for address, content in zip(addresses, CONTENTS, strict=True):
         ctypes.memmove(address, content, NBYTES)
     return digest_values([(Span(address, NBYTES),) for address in addresses])
 
 
-def test_blocks_are_in_kv_memory_when_they_were_taken_in(kv: torch.Tensor, landing: Landing) -> None:
-    assert landing.take_in(write(landing))
+def test_blocks_are_in_kv_memory_when_they_were_taken_in(kv: torch.Tensor, incoming: IncomingBlocks) -> None:
+    assert incoming.move_in(write(incoming))
     assert [bytes(kv[block].tolist()) for block in (4, 1, 5)] == CONTENTS
     assert not kv[[0, 2, 3]].any()
 
 
-def test_other_bytes_than_were_sent_touch_no_block(kv: torch.Tensor, landing: Landing) -> None:
-    digests = write(landing)
-    assert not landing.take_in([*digests[:2], "another"])
+def test_other_bytes_than_were_sent_touch_no_block(kv: torch.Tensor, incoming: IncomingBlocks) -> None:
+    digests = write(incoming)
+    assert not incoming.move_in([*digests[:2], "another"])
     assert not kv.any()
 
 
-def test_a_landing_that_is_closed_takes_nothing_in(kv: torch.Tensor, landing: Landing) -> None:
-    digests = write(landing)
-    landing.close()
-    assert not landing.take_in(digests)
+def test_no_block_is_moved_after_close(kv: torch.Tensor, incoming: IncomingBlocks) -> None:
+    digests = write(incoming)
+    incoming.close()
+    assert not incoming.move_in(digests)
     assert not kv.any()
 
 
-def test_one_that_is_closed_before_it_was_opened_lends_nothing(landing: Landing) -> None:
-    landing.close()
-    assert landing.open_windows() == []
+def test_no_window_is_opened_after_close(incoming: IncomingBlocks) -> None:
+    incoming.close()
+    assert incoming.open_windows() == []

@@ -1,4 +1,4 @@
-"""Incoming blocks of one reservation: where a prefill instance writes them, and how they get into KV memory."""
+"""The blocks of one reservation, while a prefill instance writes them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import xxhash
 from kvstore_backend import Value
 from kvstore_backend.transfers import TransferMemory, Window
 
-__all__ = ["Landing", "digest_values"]
+__all__ = ["IncomingBlocks", "digest_values"]
 
 
-class Landing:
-    """The windows of some blocks, from ``open_windows`` until the blocks are in place or ``close``. For any thread.
+class IncomingBlocks:
+    """Blocks that a prefill instance writes.
+
+    It writes to windows: KV memory itself or, with a GPU, buffers in host memory from which the blocks are copied to KV
+    memory. Any thread may call the methods.
 
     Args:
-        memory: the memory of the blocks.
+        memory: opens the windows.
         blocks: the blocks to be written.
     """
 
@@ -32,7 +35,10 @@ class Landing:
         self._lock = threading.Lock()
 
     def open_windows(self) -> list[int]:
-        """Return one address for each block. After ``close`` the addresses belong to no request."""
+        """Open windows for all blocks, and return the address to write to for each block.
+
+        If ``close`` is called meanwhile, the addresses are not valid any more, and some may be missing.
+        """
         with self._lock:
             begun = 0
             while begun < len(self.blocks) and not self._is_closed:
@@ -40,11 +46,15 @@ class Landing:
                 begun += len(self._windows[-1].values)
             return [value[0].address for value in self._values()]
 
-    def take_in(self, digests: object) -> bool:
-        """Move the written values into the blocks, if they have these digests; P must not write any more then.
+    def move_in(self, digests: object) -> bool:
+        """Check the written bytes, and move them to the blocks in KV memory. Call this after all writes.
+
+        Args:
+            digests: the digest of each block; any object, because it comes from another instance.
 
         Returns:
-            Whether all of them are in place. After that, or after ``close``, this returns False.
+            Whether all blocks were moved. It is False if a digest is wrong, if this succeeded before, or after
+            ``close``.
         """
         with self._lock:
             if self._is_closed or digest_values(self._values()) != digests:
@@ -57,7 +67,7 @@ class Landing:
             return True
 
     def close(self) -> None:
-        """Release the windows: P writes no more, and the blocks get another use."""
+        """Release the windows, when the prefill instance does not write any more."""
         with self._lock:
             self._take_back()
 
@@ -74,5 +84,5 @@ class Landing:
 
 
 def digest_values(values: Sequence[Value]) -> list[str]:
-    """Return the XXH3-64 of each value's bytes in hexadecimal; each value is one span."""
+    """Return the XXH3-64 of the bytes of each value, in hexadecimal. Each value must be one span of memory."""
     return [xxhash.xxh3_64_hexdigest((ctypes.c_char * span.nbytes).from_address(span.address)) for (span,) in values]

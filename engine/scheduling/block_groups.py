@@ -1,0 +1,96 @@
+"""Groups of layers that read different parts of a prefix: names and places of their blocks.
+
+Each group has its own blocks. A block of a group has the KV of the group's layers for ``block_size`` tokens. All groups
+take their blocks from one ``BlockManager``. A sequence has one ``BlockTable`` for each group. The *place* of a block is
+its index in the sequence, for example 2 for the third block. ``kvstore_backend/groups.py`` explains which blocks a
+group needs at a resume point.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from engine.scheduling.block_manager import BlockManager
+from kvstore_backend.groups import Group, find_resume_point
+
+__all__ = ["BlockGroups"]
+
+_TAG = b"kvstore.group.v1"
+
+
+class BlockGroups:
+    """The groups of a model's layers.
+
+    Args:
+        groups: the groups. They have the same block size. If one has full attention, it is the first one.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = tuple(groups)
+        self.block_size = self.groups[0].block_size
+        self.is_full = [group.kind for group in self.groups] == ["full"]
+        """Whether all layers have full attention. Then there is one group, and it needs all blocks of a prefix."""
+        self._tags = [f"{number} {group.name}".encode() for number, group in enumerate(self.groups)]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def name_block(self, number: int, block_hash: bytes) -> bytes:
+        """Return the name of a block in the prefix cache and in the pool.
+
+        Args:
+            number: the number of the block's group. In group 0 the name is the block hash itself.
+            block_hash: the hash of all tokens up to the end of the block.
+        """
+        if number == 0:
+            return block_hash
+        return hashlib.sha256(_TAG + block_hash + self._tags[number]).digest()
+
+    def name_blocks(self, number: int, hashes: Sequence[bytes], places: range) -> Sequence[bytes]:
+        """Return the names of the blocks of group ``number`` at ``places``; ``hashes`` are those of all blocks."""
+        chosen = hashes[places.start : places.stop]
+        return chosen if number == 0 else [self.name_block(number, block_hash) for block_hash in chosen]
+
+    def find_first_needed(self, number: int, num_tokens: int) -> int:
+        """Return the place of the first block that group ``number`` reads to compute tokens after ``num_tokens``."""
+        return self.groups[number].find_first_needed(num_tokens)
+
+    def list_needed(self, number: int, first: int, last: int) -> range:
+        """Return the places of the blocks that group ``number`` needs to resume after ``last`` blocks.
+
+        Places before ``first`` are left out.
+        """
+        return range(min(last, max(first, self.find_first_needed(number, last * self.block_size))), last)
+
+    def count_held(self, num_tokens: int) -> int:
+        """Return the number of blocks in ``list_held(num_tokens)``."""
+        end = -(-num_tokens // self.block_size)
+        return sum(end - group.find_first_needed(num_tokens) for group in self.groups)
+
+    def list_held(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Return group number and place of all blocks that a sequence needs after ``num_tokens``, ordered by place.
+
+        The last block of each group may be partly filled.
+        """
+        firsts = [group.find_first_needed(num_tokens) for group in self.groups]
+        places = range(min(firsts), -(-num_tokens // self.block_size))
+        return [(number, place) for place in places for number, first in enumerate(firsts) if place >= first]
+
+    def match_prefix(self, blocks: BlockManager, hashes: Sequence[bytes], first: int = 0) -> int:
+        """Return after how many leading blocks a sequence can resume with blocks of the prefix cache.
+
+        Args:
+            blocks: the block manager with the prefix cache.
+            hashes: the block hashes of the sequence.
+            first: number of leading blocks that the sequence has already; they are not looked up.
+        """
+        if self.is_full:
+            return blocks.match_prefix(hashes)
+
+        def find_published(wanted: Sequence[tuple[int, int]]) -> list[bool]:
+            return [blocks.has_contents(self.name_block(number, hashes[place])) for number, place in wanted]
+
+        size = self.block_size
+        resume = find_resume_point(self.groups, first * size, len(hashes) * size, find_published)
+        return resume.num_tokens // size
