@@ -1,17 +1,18 @@
-"""The router: it decides which instance serves a request. It reaches instances over HTTP only.
+"""The router: decides which instance serves a request, and sends the request there. It uses only HTTP for instances.
 
-The path of a request is ``http.server -> serving -> http.exchange``. Packages import only packages listed below them:
+The path of a request is ``http.server -> serving -> http.exchange``. A package imports only packages listed below it:
 
 launch/      python -m router.launch: reads the settings and starts one process or several
-app.py       assembles all parts, and defines the control plane in FastAPI
-register.py  python -m router.register: the sidecar that registers a server which cannot register itself
-console/     kvrouter: starts the router or, with a command, an operator program that runs next to it
-sharing/     shared state of several worker processes and of several routers
-serving/     the handling of one request: selection, attempts, the response, resumption
-telemetry/   metrics, the access log, explanations
+epp/         the endpoint picker: requests that a gateway such as Envoy reports over gRPC
+app.py       creates all parts, and defines the control plane in FastAPI
+register.py  python -m router.register: a sidecar that registers a server that cannot register itself
+console/     kvrouter: starts the router or, with a command, an operator program
+sharing/     state that several worker processes and several routers share
+serving/     serves one request: selection, attempts, the response, resumption
+telemetry/   metrics, access log, explanations, spans
 fleet/       the instances: registration, pairing, health, load
 access/      API keys of clients, limits, admission
-settings/    everything an operator can set, and which source of a value has precedence
-policies/    which instance a request goes to; small policies share a file
-http/        HTTP/1.1 to clients and to instances
+settings/    all settings, and which source of a value has precedence
+policies/    choose the instance for a request
+http/        HTTP/1.1 with clients and instances
 """

@@ -1,11 +1,11 @@
-"""The complete router, and its control plane in FastAPI. ``server`` passes data-plane requests to the proxy."""
+"""RouterApp: the complete router, and its control plane in FastAPI."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from starlette.types import Message, Receive, Scope, Send
 from router.access import Admission, AdmissionClient, Auth, Limits, find_route
 from router.fleet import (
     ORDERS,
+    BlockIndex,
     Discovery,
     EngineKind,
     HealthMonitor,
     Instance,
-    KeptResponses,
+    KvEventReader,
     NotHealthy,
     Registration,
     RegistrationError,
@@ -31,11 +32,15 @@ from router.fleet import (
     RoleRefused,
     Scraper,
     Snapshot,
+    StoredResponses,
     Tasks,
     add_listed_instances,
     clear_prefix_caches,
+    describe_drain,
+    is_publisher,
     parse_models,
-    tell_progress,
+    read_fields,
+    write_answer,
 )
 from router.http import (
     CONTROL_BYTES,
@@ -62,6 +67,7 @@ from router.serving import (
     Proxy,
     Selector,
     Services,
+    SessionHeaders,
     explain_unknown_model,
     list_unknown_ids,
     read_asked_ids,
@@ -75,6 +81,7 @@ from router.telemetry import (
     FlightRecorder,
     InstancesNeeded,
     RouterMetrics,
+    merge_sessions,
     open_tracer,
 )
 
@@ -83,41 +90,43 @@ __all__ = ["RouterApp"]
 _log = logging.getLogger("router.app")
 
 MODELS_SECONDS = 5.0
-# A query to all instances of a large fleet in one step would delay other requests.
+# Number of instances that are queried at the same time. Queries to all instances at once would delay other requests.
 MAX_ASKED_AT_ONCE = 64
-# No control-plane request needs a longer query string, and the control plane parses it.
+# Maximum length of a query string, which the control plane parses.
 MAX_QUERY_BYTES = 8 * 1024
-# Time limit for the aborts that the router still has to send to engines when it stops.
+# When the router stops, it may still send aborts to instances for this time.
 CLOSING_SECONDS = 0.5
 
 # Number of ended requests that /admin/requests lists by default, and at most.
 LISTED_REQUESTS, MAX_LISTED_REQUESTS = 50, 1000
 
+NO_INDEX = "this router follows no KV events, so it has no index of blocks; start it with --kv-events"
 NO_SHARED_STATE = "the shared state cannot be reached; the router's log says why"
 
-# FastAPI's own documentation pages load their scripts from the internet.
+# Text at /docs and /redoc, in place of FastAPI's pages, which load scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
 
-# Why an instance may ignore the salts of --cache-salt-per-key, if it does not report that it supports them.
+# Reasons why an instance may ignore the salts of --cache-salt-per-key, if its registration does not say otherwise.
 _UNSALTED = {
     EngineKind.FASTDEPLOY: "FastDeploy has no cache_salt",
-    EngineKind.SGLANG: "SGLang keeps salts apart since its pull request 23300 only (2026)",
-    EngineKind.VLLM: "it says so itself",
-    EngineKind.OPENAI: "whether its engine takes cache_salt is not known",
+    EngineKind.SGLANG: "SGLang separates salts only since its pull request 23300 (2026)",
+    EngineKind.VLLM: "its registration says so",
+    EngineKind.OPENAI: "it is not known whether its engine uses cache_salt",
 }
 
 
 class RouterApp:
-    """The complete router as one ASGI application, built from its settings."""
+    """The complete router of one process, as an ASGI application."""
 
     def __init__(self, settings: RouterSettings, link: Link | None = None) -> None:
         """
         Args:
-            link: connection to the router's other processes, if there are several.
+            settings: the settings of the router.
+            link: the connection to the router's other processes; None if there are none.
 
         Raises:
-            SettingsError: a file named in the settings cannot be used.
+            SettingsError: a file that the settings name cannot be used.
         """
         self.settings = settings
         self.link = link = link or Link()
@@ -127,6 +136,8 @@ class RouterApp:
         self.load_sync = LoadSync(link, self.registry)
         self.selector = Selector(settings, self.registry)
         self.prefix_sync = PrefixSync(link, self.selector.policies)
+        self.kv_events = self._make_event_reader() if settings.kv_events else None
+        self.block_index = None if self.kv_events is None else self._make_block_index(self.kv_events)
         if settings.register_path:
             self._add_listed(Path(settings.register_path))
         self.auth = Auth(settings)
@@ -141,7 +152,7 @@ class RouterApp:
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.probing: asyncio.Future[dict[str, str]] | None = None
-        """Latest round of probes started by ``/health_generate``."""
+        """The last round of probes that a request for ``/health_generate`` has started."""
         self.fleet_sync = FleetSync(link, self.registry, self.health)
         self.snapshot = self._make_snapshot()
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced, settings.dialect)
@@ -165,7 +176,9 @@ class RouterApp:
         self.control = _control_plane(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request of the control plane. ``RouterProtocol`` passes the data plane's requests to ``proxy``."""
+        """Respond to a request of the control plane. ``RouterProtocol`` passes data-plane requests to ``proxy``
+        instead.
+        """
         if scope["type"] == "http":
             if echo := echo_request_id(scope["headers"]):
                 send = _add_headers(send, echo)
@@ -177,12 +190,12 @@ class RouterApp:
                     await raw_reply(status, headers, body)(scope, receive, send)
                     return
             if len(scope["query_string"]) > MAX_QUERY_BYTES:
-                message = f"the query is longer than the {MAX_QUERY_BYTES} bytes that this path takes"
+                message = f"the query is longer than the {MAX_QUERY_BYTES} bytes that this path accepts"
                 await error_reply(ApiError(414, message, "target_too_long"), scope["path"])(scope, receive, send)
                 return
-            # A model id may be the path of its folder, which begins with its own slash.
+            # The id of a model may be the path of a folder, which begins with a slash.
             if not is_normal_path(scope["path"].replace("/v1/models//", "/v1/models/", 1)):
-                message = f"the path {scope['path']!r} has an empty segment, '.' or '..'; paths here have none"
+                message = f"the path {scope['path']!r} has an empty segment, '.' or '..', which are not allowed"
                 await error_reply(ApiError(404, message, "unknown_path"), scope["path"])(scope, receive, send)
                 return
             route = find_route(scope["path"])
@@ -194,26 +207,27 @@ class RouterApp:
             except Refused as refused:
                 await refusal_reply(refused, scope["path"])(scope, receive, send)
                 return
-            if scope["method"] == "HEAD":  # uvicorn omits the body
+            if scope["method"] == "HEAD":  # the handlers are defined for GET, and uvicorn omits the body
                 scope = {**scope, "method": "GET"}
         try:
             await self.control(scope, receive, send)
         except ClientDisconnect:
-            _log.info("a client left while it sent %s", scope["path"])
+            _log.info("a client disconnected while it sent the body of %s", scope["path"])
 
     def _add_listed(self, path: Path) -> None:
-        """Add the instances of the register file.
+        """Add the instances that the register file lists.
 
         Raises:
             SettingsError: see ``add_listed_instances``.
         """
         if self.settings.dialect == "go" and not path.exists():  # as in FastDeploy's run_with_config example
-            _log.warning("manager.register-path %s: No such file or directory; no instances are listed", path)
+            _log.warning("manager.register-path %s does not exist, so no instances are read from it", path)
         else:
             add_listed_instances(self.registry, path, time.monotonic())
 
     def _make_discovery(self) -> Discovery:
-        """
+        """Return the service discovery.
+
         Raises:
             SettingsError: the credentials for the cluster's API server cannot be used.
         """
@@ -227,8 +241,42 @@ class RouterApp:
             announce_removal=self.fleet_sync.announce_removal,
         )
 
+    def _make_event_reader(self) -> KvEventReader:
+        """Return the reader of KV events.
+
+        Raises:
+            SettingsError: pyzmq is not installed.
+        """
+        topic = "kv_events"
+        try:
+            reader = KvEventReader(
+                self.registry, self.selector.policies, lambda content: self.link.publish_event(topic, content)
+            )
+        except ImportError:
+            raise SettingsError('scheduler.kv-events needs pyzmq; install it with pip install ".[kv-events]"') from None
+        self.link.subscribe_to_topic(topic, lambda _, content: reader.on_associated(content))
+        return reader
+
+    def _make_block_index(self, reader: KvEventReader) -> BlockIndex:
+        topic = "publishers"
+
+        async def send_changes(changes: Any) -> None:
+            self.link.publish_event(topic, changes)
+            await self.link.ask_peers("heard")
+
+        index = BlockIndex(self.registry, reader, self.settings.model_aliases, send_changes)
+        self.link.subscribe_to_topic(topic, lambda _, changes: index.on_changes(changes))
+        self.link.answer_topic(topic, lambda _: index.dump())
+        return index
+
+    async def learn_publishers(self) -> None:
+        """Ask the other processes which publishers of KV events are registered; a new process calls this."""
+        if self.block_index is not None:
+            for publishers in await self.link.ask_peers("publishers", everywhere=True):
+                self.block_index.on_changes(publishers)
+
     def prepare_to_leave(self) -> None:
-        """Report "not ready" from now on, and have clients close their connections: the process stops soon."""
+        """Respond "not ready" to probes, and make clients close their connections, because this process will stop."""
         self.proxy.is_leaving = True
 
     def _make_snapshot(self) -> Snapshot | None:
@@ -238,7 +286,8 @@ class RouterApp:
         return Snapshot(Path(path), self.registry, self.selector.policies, versions=self.fleet_sync)
 
     def _make_recorder(self) -> FlightRecorder | None:
-        """
+        """Return the flight recorder; None if it is off, or cannot write and this worker replaces one that died.
+
         Raises:
             SettingsError: the recorder's folder cannot be written.
         """
@@ -249,43 +298,45 @@ class RouterApp:
         except SettingsError as exc:
             if not self.link.is_replacement:
                 raise
-            _log.error("%s; this process records nothing", exc)  # it replaces one that died: requests wait for it
+            _log.error("%s; this worker writes no recording", exc)
             return None
         self.audit.subscribe_to_batches(recorder.on_batch)
         return recorder
 
     def find_unreadiness(self) -> str:
-        """Return why requests should go to other routers, in one sentence; ``""`` if this router can take them."""
-        return "the router is about to end" if self.proxy.is_leaving else self.selector.find_obstacle()
+        """Return why requests should go to other routers, in one sentence; ``""`` if this router can serve them."""
+        return "the router is stopping" if self.proxy.is_leaving else self.selector.find_obstacle()
 
     def _gather_services(self) -> Services:
-        """Return the components that request handling needs."""
+        """Return the parts of the router that the code for serving requests needs."""
         return Services(
             settings=self.settings,
             auth=self.auth,
             admission=self.admission,
             selector=self.selector,
             pairs=Pairs(),
-            kept_responses=self._share_kept_responses(),
+            stored_responses=self._share_stored_responses(),
             upstream=self.upstream,
             health=self.health,
             aborter=self.aborter,
             metrics=self.metrics,
             audit=self.audit,
+            sessions=SessionHeaders(self.settings.session_headers),
             tracer=self.tracer,
             is_debugging=_log.isEnabledFor(logging.DEBUG),
         )
 
-    def _share_kept_responses(self) -> KeptResponses:
-        """Return the index of stored responses, filled by this process and the others."""
+    def _share_stored_responses(self) -> StoredResponses:
+        """Return the index of stored responses, to which this process and the other processes add."""
         topic = "kept_responses"
-        kept = KeptResponses(lambda *answer: self.link.publish_event(topic, answer))
-        self.link.subscribe_to_topic(topic, kept.on_told)
-        return kept
+        stored = StoredResponses(lambda *response: self.link.publish_event(topic, response))
+        self.link.subscribe_to_topic(topic, stored.on_message)
+        return stored
 
     def _answer_other_processes(self) -> None:
         self.link.answer_topic("figures", lambda _: [self.link.name, self.metrics.dump()])
         self.link.answer_topic("explain", self.audit.explain_request)
+        self.link.answer_topic("session", self.audit.sum_session)
         self.link.answer_topic("requests", self.audit.list_requests)
         self.link.answer_topic("abort", self._abort_for_others)
 
@@ -294,11 +345,11 @@ class RouterApp:
 
 
 def _warn_of_shared_cache(instance: Instance) -> None:
-    """Warn that clients of this instance may find out each other's prompts, unless it is known to use salts."""
+    """Log a warning that clients of this instance may share its cache, unless the instance is known to use salts."""
     if not instance.registration.takes_cache_salt:
         _log.warning(
-            "%s instance %s may keep all clients in one cache in spite of --cache-salt-per-key: %s; an instance that "
-            'keeps salts apart registers with "cache_salt": true',
+            "--cache-salt-per-key may have no effect at %s instance %s, so clients may share its cache: %s. If the "
+            'instance separates salts, register it with "cache_salt": true',
             *(instance.role.value, instance.key, _UNSALTED[instance.registration.engine]),
         )
 
@@ -311,11 +362,11 @@ def _control_plane(router: RouterApp) -> FastAPI:
         work = [
             *(router.health.awake.keep_ticking(), router.health.keep_probing()),
             *(router.proxy.watch_the_clock(), router.scraper.keep_scraping()),
-            *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling(), router.need.keep_sampling()),
+            *(router.fleet_sync.keep_renewing(), router.load_sync.keep_sending(), router.need.keep_sampling()),
             router.auth.keep_current(is_logged=router.link.is_first),
         ]
         if router.link.is_replacement:
-            await router.prefix_sync.take_over()
+            await router.prefix_sync.load_from_peers()
         elif router.snapshot:
             router.snapshot.restore(time.monotonic())
         if router.discovery is not None:
@@ -324,6 +375,8 @@ def _control_plane(router: RouterApp) -> FastAPI:
             work.append(router.snapshot.keep_writing(router.settings.snapshot_interval_secs))
         if router.recorder is not None:
             work.append(router.recorder.keep_recording())
+        if router.kv_events is not None:
+            work += [router.kv_events.keep_reading(), router.learn_publishers()]
         running = [asyncio.ensure_future(each) for each in work]
         yield
         for task in running:
@@ -342,6 +395,7 @@ def _control_plane(router: RouterApp) -> FastAPI:
     _add_error_handlers(app)
     _add_probes(app, router)
     _add_fleet(app, router)
+    _add_index(app, router)
     _add_admin(app, router)
     _add_explanations(app, router)
     _add_clients(app, router)
@@ -349,7 +403,7 @@ def _control_plane(router: RouterApp) -> FastAPI:
 
 
 def _explain_unknown_path(path: str) -> ApiError:
-    message = f"the router has no path {path!r}; docs/operations/security.md lists those it answers or passes on"
+    message = f"the router has no path {path!r}; docs/operations/security.md lists its paths"
     return ApiError(404, message, "unknown_path")
 
 
@@ -361,7 +415,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         path = request.url.path
         if exc.status_code == 405:
             allowed = (exc.headers or {}).get("Allow", "another method")
-            answer = error_reply(ApiError(405, f"{path} takes {allowed}, not {request.method}", "method_not_allowed"))
+            answer = error_reply(ApiError(405, f"{path} accepts {allowed}, not {request.method}", "method_not_allowed"))
         else:
             answer = error_reply(_explain_unknown_path(path))
         answer.headers.update(exc.headers or {})
@@ -373,12 +427,16 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_fleet(app: FastAPI, router: RouterApp) -> None:
-    """Define the paths for instances, and those that list instances."""
+    """Define the paths for instances, and the paths that list instances."""
 
     @app.post("/register")
     async def register_instance(request: Request) -> Response:
+        content_type = request.headers.get("content-type", "")
         try:
-            registration = Registration.from_fields(parse_object(await _read_body(request)))
+            fields = read_fields(await _read_body(request), content_type)
+            if is_publisher(fields):
+                return await _answer_index(router, BlockIndex.register, fields, content_type)
+            registration = Registration.from_fields(fields)
             instance = await router.health.probe_and_register(registration)
         except Refused as refused:
             return refusal_reply(refused)
@@ -415,13 +473,55 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
         return json_reply(200, wanted)
 
 
+def _add_index(app: FastAPI, router: RouterApp) -> None:
+    """Define the paths at which other schedulers ask for cached blocks, besides ``/register``."""
+    answers = {
+        "/unregister": BlockIndex.unregister,
+        "/query": BlockIndex.query,
+        "/query_by_hash": BlockIndex.query_by_hash,
+    }
+
+    async def answer_scheduler(request: Request) -> Response:
+        content_type = request.headers.get("content-type", "")
+        try:
+            fields = read_fields(await _read_body(request), content_type)
+        except Refused as refused:
+            return refusal_reply(refused)
+        except BadBody as exc:
+            return error_reply(ApiError(400, str(exc), "invalid_body", exc.param))
+        return await _answer_index(router, answers[request.url.path], fields, content_type)
+
+    for path in answers:
+        app.post(path, name=path[1:])(answer_scheduler)
+
+
+async def _answer_index(
+    router: RouterApp,
+    answer: Callable[[BlockIndex, dict[str, Any]], Awaitable[dict[str, Any]]],
+    fields: dict[str, Any],
+    content_type: str,
+) -> Response:
+    """Return the answer of the block index, in the encoding of the query."""
+    index = router.block_index
+    if index is None:
+        return error_reply(ApiError(404, NO_INDEX, "no_index"))
+    try:
+        answer_members = await answer(index, fields)
+    except Refused as refused:
+        return refusal_reply(refused)
+    except BadBody as exc:
+        return error_reply(ApiError(400, str(exc), "invalid_body", exc.param))
+    body, media_type = write_answer(answer_members, content_type)
+    return Response(body, media_type=media_type)
+
+
 def _add_probes(app: FastAPI, router: RouterApp) -> None:
-    """Define the paths for probes, metrics and the API description."""
+    """Define the paths for probes, metrics and the description of the API."""
 
     @app.get("/health")
     async def answer_health_probe(request: Request) -> Response:
         if router.link.trouble:
-            # The reason contains the address of Redis.
+            # Only the admin gets the reason, because it contains the address of Redis.
             is_admin = router.auth.is_admin(request.headers.raw)
             return json_reply(
                 200, {"status": "ok", "shared_state": router.link.trouble if is_admin else NO_SHARED_STATE}
@@ -436,7 +536,7 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/health_generate")
     async def probe_instances() -> Response:
-        # Concurrent callers share one round, because it opens a connection to each instance.
+        # Concurrent requests share one round of probes, because a round opens a connection to each instance.
         if router.probing is None or router.probing.done():
             router.probing = asyncio.ensure_future(router.health.find_troubles())
         troubles = await asyncio.shield(router.probing)
@@ -447,9 +547,9 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        # Reuse one snapshot for the answer and for the other processes, so that counters never go backwards.
+        # The response and the other processes get the same values, so that counters never decrease.
         own = router.metrics.dump()
-        others = await router.link.ask_others("figures", own)
+        others = await router.link.ask_peers("figures", own)
         return Response(await router.metrics.render_aside(own, *others), media_type=CONTENT_TYPE)
 
     @app.get("/prometheus_targets")
@@ -458,7 +558,7 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/docs", include_in_schema=False)
     @app.get("/redoc", include_in_schema=False)
-    async def tell_where_docs_are() -> Response:
+    async def show_where_docs_are() -> Response:
         return Response(DOCS, media_type="text/plain")
 
 
@@ -480,7 +580,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
     @app.get("/admin/drain")
     async def show_progress(instance: str) -> Response:
         try:
-            return json_reply(200, tell_progress(router.registry, instance))
+            return json_reply(200, describe_drain(router.registry, instance))
         except Refused as refused:
             return refusal_reply(refused)
 
@@ -496,7 +596,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
 
 
 def _add_explanations(app: FastAPI, router: RouterApp) -> None:
-    """Define the paths at which operators inspect ended requests."""
+    """Define the paths at which operators look up ended requests."""
 
     @app.get("/admin/requests")
     async def list_last_requests(count: str = str(LISTED_REQUESTS)) -> Response:
@@ -504,13 +604,13 @@ def _add_explanations(app: FastAPI, router: RouterApp) -> None:
             message = f"count is {count!r}; it must be a number from 1 to {MAX_LISTED_REQUESTS}"
             return error_reply(ApiError(400, message, "invalid_query", "count"))
         listed = router.audit.list_requests(int(count))
-        for elsewhere in await router.link.ask_others("requests", int(count), everywhere=True):
+        for elsewhere in await router.link.ask_peers("requests", int(count), everywhere=True):
             listed += elsewhere
         listed.sort(key=lambda request: float(request["time"]), reverse=True)
         return json_reply(200, {"requests": listed[: int(count)]})
 
     @app.get("/admin/explain/{request_id:path}")
-    async def explain_placing(request_id: str) -> Response:
+    async def explain_request(request_id: str) -> Response:
         try:
             return json_reply(200, await _find_explanation(router, request_id))
         except Refused as refused:
@@ -518,22 +618,26 @@ def _add_explanations(app: FastAPI, router: RouterApp) -> None:
 
 
 async def _find_explanation(router: RouterApp, request_id: str) -> dict[str, Any]:
-    """Return the explanation of a request; any of the router's processes may have it.
+    """Return the explanation of a request, from the process that has its record.
 
     Raises:
-        Refused: no process has it.
+        Refused: no process has a record of the request.
     """
     explanation = router.audit.explain_request(request_id)
     if explanation is None:
-        explanation = next(iter(await router.link.ask_others("explain", request_id, everywhere=True)), None)
+        explanation = next(iter(await router.link.ask_peers("explain", request_id, everywhere=True)), None)
     if explanation is None:
-        message = f"request {request_id!r} is none of the last {MAX_RECORDS} that have ended"
+        message = f"request {request_id!r} is not among the last {MAX_RECORDS} that have ended"
         raise Refused(ApiError(404, message, "unknown_request"))
+    if session := explanation.get("session_id"):
+        named = [explanation["client"], session]
+        parts = [router.audit.sum_session(named), *await router.link.ask_peers("session", named, everywhere=True)]
+        explanation["session"] = merge_sessions(parts)
     return explanation
 
 
 def _add_clients(app: FastAPI, router: RouterApp) -> None:
-    """Define the client paths that concern all instances together."""
+    """Define the paths for clients to which the router itself responds."""
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> Response:
@@ -556,7 +660,7 @@ def _add_clients(app: FastAPI, router: RouterApp) -> None:
 
 
 def _add_headers(send: Send, headers: Headers) -> Send:
-    """Wrap ``send`` so that it adds ``headers`` to the response."""
+    """Return a ``send`` that adds ``headers`` to the response."""
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -567,7 +671,7 @@ def _add_headers(send: Send, headers: Headers) -> Send:
 
 
 async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[str, Any]]:
-    """Return the models of all instances and their aliases by id, each once."""
+    """Return the models of all instances, and their aliases, by id."""
     authorization = [header for header in request.headers.raw if header[0] == b"authorization"]
     asked_at_once = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
 
@@ -592,10 +696,10 @@ async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[
 
 
 async def _read_body(request: Request) -> bytes:
-    """Read the body of a control-plane request.
+    """Return the body of a control-plane request.
 
     Raises:
-        Refused: 413: it is too large; the rest is not read.
+        Refused: status 413: the body is too large. The rest of it is not read.
     """
     size, pieces = int(request.headers.get("content-length", "0")), []
     if size <= CONTROL_BYTES:
@@ -606,18 +710,18 @@ async def _read_body(request: Request) -> bytes:
                 break
             pieces.append(piece)
     if size > CONTROL_BYTES:
-        message = f"the body is larger than the {CONTROL_BYTES} bytes that {request.url.path} takes"
+        message = f"the body is larger than the {CONTROL_BYTES} bytes that {request.url.path} accepts"
         raise Refused(ApiError(413, message, "body_too_large"))
     return b"".join(pieces)
 
 
 async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Response:
-    """Forward an abort to every instance, and collect the requests that they aborted.
+    """Send an abort to every instance, and return the ids of the aborted requests.
 
-    A client that is identified by its key reaches only its own requests.
+    A client that is identified by its API key can abort only its own requests.
 
     Raises:
-        Refused: the body names nothing to abort, or it would abort all clients' requests without the admin token.
+        Refused: the body names no requests; or it aborts all requests, but the admin token was not sent.
     """
     try:
         members = parse_object(body)
@@ -628,7 +732,7 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
         router.auth.check_admin(headers)
     scope = AbortScope(router.auth.find_scope(headers), asked)
     found, engine_ids = await _abort_here_and_elsewhere(router, scope)
-    outcome = await router.aborter.abort_everywhere(router.registry, scope.tell_engines(members, engine_ids))
+    outcome = await router.aborter.abort_everywhere(router.registry, scope.make_members(members, engine_ids))
     aborted, not_found = scope.remove_tag(outcome.aborted), outcome.not_found
     if asked is not None:
         unknown = list_unknown_ids(asked, [*outcome.aborted, *aborted])
@@ -644,16 +748,16 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
 
 
 async def _abort_here_and_elsewhere(router: RouterApp, scope: AbortScope) -> tuple[set[str], list[str]]:
-    """Run ``Proxy.abort_requests`` in all processes."""
+    """Run ``Proxy.abort_requests`` in all processes, and return the combined results."""
     found, engine_ids = router.proxy.abort_requests(scope)
-    for found_elsewhere, known_elsewhere in await router.link.ask_others("abort", scope.dump(), everywhere=True):
+    for found_elsewhere, known_elsewhere in await router.link.ask_peers("abort", scope.dump(), everywhere=True):
         found.update(found_elsewhere)
         engine_ids += known_elsewhere
     return found, engine_ids
 
 
 def _refuse_registration(settings: RouterSettings, refused: BadBody | RegistrationError) -> Response:
-    """Return the response to an instance that is not accepted, in the format of the configured FastDeploy router."""
+    """Return the response to a registration that is not accepted, in the format of the configured FastDeploy router."""
     if settings.dialect == "python":
         return json_reply(400, {"detail": str(refused)})
     status, text = 400, "invalid InstanceInfo format"
@@ -668,7 +772,7 @@ def _refuse_registration(settings: RouterSettings, refused: BadBody | Registrati
 
 
 def _format_registration(registration: Registration) -> dict[str, Any]:
-    """Return all fields that the instance sent, with role, ports and ids as FastDeploy's Python router formats them."""
+    """Return all fields that the instance sent; role, ports and ids have the format of FastDeploy's Python router."""
     fields = registration.fields
     return {
         **fields,
@@ -688,7 +792,10 @@ def _format_registration(registration: Registration) -> dict[str, Any]:
 
 
 def _describe_instance(instance: Instance) -> dict[str, Any]:
-    """Return the entry of FastDeploy's Go router for an instance: all fields that it sent, and its state."""
+    """Return the entry of an instance in ``/registered``: all fields that it sent, and its state.
+
+    The names are those of FastDeploy's Go router.
+    """
     registration = instance.registration
     return {
         **_format_registration(registration),
@@ -705,6 +812,7 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
         "trouble": instance.trouble,
         "breaker": instance.breaker.state,
         "failed_requests_in_a_row": instance.breaker.failures,
+        "cache_known": instance.cache_known or "learned",
         "weight": round(instance.weight(time.monotonic()), 2),
         "running_requests": instance.load.requests,
         "running_tokens": instance.load.tokens,
@@ -712,7 +820,7 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
 
 
 def _describe_target(instance: Instance) -> dict[str, Any]:
-    """Return the instances as Prometheus targets (http_sd_configs), which reveal no more than ``/metrics`` does."""
+    """Return an instance as a target for Prometheus (http_sd_configs). It contains no more than ``/metrics`` does."""
     registration = instance.registration
     address = instance.address._replace(port=registration.metrics_port)
     labels = {"instance": instance.key, "role": registration.role.value, "engine": registration.engine.value}

@@ -1,12 +1,12 @@
-"""Registers a server that does not know this router: ``python -m router.register --router H:P --port N``.
+"""Registers a server that cannot register itself: ``python -m router.register --router H:P --port N``.
 
-It is a sidecar, started next to any server with OpenAI's endpoints and a ``/health`` (vLLM, SGLang, MindIE, llama.cpp).
-FastDeploy's instances register themselves; for other servers, the sidecar checks every five seconds whether the server
-is healthy and, if so, registers it. When the server is not healthy, or the sidecar ends, the heartbeat stops and the
-router removes the instance. The sidecar also queries the server for the kind of its engine.
+This program is a sidecar. It runs next to a server with OpenAI's endpoints and ``/health`` (vLLM, SGLang, MindIE,
+llama.cpp). FastDeploy's instances register themselves and do not need it. Every five seconds, the sidecar checks
+whether the server is healthy. If so, it registers the server. If not, or if the sidecar has ended, the heartbeats stop
+and the router removes the instance. The sidecar also finds out which engine the server has.
 
-It is a separate program, and the router does not import it: the router itself sends requests to instances only through
-``router.http``. The sidecar does not import the router's fleet, either.
+The router does not import this module, because only ``router.http`` may send requests to instances. This module does
+not import ``router.fleet``, either.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import re
 import signal
 import ssl
 import sys
@@ -24,13 +25,15 @@ from typing import Any
 
 import httpx
 
-from kvcommon.addresses import find_own_address, parse_address
+from kvcommon.addresses import find_own_address
+from kvcommon.kv_events import name_host
 from router.settings import (
     CERTIFICATE_REMEDY,
     FlagParser,
     SettingsError,
     is_certificate_refused,
     parse_port,
+    parse_url,
     read_authorities,
     read_token,
 )
@@ -42,39 +45,37 @@ _log = logging.getLogger("router.register")
 HEARTBEAT_SECONDS = 5.0
 FIRST_RETRY_SECONDS = 0.5
 ROLES = ("mixed", "prefill", "decode")
-"""The values of ``router.fleet.Role``."""
+"""Roles of an instance: the values of ``router.fleet.Role``."""
 ENGINES = ("fastdeploy", "vllm", "sglang", "openai")
-"""The values of ``router.fleet.EngineKind``."""
+"""Engines of an instance: the values of ``router.fleet.EngineKind``."""
 KV_CONNECTORS = ("nixl", "mooncake", "kvstore")
-"""The values of ``router.fleet.KvConnector``."""
-# Owner of our own engine's models. FastDeploy's models have an owner without the second word.
+"""KV connectors of vLLM: the values of ``router.fleet.KvConnector``."""
+# ``owned_by`` of the models of our own engine. FastDeploy's models have "fastdeploy".
 OUR_OWNER = "fastdeploy-kvstore"
 _TIMEOUT_SECONDS = 4.0
 
 
-class UntoldError(Exception):
-    """The server does not report its kind, or it differs from the operator's flags. The message is appended to "not
-    registered, as ...".
-    """
+class ServerError(Exception):
+    """The server is not healthy, does not report its engine, or contradicts a flag. The message is one sentence."""
 
 
 class UntrustedError(Exception):
-    """The certificate of the router or the server is not trusted. A retry does not help. The message is one
+    """The certificate of the router or the server is not trusted, so a retry does not help. The message is one
     sentence.
     """
 
 
 class Sidecar:
-    """The heartbeat of one server.
+    """Sends the heartbeats of one server.
 
     Args:
-        router: the router's URL.
-        payload: the registration payload: ``port``, and if known ``role``, ``host_ip``, ``connector_port``, ``engine``,
-            ``bootstrap_port`` and ``kv_connector``. Without ``host_ip``, it is this machine's address as the router
-            sees it, determined again each time. Without ``engine`` or ``role``, the server is queried once it is
-            healthy.
-        token: the router's registration token or admin token, if it has one.
-        tls: context with the trusted authorities, for the router and the server; None for those of the system.
+        router: URL of the router.
+        payload: fields of the registration. ``port`` is required; ``role``, ``host_ip``, ``connector_port``,
+            ``engine``, ``bootstrap_port``, ``kv_connector`` and ``kv_events`` are optional. In ``kv_events``, a
+            wildcard is replaced by the server's address. Without ``host_ip``, the address is this machine's, as the
+            router sees it; it is determined before each heartbeat. Without ``engine``, the server is queried.
+        token: the router's registration token or admin token; ``""`` if it has none.
+        tls: TLS context with the trusted certificate authorities; None: those of the system.
     """
 
     def __init__(
@@ -85,13 +86,12 @@ class Sidecar:
         self._tls = tls or ssl.create_default_context()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._last_problem: str | None = None
-        self._found: dict[str, Any] | None = None  # reported by the server; until it is not healthy any more
+        self._found: dict[str, Any] | None = None  # fields that the server has reported; None while it is not healthy
 
     async def keep_registering(self) -> None:
-        """Query the server, register it, and log each change, until cancelled.
+        """Send heartbeats, and log each change, until this task is cancelled.
 
-        After a failure it retries sooner than after a success: at start the router or the server is often only a second
-        late.
+        After a failure the next heartbeat follows sooner, because the router or the server may start a second later.
 
         Raises:
             UntrustedError: the certificate of the router or the server is not trusted.
@@ -105,19 +105,21 @@ class Sidecar:
                 pause = min(2 * pause, HEARTBEAT_SECONDS) if problem else FIRST_RETRY_SECONDS
 
     async def _send_heartbeat(self, client: httpx.AsyncClient) -> str:
-        """Send one heartbeat; return the problem in one sentence, or ``""``."""
+        """Check the server and send one heartbeat. Return the problem in one sentence; ``""`` if there is none."""
         try:
             payload = {"host_ip": await asyncio.to_thread(find_own_address, self._router), **self._payload}
         except OSError as exc:
-            return f"there is no way to the router {self._router}: {exc}"
+            return f"the router {self._router} cannot be reached: {exc}"
         scheme, _, host = payload["host_ip"].rpartition("://")
         server = f"{scheme or 'http'}://{f'[{host}]' if ':' in host else host}:{payload['port']}"
         try:
             await self._check_server(client, server)
-        except UntoldError as exc:
+        except ServerError as exc:
             self._found = None
-            return f"not registered, as {exc}"
+            return f"not registered: {exc}"
         payload = {"role": "mixed", **(self._found or {}), **payload}
+        if kv_events := payload.get("kv_events"):
+            payload["kv_events"] = {name: name_host(value, host.strip("[]")) for name, value in kv_events.items()}
         try:
             response = await client.post(f"{self._router}/register", json=payload, headers=self._headers)
         except httpx.HTTPError as exc:
@@ -129,19 +131,19 @@ class Sidecar:
         return ""
 
     async def _check_server(self, client: httpx.AsyncClient, server: str) -> None:
-        """Check that the server is healthy, and find out its kind unless that is known.
+        """Check that the server is healthy, and query its engine unless it is known.
 
         Raises:
-            UntoldError: it is not healthy, or does not report its kind.
+            ServerError: the server is not healthy, or does not report its engine.
         """
         try:
             health = await client.get(f"{server}/health")
         except httpx.HTTPError as exc:
             if is_certificate_refused(exc):
                 raise UntrustedError(f"the server at {server} {CERTIFICATE_REMEDY}: {exc}") from None
-            raise UntoldError(f"the server at {server} does not answer /health ({_describe_error(exc)})") from None
+            raise ServerError(f"the server at {server} does not answer /health ({_describe_error(exc)})") from None
         if health.status_code != 200:
-            raise UntoldError(f"the server at {server} answers /health with {health.status_code}")
+            raise ServerError(f"the server at {server} answers /health with {health.status_code}")
         if self._found is not None:
             return
         engine, role = self._payload.get("engine"), self._payload.get("role")
@@ -149,13 +151,13 @@ class Sidecar:
             found = await _ask_engine(client, server)
         else:
             found = await _ask_sglang(client, server) if engine == "sglang" else {}
-        told = found.get("role", role)
-        if role not in (None, told):
-            raise UntoldError(f"the server at {server} is a {told} instance by its own account, but --role is {role}")
+        reported = found.get("role", role)
+        if role not in (None, reported):
+            raise ServerError(f"the server at {server} reports that it is a {reported} instance, but --role is {role}")
         self._found = found
 
     def _log_change(self, problem: str) -> None:
-        """Log a problem, or its end, once when it changes."""
+        """Log a new problem, or that there is no problem any more; log nothing if nothing has changed."""
         if problem != self._last_problem:
             self._last_problem = problem
             if problem:
@@ -167,13 +169,16 @@ class Sidecar:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Register until SIGTERM or SIGINT. Return the exit status: 0, 1 if the certificate of the router or the server is
-    not trusted, 2 if the command line cannot be used.
+    """Run the sidecar until SIGTERM or SIGINT.
+
+    Returns:
+        The exit status: 0; 1 if the certificate of the router or the server is not trusted; 2 if the flags are wrong.
     """
     try:
         arguments = _make_flags().parse_args(sys.argv[1:] if argv is None else argv)
         token = read_token(arguments.token_file, "--token-file") if arguments.token_file else ""
         tls = read_authorities(str(arguments.ca_file), "--ca-file") if arguments.ca_file else None
+        kv_events = _read_kv_events(arguments)
     except SettingsError as exc:
         print(f"router.register: {exc}", file=sys.stderr)
         return 2
@@ -183,6 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("role", "connector_port", "engine", "bootstrap_port", "kv_connector"):
         if value := getattr(arguments, name):
             payload[name] = value
+    if kv_events:
+        payload["kv_events"] = kv_events
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -194,8 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make_flags() -> FlagParser:
-    parser = FlagParser(prog="router.register", description="Register a server that cannot by itself.")
-    parser.add_argument("--router", type=_parse_router_url, required=True, metavar="HOST:PORT", help="the router")
+    parser = FlagParser(prog="router.register", description="Registers a server that cannot register itself.")
+    parser.add_argument("--router", type=parse_url, required=True, metavar="HOST:PORT", help="the router")
     parser.add_argument(
         "--role",
         type=_parse_role,
@@ -206,7 +213,7 @@ def _make_flags() -> FlagParser:
     parser.add_argument(
         "--host",
         metavar="IP",
-        help="address of the server (default: this machine's, as the router sees it); https://HOST if it serves HTTPS",
+        help="address of the server; https://HOST if it serves HTTPS (default: this machine's, as the router sees it)",
     )
     parser.add_argument(
         "--ca-file",
@@ -216,10 +223,12 @@ def _make_flags() -> FlagParser:
         "HTTPS (default: the system's)",
     )
     parser.add_argument(
-        "--connector-port", type=parse_port, help="port at which it receives KV from prefill instances, if it does"
+        "--connector-port", type=parse_port, help="port at which the server receives KV from prefill instances"
     )
     parser.add_argument(
-        "--engine", choices=ENGINES, help="kind of the server (default: as reported by it; openai is any other one)"
+        "--engine",
+        choices=ENGINES,
+        help="engine of the server; openai is any other engine (default: as reported by the server)",
     )
     parser.add_argument(
         "--bootstrap-port",
@@ -230,10 +239,23 @@ def _make_flags() -> FlagParser:
         "--kv-connector", choices=KV_CONNECTORS, help="KV connector of a pair of vLLM instances (default: nixl)"
     )
     parser.add_argument(
+        "--kv-events-endpoint",
+        type=_parse_endpoint,
+        metavar="tcp://HOST:PORT",
+        help="endpoint in the server's --kv-events-config, if it publishes KV events; * is the server's address",
+    )
+    parser.add_argument(
+        "--kv-events-replay-endpoint",
+        type=_parse_endpoint,
+        metavar="tcp://HOST:PORT",
+        help="replay_endpoint in the server's --kv-events-config",
+    )
+    parser.add_argument("--kv-events-topic", metavar="TOPIC", help="topic in the server's --kv-events-config")
+    parser.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file with the router's registration or admin token, if it has one",
+        help="file with the router's registration token or admin token, if the router has one",
     )
     return parser
 
@@ -247,10 +269,10 @@ async def _run_until_signal(sidecar: Sidecar) -> None:
 
 
 async def _ask_engine(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
-    """Query the kind of the server, and the other registration fields that it reports.
+    """Query the engine of the server. Return ``engine``, and other fields of the registration that the server reports.
 
     Raises:
-        UntoldError: it does not report its kind.
+        ServerError: the server does not report its engine.
     """
     status, models = await _fetch_object(client, f"{server}/v1/models")
     listed = models.get("data")
@@ -263,15 +285,17 @@ async def _ask_engine(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
     if owner in ("", "sglang") and (found := await _ask_sglang(client, server)):
         return found
     if status in (401, 403):
-        raise UntoldError(f"the server at {server} wants a key before it tells what it is; say so with --engine")
+        raise ServerError(
+            f"the server at {server} requires an API key, so its engine is not known; name the engine with --engine"
+        )
     return {"engine": "openai"}
 
 
 async def _ask_sglang(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
-    """Query the registration fields of an SGLang server; empty if it is another server or reports none."""
+    """Query the registration fields of an SGLang server; empty if the server is not SGLang, or does not respond."""
     _, info = await _fetch_object(client, f"{server}/server_info")
     if "disaggregation_mode" not in info:
-        _, info = await _fetch_object(client, f"{server}/get_server_info")  # its earlier name
+        _, info = await _fetch_object(client, f"{server}/get_server_info")  # the earlier name of this path
     if "disaggregation_mode" not in info:
         return {}
     mode, port = info["disaggregation_mode"], info.get("disaggregation_bootstrap_port")
@@ -282,32 +306,44 @@ async def _ask_sglang(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
 
 
 async def _fetch_object(client: httpx.AsyncClient, url: str) -> tuple[int, dict[str, Any]]:
-    """Fetch ``url``, and return the status and the JSON object of the answer; an empty one if it is no object or no
-    success.
+    """Fetch ``url``. Return the status and the JSON object of the response; an empty object if there is none.
 
     Raises:
-        UntoldError: it does not answer.
+        ServerError: the server does not respond.
     """
     try:
-        answer = await client.get(url)
-        content = answer.json() if answer.status_code == 200 else {}
+        response = await client.get(url)
+        content = response.json() if response.status_code == 200 else {}
     except httpx.HTTPError as exc:
-        raise UntoldError(f"{url} does not answer ({_describe_error(exc)})") from None
+        raise ServerError(f"{url} does not answer ({_describe_error(exc)})") from None
     except ValueError:
         content = {}
-    return answer.status_code, content if isinstance(content, dict) else {}
+    return response.status_code, content if isinstance(content, dict) else {}
 
 
-def _parse_router_url(text: str) -> str:
-    try:
-        return parse_address(text).url
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from None
+def _parse_endpoint(text: str) -> str:
+    if not re.fullmatch(r"tcp://\S+:\d{1,5}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not tcp://HOST:PORT, such as tcp://*:5557")
+    return text
+
+
+def _read_kv_events(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the field ``kv_events`` of the registration from the flags; empty if no flag is given.
+
+    Raises:
+        SettingsError: a flag is given without --kv-events-endpoint.
+    """
+    names = ("endpoint", "replay_endpoint", "topic")
+    given = {name: value for name in names if (value := getattr(arguments, f"kv_events_{name}"))}
+    if given and "endpoint" not in given:
+        flag = f"--kv-events-{next(iter(given)).replace('_', '-')}"
+        raise SettingsError(f"{flag} has no effect without --kv-events-endpoint; add it")
+    return given
 
 
 def _parse_role(text: str) -> str:
     if text.lower() not in ROLES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no kind of instance; it must be one of {', '.join(ROLES)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a role; it must be one of {', '.join(ROLES)}")
     return text.lower()
 
 

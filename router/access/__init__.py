@@ -1,10 +1,10 @@
-"""Access: which clients may send requests, and how many of them concurrently.
+"""Access: which clients may send requests, and how many requests run concurrently.
 
-routes.py       every path, with its methods and the access it requires
+routes.py       all paths, with their methods and the access that they require
 auth.py         Auth: API keys of clients, and the tokens of operators and instances
-admission.py    Admission: limits, and the queue of requests that wait for their turn
-line.py         WaitingLine: the queue; priorities, and fair turns of the clients within each priority
-token_rate.py   TokenRates: tokens per second of each client
+admission.py    Admission: limits of concurrent requests, and a queue for requests that must wait
+line.py         WaitingLine: the order of the queue, by priority and in turn for each client
+token_rate.py   TokenRates: limits of tokens per second for each client
 cache_salt.py   CacheSalts: a cache_salt for each client
 """
 

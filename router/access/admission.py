@@ -1,10 +1,12 @@
-"""Admission: how many requests are served concurrently, in total and per client, and which waiting request is next.
+"""Admission: limits the requests that run concurrently, in total and per client, and queues further requests.
 
-A request that cannot be served immediately waits in one bounded queue. Higher priorities come first. Clients of one
-priority take turns: a client with 1,000 waiting requests delays the only request of another client by one turn, not by
-1,000. When the queue is full, a new request replaces the last request of a lower priority. If there is none, it
-replaces the last request of the client with the most requests in the queue, provided that its own client has fewer. The
-total size of the bodies that wait in one process is bounded, too.
+A request that cannot run immediately waits in a queue. Requests of a higher priority are served first. Within a
+priority, clients are served in turn: a client with 1,000 waiting requests delays the only request of another client by
+one turn, not by 1,000.
+
+The queue has a maximum length. When it is full, a new request replaces the last request of a lower priority. If there
+is none, the new request replaces the last request of the client with the most queued requests, provided that the new
+request's client has fewer. The total size of the bodies that wait in one process is limited, too.
 
 Call ``leave`` for each request that was admitted (``try_enter`` returned True, or ``enter`` returned). All arguments
 are plain data, so that ``AdmissionClient`` can forward the calls to another process.
@@ -32,24 +34,25 @@ __all__ = ["Admission", "AdmissionClient", "Limits"]
 # The result of a waiting request's future: None when it is admitted, else the refusal.
 _Turn = asyncio.Future["Refused | None"]
 
-# Limit of the total size of queued bodies in one process. A single larger body may wait if no other one does.
+# Limit of the total size of queued bodies in one process. A larger body may wait if no other body waits.
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 
 _NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 
 class Admission:
-    """Counts the requests that are being served, and manages the queue of waiting requests."""
+    """Counts the running requests, and manages the queue of waiting requests."""
 
     def __init__(self, settings: RouterSettings, token_rates: Mapping[str, float] = _NO_RATES) -> None:
         """
         Args:
-            token_rates: tokens per second of the clients that have their own limit; 0 means no limit.
+            settings: the limits for all clients.
+            token_rates: limits of tokens per second of the clients that have their own limit; 0 means no limit.
         """
         self.running = 0
-        """Number of requests that were admitted and have not left yet."""
+        """Number of requests that were admitted and have not ended."""
         self.refused: dict[str, int] = {"queue_full": 0, "queue_timeout": 0}
-        """Number of rejected requests so far, by error code."""
+        """Number of refused requests so far, by error code."""
         rates = TokenRates(settings.max_tokens_per_sec_per_key, token_rates)
         self._rates = rates if rates.is_limited else None
         if self._rates is not None:
@@ -57,7 +60,7 @@ class Admission:
         self.is_limited = self._rates is not None or bool(
             settings.max_concurrent_requests or settings.max_concurrent_requests_per_key
         )
-        """Whether any limit is set. Without limits, a request's priority and token count have no effect."""
+        """Whether any limit is set. Without limits, the priority and the token count of a request have no effect."""
         self._limit = settings.max_concurrent_requests or sys.maxsize
         self._client_limit = settings.max_concurrent_requests_per_key or sys.maxsize
         self._line_limit = settings.max_queued_requests
@@ -66,7 +69,7 @@ class Admission:
         self._running_elsewhere: dict[str, Mapping[str, int]] = {}
         self._num_elsewhere = 0
         self.waiting_bytes = 0
-        """Total size in bytes of the queued bodies that are in this process."""
+        """Total size in bytes of the queued bodies in this process."""
         self._line: WaitingLine[_Turn] = WaitingLine()
         self._usual_wait = 1.0
 
@@ -80,19 +83,21 @@ class Admission:
 
     @property
     def waiting_by_priority(self) -> dict[int, int]:
-        """Number of queued requests of each priority that has any."""
+        """Number of queued requests of each priority. Priorities without queued requests are missing."""
         return self._line.count_by_priority()
 
     def try_enter(self, client: str, tokens: int = 0) -> bool:
-        """Admit a request of ``client`` if there is capacity for it now.
+        """Admit a request of ``client`` if it may run now. Return False if it must wait.
 
-        This is fair: if requests wait although there is capacity, they wait because of the limit of their own client.
+        This is fair to the queue: if requests wait although the total limit is not reached, the limits of their own
+        clients are reached.
 
         Args:
+            client: name of the client.
             tokens: estimated number of prompt tokens.
 
         Raises:
-            Refused: 429: the client has used up its tokens.
+            Refused: status 429: the client has used all its tokens.
         """
         running = self._running_of.get(client, 0)
         if self._num_elsewhere:
@@ -106,15 +111,17 @@ class Admission:
         return True
 
     async def enter(self, client: str, priority: int = 0, tokens: int = 0, body_bytes: int = 0) -> None:
-        """Admit a request of ``client`` when its turn comes. If this task is cancelled, the request leaves the queue.
+        """Wait until the request of ``client`` is admitted. If this task is cancelled, the request is removed from the
+        queue.
 
         Args:
-            priority: higher values come first.
+            client: name of the client.
+            priority: priority of the request; higher values are served first.
             tokens: estimated number of prompt tokens.
-            body_bytes: size of its body, if the body is in this process.
+            body_bytes: size of the request's body if it is in this process, else 0.
 
         Raises:
-            Refused: 429: the queue is full, the request waited too long, or the client has used up its tokens.
+            Refused: status 429: the queue is full, the request waited too long, or the client has used all its tokens.
         """
         if self.try_enter(client, tokens):
             return
@@ -137,10 +144,11 @@ class Admission:
             raise
 
     def leave(self, client: str, tokens: int = 0) -> None:
-        """Note that an admitted request of ``client`` has ended, and admit the next requests in the queue.
+        """Record that an admitted request of ``client`` has ended, and admit the next requests from the queue.
 
         Args:
-            tokens: tokens used beyond the estimate that was charged at admission; negative if it used fewer.
+            client: name of the client.
+            tokens: tokens used in addition to the estimate that was charged at admission; negative if fewer were used.
         """
         if self._rates is not None:
             self._rates.charge_tokens(client, tokens)
@@ -159,7 +167,9 @@ class Admission:
             self._rates.charge_tokens(client, tokens)
 
     def note_elsewhere(self, router: str, running: Mapping[str, int]) -> None:
-        """Set the running requests per client of another router, which count here, too; empty if there are none."""
+        """Set the number of running requests of each client at another router. They count towards the limits here,
+        too.
+        """
         self._running_elsewhere[router] = running
         if not running:
             del self._running_elsewhere[router]
@@ -178,7 +188,7 @@ class Admission:
             refused = await place.turn
         except asyncio.CancelledError:
             if not place.turn.cancelled() and place.turn.result() is None:
-                self.leave(client)  # it was admitted, but its task was cancelled before it was notified
+                self.leave(client)  # the request was admitted, but this task was cancelled before it could run
             else:
                 self._line.leave_line(place)
             raise
@@ -188,16 +198,16 @@ class Admission:
             try:
                 raise refused
             finally:
-                del refused, place  # its traceback leads here: only the collector could free both
+                del refused, place  # avoids a reference cycle through the traceback of ``refused``
         self._usual_wait += 0.1 * (loop.time() - since - self._usual_wait)
 
     def _admit_waiting(self) -> None:
-        """Admit as many requests as there is capacity for, one of each client in turn."""
+        """Admit as many queued requests as the limits allow, one of each client in turn."""
         while self.running + self._num_elsewhere < self._limit:
             place = self._line.take_next(self._has_room_for)
             if place is None:
                 return
-            if not place.turn.done():  # else it was just cancelled, and its task has not run since
+            if not place.turn.done():  # otherwise the request was cancelled, but its task has not run since then
                 self.running += 1
                 self._running_of[place.client] = self._running_of.get(place.client, 0) + 1
                 place.turn.set_result(None)
@@ -209,47 +219,51 @@ class Admission:
         return sum(running.get(client, 0) for running in self._running_elsewhere.values())
 
     def _take_tokens(self, rates: TokenRates, client: str, tokens: int) -> None:
-        """Charge the client for a prompt; refuse the request if the client has used up its tokens."""
+        """Charge the client for a prompt; refuse the request if the client has used all its tokens."""
         seconds = rates.seconds_to_wait(client)
         if seconds:
             rate = rates.rate_of(client)
-            message = f"this API key may use {rate:g} tokens a second, and has used them; try again in {seconds:.1f} s"
+            message = f"this API key has used its {rate:g} tokens per second; try again in {seconds:.1f} s"
             raise self._count_refusal("rate_limit_exceeded", message, seconds)
         rates.charge_tokens(client, tokens)
 
     def _make_room(self, client: str, priority: int) -> None:
-        """Reject a queued request to make room for one of ``client``, or reject the new one if none has to give way."""
+        """Remove a queued request to make space for a request of ``client``; if none can be removed, refuse that
+        request.
+        """
         place = self._line.find_last(priority, client)
         if place is None:
-            message = f"{self.running} requests run and {self.waiting} wait; no more may wait"
+            message = f"the queue is full: {self.running} requests are running and {self.waiting} are waiting"
             raise self._count_refusal("queue_full", message, self._guess_wait())
         self._line.leave_line(place)
         if not place.turn.done():
             why = (
-                "others' clients have fewer of them" if place.priority == priority else "others have a higher priority"
+                "other clients have fewer requests in it"
+                if place.priority == priority
+                else "a request of higher priority arrived"
             )
-            message = f"{self.waiting} requests wait, and {why}; this one had to give way"
+            message = f"the queue is full with {self.waiting} requests, and {why}, so this request was removed"
             place.turn.set_result(self._count_refusal("queue_full", message, self._guess_wait()))
 
     def _time_out(self, place: Place[_Turn]) -> None:
-        """Reject a request that has waited too long."""
+        """Refuse a request that has waited too long."""
         if not place.turn.done():
             self._line.leave_line(place)
-            message = f"it was not this request's turn within {self._patience:g} s; {self.running} requests run"
+            message = f"this request waited in the queue for {self._patience:g} s; {self.running} requests are running"
             place.turn.set_result(self._count_refusal("queue_timeout", message, self._guess_wait()))
 
     def _guess_wait(self) -> float:
-        # Other clients wait this long at present. A client that retries after this time probably finds a shorter queue.
+        # The mean wait of admitted requests. After this time, a client that retries probably finds a shorter queue.
         return min(self._usual_wait, self._patience)
 
     def _count_refusal(self, code: str, message: str, seconds: float) -> Refused:
-        """Return the refusal of a request that the client may send again after ``seconds``."""
+        """Count and return a refusal that tells the client to retry after ``seconds``."""
         self.refused[code] += 1
         return Refused(ApiError(429, message, code), max(1, math.ceil(seconds)))
 
 
 class AdmissionClient:
-    """Forwards to the process that has the ``Admission`` of all workers, and counts the requests of this process."""
+    """Forwards calls to the process that has the ``Admission`` of all workers, and counts this process's requests."""
 
     is_limited = True
     """Whether any limit is set, as in ``Admission``."""
@@ -261,18 +275,18 @@ class AdmissionClient:
     ) -> None:
         """
         Args:
-            wait_for_entry: takes client, priority and tokens. Returns None once the request is admitted, else the parts
-                of its refusal: status, message, code, and the seconds until a retry.
-            report_end: takes the client and the tokens of a request that has ended.
+            wait_for_entry: called with client, priority and tokens of a request. Returns None when the request is
+                admitted. If it is refused, returns status, message, code, and the seconds until a retry.
+            report_end: called with the client and the tokens of a request that has ended.
         """
         self.running = 0
-        """Number of this process's requests that were admitted and have not left yet."""
+        """Number of requests in this process that were admitted and have not ended."""
         self.refused: Counter[str] = Counter(queue_full=0, queue_timeout=0)
-        """Number of this process's rejected requests, by error code."""
+        """Number of refused requests in this process, by error code."""
         self.waiting_bytes = 0
-        """Total size in bytes of the queued bodies of this process."""
+        """Total size in bytes of the queued bodies in this process."""
         self.waiting_by_priority: Counter[int] = Counter()
-        """Number of queued requests of this process."""
+        """Number of queued requests in this process, by priority."""
         self._wait_for_entry = wait_for_entry
         self._report_end = report_end
 
@@ -281,11 +295,11 @@ class AdmissionClient:
 
     @property
     def waiting(self) -> int:
-        """Number of queued requests of this process."""
+        """Number of queued requests in this process."""
         return self.waiting_by_priority.total()
 
     def try_enter(self, client: str, tokens: int = 0) -> bool:
-        """Return False: only the other process knows whether there is capacity."""
+        """Return False, because only the supervisor knows whether the request may run now."""
         return False
 
     async def enter(self, client: str, priority: int = 0, tokens: int = 0, body_bytes: int = 0) -> None:
@@ -312,7 +326,7 @@ class AdmissionClient:
         self.running += 1
 
     def leave(self, client: str, tokens: int = 0) -> None:
-        """See ``Admission.leave``."""
+        """Release the place of an admitted request; see ``Admission.leave``."""
         self.running -= 1
         self._report_end(client, tokens)
 
@@ -321,10 +335,10 @@ Limits = Admission | AdmissionClient
 
 
 def _explain_bytes(waiting: int, waiting_bytes: int, coming: int) -> str:
-    """Return why a request may not wait, if the queued bodies are too large together; ``""`` if it may."""
+    """Return why a request may not wait: the queued bodies would be too large. Return ``""`` if it may wait."""
     if not waiting_bytes or not coming or waiting_bytes + coming <= MAX_WAITING_BYTES:
         return ""
     return (
-        f"{waiting} requests wait, with bodies of {waiting_bytes} bytes, and this one has {coming}; "
-        f"{MAX_WAITING_BYTES} may wait"
+        f"{waiting} requests wait, with bodies of {waiting_bytes} bytes, and this one has {coming} bytes; "
+        f"at most {MAX_WAITING_BYTES} bytes may wait"
     )

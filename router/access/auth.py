@@ -1,7 +1,7 @@
-"""Auth: the API keys of clients, the token of operators, and a token for instances that only register.
+"""Auth: the API keys of clients, the admin token of operators, and the registration token of instances.
 
-All are sent as ``Authorization: Bearer ...``. Secrets are looked up by a keyed hash with a key of this process, so that
-neither the time of a look-up nor a memory dump reveals anything about them. The files are read again when they change.
+All these secrets are sent as ``Authorization: Bearer ...``. Auth stores only a keyed hash of each secret. So neither
+the time of a look-up nor a memory dump reveals a secret. The files with the secrets are read again when they change.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["Auth"]
 
 _log = logging.getLogger("router.access.auth")
 
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 _SCHEME = b"bearer "
 
 
 class Auth:
-    """Holds the clients' keys, the admin token and the registration token, as read from the files in the settings."""
+    """Checks the API keys and tokens that are sent with requests. The settings name the files with the valid ones."""
 
     def __init__(self, settings: RouterSettings) -> None:
         """
@@ -48,35 +48,38 @@ class Auth:
         self._clients: dict[bytes, str] = {}
         self._priorities: dict[str, int] = {}
         self.token_rates: dict[str, float] = {}
-        """Tokens per second of the clients that have their own limit. File changes update this same object."""
+        """Limits of tokens per second of the clients that have their own limit. Changed in place with the file."""
         self.cache_salts = CacheSalts({}) if settings.cache_salt_per_key else None
-        """Cache salts of the clients, if clients' caches are separated."""
+        """Cache salts of the clients; None if the clients' caches are not separated."""
         self.tags: dict[str, str] = {}
-        """Suffix of each client's request ids at engines, so that equal ids of two clients differ there."""
+        """For each client, a suffix of its request ids at engines, so that two clients' ids are never equal."""
         self._admin: bytes | None = None
         self._registration: bytes | None = None
         self._stamp = self._stamp_files()
         self._read_files()
         self.danger = ""
-        """Risk of unprotected access from the network, in one sentence; ``""`` if there is none."""
+        """One sentence that warns of unprotected access from the network; ``""`` if access is protected."""
         if self._admin is None and not _is_loopback(settings.host):
-            mischief = "register an instance and read what is sent to it" if self._registration is None else \
-                "drain its instances and see where they are"  # fmt: skip
-            self.danger = f"whoever reaches {settings.host} can {mischief}; set --admin-token-file, or --host 127.0.0.1"
+            misuse = "drain instances and list their addresses"
+            if self._registration is None:
+                misuse = "register an instance and read the requests sent to it"
+            self.danger = (
+                f"any client that reaches {settings.host} can {misuse}; set --admin-token-file, or --host 127.0.0.1"
+            )
 
     async def keep_current(self, *, is_logged: bool = True) -> None:
-        """Read the files again whenever one changes, until cancelled, so that a removed key is refused.
+        """Read the files again whenever one of them changes, until this task is cancelled.
 
-        If the files cannot be used, the secrets that were read before stay valid.
+        If a changed file cannot be used, the secrets that were read before stay valid.
 
         Args:
-            is_logged: whether this process logs changes; one of several processes is enough.
+            is_logged: whether to log changes. If there are several processes, only one of them needs to.
         """
         seen = self._stamp
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
             stamp = self._stamp_files()
-            if stamp == seen != self._stamp:  # the writer has finished: no change since the last check
+            if stamp == seen != self._stamp:  # no change since the last check, so the files are completely written
                 self._stamp = stamp
                 level, text = self._read_again()
                 if is_logged:
@@ -88,31 +91,31 @@ class Auth:
 
     @property
     def has_admin_token(self) -> bool:
-        """Whether there is an admin token; without one, every client may change the instances."""
+        """Whether an admin token is configured. If not, every client may change the instances."""
         return self._admin is not None
 
     def identify_client(self, headers: Headers) -> str:
-        """Return the name of the client that holds the sent key; ``""`` for all clients if no keys are configured.
+        """Return the name of the client whose API key was sent; ``""`` if no API keys are configured.
 
         Raises:
-            Refused: 401: no key was sent, or it is unknown.
+            Refused: status 401: no key was sent, or the key is unknown.
         """
         if not self._clients:
             return ""
         sent = _find_bearer_token(headers)
         if sent is None:
-            message = "this router serves those who hold an API key; send it as 'Authorization: Bearer KEY'"
+            message = "this router requires an API key; send it as 'Authorization: Bearer KEY'"
             raise Refused(ApiError(401, message, "missing_api_key"))
         name = self._clients.get(self._hash_secret(sent))
         if name is None:
-            raise Refused(ApiError(401, "the API key sent is none of this router's", "invalid_api_key"))
+            raise Refused(ApiError(401, "the API key is not one that this router accepts", "invalid_api_key"))
         return name
 
     def check_access(self, access: Access, headers: Headers) -> None:
-        """Check that the sender has this ``access``.
+        """Check that the sender of these headers has the access that a path requires.
 
         Raises:
-            Refused: 401: the required key or token was not sent.
+            Refused: status 401: the required key or token was not sent.
         """
         if access is Access.CLIENT:
             self.identify_client(headers)
@@ -124,23 +127,24 @@ class Auth:
             self.check_admin(headers)
 
     def find_scope(self, headers: Headers) -> str:
-        """Return the tag of the client, which may reach its own requests; ``""`` (all requests) for the admin, or
-        without keys.
+        """Return the tag of the requests that the sender may list or abort: its own requests.
+
+        Return ``""``, which means all requests, for the admin, and if no API keys are configured.
 
         Raises:
-            Refused: 401: neither a client's key nor the admin token was sent.
+            Refused: status 401: neither an API key nor the admin token was sent.
         """
         if not self._clients or self.is_admin(headers):
             return ""
         return self.tags[self.identify_client(headers)]
 
     def find_priority(self, client: str, headers: Headers) -> int:
-        """Return the priority of a request: the client's priority, or a lower one from its header ``X-Priority``.
+        """Return the priority of a request: the client's priority, or a lower one from the header ``X-Priority``.
 
-        If no keys are configured, the header alone decides.
+        If no API keys are configured, the header alone decides.
 
         Raises:
-            Refused: 400: the header has no valid priority.
+            Refused: status 400: the header has no valid priority.
         """
         own = self._priorities.get(client)
         for name, value in headers:
@@ -153,46 +157,47 @@ class Auth:
         return own or 0
 
     def is_admin(self, headers: Headers) -> bool:
-        """Return whether the admin token was sent; False if none is configured."""
+        """Return whether the admin token was sent; False if no admin token is configured."""
         sent = _find_bearer_token(headers) if self._admin is not None else None
         return sent is not None and secrets.compare_digest(self._hash_secret(sent), self._admin or b"")
 
     def check_admin(self, headers: Headers) -> None:
-        """Check that the admin token was sent, if one is configured.
+        """Check that the admin token was sent. Do nothing if no admin token is configured.
 
         Raises:
-            Refused: 401: it was not sent, or it is wrong.
+            Refused: status 401: the token was not sent, or is wrong.
         """
         if self._admin is None:
             return
         sent = _find_bearer_token(headers)
         if sent is None:
-            message = "this takes the router's admin token; send it as 'Authorization: Bearer TOKEN'"
+            message = "this path requires the router's admin token; send it as 'Authorization: Bearer TOKEN'"
             raise Refused(ApiError(401, message, "missing_admin_token"))
         if not secrets.compare_digest(self._hash_secret(sent), self._admin):
-            raise Refused(ApiError(401, "the token sent is not the router's admin token", "invalid_admin_token"))
+            raise Refused(ApiError(401, "the token is not the router's admin token", "invalid_admin_token"))
 
     def check_registration(self, headers: Headers) -> None:
-        """Check that the sender may register an instance: with the admin token or, if there is one, the registration
-        token.
+        """Check that the sender may register an instance: that it sent the admin token or the registration token.
+
+        Do nothing if neither token is configured.
 
         Raises:
-            Refused: 401: neither was sent.
+            Refused: status 401: neither token was sent.
         """
         if self._registration is None:
             self.check_admin(headers)
             return
         sent = _find_bearer_token(headers)
         if sent is None:
-            message = "this takes the router's registration token; send it as 'Authorization: Bearer TOKEN'"
+            message = "this path requires the router's registration token; send it as 'Authorization: Bearer TOKEN'"
             raise Refused(ApiError(401, message, "missing_register_token"))
         digest = self._hash_secret(sent)
         if not any(token and secrets.compare_digest(digest, token) for token in (self._registration, self._admin)):
-            message = "the token sent is neither the router's registration token nor its admin token"
+            message = "the token is neither the router's registration token nor its admin token"
             raise Refused(ApiError(401, message, "invalid_register_token"))
 
     def _read_files(self) -> None:
-        """Load the files. Load nothing if one of them cannot be used.
+        """Read all files. If one of them cannot be used, nothing changes.
 
         Raises:
             SettingsError: a file cannot be read, or contains no usable entry.
@@ -214,12 +219,12 @@ class Auth:
         self.tags = {name: _tag_client(name) for name in keys}
 
     def _read_again(self) -> tuple[int, str]:
-        """Read files that have changed, and return the level and the message for the log."""
+        """Read changed files again. Return the level and the text of a log message about it."""
         try:
             self._read_files()
         except SettingsError as exc:
-            return logging.ERROR, f"a changed file is not taken, and the keys and tokens before it stay: {exc}"
-        return logging.INFO, f"keys and tokens were read again: there are {len(self._clients)} keys"
+            return logging.ERROR, f"the changed keys and tokens cannot be used, so the previous ones stay valid: {exc}"
+        return logging.INFO, f"keys and tokens were read again; there are now {len(self._clients)} keys"
 
     def _stamp_files(self) -> list[tuple[int, int] | None]:
         settings = self._settings
@@ -227,7 +232,7 @@ class Auth:
         return [stamp_file(Path(name)) for name in names if name]
 
     def _read_token(self, path: str, setting: str) -> bytes | None:
-        """Return the hash of the token in a file; None if no file is configured."""
+        """Return the hash of the token in a file; None if ``path`` is empty."""
         return self._hash_secret(read_token(Path(path), setting).encode()) if path else None
 
     def _hash_secret(self, secret: bytes) -> bytes:
@@ -242,7 +247,7 @@ def _find_bearer_token(headers: Headers) -> bytes | None:
 
 
 def _tag_client(name: str) -> str:
-    """Return the tag of a client, equal in all processes and routers: each can find requests that another has sent."""
+    """Return the tag of a client. It is equal in all processes and routers, so that each can find its requests."""
     return "-k" + hashlib.blake2b(name.encode(), person=b"request_id", digest_size=6).hexdigest()
 
 

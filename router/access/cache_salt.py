@@ -1,9 +1,13 @@
-"""CacheSalts: a ``cache_salt`` for each client, so that no client can find out another client's prompts by timing.
+"""CacheSalts: a ``cache_salt`` for each client.
 
-A salt is a hash of the client's name, keyed with a secret that is derived from the client's API key. Without the key it
-cannot be guessed. It is equal in all processes and after each start with the same file, and no other secret has to be
-stored. A client with a new key begins with an empty cache. A salt that the client sends is mixed in, not refused: a
-client that serves several users can continue to separate them, and cannot reach another client's cache.
+Without salts, a client could find out by timing whether another client's prompt is cached.
+
+A salt is a hash of the client's name, with a secret key that is derived from the client's API key. Nobody can guess the
+salt without the API key. The salt is equal in all processes and after each start with the same file of keys, so no
+further secret has to be stored. A client that gets a new API key begins with an empty cache.
+
+If a client sends its own ``cache_salt``, the hash includes it. So a client can still separate its users, and cannot
+reach another client's cache.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ _SALT_BYTES = 16
 
 
 class CacheSalts:
-    """Derives the salts of clients."""
+    """Computes the cache salts of clients."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         """
@@ -28,18 +32,19 @@ class CacheSalts:
         self.update(keys)
 
     def update(self, keys: Mapping[str, str]) -> None:
-        """Use these keys from now on. A client without a key may still have running requests."""
+        """Set the API keys. Clients that are not in ``keys`` keep their salts, because their requests may still run."""
         self._secrets |= {
             name: hashlib.blake2b(key.encode(), person=b"cache_salt").digest() for name, key in keys.items()
         }
 
     def derive(self, client: str, own: str = "") -> str:
-        """Return the salt of a request.
+        """Return the ``cache_salt`` for a request of ``client``.
 
         Args:
-            own: the salt that the client sent; ``""`` if it sent none.
+            client: name of the client.
+            own: the ``cache_salt`` that the client sent; ``""`` if it sent none.
         """
-        # The length of the name is part of the hash input, so that name and salt cannot be confused with each other.
+        # The hash includes the length of the name, so that no other pair of name and salt gives the same input.
         name = client.encode()
         text = b"%d:%s:%s" % (len(name), name, own.encode(errors="surrogatepass"))
         return hashlib.blake2b(text, key=self._secrets[client], digest_size=_SALT_BYTES).hexdigest()

@@ -1,8 +1,8 @@
-"""WaitingLine: requests that wait for their turn. Higher priorities come first, and clients of one priority take turns.
+"""WaitingLine: the queue of waiting requests. Higher priorities are served first, and clients of a priority in turn.
 
-No request waits forever: a priority that was passed over ``MAX_PASSED_OVER`` times in a row by higher priorities gets
-the next turn. So the first request of a priority is admitted after at most ``MAX_PASSED_OVER`` + (number of priorities)
-others.
+No request waits forever. If ``MAX_PASSED_OVER`` requests of higher priorities were served in a row while a request of a
+lower priority was waiting, the request of the lower priority is served next. So at most ``MAX_PASSED_OVER`` + (number
+of priorities) requests are served before the first request of any priority.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place(Generic[T]):  # not a NamedTuple: Python 3.10 has no generic ones
-    """Position of one request: what is needed to find it again."""
+class Place(Generic[T]):  # not a NamedTuple, which cannot be generic in Python 3.10
+    """Position of a request in the queue; needed to remove the request."""
 
     priority: int
     client: str
@@ -28,7 +28,7 @@ class Place(Generic[T]):  # not a NamedTuple: Python 3.10 has no generic ones
 
 
 class WaitingLine(Generic[T]):
-    """Queued requests, each identified by its ``turn``: any hashable object of its own."""
+    """The queued requests. Each request is identified by its ``turn``, a hashable object."""
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -41,11 +41,11 @@ class WaitingLine(Generic[T]):
         return len({client for level in self._levels.values() for client in level.clients})
 
     def count_by_priority(self) -> dict[int, int]:
-        """Number of queued requests of each priority that has any."""
+        """Return the number of queued requests of each priority. Priorities without queued requests are missing."""
         return {priority: sum(map(len, level.clients.values())) for priority, level in self._levels.items()}
 
     def join_line(self, priority: int, client: str, turn: T) -> Place[T]:
-        """Add a request behind the other requests of this client and priority."""
+        """Add a request after the other requests of the same client and priority."""
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = _Level()
@@ -67,7 +67,7 @@ class WaitingLine(Generic[T]):
                 del self._levels[place.priority]
 
     def take_next(self, may_enter: Callable[[str], bool]) -> Place[T] | None:
-        """Remove and return the next request of those clients that ``may_enter``; None if there is none."""
+        """Remove and return the next request of a client for which ``may_enter`` is True; None if there is none."""
         ready = []
         for priority, level in self._levels.items():
             client = next(filter(may_enter, level.clients), None)
@@ -75,8 +75,8 @@ class WaitingLine(Generic[T]):
                 ready.append((priority, client))
         if not ready:
             return None
-        # Of the priorities that were passed over too often, take the one passed over most; for equal counts, the higher
-        # one.
+        # Of the priorities that were passed over too often, the one that was passed over most is next; if the counts
+        # are equal, the higher priority.
         late = [each for each in ready if self._levels[each[0]].passed_over >= MAX_PASSED_OVER]
         priority, client = max(late, key=lambda each: self._levels[each[0]].passed_over) if late else ready[0]
         for other, _ in ready:
@@ -86,16 +86,16 @@ class WaitingLine(Generic[T]):
         level.passed_over = 0
         line = level.clients[client]
         place = Place(priority, client, next(iter(line)))
-        level.clients[client] = level.clients.pop(client)  # the client moves to the end of the order
+        level.clients[client] = level.clients.pop(client)  # moves the client to the end of the order
         self.leave_line(place)
         return place
 
     def find_last(self, priority: int, client: str) -> Place[T] | None:
-        """Return the queued request that has to give way to a new one of ``client``; None if the new one has to.
+        """Return the queued request that a new request of ``client`` may replace; None if there is none.
 
-        A request of the lowest queued priority gives way: the last one of the client that has most requests of that
-        priority. It gives way to a request of a higher priority; to one of the same priority only if its client has at
-        least two requests more than ``client``.
+        This is a request of the lowest queued priority: the last request of the client with the most requests of that
+        priority. The new request may replace it if it has a higher priority; or if it has the same priority, and
+        ``client`` has at least two requests fewer than the other client.
         """
         lowest = min(self._levels, default=priority)
         if lowest > priority or lowest not in self._levels:
@@ -116,4 +116,4 @@ class _Level(Generic[T]):
         # Clients in the order of their turns; the requests of each in order of arrival.
         self.clients: dict[str, dict[T, None]] = {}
         self.passed_over = 0
-        """How often in a row higher priorities came first while a request of this priority could have been admitted."""
+        """Number of requests of higher priorities served in a row while a request of this priority could have been."""

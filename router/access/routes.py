@@ -1,9 +1,9 @@
-"""Routes: every path that the router answers, with its methods and the access it requires.
+"""Routes: all paths of the router, with their methods and the access that they require.
 
-This table is the only definition: the router checks requests against it and forwards to instances only the paths marked
-as forwarded, and the tests generate their cases from it. A path that is not listed is a 404, even if a handler for it
-exists. So an engine's control endpoints (``/v1/pause``, ``/v1/update_weights``, ``/v1/load_lora_adapter``) cannot be
-reached through the router, with any key.
+The router checks every request against this table. It forwards a request to an instance only if the path is marked as
+forwarded. A path that is not in the table gets status 404, even if a handler for it exists. So no client can reach an
+engine's control endpoints (``/v1/pause``, ``/v1/update_weights``, ``/v1/load_lora_adapter``) through the router. The
+tests generate their cases from this table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["FORWARDED", "ROUTES", "Access", "Route", "find_route"]
 
 
 class Access(Enum):
-    """Access that a path requires, if keys and tokens are configured. The values are descriptions for people."""
+    """Access that a path requires if keys and tokens are configured. The values are descriptions for people."""
 
     OPEN = "everybody"
     CLIENT = "clients"
@@ -27,15 +27,15 @@ class Access(Enum):
 
 
 class Route(NamedTuple):
-    """One path and its properties."""
+    """A path, its methods, and the access that it requires."""
 
     path: str
-    """Path in FastAPI's notation: ``{name}`` is one segment, ``{name:path}`` one or more."""
+    """Path in FastAPI's notation: ``{name}`` is one segment, ``{name:path}`` one or more segments."""
     methods: tuple[str, ...]
     """Allowed methods. GET includes HEAD."""
     access: Access
     is_forwarded: bool = False
-    """Whether the request is forwarded to an instance."""
+    """Whether the router forwards a request for this path to an instance."""
 
     def takes(self, method: str) -> bool:
         """Return whether the path allows this method."""
@@ -81,7 +81,7 @@ ROUTES: tuple[Route, ...] = (
     _forward("/v2/embed"),
     _forward("/pooling"),
     _forward("/classify"),
-    # Paths for clients that the router answers itself.
+    # Paths for clients to which the router itself responds.
     _serve(Access.CLIENT, "/v1/models"),
     _serve(Access.CLIENT, "/v1/models/{model_id:path}"),
     _serve(Access.CLIENT_OR_ADMIN, "/v1/abort_requests", "POST"),
@@ -92,9 +92,13 @@ ROUTES: tuple[Route, ...] = (
     _serve(Access.OPEN, "/prometheus_targets"),
     _serve(Access.OPEN, "/registered_number"),
     _serve(Access.ADMIN, "/health_generate"),
-    # Paths for instances, which may have their own token, and which drain themselves before they stop.
+    # Paths for instances, which may have a token of their own, and which call /admin/drain before they stop.
     _serve(Access.INSTANCE, "/register", "POST"),
     _serve(Access.INSTANCE, "/decode_instances"),
+    # Paths of RFC 1403 of Mooncake for other schedulers, with /register.
+    _serve(Access.INSTANCE, "/unregister", "POST"),
+    _serve(Access.INSTANCE, "/query", "POST"),
+    _serve(Access.INSTANCE, "/query_by_hash", "POST"),
     _serve(Access.INSTANCE_IF_ADMIN, "/admin/drain", "GET", "POST"),
     # Paths for operators.
     _serve(Access.ADMIN, "/registered"),
@@ -108,7 +112,7 @@ ROUTES: tuple[Route, ...] = (
     _serve(Access.ADMIN, "/docs"),
     _serve(Access.ADMIN, "/redoc"),
 )
-"""All routes."""
+"""All paths of the router."""
 
 _EXACT = {route.path: route for route in ROUTES if "{" not in route.path}
 
@@ -117,7 +121,7 @@ FORWARDED = tuple(path for path, route in _EXACT.items() if route.is_forwarded)
 
 
 def find_route(path: str) -> Route | None:
-    """Return the route of a path without query and escapes; None if the router has none."""
+    """Return the route of a path, which has no query and no escapes; None if the router has no such path."""
     route = _EXACT.get(path)
     if route is None:
         route = next((each for pattern, each in _PATTERNS if pattern.fullmatch(path)), None)
@@ -125,8 +129,8 @@ def find_route(path: str) -> Route | None:
 
 
 def _compile_path(path: str) -> re.Pattern[str]:
-    # A segment contains only characters that every server interprets in the same way: no escape that could be decoded a
-    # second time, no ';', no backslash.
+    # A segment may contain only characters that every server reads in the same way. It must not contain an escape,
+    # which could be decoded twice, a ';' or a backslash.
     text = re.sub(r"\\{\w+:path\\}", ".+", re.escape(path))
     return re.compile(re.sub(r"\\{\w+\\}", r"[A-Za-z0-9_.:~-]+", text), re.DOTALL)
 

@@ -1,9 +1,8 @@
-"""TokenRates: how many tokens per second each client may use, prompt and generated tokens together.
+"""TokenRates: limits the tokens per second of each client, prompt and generated tokens together.
 
-Each client has a bucket that fills at the client's rate and holds the tokens of ``BURST_SECONDS``. A request may begin
-while the bucket is not empty, and takes the tokens of its prompt out of it. At its end it is charged for all tokens
-that it used. So a bucket can become negative, a prompt larger than the bucket is served, too, and in the long run no
-client uses more than its rate.
+Each client has a token bucket. It fills at the client's rate up to the tokens of ``BURST_SECONDS``. A request may begin
+while the bucket is not empty. Its prompt tokens are removed at the beginning, its other tokens at its end. So a bucket
+can become negative, and a prompt larger than the bucket is served, too. On average, no client exceeds its rate.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ BURST_SECONDS = 10.0
 
 
 class TokenRates:
-    """Token buckets of all clients."""
+    """The token buckets of all clients."""
 
     def __init__(self, common: float, own: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            common: tokens per second of each client without its own rate; 0 means no limit.
-            own: rates of the clients that have their own; 0 means no limit.
-            clock: returns seconds.
+            common: rate in tokens per second of each client that is not in ``own``; 0 means no limit.
+            own: rate of each client that has its own; 0 means no limit.
+            clock: returns the time in seconds.
         """
         self._common = common
         self._own = own
@@ -49,14 +48,14 @@ class TokenRates:
         return max(0.0, 1.0 - tokens) / rate if tokens < 1.0 else 0.0
 
     def charge_tokens(self, client: str, tokens: float) -> None:
-        """Take tokens out of the client's bucket; a negative number puts them back."""
+        """Remove tokens from the client's bucket; a negative number adds tokens."""
         rate = self.rate_of(client)
         if rate and tokens:
             left = min(self._count_tokens(client, rate) - tokens, _bucket_size(rate))
             self._buckets[client] = (left, self._clock())
 
     def _count_tokens(self, client: str, rate: float) -> float:
-        """Return the present level of a client's bucket, in tokens."""
+        """Return the number of tokens that are now in the client's bucket."""
         tokens, since = self._buckets.get(client, (_bucket_size(rate), 0.0))
         return min(_bucket_size(rate), tokens + (self._clock() - since) * rate)
 

@@ -1,12 +1,13 @@
-"""kvrouter: the router, or an operator program. Those next to a router query it over HTTP like any client.
+"""kvrouter: the router, or an operator program, which queries a router over HTTP like any client.
 
 commands.py  main: starts the router, or the program of a command
 client.py    RouterClient: reads the state of a router and its instances, and sends operator commands
-dashboard/   kvrouter dashboard: the state of the router, its instances and the pool, as a web page
-drain.py     kvrouter drain: sends an instance no new requests, and waits until it has none
-replay.py    kvrouter replay: shows what a flight recorder has written, as a timeline
-simulate.py  kvrouter simulate: a trace of requests over simulated instances, to compare policies
-top.py       kvrouter top: the state of the router and its instances, in a terminal
+dashboard/   kvrouter dashboard: shows the state of the router, its instances and the pool, as a web page
+drain.py     kvrouter drain: stops new requests to instances, and waits until they have no requests
+epp.py       kvrouter epp: the router, with a port at which gateways ask for an instance
+replay.py    kvrouter replay: shows the entries of a flight recorder, as a timeline
+simulate.py  kvrouter simulate: replays a trace of requests at simulated instances, to compare policies
+top.py       kvrouter top: shows the state of the router and its instances, in a terminal
 """
 
 from router.console.commands import COMMANDS, main

@@ -1,8 +1,8 @@
-"""``kvrouter``: starts the router, or one of the operator programs that run next to it.
+"""``kvrouter``: starts the router, or an operator program.
 
-``kvrouter --port 52700 --splitwise`` is ``python -m router.launch --port 52700 --splitwise``. If the first word is a
-command, as in ``kvrouter drain``, it runs that program. A program is imported only when it is used.
-``kvrouter --print-completion bash`` (or ``zsh``) prints a script for the shell's completion of commands and flags.
+``kvrouter --port 52700 --splitwise`` is the same as ``python -m router.launch --port 52700 --splitwise``. If the first
+word is a command, as in ``kvrouter drain``, the program of this command runs. Only this program is imported.
+``kvrouter --print-completion bash`` (or ``zsh``) prints a script with which the shell completes commands and flags.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "dashboard": "router.console.dashboard",
     "drain": "router.console.drain",
+    "epp": "router.console.epp",
     "replay": "router.console.replay",
     "simulate": "router.console.simulate",
     "top": "router.console.top",
 }
-"""Module of each command. Its ``main`` takes the arguments that follow the command."""
+"""The module of each command. Its ``main`` takes the arguments after the command."""
 
 COMPLETION, SHELLS = "--print-completion", ("bash", "zsh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command, or the router if there is none; return the exit status, 2 for an unknown command."""
+    """Run the program of a command; without a command, run the router. Return the exit status: 2 if it is unknown."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0].startswith(COMPLETION):
         return _print_completion(arguments)
@@ -42,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = arguments.pop(0)
     if command not in COMMANDS:
         hint = suggest_name(command, COMMANDS)
-        print(f"kvrouter: {command} is not a command{hint}; without one the router starts", file=sys.stderr)
+        print(
+            f"kvrouter: {command} is not a command{hint}; without a command, kvrouter starts the router",
+            file=sys.stderr,
+        )
         return 2
     return _run(COMMANDS[command], arguments)
 
@@ -53,21 +57,21 @@ def _run(module: str, arguments: Sequence[str]) -> int:
 
 
 def _print_completion(arguments: Sequence[str]) -> int:
-    """Print the script of ``--print-completion bash`` (or ``zsh``); return the exit status."""
+    """Print the script for the completion of a shell. Return the exit status."""
     shell = arguments[0].partition("=")[2] or "".join(arguments[1:])
     if shell not in SHELLS:
-        print(f"kvrouter: {COMPLETION} is followed by {' or '.join(SHELLS)}", file=sys.stderr)
+        print(f"kvrouter: {COMPLETION} must be followed by {' or '.join(SHELLS)}", file=sys.stderr)
         return 2
     print(importlib.import_module("shtab").complete(_make_parser(), shell=shell))
     return 0
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """Return a parser with the flags of the router, the commands, and their flags."""
+    """Return a parser with the flags of the router, and with all commands and their flags."""
     parser = argparse.ArgumentParser(
         prog="kvrouter",
         usage="%(prog)s [--port PORT] [--splitwise] [more of the flags below]\n       %(prog)s COMMAND [--help]",
-        description="Starts the router or, with a command, what an operator runs beside it.",
+        description="Starts the router or, with a command, one of the operator's programs.",
         parents=[make_parser()],
         add_help=False,
     )

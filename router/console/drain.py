@@ -1,4 +1,4 @@
-"""kvrouter drain: send instances no new requests and, with --wait, wait until they have none.
+"""kvrouter drain: stops new requests to instances and, with --wait, waits until they have no requests.
 
 kvrouter drain 10.0.0.5:52400 10.0.0.6:52400 --wait 600 --until-restart --router 10.0.0.8:9000
 kvrouter drain --self-port 52400 --wait 600 --router kvrouter:9000        # in the pod of the instance itself
@@ -31,22 +31,24 @@ from router.settings import FlagParser, SettingsError, parse_port
 __all__ = ["main", "make_parser"]
 
 POLL_SECONDS = 0.5
-# Another process may just have placed a request, which it reports some milliseconds later. Or a request is on its way
-# to an instance that was chosen before the drain.
+# An instance is empty if it has had no requests for this time. A request that was sent just before the drain is
+# reported some milliseconds later.
 EMPTY_SECONDS = 1.0
-# During the wait, the router may be restarted, too.
+# Time for which the router may be unreachable during the wait, because it may be restarted, too.
 AWAY_SECONDS = 30.0
 
 T = TypeVar("T")
 
 
 class NotEmptied(RouterError):
-    """An instance did not become empty. The message is one sentence."""
+    """An instance still has requests after the time limit, or does not drain any more. The message is one sentence."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Drain the instances. Return the exit status: 0, 1 if the router rejects a drain or an instance does not become
-    empty in time, 2 for a wrong command line.
+    """Drain the instances.
+
+    Returns:
+        The exit status: 0; 1 if the router refuses, or an instance is not empty in time; 2 if the flags are wrong.
     """
     try:
         flags = _parse_flags(argv)
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"kvrouter drain: {exc}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("kvrouter drain: given up; the instances go on draining", file=sys.stderr)
+        print("kvrouter drain: stopped waiting; the instances continue to drain", file=sys.stderr)
         return 130
 
 
@@ -67,29 +69,29 @@ def _parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the command line.
 
     Raises:
-        SettingsError: the command line cannot be used.
+        SettingsError: the command line is not valid.
     """
     flags: argparse.Namespace = make_parser().parse_args(argv)
     if not flags.instances and flags.self_port is None:
-        raise SettingsError("name an instance as HOST:PORT, or this machine's with --self-port PORT")
+        raise SettingsError("name an instance as HOST:PORT, or the one on this machine with --self-port PORT")
     for name in ("wait", "until_restart"):
         if flags.undrain and getattr(flags, name):
             raise SettingsError(
-                f"--undrain takes an order back, and --{name.replace('_', '-')} gives one; leave out one"
+                f"--undrain cancels a drain and --{name.replace('_', '-')} is for a drain; leave out one"
             )
     return flags
 
 
 def make_parser() -> FlagParser:
-    """Build the parser of the flags."""
-    parser = FlagParser(prog="kvrouter drain", description="Let instances take no new requests.")
+    """Return the parser of the flags."""
+    parser = FlagParser(prog="kvrouter drain", description="Stops new requests to instances.")
     parser.add_argument("instances", nargs="*", metavar="HOST:PORT", help="instance as listed by /registered")
     parser.add_argument(
         "--self-port",
         type=parse_port,
         metavar="PORT",
-        help="drain the instance at this port of this machine, whose address the router sees: for a hook that "
-        "Kubernetes runs before it ends the instance (preStop); implies --until-restart",
+        help="drain the instance at this port of this machine; for a hook that Kubernetes runs before it ends the "
+        "instance (preStop); implies --until-restart",
     )
     parser.add_argument(
         "--wait",
@@ -97,12 +99,12 @@ def make_parser() -> FlagParser:
         const=math.inf,
         type=_parse_seconds,
         metavar="SECONDS",
-        help="wait until the instance has no running request, at most this long (default: no limit)",
+        help="wait until the instance has no running requests, at most for this time (default: no limit)",
     )
     parser.add_argument(
         "--until-restart",
         action="store_true",
-        help="end the drain when another process uses the same address (default: only with --undrain)",
+        help="end the drain when another process uses the instance's address (default: only --undrain ends it)",
     )
     parser.add_argument(
         "--force", action="store_true", help="drain without confirmation, even the last usable instance of its role"
@@ -128,13 +130,13 @@ async def _carry_out(router: RouterClient, flags: argparse.Namespace) -> int:
     for failure in failures:
         if not isinstance(failure, RouterError):
             raise failure
-    for sentence in dict.fromkeys(map(str, failures)):  # if the router is down, the message is the same for all of them
+    for sentence in dict.fromkeys(map(str, failures)):  # prints a message only once, if it is the same for all
         print(f"kvrouter drain: {sentence}", file=sys.stderr)
     return 1 if failures else 0
 
 
 async def _check_loss(router: RouterClient, instances: Sequence[str], flags: argparse.Namespace) -> None:
-    """Ask for confirmation if the instances are the last usable ones of their role. An instance's own hook only warns.
+    """Ask for confirmation if the instances are the last usable ones of their role. With --self-port, only warn.
 
     Raises:
         RouterError: the user does not confirm, or the router does not list its instances.
@@ -142,15 +144,15 @@ async def _check_loss(router: RouterClient, instances: Sequence[str], flags: arg
     try:
         listed = await _ask(router.list_instances, AWAY_SECONDS if flags.wait is not None else 0.0)
     except TokenWanted:
-        return  # a drain needs a token, too, but another kind of token may be sufficient
+        return  # a drain may be allowed with the registration token, which is not enough for a list
     loss = describe_loss([read_listed(each) for each in listed], instances)
     if not loss:
         return
     if flags.self_port is not None:
         print(f"kvrouter drain: warning: {loss}", file=sys.stderr, flush=True)
     elif not _is_terminal():
-        raise RouterError(f"{loss}; nothing was drained: start another one first, or say --force")
-    elif not await asyncio.to_thread(_is_confirmed, f"{loss}: drain all the same? [y/N] "):
+        raise RouterError(f"{loss}; nothing was drained. Start another instance first, or use --force")
+    elif not await asyncio.to_thread(_is_confirmed, f"{loss}; drain anyway? [y/N] "):
         raise RouterError("nothing was drained")
 
 
@@ -175,11 +177,11 @@ async def _drain_one(router: RouterClient, instance: str, flags: argparse.Namesp
         return await router.give_order("drain", instance, **members)
 
     may_wait = flags.wait is not None
-    progress.tell_state(instance, await _ask(give_order, AWAY_SECONDS if may_wait else 0.0))
+    progress.show_state(instance, await _ask(give_order, AWAY_SECONDS if may_wait else 0.0))
     if flags.undrain:
         return
     if trouble := await _ask(router.read_shared_state, AWAY_SECONDS if may_wait else 0.0):
-        progress.warn(f"the router does not hear of the other routers, which may send requests on: {trouble}")
+        progress.warn(f"the router is not connected to the other routers, which may still send requests: {trouble}")
     if may_wait:
         await _wait_until_empty(router, instance, flags.wait, progress, give_order if is_own else None)
 
@@ -194,11 +196,12 @@ async def _wait_until_empty(
     """Wait until an instance has no requests.
 
     Args:
-        give_again: drains again, because a restarted router may have forgotten it.
+        limit: maximum time in seconds.
+        give_again: sends the drain again, because a restarted router may not know it any more; None to send it once.
 
     Raises:
-        NotEmptied: it takes too long, or the instance does not drain any more.
-        RouterError: the router does not report the state.
+        NotEmptied: the instance still has requests after the time limit, or does not drain any more.
+        RouterError: the router does not report the state of the instance.
     """
     began = time.monotonic()
     empty_since: float | None = None
@@ -211,16 +214,16 @@ async def _wait_until_empty(
             known_at = time.monotonic()
         except UnknownInstance:
             if give_again is None or time.monotonic() - known_at > AWAY_SECONDS:
-                raise NotEmptied(f"{instance} is gone: the router knows it no more") from None
+                raise NotEmptied(f"{instance} is no longer registered at the router") from None
             await asyncio.sleep(POLL_SECONDS)
             continue
         if not outcome["draining"]:
-            raise NotEmptied(f"{instance} takes requests again: it was started anew, or the order was taken back")
+            raise NotEmptied(f"{instance} takes requests again: it was restarted, or somebody cancelled the drain")
         running, now = outcome["running_requests"], time.monotonic()
-        progress.tell_state(instance, outcome)
+        progress.show_state(instance, outcome)
         empty_since = None if running else empty_since or now
         if empty_since is not None and now - empty_since >= EMPTY_SECONDS:
-            progress.tell(instance, f"{instance} is empty after {now - began:.0f} s")
+            progress.show(instance, f"{instance} is empty after {now - began:.0f} s")
             return
         if now - began > limit:
             raise NotEmptied(f"{instance} still has {_count(running)} after {limit:g} s")
@@ -228,10 +231,14 @@ async def _wait_until_empty(
 
 
 async def _ask(question: Callable[[], Awaitable[T]], patience: float) -> T:
-    """Query the router, and retry while it does not answer.
+    """Query the router, and retry while it does not respond.
+
+    Args:
+        question: sends the query.
+        patience: seconds after which to give up.
 
     Raises:
-        RouterError: it refuses, or has not answered for ``patience`` seconds.
+        RouterError: the router refuses, or has not responded for ``patience`` seconds.
     """
     give_up_at = time.monotonic() + patience
     while True:
@@ -244,12 +251,12 @@ async def _ask(question: Callable[[], Awaitable[T]], patience: float) -> T:
 
 
 class _Progress:
-    """Progress output: log lines, one per change; on a terminal one line per instance, which is updated."""
+    """Shows the progress: on a terminal one line per instance, which changes; otherwise one line for each change."""
 
     def __init__(self) -> None:
         console = Console(highlight=False)
         self._console = console
-        self._told: dict[str, str] = {}
+        self._shown: dict[str, str] = {}
         self._warnings: set[str] = set()
         self._status = console.status("") if console.is_terminal else None
 
@@ -261,25 +268,25 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
-            for sentence in self._told.values():
+            for sentence in self._shown.values():
                 self._print(sentence)
 
-    def tell_state(self, instance: str, outcome: dict[str, Any]) -> None:
-        """Report the state of an instance."""
-        self.tell(instance, f"{instance} is {outcome['state']}, with {_count(outcome['running_requests'])}")
+    def show_state(self, instance: str, outcome: dict[str, Any]) -> None:
+        """Show the state of an instance, and the number of its requests."""
+        self.show(instance, f"{instance} is {outcome['state']}, with {_count(outcome['running_requests'])}")
 
-    def tell(self, instance: str, sentence: str) -> None:
-        """Report an event of an instance once."""
-        if self._told.get(instance) == sentence:
+    def show(self, instance: str, sentence: str) -> None:
+        """Show a sentence about an instance, unless it is the one that is shown now."""
+        if self._shown.get(instance) == sentence:
             return
-        self._told[instance] = sentence
+        self._shown[instance] = sentence
         if self._status is not None:
-            self._status.update("\n  ".join(self._told.values()))
+            self._status.update("\n  ".join(self._shown.values()))
         else:
             self._print(sentence)
 
     def warn(self, sentence: str) -> None:
-        """Report a fault once."""
+        """Print a warning, unless it was printed before."""
         if sentence not in self._warnings:
             self._warnings.add(sentence)
             print(f"kvrouter drain: warning: {sentence}", file=sys.stderr, flush=True)
@@ -298,5 +305,7 @@ def _parse_seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0; instances stand before --wait")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds above 0; write the instances before --wait"
+        )
     return seconds

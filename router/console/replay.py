@@ -1,4 +1,4 @@
-"""kvrouter replay: shows what a router's flight recorder has written, as a timeline.
+"""kvrouter replay: shows the entries of a router's flight recorder, as a timeline.
 
 kvrouter replay logs                                             # the folder of --flight-recorder-path
 kvrouter replay logs/flight-9000-20261123T174316.042-router.jsonl --since 5m
@@ -23,9 +23,9 @@ from router.telemetry import RecordingError, find_recordings, find_ring, read_re
 __all__ = ["main", "make_parser"]
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
-# As in the timeline, the state of an instance that was not seen before.
+# The assumed previous state of an instance that appears for the first time.
 _NEW: Mapping[str, Any] = {"draining": False, "paused": False, "breaker": "closed", "weight": 1.0}
-# What is raised for an entry that is damaged: JSON's numbers may be too large for a float, or infinite.
+# Exceptions that a damaged entry may raise. OverflowError: a number in JSON may be too large for a float.
 _DAMAGES = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
 
 
@@ -35,11 +35,11 @@ class _Line(NamedTuple):
     process: str
     text: str
     ids: frozenset[str] = frozenset()
-    """The ids of the request that it is about; empty if it is about none."""
+    """The ids of the request that the line is about; empty if it is not about a request."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the timeline. Return the exit status: 0, 1 if a file cannot be read, 2 for a wrong command line."""
+    """Print the timeline. Return the exit status: 0; 1 if a file cannot be read; 2 if the flags are wrong."""
     try:
         flags = make_parser().parse_args(argv)
         since = _parse_since(flags.since)
@@ -61,27 +61,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> FlagParser:
-    """Build the parser of the flags."""
-    parser = FlagParser(prog="kvrouter replay", description="Show what a flight recorder has written, as a timeline.")
+    """Return the parser of the flags."""
+    parser = FlagParser(prog="kvrouter replay", description="Shows the entries of a flight recorder, as a timeline.")
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="file of a flight recorder, or a folder with its files"
     )
-    parser.add_argument("--request", metavar="ID", help="only this request, by any of its ids")
+    parser.add_argument("--request", metavar="ID", help="show only the request that has this id (any of its ids)")
     parser.add_argument(
         "--since",
         default="1970-01-01",
         metavar="TIME",
-        help="only what happened in the last 90s, 5m or 2h of the recording, or since a time such as "
+        help="show only the last 90s, 5m or 2h of the recording, or everything since a time such as "
         "2026-11-23T17:40:00 (of this machine's zone)",
     )
     return parser
 
 
 def _parse_since(text: str) -> float:
-    """Return seconds since 1970, or, below zero, seconds before the end of the recording.
+    """Return the time in seconds since 1970; or, as a negative number, in seconds before the end of the recording.
 
     Raises:
-        SettingsError: it is no time.
+        SettingsError: the text is not a time.
     """
     if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text, re.ASCII):
         return -float(found[1]) * _UNIT_SECONDS[found[2]]
@@ -91,18 +91,18 @@ def _parse_since(text: str) -> float:
 
 
 def _print_lines(origin: float, lines: Iterable[_Line]) -> None:
-    """Print a timeline whose second 0 is ``origin``, in seconds since 1970."""
+    """Print the timeline. Second 0 is ``origin``, a time in seconds since 1970."""
     began = datetime.fromtimestamp(origin).astimezone().isoformat(timespec="microseconds")
     print(f"second 0 is {began}")
     for line in lines:
         event = format_event(round((line.time - origin) * 1e9), line.process, line.text)
-        # Clients choose ids and paths: what they put there must not command the terminal.
+        # Ids and paths come from clients, so they may contain control characters for the terminal.
         print("".join(each if each.isprintable() else ascii(each)[1:-1] for each in event))
     sys.stdout.flush()
 
 
 def _read_lines(paths: Iterable[Path]) -> tuple[list[_Line], bool]:
-    """Return the lines of all files by time, and whether all files could be read."""
+    """Return the lines of all files, sorted by time, and whether all files could be read."""
     rings: dict[str, _Ring] = {}
     lines, is_whole = list[_Line](), True
     for path in paths:
@@ -127,7 +127,7 @@ def _read_lines(paths: Iterable[Path]) -> tuple[list[_Line], bool]:
 
 
 class _Ring:
-    """The entries of one process, as lines."""
+    """Turns the entries of one process into lines of the timeline."""
 
     def __init__(self, name: str) -> None:
         self._process = name
@@ -137,10 +137,10 @@ class _Ring:
         self._has_stopped = False
 
     def describe(self, entry: dict[str, Any]) -> Iterator[_Line]:
-        """Yield the lines of an entry.
+        """Yield the lines for an entry.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError, OverflowError: it is damaged.
+            KeyError, TypeError, ValueError, AttributeError, OverflowError: the entry is damaged.
         """
         moment = entry["time"]
         match entry["kind"]:
@@ -166,7 +166,7 @@ class _Ring:
         self._last = max(self._last, moment)
 
     def describe_end(self) -> Iterator[_Line]:
-        """Yield the lines about what had not ended when the recording did."""
+        """Yield the lines about requests that had not ended at the end of the recording."""
         for entry in self._running.values():
             try:
                 yield from _describe_running(self._process, entry, self._last)
@@ -177,7 +177,7 @@ class _Ring:
             yield _Line(self._last, self._process, text)
 
     def _begin(self, entry: dict[str, Any]) -> Iterator[_Line]:
-        """Yield the changes since the last file of the ring, or the beginning of the recording."""
+        """Yield the lines for the first entry of a file: the recording begins, or an instance has changed."""
         self._process = str(entry["process"])
         if not self._last:
             text = f"the recording begins: version {entry['version']}, port {entry['port']}"
@@ -186,7 +186,7 @@ class _Ring:
             yield from self._compare(entry["time"], key, state)
 
     def _compare(self, moment: float, key: str, state: Mapping[str, Any]) -> Iterator[_Line]:
-        """Yield the changes of one instance."""
+        """Yield the lines about changes of one instance since its last entry."""
         before = self._fleet.get(key, _NEW)
         self._fleet[key] = state
         name = f"{state['role']} instance {key}"
@@ -232,7 +232,7 @@ def _describe_running(process: str, entry: dict[str, Any], last: float) -> Itera
 
 def _to_seconds(microseconds: float) -> float:
     seconds = microseconds / 1e6
-    if not abs(seconds) < 1e11:  # as the times of entries
+    if not abs(seconds) < 1e11:  # the limit for the times of entries
         raise ValueError(f"{seconds} seconds")
     return seconds
 
@@ -242,7 +242,7 @@ def _name_request(entry: dict[str, Any]) -> str:
 
 
 def _list_ids(entry: dict[str, Any]) -> frozenset[str]:
-    """Return the ids by which a request may be found: its own, those at engines, its client's, and its trace's."""
+    """Return the ids by which a request can be found: its own, those at engines, the client's, and the trace's."""
     own = entry["id"]
     engines = {f"{prefix}{own}" for prefix in ("", "chatcmpl-", "cmpl-")} if own else set()
     return frozenset({*engines, *entry.get("client_ids", {}).values(), entry.get("trace_id", "")} - {""})
@@ -250,26 +250,26 @@ def _list_ids(entry: dict[str, Any]) -> frozenset[str]:
 
 def _describe_arrival(entry: dict[str, Any]) -> str:
     others = {"model": entry["model"], "client": entry["client"], **entry.get("client_ids", {})}
-    told = "".join(f" {name}={value}" for name, value in others.items() if value)
-    return f"{_name_request(entry)} arrives: {entry['method']} {entry['path']}{told}"
+    details = "".join(f" {name}={value}" for name, value in others.items() if value)
+    return f"{_name_request(entry)} arrives: {entry['method']} {entry['path']}{details}"
 
 
 def _describe_choice(instance: str, work: float, cached: int, reasons: Mapping[str, Any]) -> str:
     shown = {**reasons, "work": work, "cached": cached}.items()
-    told = " ".join(f"{name}={value if isinstance(value, str) else f'{value:g}'}" for name, value in shown if value)
-    return f"{instance} because {told}"
+    why = " ".join(f"{name}={value if isinstance(value, str) else f'{value:g}'}" for name, value in shown if value)
+    return f"{instance} because {why}"
 
 
 def _describe_leg(instance: str, role: str, status: int, sent: int, first_byte: int, ended: int) -> str:
     times = {"sent": sent, "first byte": first_byte, "ended": ended}
-    told = ", ".join(f"{name} at {moment / 1e3:g} ms" for name, moment in times.items() if moment)
-    return f"{role} {instance} {status or 'no answer'}{' (' + told + ')' if told else ''}"
+    when = ", ".join(f"{name} at {moment / 1e3:g} ms" for name, moment in times.items() if moment)
+    return f"{role} {instance} {status or 'no response'}{f' ({when})' if when else ''}"
 
 
 def _describe_outcome(entry: dict[str, Any]) -> str:
-    told = [f"{entry['status']}{' ' + entry['error'] if entry['error'] else ''}"]
+    parts = [f"{entry['status']}{' ' + entry['error'] if entry['error'] else ''}"]
     if entry["status"] == 499:
-        told.append("the client left")
+        parts.append("the client disconnected")
     counts = {
         "prompt": entry["prompt_tokens"],
         "cached": entry["cached_tokens"],
@@ -278,10 +278,10 @@ def _describe_outcome(entry: dict[str, Any]) -> str:
     }
     counted = [f"{number} {name}" for name, number in counts.items() if number is not None]
     if counted:
-        told.append(f"tokens: {', '.join(counted)}")
+        parts.append(f"tokens: {', '.join(counted)}")
     if entry["queued_us"]:
-        told.append(f"queued for {entry['queued_us'] / 1e3:g} ms")
+        parts.append(f"queued for {entry['queued_us'] / 1e3:g} ms")
     if entry["first_byte_us"]:
-        told.append(f"first byte after {entry['first_byte_us'] / 1e3:g} ms")
-    told.append(f"{entry['bytes_sent']} bytes in {entry['total_us'] / 1e3:g} ms")
-    return "; ".join(told)
+        parts.append(f"first byte after {entry['first_byte_us'] / 1e3:g} ms")
+    parts.append(f"{entry['bytes_sent']} bytes in {entry['total_us'] / 1e3:g} ms")
+    return "; ".join(parts)

@@ -1,16 +1,17 @@
-"""kvrouter simulate: replays a trace of requests over simulated instances, with the same policies as the router.
+"""kvrouter simulate: replays a trace of requests at simulated instances, with the same policies as the router.
 
     kvrouter simulate --trace ../shared/traces/conversation_trace.jsonl --instances 8 --headroom 0.9
     kvrouter simulate --trace FILE --policy pool_aware --spread --routers 4 --propagation-ms 50
 
 A simulated instance prefills one request after another at a fixed rate, and caches the most recently used blocks. The
-pool stores the blocks of all instances, and a token from the pool costs a quarter of computing it. A request's time to
-first token is its waiting time plus its prefill; decoding is not simulated.
+pool stores the blocks of all instances. Fetching a token from the pool takes a quarter of the time for computing it. A
+request's time to first token is its waiting time plus the time of its prefill. Decode is not simulated.
 
-With ``--routers``, one of several processes, drawn at random, places each request. Each process has its own policy,
-which learns from its own requests. It receives the others' loads and prompts through the router's own ``LoadSync`` and
-``PrefixSync``: sent at the router's intervals, with a delay of ``--propagation-ms``. The times in Mooncake's traces
-have steps of 3 s. Processes cannot know each other's choices of the same moment, so compare them with ``--spread``.
+With ``--routers N``, there are N router processes, and one of them, drawn at random, chooses the instance of a request.
+Each process has its own policy, which learns from its own requests. Loads and prompts of other processes arrive through
+the router's own ``LoadSync`` and ``PrefixSync``: sent at the router's intervals, with a delay of ``--propagation-ms``.
+The timestamps in Mooncake's traces have steps of 3 s, and a process cannot know the choices that others make at the
+same time. So add ``--spread`` to compare numbers of processes.
 """
 
 from __future__ import annotations
@@ -55,34 +56,34 @@ __all__ = [
 ]
 
 TOKENS_PER_BLOCK = 512
-"""Tokens per ``hash_ids`` entry in the traces that Mooncake published."""
+"""Number of tokens for each entry of ``hash_ids`` in the traces that Mooncake has published."""
 _INSTANCES_OF_TRACE = 8
-"""Number of instances for which the trace is replayed at its own rate; for more, the rate is proportionally higher."""
+"""Number of instances for which the trace is replayed at its own rate. With more, the rate is proportionally higher."""
 _POOL_BLOCKS = 1_000_000
-_REQUESTS_PER_LOOK = 100
+_REQUESTS_PER_REPORT = 100
 _LINE_SECONDS = 5.0
 
 
 class BadInput(ValueError):
-    """A trace or a flag that cannot be used. The message is one sentence."""
+    """A trace or a flag cannot be used. The message is one sentence."""
 
 
 class Arrival(NamedTuple):
     """One request of a trace."""
 
     at: float
-    """Seconds since the trace's start."""
+    """Seconds since the start of the trace."""
     tokens: int
     """Number of prompt tokens."""
     blocks: tuple[int, ...]
-    """The chained hashes of its prompt's blocks; the last block may be partly filled."""
+    """Hashes of the prompt's blocks. Each hash also covers the earlier blocks. The last block may be partly filled."""
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Read the requests of a trace in Mooncake's format: JSON lines with timestamp (ms), input_length and hash_ids.
+    """Read the requests of a trace in Mooncake's format: lines of JSON with timestamp (ms), input_length and hash_ids.
 
     Raises:
-        BadInput: there is no such file, or a line is not a valid request.
+        BadInput: the file cannot be read, or a line is not a valid request.
     """
     try:
         lines = path.read_text().splitlines()
@@ -90,7 +91,7 @@ def read_trace(path: Path) -> list[Arrival]:
         raise BadInput(f"--trace {path} cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
     arrivals = sorted(_parse_arrival(line, f"{path}, line {number}") for number, line in enumerate(lines, 1))
     if not arrivals or arrivals[-1].at <= arrivals[0].at:
-        raise BadInput(f"{path} has no requests over some time; at least two at different timestamps are needed")
+        raise BadInput(f"{path} must have at least two requests with different timestamps")
     return arrivals
 
 
@@ -103,53 +104,54 @@ def _parse_arrival(line: str, where: str) -> Arrival:
     is_chain = all(isinstance(block, int) and 0 <= block < 2**64 for block in blocks)
     if not (math.isfinite(at) and isinstance(tokens, int) and tokens > 0 and is_chain):
         raise BadInput(
-            f"{where} is no request; it must be a JSON object with a number timestamp (ms), a positive number "
+            f"{where} is not a request; it must be a JSON object with a number timestamp (ms), a positive number "
             "input_length and a list of whole numbers hash_ids from 0 on, as in Mooncake's traces"
         )
     return Arrival(at, tokens, blocks)
 
 
 class Cluster(NamedTuple):
-    """The simulated instances and pool."""
+    """The simulated instances and the simulated pool."""
 
     instances: int
     tokens_per_second: float
-    """Tokens per second that one instance computes."""
+    """Number of tokens that one instance computes per second."""
     cache_blocks: int
-    """Number of blocks that one instance caches."""
+    """Number of blocks that one instance can cache."""
     pool_blocks: int
     fetch_cost: float = 0.25
-    """Time for a token from the pool, relative to computing it."""
+    """Time to fetch a token from the pool, relative to computing it."""
 
 
 @dataclass
 class Report:
-    """Results of a policy."""
+    """The results of one policy."""
 
     ttft: list[float] = field(default_factory=list)
-    """Seconds, by request."""
+    """Time to first token of each request, in seconds."""
     tokens: int = 0
+    """Number of prompt tokens."""
     own_tokens: int = 0
-    """Number of these that the request's instance had cached."""
+    """Number of prompt tokens from the own cache of the request's instance."""
     pool_tokens: int = 0
-    """Number of these that were fetched from the pool."""
+    """Number of prompt tokens that were fetched from the pool."""
     decision_seconds: float = 0.0
-    """CPU seconds for all choices."""
+    """CPU seconds that the policy took for all its choices."""
 
 
 class _Blocks:
-    """A cache of blocks; the least recently used ones are dropped for new ones."""
+    """A cache of blocks. When it is full, the least recently used blocks are evicted."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def count_leading(self, blocks: Sequence[int]) -> int:
-        """Return how many of the first blocks are in the cache."""
+        """Return the number of leading blocks of a prompt that are in the cache."""
         return next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def use_blocks(self, blocks: Iterable[int]) -> None:
-        """Add or refresh these blocks."""
+        """Add these blocks to the cache, or mark them as just used."""
         for block in blocks:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -158,50 +160,50 @@ class _Blocks:
 
 
 class Division(NamedTuple):
-    """The processes that place the requests."""
+    """The router processes that choose instances for the requests."""
 
     routers: int = 1
     propagation: float = 0.0
-    """Seconds from sending to receiving a message."""
+    """Seconds that a message takes from one process to another."""
     prefix_propagation: float = 0.0
-    """The same for a message about prompts."""
+    """Seconds that a message about prompts takes from one process to another."""
     seed: int = 0
-    """Seed of everything random, such as the router that gets a request."""
+    """Seed of all random choices, such as the process that handles a request."""
 
 
 _UNDIVIDED = Division()
 
 
 class _Timeline(asyncio.SelectorEventLoop):
-    """An event loop with a simulated clock, which jumps to the next scheduled event."""
+    """An event loop with a simulated clock. Instead of waiting, the clock jumps to the next scheduled event."""
 
     def __init__(self) -> None:
         self._jumps = _Jumps()
         super().__init__(self._jumps)
 
     def time(self) -> float:
-        """Return the simulated time."""
+        """Return the simulated time in seconds."""
         return self._jumps.now
 
     async def wait_until(self, at: float) -> None:
-        """Run everything that is scheduled before ``at``."""
+        """Run all events that are scheduled before the time ``at``."""
         if at > self.time():
             await asyncio.sleep(at - self.time())
 
 
 class _Jumps(selectors.DefaultSelector):
-    """Selector that waits neither for files nor for time."""
+    """A selector that never waits."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Advance the clock by the time-out."""
+        """Advance the simulated clock by ``timeout``. No file is ever ready."""
         self.now += timeout or 0.0
         return []
 
 
 class _SlowLink(Link):
-    """A link with a message delay."""
+    """A link that delivers messages after a delay."""
 
     def __init__(self, name: str, division: Division) -> None:
         super().__init__(name)
@@ -210,7 +212,7 @@ class _SlowLink(Link):
         self._seconds = {"load": division.propagation, "chains": division.prefix_propagation}
 
     def send_message(self, *message: Any) -> None:
-        """Deliver events directly to the others; there are only two topics here."""
+        """Deliver an event to all other processes. The topic decides the delay."""
         topic = message[2]
         loop = asyncio.get_running_loop()
         for other in self.others:
@@ -218,7 +220,7 @@ class _SlowLink(Link):
 
 
 class _Router:
-    """One process that places requests: its policy, and the loads that it knows."""
+    """One router process: its policy, and the loads that it knows."""
 
     def __init__(self, policy: Policy, link: Link, keys: Iterable[str]) -> None:
         self.policy = policy
@@ -236,8 +238,8 @@ def _make_registration(key: str) -> Registration:
     return Registration.from_fields({"role": "mixed", "host_ip": host, "port": int(port)})
 
 
-class _Placed(NamedTuple):
-    """A request at its instance."""
+class _Assigned(NamedTuple):
+    """A request that was assigned to an instance, with the decision of the policy."""
 
     arrival: Arrival
     features: RequestFeatures
@@ -247,17 +249,17 @@ class _Placed(NamedTuple):
 
 
 class _Instance:
-    """Prefills one request after another."""
+    """A simulated instance, which prefills one request after another."""
 
     def __init__(self, key: str, cache_blocks: int) -> None:
         self.key = key
         self.blocks = _Blocks(cache_blocks)
-        self.line: deque[_Placed] = deque()
-        self.own_tokens = self.cached_tokens = 0  # of the request being prefilled
+        self.line: deque[_Assigned] = deque()
+        self.own_tokens = self.cached_tokens = 0  # cached tokens of the request that is being prefilled
 
 
 class _Replay:
-    """A cluster and its routers, on a timeline."""
+    """Replays requests with a simulated cluster and its router processes."""
 
     def __init__(
         self,
@@ -273,7 +275,7 @@ class _Replay:
             key: _Instance(key, cluster.cache_blocks) for key in map("instance-{}:1".format, range(cluster.instances))
         }
         self._pool = _Blocks(cluster.pool_blocks)
-        self._ends: list[tuple[float, str]] = []  # time of the end, and key of the instance
+        self._ends: list[tuple[float, str]] = []  # for each running prefill, the time of its end and the instance's key
         self._timeline = _Timeline()
         self._dice = random.Random(division.seed)
         links = [_SlowLink(str(number), division) for number in range(division.routers)]
@@ -285,47 +287,47 @@ class _Replay:
         ]
 
     def play_all(self, arrivals: Sequence[Arrival]) -> None:
-        """Play the requests at their times, until the last one has its first token."""
+        """Replay the requests at their times, until the last request has its first token."""
         try:
-            self._timeline.run_until_complete(self._place_all(arrivals))
+            self._timeline.run_until_complete(self._assign_all(arrivals))
         finally:
             self._timeline.close()
 
-    async def _place_all(self, arrivals: Sequence[Arrival]) -> None:
-        telling = [asyncio.ensure_future(router.load_sync.keep_telling()) for router in self._routers]
+    async def _assign_all(self, arrivals: Sequence[Arrival]) -> None:
+        sending = [asyncio.ensure_future(router.load_sync.keep_sending()) for router in self._routers]
         for number, arrival in enumerate(arrivals):
             await self._end_prefills(arrival.at)
             await self._timeline.wait_until(arrival.at)
-            self._place_request(arrival)
-            if number % _REQUESTS_PER_LOOK == 0:
+            self._assign_request(arrival)
+            if number % _REQUESTS_PER_REPORT == 0:
                 self._on_progress(number)
         await self._end_prefills(math.inf)
-        for task in telling:
+        for task in sending:
             task.cancel()
-        await asyncio.gather(*telling, return_exceptions=True)
+        await asyncio.gather(*sending, return_exceptions=True)
 
     async def _end_prefills(self, until: float) -> None:
-        """Advance the time, and end all prefills that end by then."""
+        """Advance the time to ``until``, and end all prefills that end before."""
         while self._ends and self._ends[0][0] <= until:
             at, key = heapq.heappop(self._ends)
             await self._timeline.wait_until(at)
             self._end_prefill(self._instances[key], at)
 
-    def _place_request(self, arrival: Arrival) -> None:
-        """Have one of the routers select an instance for the request."""
+    def _assign_request(self, arrival: Arrival) -> None:
+        """Let a random router process choose an instance for the request, which is added to the instance's queue."""
         router = self._dice.choice(self._routers)
         features = RequestFeatures(arrival.tokens, lambda: arrival.blocks, tokens_per_chunk=TOKENS_PER_BLOCK)
         started = time.process_time()
         decision = router.policy.choose_instance(features, router.candidates)
         self.report.decision_seconds += time.process_time() - started
         instance, load = self._instances[decision.key], router.loads[decision.key]
-        instance.line.append(_Placed(arrival, features, decision, load.queued, router))
+        instance.line.append(_Assigned(arrival, features, decision, load.queued, router))
         load.add_request(arrival.tokens, decision.work)
         if len(instance.line) == 1:
             self._begin_prefill(instance, arrival.at)
 
     def _begin_prefill(self, instance: _Instance, now: float) -> None:
-        """Begin the prefill of the first request in the queue."""
+        """Begin the prefill of the first request in the instance's queue."""
         arrival, cluster = instance.line[0].arrival, self._cluster
         own = instance.blocks.count_leading(arrival.blocks)
         shared = max(own, self._pool.count_leading(arrival.blocks))
@@ -340,7 +342,7 @@ class _Replay:
         heapq.heappush(self._ends, (now + work / cluster.tokens_per_second, instance.key))
 
     def _end_prefill(self, instance: _Instance, now: float) -> None:
-        """End the prefill of the first request in the queue, and let its router learn from it."""
+        """End the prefill of the first request in the instance's queue, and report the result to its router process."""
         arrival, features, decision, queued, router = instance.line.popleft()
         router.loads[instance.key].remove_request(arrival.tokens, decision.work)
         ttft = now - arrival.at
@@ -350,7 +352,9 @@ class _Replay:
         router.policy.observe_outcome(
             features,
             decision,
-            Outcome(instance.key, queued, ttft, arrival.tokens, instance.cached_tokens, instance.own_tokens),
+            Outcome(
+                instance.key, queued, ttft, arrival.tokens, instance.cached_tokens, instance.own_tokens, seconds=ttft
+            ),
         )
         if instance.line:
             self._begin_prefill(instance, now)
@@ -363,11 +367,14 @@ def replay(
     division: Division = _UNDIVIDED,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Report:
-    """Place the requests with a policy, at their times, and let it learn from the results.
+    """Replay the requests at their arrival times with one policy, and return the results.
 
     Args:
-        division: the processes, each with such a policy.
-        on_progress: called periodically with the number of placed requests.
+        arrivals: the requests.
+        cluster: the instances and the pool.
+        make_policy: creates the policy of a router process.
+        division: the router processes.
+        on_progress: called regularly with the number of requests so far.
     """
     random.seed(division.seed)
     work = _Replay(cluster, make_policy, division, on_progress)
@@ -376,11 +383,11 @@ def replay(
 
 
 def spread_arrivals(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]:
-    """Spread the requests of one moment randomly over the time until the next moment; their order stays."""
+    """Spread requests with equal timestamps randomly over the time until the next timestamp. Their order stays."""
     dice = random.Random(seed)
     moments = [list(group) for _, group in itertools.groupby(arrivals, key=lambda arrival: arrival.at)]
     starts = [moment[0].at for moment in moments]
-    ends = [*starts[1:], 2 * starts[-1] - starts[-2]]  # the last step is as long as the previous one
+    ends = [*starts[1:], 2 * starts[-1] - starts[-2]]  # the last step is assumed to be as long as the previous step
     return [
         arrival._replace(at=at)
         for moment, start, end in zip(moments, starts, ends, strict=True)
@@ -391,7 +398,10 @@ def spread_arrivals(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]
 def _pace_arrivals(
     arrivals: Sequence[Arrival], instances: int, headroom: float, cache_blocks: int
 ) -> tuple[list[Arrival], Cluster]:
-    """Return the requests at the rate at which these instances can compute ``headroom`` times all their tokens."""
+    """Scale the rate of the requests to the number of instances, and choose how fast these instances compute.
+
+    All instances together can compute ``headroom`` times all prompt tokens.
+    """
     pace = instances / _INSTANCES_OF_TRACE
     paced = [arrival._replace(at=(arrival.at - arrivals[0].at) / pace) for arrival in arrivals]
     demand = sum(arrival.tokens for arrival in paced) / paced[-1].at
@@ -411,7 +421,7 @@ def make_parser() -> FlagParser:
     """Return the parser of the command's flags."""
     parser = FlagParser(
         prog="kvrouter simulate",
-        description="Replays a trace of requests over simulated instances, by each policy of the router.",
+        description="Replays a trace of requests at simulated instances, with all policies of the router or with some.",
     )
     parser.add_argument(
         "--trace", type=Path, required=True, metavar="FILE", help="JSON lines in the format of Mooncake's traces"
@@ -430,12 +440,12 @@ def make_parser() -> FlagParser:
     parser.add_argument("--policy", choices=POLICIES, action="append", help="simulate only this policy; repeatable")
     parser.add_argument(
         "--routers", type=_positive_number(int), default=1, metavar="N",
-        help="number of processes that place requests; each request goes to a random one (default 1)",
+        help="number of router processes; a random one chooses the instance for a request (default 1)",
     )  # fmt: skip
     parser.add_argument(
         "--propagation-ms", type=_positive_number(float, or_zero=True), default=1.0, metavar="MS",
-        help="delay of a message between two processes (default 1); loads are sent every 25 ms at most, placed "
-        "prompts every 100 ms",
+        help="delay of a message between two processes (default 1); loads are sent at most every 25 ms, prompts "
+        "every 100 ms",
     )  # fmt: skip
     parser.add_argument(
         "--prefix-propagation-ms", type=_positive_number(float, or_zero=True), metavar="MS",
@@ -466,7 +476,7 @@ def _positive_number(kind: type[int] | type[float], *, or_zero: bool = False) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the simulation. Return the exit status."""
     try:
         args = make_parser().parse_args(sys.argv[1:] if argv is None else argv)
         arrivals = read_trace(args.trace)
@@ -476,28 +486,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvrouter simulate: {exc}", file=sys.stderr)
         return 2
     division = _divide(args)
-    placed = f", placed by {args.routers} routers" if args.routers > 1 else ""
+    routers = f", {args.routers} routers" if args.routers > 1 else ""
     print(
         f"{len(arrivals)} requests in {arrivals[-1].at:.0f} s over {cluster.instances} instances of "
-        f"{cluster.tokens_per_second:.0f} tokens/s, headroom {args.headroom:g}{placed}"
+        f"{cluster.tokens_per_second:.0f} tokens/s, headroom {args.headroom:g}{routers}"
     )
     print(f"{'policy':24}{'own':>8}{'pool':>8}{'TTFT mean':>10}{'p50':>10}{'p99 (s)':>10}{'CPU ms each':>12}")
     names = list(args.policy or POLICIES)
     progress = _Progress(len(names) * len(arrivals))
     with progress:
         for number, name in enumerate(names):
-            on_progress = functools.partial(progress.tell, name, number * len(arrivals))
+            on_progress = functools.partial(progress.show, name, number * len(arrivals))
             report = replay(arrivals, cluster, POLICIES[name], division, on_progress)
             progress.print_row(_format_row(name, report))
     return 0
 
 
 class _Progress:
-    """Progress on standard error: the number of placed requests, as a bar on a terminal, else occasional lines."""
+    """Shows the number of replayed requests on standard error: as a bar on a terminal, else as lines."""
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._began = self._told = time.monotonic()
+        self._began = self._printed_at = time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         console = Console(stderr=True)
         self._bar = Progress(
@@ -512,14 +522,14 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def tell(self, policy: str, before: int, number: int) -> None:
-        """Show the number placed before this policy's run, plus the number in it."""
+    def show(self, policy: str, before: int, number: int) -> None:
+        """Show the progress: ``before`` requests were replayed with earlier policies, ``number`` with this policy."""
         done, now = before + number, time.monotonic()
         self._bar.update(self._task, completed=done, description=policy)
-        if self._bar.disable and now - self._told >= _LINE_SECONDS:
-            self._told = now
+        if self._bar.disable and now - self._printed_at >= _LINE_SECONDS:
+            self._printed_at = now
             left = (now - self._began) * (self._total - done) / max(1, done)
-            print(f"kvrouter simulate: {policy}, {done / self._total:.0%}, some {left:.0f} s left", file=sys.stderr)
+            print(f"kvrouter simulate: {policy}, {done / self._total:.0%}, about {left:.0f} s left", file=sys.stderr)
 
     def print_row(self, row: str) -> None:
         """Print a row of the report, above the bar."""

@@ -1,4 +1,4 @@
-"""kvrouter top: the state of the router and its instances, in a terminal, updated every two seconds.
+"""kvrouter top: shows the state of the router and its instances in a terminal, updated every two seconds.
 
 kvrouter top --router 10.0.0.8:9000 --token-file admin-token      # q ends it; l, t, w, m, r, s and a set the order
 kvrouter top --once --sort tokens                                 # one report, for example into a pipe
@@ -20,9 +20,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvcommon.waiting import wait_for_event
 from router.console.client import RouterClient, add_router_flags, parse_interval
 from router.console.dashboard.collector import Collector
-from router.console.dashboard.figures import COMPUTED, HANDED_OVER, ORIGINS, OWN_CACHE, POOL
+from router.console.dashboard.figures import COMPUTED, OWN_CACHE, POOL
 from router.console.dashboard.history import History, InstanceReport, Moment, Span
 from router.console.dashboard.scraper import Scraper
 from router.console.dashboard.summaries import (
@@ -47,15 +48,14 @@ from router.settings import FlagParser, SettingsError, read_authorities
 __all__ = ["main", "make_parser"]
 
 DEFAULT_INTERVAL = 2.0
-# Increase of counters is shown for this time range. A single poll interval has too few events for quantiles.
+# Time range for which the increase of counters is shown. One poll interval has too few events for quantiles.
 SPAN = Span("the last minute", 60.0, 60)
 MIN_WIDTH, MAX_BAR = 110, 60
 
-# A different character for each origin, because colours may be off.
+# Each origin has a different character, because the terminal may have no colours.
 _BAR_SIGNS: Mapping[str, tuple[str, str]] = {
     OWN_CACHE: ("█", "blue"),
     POOL: ("▓", "green"),
-    HANDED_OVER: ("▒", "cyan"),
     COMPUTED: ("░", "yellow"),
 }
 _STATE_COLOURS = {"healthy": "green", "paused": "yellow", "draining": "yellow", "unhealthy": "red"}
@@ -63,7 +63,7 @@ _BREAKER_COLOURS = {"half_open": "yellow", "open": "red"}
 
 
 class _Order(NamedTuple):
-    """Sort order of the table: by the metric that ``read`` returns, largest or smallest first."""
+    """A sort order of the table, by the value that ``read`` returns."""
 
     key: str
     read: Callable[[InstanceReport], tuple[float, float] | str]
@@ -79,12 +79,14 @@ ORDERS: Mapping[str, _Order] = {
     "state": _Order("s", lambda report: report.listed.state, False),
     "address": _Order("a", lambda report: report.listed.key, False),
 }
-"""The values of ``--sort``, and the key that selects each."""
+"""The sort orders, by the values of ``--sort``."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show the report until the user types q, or once. Return the exit status: 0, 1 if ``--once`` gets no answer from
-    the router, 2 for a wrong command line, 130 for Ctrl-C.
+    """Show the report until the user types q; with ``--once`` only once.
+
+    Returns:
+        The exit status: 0; 1 if the router does not respond to ``--once``; 2 if the flags are wrong; 130 after Ctrl-C.
     """
     try:
         flags = make_parser().parse_args(argv)
@@ -103,8 +105,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> FlagParser:
-    """Build the parser of the flags."""
-    parser = FlagParser(prog="kvrouter top", description="Show what the router and its instances do, in a terminal.")
+    """Return the parser of the flags."""
+    parser = FlagParser(
+        prog="kvrouter top", description="Shows the state of the router and its instances in a terminal."
+    )
     parser.add_argument(
         "--interval",
         type=parse_interval,
@@ -116,21 +120,21 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--once",
         action="store_true",
-        help="poll twice, print the difference, and end; default if the output is not a terminal",
+        help="poll twice, print the report, and end; default if the output is not a terminal",
     )
     add_router_flags(parser)
     return parser
 
 
 async def _show_once(collector: Collector, console: Console, order: str) -> int:
-    """Poll twice, because counters need an interval between two polls."""
+    """Print one report. This needs two polls, because the increase of counters is shown."""
     if not console.is_terminal:
         console.width = max(console.width, MIN_WIDTH)
     try:
         for pause in (collector.seconds, 0.0):
-            seen = await collector.look()
-            if seen.trouble:
-                print(f"kvrouter top: {seen.trouble}", file=sys.stderr)
+            moment = await collector.poll()
+            if moment.trouble:
+                print(f"kvrouter top: {moment.trouble}", file=sys.stderr)
                 return 1
             await asyncio.sleep(pause)
     finally:
@@ -140,7 +144,7 @@ async def _show_once(collector: Collector, console: Console, order: str) -> int:
 
 
 async def _keep_showing(collector: Collector, console: Console, order: str) -> int:
-    looking = asyncio.ensure_future(collector.keep_looking())
+    polling = asyncio.ensure_future(collector.keep_polling())
     ended = asyncio.Event()
 
     def draw() -> RenderableType:
@@ -161,18 +165,17 @@ async def _keep_showing(collector: Collector, console: Console, order: str) -> i
                 if shown is None or collector.history.last is not shown:
                     shown = collector.history.last
                     live.update(draw(), refresh=True)
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(ended.wait(), 0.1)
+                await wait_for_event(ended, 0.1)
     finally:
-        looking.cancel()
-        await asyncio.gather(looking, return_exceptions=True)
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
         await collector.close()
     return 0
 
 
 @contextlib.contextmanager
 def _listen_for_keys(on_key: Callable[[str], None]) -> Iterator[None]:
-    """Call ``on_key`` with each typed key; never if standard input is no terminal."""
+    """Call ``on_key`` with each typed key. If standard input is not a terminal, do nothing."""
     if not sys.stdin.isatty():
         yield
         return
@@ -181,7 +184,7 @@ def _listen_for_keys(on_key: Callable[[str], None]) -> Iterator[None]:
 
     def on_input() -> None:
         typed = os.read(fd, 64)
-        if not typed:  # the terminal is closed
+        if not typed:  # the terminal was closed
             loop.remove_reader(fd)
         for each in typed.decode(errors="replace"):
             on_key(each)
@@ -199,16 +202,19 @@ def _draw(collector: Collector, order: str, width: int, height: int | None = Non
     """Render the report of the last poll.
 
     Args:
-        height: number of lines that fit; it limits the number of instances shown.
+        collector: has the results of the polls.
+        order: the sort order of the table.
+        width: width of the report in characters.
+        height: maximum number of lines, which limits the number of instances; None for no limit.
     """
     last = collector.history.last
     if last is None:
         return Text(f"asking the router at {collector.router.url} ...")
     above = [_draw_head(collector.history, collector.router.url, last), _draw_origins(collector.history, width)]
     if last.trouble:
-        above.append(Text(f"{make_sentence(last.trouble)} It is asked again.", "bold red"))
+        above.append(Text(f"{make_sentence(last.trouble)} The next poll follows.", "bold red"))
     elif last.listing_trouble:
-        above.append(Text(f"{make_sentence(last.listing_trouble)} Without it loads alone are known.", "yellow"))
+        above.append(Text(f"{make_sentence(last.listing_trouble)} Without it only loads are known.", "yellow"))
     chosen = ORDERS[order]
     reports = sorted(last.instances.values(), key=lambda report: report.listed.key)
     reports.sort(key=chosen.read, reverse=chosen.is_largest_first)
@@ -223,14 +229,14 @@ def _draw(collector: Collector, order: str, width: int, height: int | None = Non
         room = max(1, room - len(troubles))
         if len(reports) > room:
             hidden, reports = len(reports) - room + 1, reports[: room - 1]
-            troubles.insert(0, Text(f"and {hidden} more for which there is no room"))
+            troubles.insert(0, Text(f"and {hidden} more, for which the terminal is too small"))
     if not reports:
         return Group(*above, Text("\nno instances"))
     return Group(*above, Text(), _draw_instances(collector.history, reports, order), *troubles)
 
 
 def _draw_head(history: History, url: str, last: Moment) -> Text:
-    """Render the router's own metrics, in two lines."""
+    """Render the metrics of the router, in two lines."""
     answers = sum_answers(history.count_span(SPAN, read_router(lambda router: router.answers)))
     first = history.count_span(SPAN, read_router(lambda router: router.first_token))
     later = history.count_span(SPAN, read_router(lambda router: router.output_token))
@@ -256,17 +262,17 @@ def _draw_head(history: History, url: str, last: Moment) -> Text:
 
 
 def _draw_origins(history: History, width: int) -> Text:
-    """Render a bar of the origins of prompt tokens."""
-    shares = share_origins(history.count_span(SPAN, count_origins), with_handed_over=True)
+    """Render a bar that shows where prompt tokens came from: an own cache, the pool, or computation."""
+    shares = share_origins(history.count_span(SPAN, count_origins), with_handed_over=False)
     if not shares:
         return Text("prompts  no tokens in this time")
-    bar, legend, drawn, told = Text("prompts  "), Text("         "), 0, 0.0
+    bar, legend, drawn, total = Text("prompts  "), Text("         "), 0, 0.0
     length = max(10, min(MAX_BAR, width - len(bar) - 1))
-    for origin in ORIGINS:
+    for origin in shares:
         sign, colour = _BAR_SIGNS[origin]
-        told += shares[origin]
-        bar.append(sign * (round(told * length) - drawn), colour)
-        drawn = round(told * length)
+        total += shares[origin]
+        bar.append(sign * (round(total * length) - drawn), colour)
+        drawn = round(total * length)
         legend.append(f"{sign} ", colour)
         legend.append(f"{ORIGIN_NAMES[origin].lower()} {format_share(shares[origin])}  ")
     legend.rstrip()

@@ -1,7 +1,7 @@
 """Operator commands for instances: drain, pause, resume, set a weight, and empty their prefix caches.
 
-A command stays in effect until the operator revokes it: neither a heartbeat nor a restart of a router with a snapshot
-undoes it. Optionally, a drain ends with the instance's process, as a rolling update needs it.
+A command stays in effect until the operator revokes it. Heartbeats do not change it, and a router with a snapshot
+still has it after a restart. For rolling updates, a drain can end automatically when the instance's process ends.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from router.fleet.registry import Registry
 from router.fleet.tasks import gather_spread
 from router.http import ApiError, BadBody, ConnectionPool, Refused, UpstreamError, parse_object
 
-__all__ = ["ORDERS", "clear_prefix_caches", "tell_progress"]
+__all__ = ["ORDERS", "clear_prefix_caches", "describe_drain"]
 
 _log = logging.getLogger("router.fleet.admin")
 
 CLEAR_SECONDS = 10.0
-# Paths of our engine, of vLLM (with VLLM_SERVER_DEV_MODE=1) and of SGLang.
+# Paths that empty the cache of our engine, of vLLM (with VLLM_SERVER_DEV_MODE=1) and of SGLang.
 CLEAR_PATHS = ("/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache")
 
 
 def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
-    """Drain an instance: send it no new requests. With ``undrain``, send it requests again.
+    """Drain an instance: send it no new requests. With ``undrain``, end the drain.
 
-    With ``until_restart``, the drain ends when another process uses the instance's address.
+    With ``until_restart``, the drain ends automatically when another process uses the instance's address.
 
     Raises:
-        Refused: the body is invalid.
+        Refused: the body is invalid, or the instance is not registered.
     """
     key, members = _parse_order(body)
     undrain, until_restart = (_parse_flag(members, name) for name in ("undrain", "until_restart"))
@@ -39,21 +39,21 @@ def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     return _describe_outcome(instance)
 
 
-def tell_progress(registry: Registry, key: str) -> dict[str, Any]:
-    """Return whether an instance drains, and how many requests it still runs, for all routers and workers.
+def describe_drain(registry: Registry, key: str) -> dict[str, Any]:
+    """Return whether an instance drains, and the number of requests that it still runs for all routers and workers.
 
     Raises:
-        Refused: there is no such instance.
+        Refused: the instance is not registered.
     """
     instance = _find_instance(registry, key)
     return {**_describe_outcome(instance), "draining": instance.draining}
 
 
 def pause_instance(registry: Registry, body: bytes) -> dict[str, Any]:
-    """Pause an instance: send it no new requests for now. Its running requests continue.
+    """Pause an instance: send it no new requests until it is resumed. Its running requests continue.
 
     Raises:
-        Refused: the body is invalid.
+        Refused: the body is invalid, or the instance is not registered.
     """
     instance = _find_instance(registry, _parse_order(body)[0])
     instance.set_pause(True)
@@ -61,10 +61,10 @@ def pause_instance(registry: Registry, body: bytes) -> dict[str, Any]:
 
 
 def resume_instance(registry: Registry, body: bytes) -> dict[str, Any]:
-    """Send new requests again to a paused or drained instance.
+    """End the pause and the drain of an instance, so that it gets new requests again.
 
     Raises:
-        Refused: the body is invalid.
+        Refused: the body is invalid, or the instance is not registered.
     """
     instance = _find_instance(registry, _parse_order(body)[0])
     instance.set_pause(False)
@@ -73,15 +73,15 @@ def resume_instance(registry: Registry, body: bytes) -> dict[str, Any]:
 
 
 def weigh_instance(registry: Registry, body: bytes) -> dict[str, Any]:
-    """Set the factor, 0 to 1, that multiplies an instance's share of the requests.
+    """Set the weight of an instance, from 0 to 1. Its share of the requests is multiplied by the weight.
 
     Raises:
-        Refused: the body is invalid.
+        Refused: the body is invalid, or the instance is not registered.
     """
     key, members = _parse_order(body)
     weight = members.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= 1:
-        message = f"weight is {weight!r}; it must be a number from 0 to 1, the part of its share that it gets"
+        message = f"weight is {weight!r}; it must be a number from 0 to 1, by which the instance's share is multiplied"
         raise _refuse_body(message, "weight")
     instance = _find_instance(registry, key)
     instance.set_share(float(weight))
@@ -94,7 +94,7 @@ ORDERS: dict[str, Callable[[Registry, bytes], dict[str, Any]]] = {
     "/admin/resume": resume_instance,
     "/admin/weight": weigh_instance,
 }
-"""The handler of ``POST`` for each of these paths."""
+"""For each path of an operator command, the function that handles ``POST``."""
 
 
 async def clear_prefix_caches(registry: Registry, upstream: ConnectionPool) -> dict[str, str]:
@@ -126,7 +126,7 @@ async def _clear_prefix_cache(instance: Instance, upstream: ConnectionPool) -> s
 
 
 def _parse_order(body: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the key of the instance that a command names, and all members of its body."""
+    """Return the instance's key in the body of an operator command, and all members of the body."""
     try:
         members = parse_object(body)
     except BadBody as exc:

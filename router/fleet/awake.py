@@ -1,8 +1,8 @@
-"""AwakeClock: the time during which this process was able to notice events.
+"""AwakeClock: a clock that stops while this process does not run.
 
-A process notices nothing while it gets no CPU or is stopped, or while its machine sleeps. When it continues, all
-time-outs have expired, although it has not yet read messages that arrived in time. So deadlines of other processes are
-measured with a clock that stops while this process does not run.
+A process does not run while it gets no CPU or is stopped, or while its machine sleeps. When it continues, timeouts have
+expired, although messages that arrived in time are not read yet. So the timeouts for other processes are measured with
+this clock.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Callable
 
 __all__ = ["AwakeClock"]
 
-# A tick later than this after the previous one means that the loop did not run in between.
-TICK_SECONDS = 0.1
-MAX_STEP_SECONDS = 0.25
+# The clock ticks every TICK_SECONDS. Between two ticks it advances by at most MAX_STEP_SECONDS: if the second tick is
+# later, the event loop did not run.
+TICK_SECONDS = 0.2
+MAX_STEP_SECONDS = 0.375
 
 
 class AwakeClock:
@@ -24,8 +25,8 @@ class AwakeClock:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            clock: monotonic clock in seconds. This clock starts with the same value, and falls behind whenever it
-                stops.
+            clock: monotonic clock in seconds. The ``AwakeClock`` starts with the same value, and falls behind while
+                this process does not run.
         """
         self._clock = clock
         self._ticked_at = self._awake_at_tick = clock()
@@ -35,24 +36,34 @@ class AwakeClock:
 
     @property
     def lost(self) -> float:
-        """Seconds for which this clock has been stopped in total."""
+        """Total number of seconds for which this clock has stopped."""
         now = self._clock()
         return now - self._read(now)
 
     def now(self) -> float:
-        """Return the time of this clock. ``keep_ticking`` must be running."""
+        """Return the time of this clock in seconds. ``keep_ticking`` must be running."""
         return self._read(self._clock())
 
     def tick(self) -> None:
-        """Note that the loop runs."""
+        """Record that the event loop is running."""
         now = self._clock()
         self._awake_at_tick, self._ticked_at = self._read(now), now
 
     async def keep_ticking(self) -> None:
-        """Tick until cancelled."""
-        while True:
+        """Call ``tick`` every ``TICK_SECONDS``, until this task is cancelled."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def tick_again() -> None:
+            nonlocal timer
             self.tick()
-            await asyncio.sleep(TICK_SECONDS)
+            timer = loop.call_later(TICK_SECONDS, tick_again)
+
+        tick_again()
+        try:
+            await loop.create_future()
+        finally:
+            timer.cancel()
 
     def _read(self, now: float) -> float:
         return self._awake_at_tick + min(now - self._ticked_at, MAX_STEP_SECONDS)

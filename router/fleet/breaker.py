@@ -1,13 +1,13 @@
-"""The circuit breaker: excludes an instance from selection when live requests keep failing there.
+"""The circuit breaker: excludes an instance from selection after several requests in a row failed there.
 
-A probe of /health cannot detect that an engine answers every request with 500; the requests themselves can::
+An engine may fail every request although it responds to probes of /health. The breaker counts the failed requests::
 
     closed ──FAILURES in a row──► open ──OPEN_SECONDS later, one request is tried──► half_open
       ▲                            ▲                                                    │
       └────────── a success ───────┼────────────────────────────────────────────────────┤
                                    └──────────────────── a failure ─────────────────────┘
 
-If a trial ends without a result (its client left), another one follows OPEN_SECONDS later.
+If the tried request ends without a result (its client disconnected), another one is tried OPEN_SECONDS later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPEN_SECONDS = 5.0
 
 
 class Breaker:
-    """Breaker of one instance. Times are seconds of one monotonic clock."""
+    """The circuit breaker of one instance. All times are seconds of one monotonic clock."""
 
     __slots__ = ("failures", "retry_at", "state")
 
@@ -31,17 +31,17 @@ class Breaker:
         self.failures = 0
         """Number of failed requests in a row."""
         self.retry_at = -math.inf
-        """Time from which on the instance may get a request."""
+        """Time after which the instance may get a request."""
 
     def __repr__(self) -> str:
         return f"<Breaker {self.state} failures={self.failures}>"
 
     def admits(self, now: float) -> bool:
-        """Return whether the instance may get a request."""
+        """Return whether the instance may get a request at the time ``now``."""
         return now >= self.retry_at
 
     def record_success(self) -> bool:
-        """Note a successful request; return whether this closed the breaker."""
+        """Record a successful request. Return whether this has closed the breaker."""
         self.failures = 0
         if self.state == "closed":
             return False
@@ -49,14 +49,14 @@ class Breaker:
         return True
 
     def record_failure(self, now: float) -> bool:
-        """Note a failed request; return whether this opened the breaker."""
+        """Record a failed request. Return whether this has opened the breaker."""
         self.failures += 1
-        # Requests that were running when the breaker opened give no new information.
+        # While the breaker is open, only requests fail that were sent before it opened.
         if self.state == "open" or (self.state == "closed" and self.failures < FAILURES):
             return False
         self.state, self.retry_at = "open", now + OPEN_SECONDS
         return True
 
     def begin_half_open_trial(self, now: float) -> None:
-        """Let one request through although the breaker is not closed, and no other one until the trial ends."""
+        """Try one request although the breaker is not closed. No other request is sent until the trial ends."""
         self.state, self.retry_at = "half_open", now + OPEN_SECONDS

@@ -1,4 +1,4 @@
-"""Health: probes every instance in parallel, and removes instances that are gone."""
+"""HealthMonitor: probes all instances regularly, and removes instances that have ended."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["HealthMonitor"]
 
 _log = logging.getLogger("router.fleet.health")
 
-# How often a probe also fetches the list of served models: LoRA adapters are loaded and unloaded.
+# Time after which a probe fetches the list of served models again, because LoRA adapters are loaded and unloaded.
 MODELS_SECONDS = 60.0
-# If this process did not run for longer than this during a probe, the probe's time-out means nothing.
+# If this process did not run for longer than this during a probe, a timeout of the probe does not count.
 LOST_SECONDS = 0.1
-# A registration waits for this answer.
+# Time limit for fetching the list of models. It is short, because a registration waits for the list.
 ASK_SECONDS = 2.0
 
 
 class HealthMonitor:
-    """Probes instances when they register, periodically, and when failed live traffic makes one suspect."""
+    """Probes each instance when it registers, at regular intervals, and after requests to it failed."""
 
     def __init__(self, settings: RouterSettings, registry: Registry, upstream: ConnectionPool, tasks: Tasks) -> None:
         self._settings = settings
@@ -41,13 +41,13 @@ class HealthMonitor:
         self._upstream = upstream
         self._tasks = tasks
         self._suspects: set[str] = set()
-        self._unprobed: set[str] = set()  # instances for which "cannot be probed" was logged
+        self._unprobed: set[str] = set()  # instances for which it was logged that their probes cannot be sent
         self.awake = AwakeClock()
-        """Clock of this process; it must tick while instances are probed."""
+        """Clock of this process; ``keep_ticking`` must run while instances are probed."""
         self._excused = 0.0
 
     async def keep_probing(self) -> None:
-        """Probe all instances now, and each every ``health_check_interval_secs``, until cancelled."""
+        """Probe all instances now, then each every ``health_check_interval_secs``, until this task is cancelled."""
         await self._run_round(self.check_all)
         while True:
             await self._run_round(self._probe_one_by_one)
@@ -60,10 +60,10 @@ class HealthMonitor:
             self._excused = lost
             self._registry.forget_silent(time.monotonic(), self._settings.heartbeat_expiry_secs)
         except Exception:
-            _log.exception("a round of probes failed; the next one follows")
+            _log.exception("a round of probes failed; the next round follows")
 
     async def _probe_one_by_one(self) -> None:
-        """Probe each instance. The probes are spread over the interval, because all together would block the loop."""
+        """Probe each instance once. The probes are spread over the interval, so that the event loop is not blocked."""
         interval = self._settings.health_check_interval_secs
         ends_at = time.monotonic() + interval
         instances = list(self._registry)
@@ -74,10 +74,10 @@ class HealthMonitor:
         await asyncio.sleep(max(0.0, ends_at - time.monotonic()))
 
     async def probe_and_register(self, registration: Registration) -> Instance:
-        """Register an instance, or note its heartbeat. New and unhealthy instances are probed first.
+        """Register an instance, or record its heartbeat. A new or unhealthy instance is probed first.
 
         Raises:
-            RegistrationError: the router's mode does not accept its role, or its probe failed.
+            RegistrationError: the router's mode does not accept the instance's role, or the probe failed.
         """
         self._registry.check_role(registration.role)
         known = self._registry.get(registration.key)
@@ -94,11 +94,15 @@ class HealthMonitor:
         return instance
 
     async def check_all(self) -> None:
-        """Probe all instances concurrently, and note the results."""
+        """Probe all instances concurrently, and record the results."""
         await gather_spread(map(self._check_instance, list(self._registry)))
 
     async def find_troubles(self) -> dict[str, str]:
-        """Probe all instances concurrently. Return the trouble of each, ``""`` if it has none. Change no state."""
+        """Probe all instances concurrently, without recording the results.
+
+        Returns:
+            For each instance, why its probe failed; ``""`` if it succeeded.
+        """
 
         async def find_trouble(instance: Instance) -> str:
             try:
@@ -112,10 +116,11 @@ class HealthMonitor:
         return {instance.key: each for instance, each in zip(instances, found, strict=True)}
 
     def on_trouble(self, instance: Instance, error: Exception) -> None:
-        """Handle a failed exchange with ``instance``: a refused connection counts immediately, else probe it soon.
+        """Handle a failed exchange with ``instance``.
 
-        If a connection was not accepted in time, a name not resolved, or TLS not negotiated, the cause may be the
-        network, or temporary.
+        A refused connection marks the instance as unhealthy. After any other failure the instance is probed soon,
+        because the cause may be temporary or in the network: a connection that was not accepted in time, a host name
+        that was not resolved, or a failed TLS handshake.
         """
         if isinstance(error, ConnectRefused):
             instance.mark_unhealthy(str(error))
@@ -123,7 +128,7 @@ class HealthMonitor:
             self.probe_soon(instance)
 
     def probe_soon(self, instance: Instance) -> None:
-        """Probe ``instance`` soon, because a connection to it broke."""
+        """Probe ``instance`` in the background, unless such a probe is already running."""
         if instance.key not in self._suspects:
             self._suspects.add(instance.key)
             self._tasks.run_in_background(self._check_suspect(instance))
@@ -145,24 +150,24 @@ class HealthMonitor:
             is_refused = isinstance(exc, ConnectRefused)
             is_out_of_reach = isinstance(exc, ConnectFailed) and not is_refused
             if (is_out_of_reach or isinstance(exc, TimedOut)) and self.awake.lost - lost > LOST_SECONDS:
-                return  # the answer may have arrived in time, but this process did not run
+                return  # the response may have arrived in time, but this process did not run
             threshold = self._settings.health_failure_threshold
             instance.record_failed_probe(str(exc), threshold, may_finish=is_refused, is_out_of_reach=is_out_of_reach)
         else:
             if self._should_ask_models(instance):
                 models = await self._ask_models(instance.address)
-                # An instance that became healthy again may be a different one. One that stayed healthy serves the same
-                # models.
+                # If the list could not be fetched, a healthy instance keeps its known models. An unhealthy instance
+                # does not, because its process may be a different one now.
                 if models is not None or not instance.healthy:
                     instance.set_models(models, time.monotonic())
             self._unprobed.discard(instance.key)
             instance.record_passed_probe(time.monotonic(), self._settings.health_success_threshold)
 
     def _log_unprobed(self, instance: Instance, error: UpstreamError) -> None:
-        """Log that this machine cannot probe the instance, once until it can again."""
+        """Log that a probe of ``instance`` cannot be sent. Log it only once, until a probe can be sent again."""
         if instance.key not in self._unprobed:
             self._unprobed.add(instance.key)
-            _log.error("%s was not probed, and is taken for as healthy as before: %s", instance.key, error)
+            _log.error("the probe of %s could not be sent, so its health is unchanged: %s", instance.key, error)
         self._unprobed.intersection_update(each.key for each in self._registry)
 
     def _should_ask_models(self, instance: Instance) -> bool:
@@ -186,10 +191,11 @@ class HealthMonitor:
             raise UpstreamError(f"{address} answered GET {endpoint} with {response.status}")
 
     async def _ask_models(self, address: Address) -> frozenset[str] | None:
-        """Fetch the names of the models that the instance at ``address`` serves; empty if it does not list them.
+        """Fetch the names of the models that the instance at ``address`` serves.
 
         Returns:
-            None if the request failed and should be repeated later.
+            The names; empty if the instance does not list its models; None if the request failed, and should be
+            repeated later.
         """
         try:
             answer = await self._upstream.fetch(address, "GET", "/v1/models", timeout=ASK_SECONDS)

@@ -9,16 +9,16 @@ State diagram::
     removed ◄──heartbeat stopped; or without heartbeats, after the same time unhealthy────────┘
 
 An instance becomes unhealthy immediately if it refuses a connection. Other failures, such as a connection that is not
-accepted in time, count only if they repeat, and are no sign that its process has ended.
+accepted in time, make it unhealthy only if they repeat, and do not mean that its process has ended.
 
-Only healthy instances are selected that are neither paused (reported by the instance, or by operator command) nor
-draining (by operator command). An instance with an open circuit breaker is selected only if there is no other. An
-unhealthy instance that becomes healthy again is regarded as restarted, unless it was only unreachable: its cache is
-regarded as empty, and its share of requests increases gradually.
+The router selects only instances that are healthy, not draining (by an operator command) and not paused (by an operator
+command, or because the instance reports it). It selects an instance with an open circuit breaker only if there is no
+other. An unhealthy instance that becomes healthy again is assumed to have restarted, unless it was only out of reach:
+its cache is assumed to be empty, and its share of the requests increases gradually.
 
-A drain lasts until the operator ends it or, if this was requested, until another process uses the instance's address.
-There are two signs of another process: a registration names a different process (``Registration.identity``), or
-connections were refused, as after the end of a process, and then the address answers again.
+A drain lasts until the operator ends it. If the operator requested this, it also ends when another process uses the
+instance's address. There are two signs of another process. Either a registration names a different process
+(``Registration.identity``); or connections were refused, as after the end of a process, and are accepted again.
 
 All times are seconds of one monotonic clock, ``time.monotonic`` unless the caller injects another.
 """
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec
 
 from router.fleet.breaker import Breaker
@@ -44,64 +44,64 @@ _log = logging.getLogger("router.fleet.instance")
 STATES = ("healthy", "paused", "draining", "unhealthy")
 """The values of ``Instance.state``."""
 
-# A restarted instance first gets this fraction of its share, and all of it after this time.
+# A restarted instance first gets FIRST_WEIGHT of its share of the requests, and all of it after SLOW_START_SECONDS.
 FIRST_WEIGHT = 0.1
 SLOW_START_SECONDS = 10.0
-# The kinds of change for ``Instance.log_change``.
+# Values of ``kind`` for ``Instance.log_change``.
 _HEALTH, _MODELS, _DRAIN, _PAUSE, _WEIGHT = "health", "models", "drain", "pause", "weight"
-# An instance may list any number of adapters.
+# Number of model names in a log line. An instance may list any number of LoRA adapters.
 MAX_MODELS_LOGGED = 10
 
 _P = ParamSpec("_P")
 
 
 class Signal(Generic[_P]):
-    """One kind of event. Its callbacks are called in the order in which they subscribed."""
+    """One kind of event. Its callbacks are called in the order in which they were subscribed."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[_P, None]] = []
 
     def subscribe(self, callback: Callable[_P, None]) -> None:
-        """Call ``callback`` at each event from now on."""
+        """Call ``callback`` at each later event."""
         self._callbacks.append(callback)
 
     def emit(self, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Call all subscribers."""
+        """Call all callbacks with these arguments."""
         for callback in self._callbacks:
             callback(*args, **kwargs)
 
 
 class FleetEvents:
-    """Events of the instances of one registry."""
+    """The events of all instances in one registry."""
 
     def __init__(self) -> None:
         self.generation = 0
-        """Increases whenever the instances that may be selected or paired change."""
+        """Number that increases when the set of instances that may be selected or paired changes."""
         self.arrivals = Signal[[Instance]]()
-        """An instance was added, or replaced by another kind of instance."""
+        """Event: an instance was added, or has changed whether it separates caches by ``cache_salt``."""
         self.changes = Signal[[]]()
-        """The generation has increased."""
+        """Event: the generation has increased."""
         self.failures = Signal[[Instance]]()
-        """The probes of an instance keep failing; sent at each failed probe."""
+        """Event: the probes of an instance fail repeatedly; emitted at each further failed probe, too."""
         self.logged = Signal[[Instance]]()
-        """This process has logged a change of an instance."""
+        """Event: this process has logged a change of an instance."""
         self.lost_caches = Signal[[str]]()
-        """The instance with this key has restarted or is gone, and so lost its cache."""
+        """Event: the instance with this key has restarted or was removed, so its cache is lost."""
         self.new_models = Signal[[Instance]]()
-        """The models of an instance have changed."""
+        """Event: the models of an instance have changed."""
         self.new_orders = Signal[[]]()
-        """The operator commands for an instance have changed."""
+        """Event: the operator commands for an instance have changed."""
         self.troubles = Signal[[Instance]]()
-        """An instance has become unhealthy."""
+        """Event: an instance has become unhealthy."""
 
     def bump_generation(self) -> None:
-        """Invalidate prepared selections."""
+        """Increase the generation, which invalidates prepared selections."""
         self.generation += 1
         self.changes.emit()
 
 
 class Orders(NamedTuple):
-    """The operator commands in effect for an instance."""
+    """The operator commands that are in effect for an instance."""
 
     draining: bool = False
     until_restart: bool = False
@@ -110,7 +110,7 @@ class Orders(NamedTuple):
 
 
 class Instance:
-    """One registered instance: its registration, its health, and its load."""
+    """A registered instance: its registration, its health and its load."""
 
     def __init__(
         self,
@@ -125,41 +125,48 @@ class Instance:
     ) -> None:
         """
         Args:
-            proven: whether it has answered a probe and so is healthy.
-            permanent: whether it is never removed, even without any sign of life.
-            has_heartbeat: whether it has registered more than once.
+            registration: the instance's registration.
+            load: the counters of the instance's requests.
+            events: the events of the registry.
+            now: the present time.
+            proven: whether the instance has responded to a probe, and so is healthy.
+            permanent: whether the instance is never removed, even if it does not respond.
+            has_heartbeat: whether the instance has registered more than once.
         """
         self.key = registration.key
-        """Its key, ``host_ip:port``; all its registrations have the same one."""
+        """Key of the instance, ``host_ip:port``. It never changes."""
         self.address: Address = registration.address
-        """Where it listens. Host and port never change, but TLS may."""
+        """Address at which the instance listens. Host and port never change, but ``tls`` may."""
         self.registration = registration
         self.role: Role = registration.role
         self.head_line = _make_head_line(registration)
-        """Response headers that report to the client which instance has served its request."""
+        """Header lines of a response that name the instance that has served the request."""
         self.load = load
         self.breaker = Breaker()
         self.healthy = proven
-        self.trouble = "" if proven else "it has not answered a probe yet"
+        self.trouble = "" if proven else "it has not responded to a probe yet"
         self.draining = self.paused = False
-        """Whether the operator lets it take no new requests: drained permanently, or paused for now."""
+        """Whether an operator command stops new requests to the instance: a drain, or a pause."""
         self.drains_until_restart = False
-        """Whether draining ends when another process uses its address."""
+        """Whether the drain ends when another process uses the instance's address."""
         self.models: frozenset[str] | None = registration.models or None
-        """Names of the models that it serves; empty if it does not list them, None if it was not queried yet."""
+        """Names of the models that the instance serves; empty if it lists none, None if it was not queried yet."""
         self.models_asked_at = -math.inf
-        self.said: dict[str, str] = {}
-        """For each kind, the last change that any process of this router has logged."""
+        """Time at which the instance was last queried for its models."""
+        self.logged_changes: dict[str, str] = {}
+        """For each kind of change, the last change that any process of this router has logged."""
+        self.cache_known: str | None = None
+        """How the instance's cache is known from KV events: ``exact`` or ``degraded``; None without KV events."""
         self.share = 1.0
-        """Factor set by the operator for its share of the requests."""
+        """Factor from 0 to 1 that an operator has set for the instance's share of the requests."""
         self.permanent, self.has_heartbeat = permanent, has_heartbeat
         self.last_registered = self.last_healthy = now
         self._events = events
         self._proven = proven
         self._warm_at = now
         self._failed_probes = self._passed_probes = 0
-        self._may_be_another = False  # process: it was unhealthy, not just unreachable
-        self._has_refused = False  # a connection since it was last drained: its process may have ended
+        self._may_be_another = False  # whether another process may use the address, because a probe failed there
+        self._has_refused = False  # whether a connection was refused since the drain began: the process may have ended
 
     def __repr__(self) -> str:
         load = f"requests={self.load.requests} tokens={self.load.tokens}"
@@ -167,8 +174,13 @@ class Instance:
         return f"<Instance {self.role.value} {self.key} {self.state}{breaker} {load}>"
 
     @property
+    def kv_events(self) -> Mapping[str, str]:
+        """Endpoints at which the instance publishes its KV events; empty if it publishes none."""
+        return self.registration.kv_events
+
+    @property
     def state(self) -> str:
-        """One of ``STATES``."""
+        """The state of the instance, one of ``STATES``."""
         if not self.healthy:
             return "unhealthy"
         if self.draining:
@@ -177,16 +189,16 @@ class Instance:
 
     @property
     def is_available(self) -> bool:
-        """Whether it may be selected."""
+        """Whether the instance may be selected for requests."""
         return self.healthy and not self.draining and not self.paused and not self.registration.is_paused
 
     @property
     def orders(self) -> Orders:
-        """The commands in effect for it."""
+        """The operator commands that are in effect for this instance."""
         return Orders(self.draining, self.drains_until_restart, self.paused, self.share)
 
     def to_record(self) -> dict[str, Any]:
-        """Return, as plain values, what another process must know of it: registration, signs of life and commands."""
+        """Return the state that other processes need, as plain values: registration, flags, models and commands."""
         return {
             "fields": dict(self.registration.fields),
             "has_heartbeat": self.has_heartbeat,
@@ -196,78 +208,88 @@ class Instance:
         }
 
     def weight(self, now: float) -> float:
-        """Return the fraction of its share of requests that it should get: less than ``share`` shortly after a
-        restart.
+        """Return the factor, at the time ``now``, by which the instance's part of the requests is multiplied: from 0 to
+        1.
+
+        The factor is ``share``. For some time after a restart, it is less.
         """
         if now >= self._warm_at:
             return self.share
         return self.share * max(FIRST_WEIGHT, 1.0 - (self._warm_at - now) / SLOW_START_SECONDS)
 
     def serves(self, model: str) -> bool:
-        """Return whether it serves ``model``, or may serve it because it lists no models; ``""`` is any model."""
+        """Return whether the instance may serve ``model``: it lists this model, or lists none. ``""`` is any model."""
         if not model:
             return True
         return self.models is not None and (not self.models or model in self.models)
 
-    def set_models(self, models: frozenset[str] | None, asked_at: float, *, is_told: bool = False) -> None:
-        """Note the models that it serves: its answer, or None if it gave none.
+    def set_models(self, models: frozenset[str] | None, asked_at: float, *, is_remote: bool = False) -> None:
+        """Set the models that the instance serves.
 
         Args:
-            is_told: as in ``log_change``.
+            models: names of the models; None if the instance could not be queried.
+            asked_at: time at which the instance was queried.
+            is_remote: as in ``log_change``.
         """
         self.models_asked_at = asked_at
         models = self.registration.models or models
         if self.models != models:
             if models is not None:
-                told = ", ".join(sorted(models)[:MAX_MODELS_LOGGED]) or "any model, for all it tells"
-                self.log_change(_MODELS, logging.INFO, f"serves {told}", is_told=is_told)
+                names = ", ".join(sorted(models)[:MAX_MODELS_LOGGED]) or "any model (it lists none)"
+                self.log_change(_MODELS, logging.INFO, f"serves {names}", is_remote=is_remote)
             self.models = models
             self._events.bump_generation()
             self._events.new_models.emit(self)
 
     def is_silent(self, now: float, expiry: float) -> bool:
-        """Return whether it is gone. A permanent instance never is.
+        """Return whether the instance is assumed to have ended, because it was silent for ``expiry`` seconds.
 
-        An instance with heartbeats is gone when these stop for ``expiry`` seconds. An instance that registered only
-        once (older FastDeploy, or a person with curl) has no heartbeats, and is gone after the same time in unhealthy
-        state.
+        If the instance sends heartbeats, the time since the last heartbeat counts. An instance that registered only
+        once (older FastDeploy, or a person with curl) sends no heartbeats; then the time since it was last healthy
+        counts. For a permanent instance, return False.
         """
         last_sign = self.last_registered if self.has_heartbeat else self.last_healthy
         return not self.permanent and now - last_sign > expiry
 
-    def log_change(self, kind: str, level: int, change: str, why: str = "", *, is_told: bool = False) -> None:
-        """Log a change that every process of the router notices. Only the first process logs it.
+    def log_change(self, kind: str, level: int, change: str, why: str = "", *, is_remote: bool = False) -> None:
+        """Log a change of the instance, unless another process of this router logs it.
 
         Args:
-            kind: what has changed. Within one kind, a change is logged once until a different change follows.
-            is_told: whether another process has reported the change, and logs it itself.
+            kind: kind of the change. A change is logged again only after a different change of the same kind.
+            level: level of the log message.
+            change: what has changed.
+            why: the reason; ``""`` if there is none to log.
+            is_remote: whether another process has reported the change. That process logs it.
         """
-        is_said = is_told or self.said.get(kind) == change
-        self.said[kind] = change
+        is_logged = is_remote or self.logged_changes.get(kind) == change
+        self.logged_changes[kind] = change
         _log.log(
-            logging.DEBUG if is_said else level,
+            logging.DEBUG if is_logged else level,
             "%s instance %s %s%s",
             *(self.role.value, self.key, change, f": {why}" if why else ""),
         )
-        if not is_said:
+        if not is_logged:
             self._events.logged.emit(self)
 
     def note_health_elsewhere(self, now: float) -> None:
-        """Note that another process finds it healthy, so it is not gone, though it may be unreachable from here."""
+        """Record that another process can reach the instance. It then stays registered, even if this process cannot."""
         self.last_healthy = now
 
     def renew_registration(self, registration: Registration, now: float, *, proven: bool = True) -> None:
-        """Note that it has registered again: a heartbeat, possibly with changed fields. Its running requests stay
-        counted.
+        """Update the instance after another registration (a heartbeat), whose fields may have changed.
+
+        The load counters keep the running requests.
 
         Args:
-            proven: whether it is healthy, or has answered a probe.
+            registration: the new registration.
+            now: the present time.
+            proven: whether the instance is healthy, or has responded to a probe.
         """
         known, self.registration, self.role = self.registration, registration, registration.role
         self.address, self.head_line = registration.address, _make_head_line(registration)
         self.has_heartbeat = True
         self.last_registered = now
-        if proven and not self.healthy:  # else it was not probed, and earlier failed probes stay counted
+        if proven and not self.healthy:  # otherwise the instance was not probed, and failed probes stay counted
             self.mark_healthy(now)
         if registration.models:
             self.set_models(registration.models, self.models_asked_at)
@@ -280,22 +302,24 @@ class Instance:
         if registration.takes_cache_salt != known.takes_cache_salt:
             self._events.arrivals.emit(self)
 
-    def apply_orders(self, orders: Orders, *, is_told: bool = False) -> None:
-        """Carry out commands that another process received, or an earlier one.
+    def apply_orders(self, orders: Orders, *, is_remote: bool = False) -> None:
+        """Apply operator commands that another process received, or that a snapshot contains.
 
         Args:
-            is_told: as in ``log_change``.
+            orders: the commands.
+            is_remote: as in ``log_change``.
         """
-        self.set_draining(orders.draining, until_restart=orders.until_restart, is_told=is_told)
-        self.set_pause(orders.paused, is_told=is_told)
-        self.set_share(orders.share, is_told=is_told)
+        self.set_draining(orders.draining, until_restart=orders.until_restart, is_remote=is_remote)
+        self.set_pause(orders.paused, is_remote=is_remote)
+        self.set_share(orders.share, is_remote=is_remote)
 
-    def set_draining(self, draining: bool, *, until_restart: bool = False, is_told: bool = False) -> None:
-        """Start or end draining. Its running requests continue.
+    def set_draining(self, draining: bool, *, until_restart: bool = False, is_remote: bool = False) -> None:
+        """Start or end a drain. Running requests continue.
 
         Args:
-            until_restart: whether draining ends automatically when another process uses its address.
-            is_told: as in ``log_change``.
+            draining: whether to start or to end the drain.
+            until_restart: whether the drain ends automatically when another process uses the instance's address.
+            is_remote: as in ``log_change``.
         """
         drains_until_restart = draining and until_restart
         has_changed = (self.draining, self.drains_until_restart) != (draining, drains_until_restart)
@@ -303,49 +327,49 @@ class Instance:
         self._has_refused = False
         if self.draining != draining:
             change = "drains" if draining else "takes requests again"
-            self.log_change(_DRAIN, logging.INFO, change, is_told=is_told)
+            self.log_change(_DRAIN, logging.INFO, change, is_remote=is_remote)
             self.draining = draining
             self._events.bump_generation()
         if has_changed:
             self._events.new_orders.emit()
 
-    def set_pause(self, paused: bool, *, is_told: bool = False) -> None:
-        """Start or end a pause. Its running requests continue."""
+    def set_pause(self, paused: bool, *, is_remote: bool = False) -> None:
+        """Start or end a pause. Running requests continue."""
         if self.paused != paused:
             change = "is paused" if paused else "is paused no more"
-            self.log_change(_PAUSE, logging.INFO, change, is_told=is_told)
+            self.log_change(_PAUSE, logging.INFO, change, is_remote=is_remote)
             self.paused = paused
             self._events.bump_generation()
             self._events.new_orders.emit()
 
-    def set_share(self, share: float, *, is_told: bool = False) -> None:
-        """Set the factor for its share of requests. With 0, it gets only requests that no other instance can take."""
+    def set_share(self, share: float, *, is_remote: bool = False) -> None:
+        """Set the factor for the instance's share of the requests. With 0, it gets only what no other can serve."""
         if self.share != share:
-            self.log_change(_WEIGHT, logging.INFO, f"has weight {share:g}", is_told=is_told)
+            self.log_change(_WEIGHT, logging.INFO, f"has weight {share:g}", is_remote=is_remote)
             self.share = share
             self._events.bump_generation()
             self._events.new_orders.emit()
 
     def record_success(self, now: float) -> None:
-        """Note a request that got the first valid byte of its answer."""
+        """Record that a request got the first valid byte of its response."""
         if self.breaker.failures and self.breaker.record_success():
-            _log.info("%s instance %s answers requests again", self.role.value, self.key)
+            _log.info("%s instance %s responds to requests again", self.role.value, self.key)
             self._warm_at = now + SLOW_START_SECONDS
             self._events.bump_generation()
 
     def record_failure(self, now: float, reason: str) -> None:
-        """Note a failed request: no answer, a broken one, or a 5xx; not 429 or 4xx."""
+        """Record a failed request: no response, an incomplete response, or status 5xx. Status 4xx is no failure."""
         if self.breaker.record_failure(now):
             _log.warning("%s instance %s keeps failing requests: %s", self.role.value, self.key, reason)
             self._events.bump_generation()
 
     def begin_half_open_trial(self, now: float) -> None:
-        """Send it one request although its breaker is not closed, and no other one until the trial ends."""
+        """Try one request although the breaker is not closed. No other request is sent until the trial ends."""
         self.breaker.begin_half_open_trial(now)
         self._events.bump_generation()
 
     def mark_healthy(self, now: float) -> None:
-        """Make it selectable (again)."""
+        """Mark the instance as healthy, so that it can be selected."""
         self.last_healthy = now
         self._failed_probes = 0
         may_be_another, self._may_be_another = self._may_be_another, False
@@ -359,15 +383,16 @@ class Instance:
                 self._warm_at = now + SLOW_START_SECONDS
                 self._events.lost_caches.emit(self.key)
         else:
-            self.log_change(_HEALTH, logging.INFO, "answered its first probe")
+            self.log_change(_HEALTH, logging.INFO, "responded to its first probe")
             self._proven = True
         self._events.bump_generation()
 
     def mark_unhealthy(self, trouble: str, *, is_out_of_reach: bool = False) -> None:
-        """Stop selecting it until probes, or a registration, show that it works. Its running requests continue.
+        """Mark the instance as unhealthy: it is not selected until a probe succeeds. Running requests continue.
 
         Args:
-            is_out_of_reach: whether no connection could be made, which is no sign that its process has ended.
+            trouble: the reason, in one sentence.
+            is_out_of_reach: whether the router only could not connect, which does not mean that the process has ended.
         """
         self._passed_probes = 0
         self._may_be_another |= not is_out_of_reach
@@ -379,7 +404,10 @@ class Instance:
             self._events.troubles.emit(self)
 
     def record_passed_probe(self, now: float, threshold: int) -> None:
-        """Note a passed probe. ``threshold`` of them in a row make it healthy; one, if it never was."""
+        """Record a successful probe. ``threshold`` of them in a row make an unhealthy instance healthy again.
+
+        The first successful probe of a new instance makes it healthy.
+        """
         self._failed_probes = 0
         self._note_answer()
         self._passed_probes += 1
@@ -389,11 +417,13 @@ class Instance:
     def record_failed_probe(
         self, trouble: str, threshold: int, *, may_finish: bool = False, is_out_of_reach: bool = False
     ) -> None:
-        """Note a failed probe. ``threshold`` of them in a row make it unhealthy, and its requests fail.
+        """Record a failed probe. ``threshold`` of them in a row make the instance unhealthy, and fail its requests.
 
         Args:
-            may_finish: whether it only rejects new requests, like a process that is shutting down: running requests
-                continue.
+            trouble: why the probe failed, in one sentence.
+            threshold: number of failed probes in a row that make the instance unhealthy.
+            may_finish: whether the instance refused the connection, like a process that is shutting down. Then running
+                requests continue.
             is_out_of_reach: as in ``mark_unhealthy``.
         """
         self._has_refused |= may_finish
@@ -406,9 +436,10 @@ class Instance:
                 self._events.failures.emit(self)
 
     def _note_answer(self) -> None:
-        """Note that it has answered a probe.
+        """Record that the instance has responded to a probe.
 
-        After a refused connection that shows another process, if its ``start_id`` will not: a firewall refuses, too.
+        If it refused a connection before, another process may use its address now. If the instance registers a
+        ``start_id``, that decides instead, because a firewall can refuse connections, too.
         """
         if self._has_refused:
             self._has_refused = False
@@ -416,7 +447,7 @@ class Instance:
                 self._on_restart()
 
     def _on_restart(self) -> None:
-        """Handle that another process uses its address."""
+        """Handle that another process uses the instance's address."""
         if self.drains_until_restart:
             self.set_draining(False)
         self._events.lost_caches.emit(self.key)
@@ -425,6 +456,6 @@ class Instance:
 def _make_head_line(registration: Registration) -> bytes:
     name = f"x-router-{registration.role.value}"
     lines = f"{name}: {registration.key}\r\n"
-    if registration.role is not Role.MIXED:  # the names that FastDeploy's Go router uses for the instances of pairs
+    if registration.role is not Role.MIXED:  # header names of FastDeploy's Go router for the instances of a pair
         lines += f"{name}-url: {registration.address.url}\r\n"
     return lines.encode()

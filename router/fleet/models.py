@@ -1,8 +1,9 @@
-"""Models: which ones an instance serves, including LoRA adapters, and which of them a request means.
+"""Models: which models the instances serve, including LoRA adapters, and which model a request means.
 
-Instances are queried (``GET /v1/models``) before they are selected, and again periodically, because adapters are loaded
-and unloaded. An instance that does not list its models serves any model. Names matter only if there are several models:
-a fleet with one model serves requests with any name, because clients send arbitrary ones.
+The router queries instances (``GET /v1/models``) before it selects them, and again periodically, because adapters are
+loaded and unloaded. An instance that does not list its models may serve any model. Names matter only if there are
+several models: if all instances serve one model, requests with any name are served, because clients send arbitrary
+names.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["UNLISTED", "ServedModels", "parse_models"]
 
-# With these names, clients mean any served model, unless a model has exactly this name. "default" is FastDeploy's.
+# Names that mean any model, unless a model has exactly this name. "default" comes from FastDeploy.
 _ANY_NAMES = frozenset({"", "any", "default"})
 
 UNLISTED = "\0"
-"""Stands for all models that no instance lists. Instances that do not list their models may serve them."""
+"""Name for every model that no instance lists. An instance that does not list its models may serve such a model."""
 
 
 def parse_models(data: bytes) -> list[dict[str, Any]]:
@@ -33,19 +34,20 @@ def parse_models(data: bytes) -> list[dict[str, Any]]:
     try:
         listed = orjson.loads(data)["data"]
     except (ValueError, KeyError, TypeError) as exc:
-        raise ValueError(f"it is no list of models: {exc!r}") from None
+        raise ValueError(f"the response is not a list of models: {exc!r}") from None
     if not isinstance(listed, list):
-        raise ValueError("it is no list of models: its data is none")
+        raise ValueError("the response is not a list of models: its data is not a list")
     return [model for model in listed if isinstance(model, dict)]
 
 
 class ServedModels:
-    """Names of the models that instances serve at one moment."""
+    """The names of the models that the instances serve at one moment."""
 
     def __init__(self, instances: Iterable[Instance], gone: Collection[str] = ()) -> None:
         """
         Args:
-            gone: names that were served by removed instances.
+            instances: the instances.
+            gone: names of models that only removed instances have served.
         """
         known = [instance.models for instance in instances]
         self._some_serve_any = frozenset() in known
@@ -56,22 +58,23 @@ class ServedModels:
         return f"<ServedModels {sorted(self.names)}>"
 
     @property
-    def are_told_apart(self) -> bool:
-        """Whether the model name in a request matters: there are several models, or there were."""
+    def are_several(self) -> bool:
+        """Whether a request's model name matters, because the instances serve, or have served, several models."""
         return len(self.names) > 1 or bool(self.gone)
 
     def list_names(self) -> str:
         """Return the names as text for a message."""
-        return ", ".join(map(repr, sorted(self.names))) or "none that they tell"
+        return ", ".join(map(repr, sorted(self.names))) or "none (they list no models)"
 
     def find(self, name: object) -> str | None:
-        """Return the model that a request for ``name`` means, or ``UNLISTED``.
+        """Return the model that a request for ``name`` means.
 
         Returns:
-            ``""`` if any model is suitable, None if no served model matches.
+            The name of a model; ``UNLISTED`` if only an instance that does not list its models may serve it; ``""`` if
+            any model is suitable; None if no instance serves a suitable model.
         """
         if not isinstance(name, str):
-            return ""  # it names no model, or the engine reports the mistake to the client
+            return ""  # the request names no model, or the engine will report the wrong type to the client
         if name in self.names:
             return name
         if name in _ANY_NAMES:

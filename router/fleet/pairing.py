@@ -1,4 +1,4 @@
-"""Pairing: which prefill and decode instance may work together."""
+"""Pairing: which prefill and decode instances may form a pair."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ __all__ = ["can_decode_for", "may_pair", "pairing_kind", "share_model"]
 
 
 def can_decode_for(prefill_tp_size: int, decode_tp_sizes: Collection[int]) -> bool:
-    """Return whether decode with one of these tensor-parallel sizes can continue a prefill with this size."""
+    """Return whether a decode instance of one of these tensor-parallel sizes can use the KV of a prefill instance.
+
+    Args:
+        prefill_tp_size: tensor-parallel size of the prefill instance.
+        decode_tp_sizes: tensor-parallel sizes of decode instances.
+    """
     return 1 in decode_tp_sizes or prefill_tp_size in decode_tp_sizes
 
 
 def may_pair(prefill: Registration, decode: Registration) -> bool:
     """Return whether KV blocks that ``prefill`` computes can be transferred to ``decode``.
 
-    Instances of different engines, or of vLLM with different connectors, are incompatible. KV blocks of two versions of
-    a model must never be mixed. A prefill instance that connects to decode instances in advance (FastDeploy's
-    FD_ENABLE_PD_RDMA_EAGER_CONNECT) transfers only to those it lists, once it lists any.
+    Both instances must have the same engine, for vLLM also the same connector, and the same version of the model. A
+    prefill instance that connects to decode instances in advance (FastDeploy's FD_ENABLE_PD_RDMA_EAGER_CONNECT) lists
+    them. If its list is not empty, it transfers only to the listed instances.
     """
     return (
         pairing_kind(prefill) == pairing_kind(decode)
@@ -31,11 +36,11 @@ def may_pair(prefill: Registration, decode: Registration) -> bool:
 
 
 def pairing_kind(registration: Registration) -> Hashable:
-    """Return the engine, and for vLLM the connector. Both instances of a pair have the same kind."""
+    """Return the engine of an instance, and for vLLM its connector. The instances of a pair have the same kind."""
     is_vllm = registration.engine is EngineKind.VLLM
     return registration.engine, registration.kv_connector if is_vllm else None
 
 
 def share_model(prefill: Instance, decode: Instance) -> bool:
-    """Return whether both serve a common model, or may because one lists no models."""
+    """Return whether both instances serve a common model, or may do so because one of them lists no models."""
     return not prefill.models or not decode.models or not prefill.models.isdisjoint(decode.models)

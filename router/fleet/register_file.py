@@ -32,10 +32,10 @@ _FIELDS = (
 
 
 def read_register_file(path: Path) -> list[Registration]:
-    """Return the instances that the file lists.
+    """Return the registrations of the instances that the file lists.
 
     Raises:
-        SettingsError: the file cannot be read, or an entry is invalid; the message names the entry and the field.
+        SettingsError: the file cannot be read, or an entry is invalid. The message names the entry and the field.
     """
     where = f"manager.register-path {path}"
     try:
@@ -54,10 +54,10 @@ def read_register_file(path: Path) -> list[Registration]:
 
 
 def add_listed_instances(registry: Registry, path: Path, now: float) -> None:
-    """Add the file's instances to ``registry``. They are probed like others, and never removed.
+    """Add the instances that the file lists to ``registry``. They are probed like other instances, but never removed.
 
     Raises:
-        SettingsError: as ``read_register_file``; or the router's mode does not accept the role of an entry.
+        SettingsError: as in ``read_register_file``; or the router's mode does not accept the role of an instance.
     """
     for i, registration in enumerate(read_register_file(path)):
         try:
@@ -68,13 +68,13 @@ def add_listed_instances(registry: Registry, path: Path, now: float) -> None:
 
 
 def _warn_of_unknown(document: dict[Any, Any], where: str) -> None:
-    """Log all unknown names in one line. FastDeploy's Go router ignores such names, too."""
+    """Log all unknown names in one line. They are not errors, because FastDeploy's Go router ignores them, too."""
     fields = [name for entry in document["instances"] or [] if isinstance(entry, dict) for name in entry]
     unknown = dict.fromkeys(str(name) for name in fields if name not in _FIELDS)
     beside = [str(name) for name in document if name != "instances"]
     if unknown or beside:
         listed = list_unknown([*beside, *unknown], _FIELDS)
-        _log.warning("%s: these are no fields of an instance and have no effect: %s", where, listed)
+        _log.warning("%s: unknown fields of an instance have no effect: %s", where, listed)
 
 
 def _parse_entry(entry: Any, where: str) -> Registration:
@@ -92,6 +92,6 @@ def _check_unique(registrations: Sequence[Registration], where: str) -> None:
         if registration.key in first:
             raise SettingsError(
                 f"{where}: instances[{i}] has the host_ip and port of instances[{first[registration.key]}], "
-                f"{registration.key}; an instance is named once"
+                f"{registration.key}; list each instance once"
             )
         first[registration.key] = i

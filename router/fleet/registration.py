@@ -13,6 +13,7 @@ import orjson
 from router.http import Address
 
 __all__ = [
+    "ENDPOINT",
     "EngineKind",
     "KvConnector",
     "NotHealthy",
@@ -22,16 +23,19 @@ __all__ = [
     "RoleRefused",
 ]
 
-# A host name, an IPv4 address, or an IPv6 address optionally with its zone; optionally after a scheme.
+# A host name, an IPv4 address, or an IPv6 address with an optional zone. A scheme may precede it.
 _HOST = re.compile(r"(http://|https://)?([\w.:%-]+)", re.ASCII)
 
+ENDPOINT = re.compile(r"tcp://(\[[\w:.%]+\]|[A-Za-z0-9][\w.-]*):\d{1,5}|ipc://.{1,100}", re.ASCII)
+"""Pattern of a ZeroMQ endpoint to which a process on another machine, or on this one, can connect."""
+
 _PROTOCOLS = ("ipc", "rdma", "tcp")
-# SGLang's default of --disaggregation-bootstrap-port.
+# The default of SGLang's flag --disaggregation-bootstrap-port.
 _BOOTSTRAP_PORT = 8998
 
 
 class Role(str, enum.Enum):
-    """The part of a request that an instance computes: all of it, or one half of a pair's work."""
+    """The part of a request that an instance computes: the whole request (mixed), or the prefill or decode part."""
 
     MIXED = "mixed"
     PREFILL = "prefill"
@@ -39,7 +43,7 @@ class Role(str, enum.Enum):
 
 
 class EngineKind(str, enum.Enum):
-    """Engine of an instance, which decides the request format. Our own engine has FastDeploy's kind."""
+    """The engine of an instance, which decides the format of requests. Our own engine has the kind of FastDeploy."""
 
     FASTDEPLOY = "fastdeploy"
     VLLM = "vllm"
@@ -49,7 +53,7 @@ class EngineKind(str, enum.Enum):
 
 
 class KvConnector(str, enum.Enum):
-    """Connector for KV transfer in a pair of vLLM instances: vLLM's NixlConnector or MooncakeConnector, or our own."""
+    """Connector for KV transfer in a pair of vLLM instances: vLLM's NixlConnector or MooncakeConnector, or ours."""
 
     NIXL = "nixl"
     MOONCAKE = "mooncake"
@@ -60,7 +64,7 @@ _AnyEnum = TypeVar("_AnyEnum", bound=enum.Enum)
 
 
 class RegistrationError(ValueError):
-    """A registration that cannot be accepted. The message is one sentence that names the field and a right value."""
+    """A registration cannot be accepted. The message is one sentence that names the field and a valid value."""
 
 
 class RoleRefused(RegistrationError):
@@ -68,7 +72,7 @@ class RoleRefused(RegistrationError):
 
 
 class NotHealthy(RegistrationError):
-    """The instance does not answer its probe with 200."""
+    """The instance does not respond to a probe with status 200. ``url`` is the address that was probed."""
 
     def __init__(self, message: str, url: str) -> None:
         super().__init__(message)
@@ -77,9 +81,9 @@ class NotHealthy(RegistrationError):
 
 @dataclass(frozen=True)
 class Registration:
-    """Data that an instance sends about itself, in the format of FastDeploy's instances; ports and ids are strings.
+    """The data that an instance sends about itself, in the format of FastDeploy's instances. Ports and ids are strings.
 
-    ``fields`` contains everything it sent, including fields that this router does not know.
+    ``fields`` contains all data that the instance sent, including fields that this router does not know.
     """
 
     role: Role
@@ -91,29 +95,31 @@ class Registration:
     tp_size: int
     is_paused: bool
     version: str | None
-    """The model's version. Instances that name none have one common version."""
+    """Version of the model. All instances without a version have the same one."""
     connected_decodes: frozenset[str]
-    """Keys of the decode instances to which a prefill instance has connected in advance; may be empty."""
+    """Keys of the decode instances to which a prefill instance has connected in advance; empty if it does not."""
     metrics_port: int
     engine: EngineKind
     bootstrap_port: int
     """SGLang only: the port at which a prefill instance exchanges connection data with decode instances."""
     kv_connector: KvConnector
-    """vLLM only: its KV connector."""
+    """vLLM only: the KV connector of the instance."""
     models: frozenset[str]
-    """Names of the models that it serves, if it should not be queried for them."""
+    """Names of the models that the instance serves; empty if the router should query the instance for them."""
+    kv_events: Mapping[str, str]
+    """Where the instance publishes KV events: ``endpoint``, optionally ``replay_endpoint`` and ``topic``; or empty."""
     start_id: str
-    """Identifies its process: another process at the same address has another value. ``""`` if unknown."""
+    """Value that identifies the instance's process; another process at this address has another. ``""`` if unknown."""
     fields: Mapping[str, Any]
 
     @property
     def key(self) -> str:
-        """Its key: ``host_ip:port``."""
+        """Key of the instance: ``host_ip:port``."""
         return str(self.address)
 
     @property
     def takes_cache_salt(self) -> bool:
-        """Whether it is known to separate the caches of different ``cache_salt``: it reports so, or it is vLLM."""
+        """Whether the instance separates caches by ``cache_salt``: its registration says so, or its engine is vLLM."""
         return bool(self.fields.get("cache_salt", self.engine is EngineKind.VLLM))
 
     @property
@@ -122,7 +128,7 @@ class Registration:
         return (
             *(self.role, self.connector_port, self.rdma_ports, self.device_ids, self.transfer_protocol, self.tp_size),
             *(self.version, self.metrics_port, self.address.tls, self.fields.get("engine_worker_queue_port")),
-            *(self.engine, self.bootstrap_port, self.kv_connector, self.start_id),
+            *(self.engine, self.bootstrap_port, self.kv_connector, self.start_id, *self.kv_events.values()),
         )
 
     @classmethod
@@ -155,6 +161,7 @@ class Registration:
             bootstrap_port=int(_parse_optional_port(fields, "bootstrap_port") or _BOOTSTRAP_PORT),
             kv_connector=_parse_name(fields, "kv_connector", KvConnector.NIXL),
             models=frozenset(_parse_strings(fields, "models")),
+            kv_events=_parse_kv_events(fields.get("kv_events")),
             start_id=str(fields.get("start_id") or ""),
             fields=dict(fields),
         )
@@ -163,13 +170,27 @@ class Registration:
 def _check_encodable(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         try:
-            orjson.dumps({"instances": [{"registration": {name: value}}]})  # the deepest nesting in use
+            orjson.dumps({"instances": [{"registration": {name: value}}]})  # as deeply nested as in a snapshot
         except orjson.JSONEncodeError as exc:
-            raise RegistrationError(f"{name!r} cannot be passed on as JSON: {exc}") from None
+            raise RegistrationError(f"{name!r} cannot be encoded as JSON: {exc}") from None
+
+
+def _parse_kv_events(value: Any) -> Mapping[str, str]:
+    if not value:
+        return {}
+    known = ("endpoint", "replay_endpoint", "topic")
+    source = {name: value[name] for name in known if value.get(name)} if isinstance(value, dict) else {}
+    endpoints = [source.get("endpoint"), source.get("replay_endpoint", "ipc://none")]
+    if not all(isinstance(each, str) and ENDPOINT.fullmatch(each) for each in endpoints) or not isinstance(
+        source.get("topic", ""), str
+    ):
+        example = '{"endpoint": "tcp://host:5557", "replay_endpoint": "tcp://host:5558", "topic": ""}'
+        raise RegistrationError(f"kv_events is {value!r}; it must be an object such as {example}")
+    return source
 
 
 def _parse_role(value: Any) -> Role:
-    # FastDeploy's own enumeration has these numbers, and its Go router accepts numbers, too.
+    # FastDeploy's enumeration of roles has these numbers, and its Go router accepts them, too.
     names = [role.value for role in Role]
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
         return Role(names[value])
@@ -190,16 +211,16 @@ def _parse_name(fields: Mapping[str, Any], name: str, default: _AnyEnum) -> _Any
 
 
 def _parse_address(fields: Mapping[str, Any]) -> Address:
-    # Both of FastDeploy's routers accept an address with a scheme.
+    # A scheme in front of the address is accepted, as in both of FastDeploy's routers.
     host = fields.get("host_ip")
     found = _HOST.fullmatch(host) if isinstance(host, str) else None
     if found is None:
-        raise RegistrationError(f"host_ip is {host!r}; it must be the address the instance listens at")
+        raise RegistrationError(f"host_ip is {host!r}; it must be the address at which the instance listens")
     return Address(found[2], int(_parse_port(fields, "port")), tls=found[1] == "https://")
 
 
 def _parse_instance_keys(fields: Mapping[str, Any], name: str) -> frozenset[str]:
-    # FastDeploy's prefill instances send back the objects that they got from GET /decode_instances.
+    # FastDeploy's prefill instances send the objects that they got from GET /decode_instances.
     value = fields.get(name)
     keys = set()
     for entry in [] if value is None else value if isinstance(value, list) else [value]:
@@ -216,7 +237,7 @@ def _parse_instance_keys(fields: Mapping[str, Any], name: str) -> frozenset[str]
 
 
 def _parse_optional_port(fields: Mapping[str, Any], name: str) -> str | None:
-    # FastDeploy sends 0 and null for an unused port, and in some places converts both to text.
+    # FastDeploy sends 0 or null for an unused port, sometimes converted to text.
     return None if fields.get(name) in (None, 0, "", "0", "None") else _parse_port(fields, name)
 
 
@@ -242,13 +263,13 @@ def _parse_strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _is_text_or_whole(value: Any) -> bool:
-    # JSON has one type of number, and an encoder may write 3 as 3.0.
+    # JSON has only one type of number, so an encoder may write 3 as 3.0.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return isinstance(value, str) or (is_number and value == value // 1)
 
 
 def _parse_rdma_ports(fields: Mapping[str, Any], role: Role) -> tuple[str, ...]:
-    # Only the instances of a pair use these ports. FastDeploy's Go router, too, accepts any text from a mixed instance.
+    # Only instances of a pair use these ports. A mixed instance may send any text, as with FastDeploy's Go router.
     ports = _parse_strings(fields, "rdma_ports")
     for port in ports:
         if role is not Role.MIXED and not 0 < _parse_whole_number(port) < 65536:
@@ -257,7 +278,7 @@ def _parse_rdma_ports(fields: Mapping[str, Any], role: Role) -> tuple[str, ...]:
 
 
 def _parse_tp_size(value: Any, num_devices: int) -> int:
-    # FastDeploy's Go router counts the devices if the instance does not specify the number.
+    # An instance that sends no tp_size has as many ranks as devices, as with FastDeploy's Go router.
     if value is None:
         return num_devices or 1
     if number := _parse_whole_number(value):
@@ -266,6 +287,6 @@ def _parse_tp_size(value: Any, num_devices: int) -> int:
 
 
 def _parse_whole_number(value: Any) -> int:
-    """Return the whole number that ``value`` or its text represents; 0 for anything else, or too many digits."""
+    """Return ``value`` as an integer; 0 if it is not a whole number, or has 20 digits or more."""
     text = str(value) if isinstance(value, (int, str)) else ""
     return int(text) if text.isdecimal() and len(text) < 20 else 0

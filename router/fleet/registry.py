@@ -1,6 +1,7 @@
-"""Registry: all instances, and the events when one of them fails or loses its cache.
+"""Registry: stores all instances, and emits events when an instance changes.
 
-Instances from a register file, or from the snapshot of an earlier start, begin as unhealthy and are probed immediately.
+An instance from a register file, or from the snapshot of an earlier start, is unhealthy until its first probe, which
+follows immediately.
 
 All times are seconds of one monotonic clock, ``time.monotonic`` unless the caller injects another.
 """
@@ -20,7 +21,7 @@ __all__ = ["Registry"]
 _log = logging.getLogger("router.fleet.registry")
 
 
-# Instances may list any number of adapters.
+# Limit of ``Registry.gone_models``, because instances may list any number of LoRA adapters.
 MAX_GONE_MODELS = 1000
 
 
@@ -30,14 +31,14 @@ class Registry:
     def __init__(self, splitwise: bool) -> None:
         self.splitwise = splitwise
         self.events = events = FleetEvents()
-        """Events of the instances."""
+        """The events of all instances."""
         events.new_models.subscribe(self._on_new_models)
         self.gone_models: set[str] = set()
-        """Names of models that no instance serves any more, because the instances that did are gone."""
+        """Names of models that only removed instances have served."""
         self.models_wanted_at = -math.inf
-        """When a request last named an unknown model: instances may have loaded it since they were last queried."""
+        """Time at which a request last named an unknown model. Probes then query instances for new models."""
         self.make_load: Callable[[str], InstanceLoad] = InstanceLoad
-        """Creates the load counters of each instance that is added."""
+        """Creates the load counters of an instance that is added, from its key."""
         self._instances: dict[str, Instance] = {}
 
     def __repr__(self) -> str:
@@ -47,7 +48,7 @@ class Registry:
         return iter(list(self._instances.values()))
 
     def get(self, key: str) -> Instance | None:
-        """Return the instance with this key, if it is registered."""
+        """Return the instance with this key; None if it is not registered."""
         return self._instances.get(key)
 
     @property
@@ -63,15 +64,16 @@ class Registry:
             raise RoleRefused(f"role is '{role.value}', but this router runs {mode} and takes {takes} instances")
 
     def register(self, registration: Registration, now: float) -> Instance:
-        """Add an instance that answered its probe, or renew its registration.
+        """Add an instance that has responded to its probe, or renew the registration of a known instance.
 
         Args:
-            now: seconds of a monotonic clock.
+            registration: the registration.
+            now: the present time.
         """
         instance = self._instances.get(registration.key)
         if instance is None:
             _log.info("%s instance %s registered", registration.role.value, registration.key)
-            _log.debug("it says of itself: %s", dict(registration.fields))
+            _log.debug("its registration: %s", dict(registration.fields))
             return self._add_instance(self._make_instance(registration, now, proven=True))
         _log.debug("%s instance %s registered again: %s", registration.role.value, registration.key, instance)
         instance.renew_registration(registration, now)
@@ -86,13 +88,14 @@ class Registry:
         has_heartbeat: bool = False,
         proven: bool = False,
     ) -> Instance:
-        """Add an instance that has not registered with this process, but is known from another source.
+        """Add an instance that is known from another source than a registration with this process.
 
         Args:
-            now: seconds of a monotonic clock.
-            permanent: whether it is never removed, even without any sign of life.
-            has_heartbeat: whether it has registered more than once, elsewhere or earlier.
-            proven: whether the source regards it as healthy; otherwise it is unhealthy until a probe succeeds.
+            registration: the instance's registration.
+            now: the present time.
+            permanent: whether the instance is never removed, even if it does not respond.
+            has_heartbeat: whether the instance has registered more than once, with another process or earlier.
+            proven: whether the source reports the instance as healthy. If not, it is unhealthy until a probe succeeds.
         """
         instance = self._make_instance(
             registration, now, proven=proven, permanent=permanent, has_heartbeat=has_heartbeat
@@ -100,21 +103,21 @@ class Registry:
         return self._add_instance(instance)
 
     def forget_silent(self, now: float, expiry: float) -> list[Instance]:
-        """Remove and return the instances that are gone: see ``Instance.is_silent``."""
+        """Remove and return the instances that are assumed to have ended; see ``Instance.is_silent``."""
         gone = [instance for instance in self._instances.values() if instance.is_silent(now, expiry)]
         for instance in gone:
-            instance.log_change("health", logging.WARNING, "is gone", f"not heard of for {expiry:g} s")
+            instance.log_change("health", logging.WARNING, "is gone", f"it has not registered for {expiry:g} s")
             self.remove(instance)
         return gone
 
     def excuse_silence(self, seconds: float) -> None:
-        """Exclude these seconds from the silence of all instances: this process could not receive anything."""
+        """Subtract ``seconds``, in which this process could not receive heartbeats, from all instances' silence."""
         for instance in self._instances.values():
             instance.last_registered += seconds
             instance.last_healthy += seconds
 
     def remove(self, instance: Instance) -> None:
-        """Remove ``instance``. It gets no more requests; its running requests continue."""
+        """Remove ``instance``. It gets no new requests, and its running requests continue."""
         del self._instances[instance.key]
         self.events.bump_generation()
         self.events.lost_caches.emit(instance.key)

@@ -1,6 +1,6 @@
-"""Scraper: fetches the load that instances report themselves, for the policies that use it.
+"""Scraper: fetches the load that instances report at ``/metrics``, for the policies that use this load.
 
-The router's own counts do not include requests that reach an instance by another way; its ``/metrics`` do.
+The router's own counts do not include requests that reach an instance in another way. The instance's metrics do.
 """
 
 from __future__ import annotations
@@ -26,33 +26,41 @@ _log = logging.getLogger("router.fleet.scrape")
 WANTED_BY = frozenset({"fd_remote_metrics_score", "remote_cache_aware"})
 """The policies that use the load reported by instances."""
 
-# One line of Prometheus's text format, with the names of FastDeploy (also used by our engine) and vLLM. An instance may
-# report a metric several times, for each model or data-parallel rank.
-_SAMPLE = re.compile(rb"^(?:fastdeploy|vllm):num_requests_(running|waiting)(?:\{.*\})? +([0-9.eE+]+)", re.MULTILINE)
+# A line of Prometheus's text format. An instance may report a metric several times, once for each model or
+# data-parallel rank. Our engine reports the same values under the names of two engines.
+_SAMPLE = re.compile(
+    rb"^(?:(fastdeploy|vllm):num_requests_(running|waiting)|(sglang):num_(running|queue)_reqs)"
+    rb"(?:\{.*\})? +([0-9.eE+]+)",
+    re.MULTILINE,
+)
+# For each engine, its name in ``_SAMPLE`` and its names for running and waiting. Our engine uses FastDeploy's.
+_NAMES = ((b"fastdeploy", b"running", b"waiting"), (b"vllm", b"running", b"waiting"), (b"sglang", b"running", b"queue"))
 
 
 class Scraper:
-    """Updates ``InstanceLoad.running`` and ``InstanceLoad.waiting``; None if an instance does not report them."""
+    """Fetches the instances' metrics, and sets ``InstanceLoad.running`` and ``waiting``; None if not reported."""
 
     def __init__(self, settings: RouterSettings, registry: Registry, upstream: ConnectionPool) -> None:
         policies = (settings.prefill_policy, settings.decode_policy) if settings.splitwise else (settings.policy,)
         self.wanted = not WANTED_BY.isdisjoint(policies)
-        """Whether a policy in use needs the metrics."""
+        """Whether a policy of this router uses the reported load."""
         self._interval = settings.stats_interval_secs
         self._registry = registry
         self._upstream = upstream
 
     async def keep_scraping(self) -> None:
-        """Poll all instances every ``stats_interval_secs`` until cancelled; return if no policy needs it."""
+        """Call ``scrape_all`` every ``stats_interval_secs`` until this task is cancelled. Return if no policy needs
+        it.
+        """
         while self.wanted:
             try:
                 await self.scrape_all()
             except Exception:
-                _log.exception("a round of scraping failed; the next one follows")
+                _log.exception("polling the instances' metrics failed; the next round follows")
             await asyncio.sleep(self._interval)
 
     async def scrape_all(self) -> None:
-        """Poll all instances concurrently. The time-out is one interval, so that no value becomes stale."""
+        """Fetch the metrics of all instances concurrently. The timeout is one interval, so no value becomes older."""
         await gather_spread(map(self._scrape_instance, list(self._registry)))
 
     async def _scrape_instance(self, instance: Instance) -> None:
@@ -63,19 +71,23 @@ class Scraper:
             load.running, load.waiting = _parse_figures(response.body)
         except (UpstreamError, ValueError, OverflowError) as exc:
             if load.running is not None:
-                _log.info("instance %s does not say its load any more: %s", instance.key, exc)
+                _log.info("instance %s no longer reports its load: %s", instance.key, exc)
             load.running = load.waiting = None
 
 
 def _parse_figures(text: bytes) -> tuple[int, int]:
-    """Return the numbers of running and waiting requests.
+    """Return the numbers of running and waiting requests in Prometheus's text format.
 
     Raises:
-        ValueError: the text lacks one of them.
+        ValueError: one of the numbers is missing.
     """
-    sums: dict[bytes, float] = {}
-    for name, value in _SAMPLE.findall(text):
-        sums[name] = sums.get(name, 0.0) + float(value)
-    if len(sums) < 2:
-        raise ValueError("it has no fastdeploy:num_requests_running and _waiting, nor vllm:...")
-    return int(sums[b"running"]), int(sums[b"waiting"])
+    sums: dict[tuple[bytes, bytes], float] = {}
+    for *names, value in _SAMPLE.findall(text):
+        engine, state = filter(None, names)
+        sums[engine, state] = sums.get((engine, state), 0.0) + float(value)
+    for engine, running, waiting in _NAMES:
+        if (engine, running) in sums and (engine, waiting) in sums:
+            return int(sums[engine, running]), int(sums[engine, waiting])
+    raise ValueError(
+        "it has neither fastdeploy:num_requests_running and _waiting, nor vLLM's or SGLang's metrics for it"
+    )

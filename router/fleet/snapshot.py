@@ -1,8 +1,8 @@
 """Snapshot: a file with the instances and prefixes that a router knows, for its next start.
 
-It contains the registrations, so that a restarted router probes its instances immediately instead of waiting for their
-heartbeats, and the prefixes that policies expect in instances' caches. It is optional: a file that cannot be used is
-ignored and logged.
+The file contains the registrations. So a restarted router probes its instances immediately, and does not wait for their
+heartbeats. It also contains the state of policies: which prefixes the instances have in their caches. If the file
+cannot be used, the router logs a warning and starts without it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
+from kvcommon.waiting import wait_for_event
 from router.fleet.instance import Instance, Orders
 from router.fleet.registration import Registration, RegistrationError, Role
 from router.fleet.registry import Registry
@@ -32,43 +33,43 @@ __all__ = ["STALE_SECONDS", "PersistentPolicy", "Snapshot"]
 _log = logging.getLogger("router.fleet.snapshot")
 
 _FORMAT = "kvrouter snapshot 1"
-# The document without its policies; and for each role the policy's name and the function that encodes its state.
+# The document without the policies; and for each role the policy's name and a function that encodes its state.
 _Contents = tuple[dict[str, Any], dict[str, tuple[str, Callable[[], bytes]]]]
-# Boot time is monotonic across processes, but not across boots of the machine. This file identifies the boot.
+# The time since boot is monotonic for all processes until the machine reboots. This file identifies the boot.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# After this time, caches have changed, and ports may have been assigned to other processes.
+# Age after which a snapshot is not used: caches have changed, and other processes may use the ports.
 STALE_SECONDS = 600.0
-# Version of commands that were never given, or not shared with other routers.
+# Version of operator commands that were never given, or were not shared with other routers.
 _NO_VERSION = (0, "")
 
 
 @runtime_checkable
 class PersistentPolicy(Protocol):
-    """A policy that stores its state across a restart."""
+    """A policy that stores its state in the snapshot."""
 
     def prepare_dump(self) -> Callable[[], bytes]:
-        """Return a function that encodes the present state. It may take long, and may run in any thread."""
+        """Return a function that encodes the present state of the policy. It may be slow, and may run in any thread."""
 
     def load_dump(self, data: bytes) -> None:
-        """Load the state of another router's policy of the same name.
+        """Load the state of an earlier policy of the same name.
 
         Raises:
-            ValueError: this policy cannot use ``data``; its own state is unchanged.
+            ValueError: ``data`` cannot be used. The state of this policy is unchanged.
         """
 
 
 class OrderVersions(Protocol):
-    """Versions of the operator commands for each instance across all routers; see ``sharing/records.py``."""
+    """The versions of the operator commands for each instance, across all routers; see ``sharing/records.py``."""
 
     def find_orders_version(self, key: str) -> tuple[int, str]:
-        """Return the version of the latest commands that were received or given; (0, "") if there were none."""
+        """Return the version of the latest commands for an instance; (0, "") if there were none."""
 
     def note_restored_orders(self, instance: Instance, version: tuple[int, str]) -> None:
-        """Note that the restored commands of ``instance`` have this version."""
+        """Record that the commands of ``instance`` were restored from a snapshot, with this version."""
 
 
 def read_boot_clock() -> tuple[str, float]:
-    """Return the id of the machine's boot, ``""`` if the system does not report it, and the seconds since then."""
+    """Return the id of the machine's boot and the seconds since then. The id is ``""`` if the system has none."""
     try:
         return _BOOT_ID.read_text().strip(), time.clock_gettime(time.CLOCK_BOOTTIME)
     except (OSError, AttributeError):
@@ -90,10 +91,11 @@ class Snapshot:
         """
         Args:
             path: the file. A temporary file with the suffix ``.new`` is written first.
-            policies: each role's policy; the state of each ``PersistentPolicy`` is stored.
-            clock: seconds since the epoch, to compute the age of a file from another boot or another machine.
-            boot_clock: as ``read_boot_clock``.
-            versions: versions of the commands, if other routers or processes may have later ones than the file.
+            registry: the instances to store and restore.
+            policies: the policy of each role. The state of a ``PersistentPolicy`` is stored.
+            clock: returns the seconds since the epoch, for the age of a file from another boot or another machine.
+            boot_clock: like ``read_boot_clock``.
+            versions: versions of the operator commands, if other routers or processes may have later ones.
 
         Raises:
             SettingsError: the folder of the file does not exist, or the path is a folder.
@@ -110,14 +112,13 @@ class Snapshot:
         self._versions = versions
         self._has_new_orders = asyncio.Event()
         registry.events.new_orders.subscribe(self._has_new_orders.set)
-        # If ``keep_writing`` is cancelled, its write continues in its thread while ``save`` begins.
+        # If ``keep_writing`` is cancelled, its thread may still be writing when ``save`` begins.
         self._one_at_a_time = threading.Lock()
 
     async def keep_writing(self, seconds: float) -> None:
-        """Write the file every ``seconds``, and immediately after an operator command, until cancelled."""
+        """Write the file every ``seconds``, and at once after an operator command, until this task is cancelled."""
         while True:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._has_new_orders.wait(), seconds)
+            await wait_for_event(self._has_new_orders, seconds)
             self._has_new_orders.clear()
             with self._log_failures():
                 await asyncio.to_thread(self._write_file, self._gather_contents())
@@ -128,26 +129,26 @@ class Snapshot:
             self._write_file(self._gather_contents())
 
     def restore(self, now: float) -> None:
-        """Load the file's instances and policy states, if the file exists and is usable.
+        """Load instances and policy states from the file, if it exists and can be used.
 
         Args:
-            now: seconds of the monotonic clock of the registry's times.
+            now: the present time, by the clock of the registry.
         """
         try:
             document = self._read_file()
         except FileNotFoundError:
             return
         except (OSError, ValueError) as exc:
-            _log.warning("the snapshot %s is left aside: %s", self._path, exc)
+            _log.warning("the snapshot %s is not used: %s", self._path, exc)
             return
         for registration, entry in document["instances"]:
             self._restore_instance(registration, entry, now)
         for role, state in document["policies"].items():
             try:
                 self._restore_policy(role, state)
-            except Exception:  # the router must start with any content of the file
-                _log.exception("what the snapshot %s has of the %s policy is left aside", self._path, role)
-        _log.info("the snapshot %s gave back %d instances", self._path, len(document["instances"]))
+            except Exception:  # the router must start, whatever the file contains
+                _log.exception("the state in snapshot %s of the %s policy is not used", self._path, role)
+        _log.info("the snapshot %s restored %d instances", self._path, len(document["instances"]))
 
     def _restore_instance(self, registration: Registration, entry: dict[str, Any], now: float) -> None:
         if registration.role not in self._registry.roles:
@@ -155,17 +156,17 @@ class Snapshot:
         known = self._registry.get(registration.key)
         if known is None:
             if entry["permanent"]:
-                return  # it was in the register file, but is not any more
+                return  # the instance was removed from the register file
             known = self._registry.add_known_instance(
                 registration, now, permanent=False, has_heartbeat=entry["has_heartbeat"]
             )
         elif not known.permanent:
-            return  # other routers have reported it, possibly with later commands
+            return  # other routers have reported the instance, possibly with later commands
         known.set_models(entry["models"], -math.inf)
         self._restore_orders(known, entry)
 
     def _restore_orders(self, known: Instance, entry: dict[str, Any]) -> None:
-        """Apply the file's commands, unless another router or process has reported later ones."""
+        """Apply the operator commands in the file, unless another router or process has reported later ones."""
         if self._versions is not None and self._versions.find_orders_version(known.key) > entry["ordered"]:
             return
         known.apply_orders(entry["orders"])
@@ -178,10 +179,10 @@ class Snapshot:
             try:
                 policy.load_dump(state["data"])
             except ValueError as exc:
-                _log.warning("what the snapshot %s has of the %s policy is left aside: %s", self._path, role, exc)
+                _log.warning("the state in snapshot %s of the %s policy is not used: %s", self._path, role, exc)
 
     def _gather_contents(self) -> _Contents:
-        """Collect the file's contents. No requests are relayed until this returns."""
+        """Collect the contents of the file. The router serves no requests until this returns."""
         boot, since_boot = self._boot_clock()
         document: dict[str, Any] = {
             "format": _FORMAT,
@@ -230,11 +231,11 @@ class Snapshot:
                 raise
 
     def _read_file(self) -> dict[str, Any]:
-        """Read the file: registrations are parsed, the policies' data is decoded.
+        """Read the file, parse the registrations, and decode the data of the policies.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is unusable: damaged, too old, or written by a router of the other mode.
+            ValueError: the file is damaged, too old, or from a router with another mode.
         """
         data = self._path.read_bytes()
         try:
@@ -253,13 +254,13 @@ class Snapshot:
         except (orjson.JSONDecodeError, RegistrationError, KeyError, TypeError, AttributeError, binascii.Error) as exc:
             raise ValueError(f"it is damaged: {exc or type(exc).__name__}") from exc
         if not 0 <= age <= STALE_SECONDS:  # also rejects nan
-            raise ValueError(f"it was written {age:.0f} s ago; it is used up to {STALE_SECONDS:.0f} s")
+            raise ValueError(f"it was written {age:.0f} s ago, and at most {STALE_SECONDS:.0f} s are allowed")
         if splitwise is not self._registry.splitwise:
             raise ValueError(f"it is of a router {'with' if splitwise else 'without'} --splitwise")
         return document
 
     def _measure_age(self, document: dict[str, Any]) -> float:
-        """Return the seconds since the file was written. Clock changes have no effect, unless it rebooted."""
+        """Return the seconds since the file was written. A changed system clock has no effect until a reboot."""
         boot, since_boot = self._boot_clock()
         if boot and document.get("boot") == boot:
             age: float = since_boot - document["since_boot"]
@@ -269,10 +270,10 @@ class Snapshot:
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    """Write a new file to the disk, readable only by this user. Do not follow a link that exists at this path.
+    """Write a new file, which only this user can read, and flush it to the disk. If a link exists at this path, fail.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with open(os.open(path, flags, 0o600), "wb") as file:
@@ -282,7 +283,7 @@ def _write_private(path: Path, data: bytes) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Flush the entries of ``folder`` to the disk, so that a renaming survives a crash of the machine."""
+    """Flush the entries of ``folder`` to the disk, so that a renamed file survives a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -291,14 +292,14 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _make_entry(instance: Instance) -> dict[str, Any]:
-    """Return the instance's record with the names that the file has for its parts."""
+    """Return the entry of an instance in the file."""
     record = instance.to_record()
     orders = record.pop("orders")
     return {"registration": record.pop("fields"), **record, "weight": orders.pop("share"), **orders}
 
 
 def _read_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an instance's flags, models, commands and their version. Older files lack some of them."""
+    """Return the flags, models, operator commands and their version from an entry. Older files lack some of them."""
     weight = float(entry.get("weight", 1.0))
     if not 0 <= weight <= 1:
         raise ValueError(f"it is damaged: a weight is {weight}")

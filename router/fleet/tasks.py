@@ -1,4 +1,4 @@
-"""Background work that no other task awaits, which lives until it is done; and the same work for many instances."""
+"""Background tasks that no other task awaits, and a way to start many tasks without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _Result = TypeVar("_Result")
 
 
 class Tasks:
-    """Background tasks. Strong references are stored here, because asyncio itself has only weak ones."""
+    """Runs background tasks. It stores references to them, because asyncio does not prevent their deletion."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
 
     def run_in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run ``work`` now; log an exception that it raises."""
+        """Run ``work`` in a task. If it raises an exception, log it."""
         task = asyncio.ensure_future(work)
         self._running.add(task)
         task.add_done_callback(self._on_task_done)
@@ -38,13 +38,13 @@ class Tasks:
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            _log.error("background work failed", exc_info=task.exception())
+            _log.error("a background task failed", exc_info=task.exception())
 
 
 async def gather_spread(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Run ``asyncio.gather`` on many ``works``, but start only a few per turn of the event loop.
+    """Run all ``works`` like ``asyncio.gather``, but start only ``_STARTED_AT_ONCE`` in each turn of the event loop.
 
-    A thousand that start in one turn, each with a connection to open, would delay every other request by 20 ms.
+    If a thousand started in one turn, and each opened a connection, they would delay every other request by 20 ms.
     """
     tasks: list[asyncio.Task[_Result]] = []
     try:

@@ -7,11 +7,11 @@ exchange.py     one request to one instance and its response; the connection to 
 pool.py         the connections to all instances
 errors.py       why an exchange with an instance failed
 api_error.py    the errors that a client gets, in OpenAI's format or in that of FastDeploy's routers
-message.py      the parts of a message: address, headers, head
+message.py      the parts of an HTTP message: address, headers, head
 replies.py      responses of the control plane: JSON, and errors in the same format
-body.py         a request's body: parsed once, extended without serialising it again; a response's token counts
-large_body.py   a large body, scanned before it is parsed
-request_id.py   the id that a client gives its request in a header
+body.py         the body of a request: parses it once, adds members to it; the token counts in a response
+large_body.py   scans a large body before it is parsed
+request_id.py   the id of a request, from the header X-Request-Id
 """
 
 from router.http.api_error import ApiError, Refused, RequestEnded, encode_error_event, to_dialect
@@ -42,7 +42,7 @@ from router.http.errors import (
     TimedOut,
     UpstreamError,
 )
-from router.http.exchange import Exchange, ExchangeRecord, Receiver, ResponseReader
+from router.http.exchange import Exchange, ExchangeMaker, ExchangeRecord, Receiver, ResponseReader
 from router.http.large_body import UNCHECKED_BYTES, BadBody, LargeBody, hide_escapes, show_escapes
 from router.http.message import (
     HOP_BY_HOP,
@@ -57,7 +57,7 @@ from router.http.message import (
 from router.http.pool import ConnectionPool
 from router.http.replies import error_reply, json_reply, raw_reply, refusal_reply
 from router.http.request_id import MAX_ID_CHARACTERS, echo_request_id, encode_request_id, find_request_id
-from router.http.server import ClientRequest, RouterProtocol, is_normal_path
+from router.http.server import ClientRequest, RouterProtocol, is_normal_path, path_of
 from router.http.tls import ListenerContext
 
 __all__ = [
@@ -75,6 +75,7 @@ __all__ = [
     "ConnectionPool",
     "Cors",
     "Exchange",
+    "ExchangeMaker",
     "ExchangeRecord",
     "Headers",
     "InferenceBody",
@@ -108,6 +109,7 @@ __all__ = [
     "json_reply",
     "parse_inference",
     "parse_object",
+    "path_of",
     "prepare_head",
     "raw_reply",
     "read_cached_figures",

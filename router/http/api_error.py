@@ -1,10 +1,10 @@
 """Errors that a client of the router gets, as JSON bytes, in the format of the API that it uses.
 
 OpenAI's format is ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``. Anthropic's, under
-``/v1/messages``, is ``{"type": "error", "error": {"type": ..., "message": ...}}``, to which the router adds its
-``code``.
+``/v1/messages``, is ``{"type": "error", "error": {"type": ..., "message": ...}}``; the router adds ``code``.
 
-FastDeploy's routers have some of these errors, too. For scripts written for them, ``to_dialect`` converts the format.
+FastDeploy's routers send some of these errors in other formats. ``to_dialect`` converts an error to such a format, for
+scripts that were written for those routers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import orjson
 
 __all__ = ["ApiError", "Refused", "RequestEnded", "encode_error_event", "to_dialect"]
 
-# Types for other statuses: those below 500 are the client's mistake.
+# OpenAI's error types by status. Other statuses: "invalid_request_error" below 500, else "internal_error".
 _TYPES = {
     403: "permission_error",
     408: "timeout",
@@ -25,9 +25,9 @@ _TYPES = {
     503: "service_unavailable",
     504: "timeout",
 }
-# Codes by the role of the failed instance.
+# Error codes for an instance that could not be reached, one for each role.
 _UNREACHABLE = ("mixed_failed", "prefill_failed", "decode_failed")
-# The same types with Anthropic's names.
+# Anthropic's error types by status. Other statuses: "invalid_request_error" below 500, else "api_error".
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -45,49 +45,49 @@ def _is_anthropic(path: str) -> bool:
 
 
 class ApiError(NamedTuple):
-    """One error answer: its HTTP ``status``, one sentence, a machine-readable ``code``, and the wrong field."""
+    """An error response: its HTTP ``status``, one sentence, a machine-readable ``code``, and the wrong field's name."""
 
     status: int
     message: str
     code: str
     param: str | None = None
     members: Mapping[str, Any] | None = None
-    """Members of an answer in another format, instead of OpenAI's."""
+    """The members of the response body, if its format is not OpenAI's; see ``to_dialect``."""
 
     def body(self, path: str = "") -> bytes:
-        """Return the JSON body of the answer to a request for this path."""
+        """Return the JSON body of the error response to a request for ``path``."""
         if _is_anthropic(path):
             kind = _ANTHROPIC_TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "api_error")
             return orjson.dumps({"type": "error", "error": {"type": kind, "message": self.message, "code": self.code}})
         return orjson.dumps({"error": self.describe()} if self.members is None else self.members)
 
     def describe(self) -> dict[str, Any]:
-        """Return OpenAI's error object."""
+        """Return OpenAI's error object as a dictionary."""
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "internal_error")
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     def error_event(self, path: str = "") -> bytes:
-        """Return the error as an event. In OpenAI's format, a stream that contains only an error ends with it."""
+        """Return the error as an event of a stream. In OpenAI's format it ends a stream that has no other event."""
         return encode_error_event(self.body(path), path)
 
     def sse(self, path: str = "") -> bytes:
-        """Return the end of an event stream that has already begun: the error as an event, then OpenAI's ``[DONE]``."""
+        """Return the last events of an event stream that has already begun: the error, then OpenAI's ``[DONE]``."""
         return self.error_event(path) + (b"" if _is_anthropic(path) else b"data: [DONE]\n\n")
 
 
 def encode_error_event(body: bytes, path: str) -> bytes:
-    """Return an error's body as a stream event. Anthropic's events have names."""
+    """Return an error's body as an event of a stream. Anthropic's events begin with a name."""
     return (b"event: error\ndata: " if _is_anthropic(path) else b"data: ") + body + b"\n\n"
 
 
 class Refused(Exception):
-    """A request is not served: because of its client or its size, or because it has to be retried later."""
+    """The router refuses the request: because of its client, its size, or the current load."""
 
     def __init__(self, error: ApiError, retry_after: int = 0) -> None:
         """
         Args:
-            error: the answer to the client.
-            retry_after: seconds until a retry makes sense; 0 if it does not.
+            error: the response to the client.
+            retry_after: seconds until the client may retry; 0 if a retry does not help.
         """
         super().__init__(error.message)
         self.error = error
@@ -95,14 +95,14 @@ class Refused(Exception):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the response headers: ``Retry-After``, or how the client has to authenticate (RFC 9110)."""
+        """Return the headers of the response: ``Retry-After``, or ``WWW-Authenticate`` for status 401 (RFC 9110)."""
         if self.retry_after:
             return [(b"retry-after", b"%d" % self.retry_after)]
         return [(b"www-authenticate", b"Bearer")] if self.error.status == 401 else []
 
 
 class RequestEnded(Exception):
-    """The request ends now: with an error for the client, or without one because the client left."""
+    """The request ends early. ``error`` is the response to the client; None if the client has disconnected."""
 
     def __init__(self, error: ApiError | None) -> None:
         super().__init__(error.message if error else "the client left")
@@ -110,14 +110,14 @@ class RequestEnded(Exception):
 
 
 def to_dialect(dialect: str, error: ApiError, request_id: str, *, splitwise: bool) -> ApiError:
-    """Return the error as FastDeploy's router of this dialect answers it, if it has such an error; else ``error``.
+    """Return the error in the format of one of FastDeploy's routers; ``error`` itself if that router has no such error.
 
-    In the Go router's format, ``error`` is a text. The added ``message`` and ``code``, which that router does not have,
-    give more details.
+    In the Go router's format, ``error`` is a text. This router adds ``message`` and ``code`` with more details.
 
     Args:
-        dialect: ``python`` or ``go``, as in the setting.
-        request_id: id of the request; the Go router reports it in the mode for pairs.
+        dialect: the FastDeploy router to imitate: ``python`` or ``go``.
+        request_id: id of the request. The Go router reports it if ``splitwise`` is true.
+        splitwise: whether requests are served by pairs of a prefill and a decode instance.
     """
     if dialect == "python":
         if error.code != "tp_size_mismatch":

@@ -1,11 +1,11 @@
-"""Bodies of requests and responses. A request's is read once, parsed once, and extended without serialising it again.
+"""Bodies of requests and responses: parse a request, add members to it, and read the token usage in a response.
 
-Serialising again would change the client's text: 1.0 becomes 1, big integers lose digits, escapes change. So the router
-inserts its own members into the original bytes.
+The router parses the body of a request once, and inserts its own members into the original bytes. If it serialised the
+parsed body again, the client's text would change: 1.0 becomes 1, big integers lose digits, escapes change.
 
-Of a response's body, only the engine's token usage is read or replaced, without parsing the whole. It has OpenAI's
-names for chat, completions and responses, and Anthropic's for messages, in which ``input_tokens`` are only those that
-were neither read from a cache nor written to it.
+In the body of a response, the router reads or replaces only the engine's token usage, and does not parse the rest. The
+usage has OpenAI's names for chat, completions and responses, and Anthropic's names for messages. Anthropic's
+``input_tokens`` does not count tokens that were read from a cache or written to it.
 """
 
 from __future__ import annotations
@@ -29,58 +29,61 @@ __all__ = [
 ]
 
 CONTROL_BYTES = 1024 * 1024
-"""Limit for the control plane: larger than any registration, command, or list of ids to abort."""
-# A lower limit for Python's own parser, which is slower.
+"""Limit of a control-plane body: larger than any registration, command, or list of ids to abort."""
+# Limits for bodies that Python's own JSON parser reads, which is slower than orjson.
 _LENIENT_BYTES, _LENIENT_WEIGHT = 16 * 1024 * 1024, 250_000
 
-# A complete string or array of numbers; or a character that opens, closes or separates. Escapes must be hidden.
+# A complete string, an array without nested values, or a bracket, brace or comma. Escapes must be hidden.
 _TOKEN = re.compile(rb'"[^"]*"|\[[^"{}\[\]]*\]|[{}\[\],]')
-# A body up to this size is split token by token. A longer one is processed with numpy, which has a constant overhead.
+# A body up to this size is split by ``_TOKEN``. A longer one is split with numpy, which has a constant overhead.
 _TOKENS_BYTES = 8 * 1024
 _DEPTH_CHANGE = np.zeros(256, np.int8)
 _DEPTH_CHANGE[list(b"{[")], _DEPTH_CHANGE[list(b"}]")] = 1, -1
-# A body with more members, or with one member repeated more often, is not a request.
+# Limit of the members of a body. A member that is repeated counts each time.
 MAX_MEMBERS = 1000
-# Translates everything to a space except line ends, so that line numbers of later lines stay the same.
+# Translates each byte except line ends to a space, so that the numbers of later lines stay the same.
 _BLANK = bytes(each if each in b"\r\n" else 0x20 for each in range(256))
 _SPACES = b" " * 65536
 _COMMA, _QUOTE, _OPENING, _CLOSING = b',"{}'
-# The model name in a JSON body; the end of the header line of its part in a form; and how many bytes at both ends of a
-# large body are searched. Each byte is scanned only a few times, for any input.
+# How ``find_model`` finds a model's name: its member in a JSON body, the end of the header line of its part in a form,
+# and the number of bytes that are searched at both ends of a large body. Each byte is scanned at most a few times.
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
 _MODEL_FIELDS = (b' name="model"', b';name="model"', b" name=model", b";name=model")
 _MODEL_BYTES = 16_384
-# Includes its two dashes (RFC 2046, 5.1.1).
+# Maximum length of the boundary between the parts of a form, with its two dashes (RFC 2046, 5.1.1).
 _LONGEST_BOUNDARY = 72
 _NO_BLANKS: Sequence[tuple[int, int]] = ()
-# English text has about four bytes per token. A policy compares loads, so the constant matters little.
+# English text has about four bytes per token. An inexact value is enough, because policies only compare estimates.
 _BYTES_PER_TOKEN = 4
-# Marks of media in a JSON body: in the URL "data:image/png;base64,...", and as members of OpenAI's input_audio, of
-# Anthropic's source, and of vLLM's embeddings. Shorter ones are counted as if they were text.
+# Marks in front of media in a JSON body: in the URL "data:image/png;base64,...", and as members of OpenAI's
+# input_audio, of Anthropic's source, and of vLLM's embeddings. Media shorter than _SMALL_MEDIA_BYTES count as text.
 _MEDIA_MARKS = (b";base64,", b'"data"', b'embeds"')
 _SMALL_MEDIA_BYTES, _SAMPLE_BYTES = 1024, 512
 _MAX_MARKS = 1000
 _STRING_BEGIN = re.compile(rb'\s*:\s*"')
 _MEDIA_MEMBER = re.compile(rb'(?:"data"|embeds")\s*:\s*"\Z')
 _NAME_BYTES = 64
-# Number of positions at which a large body is checked for media.
+# Number of positions at which ``_sample_media`` checks a large body.
 _SAMPLES = 256
 _BASE64 = re.compile(rb"[A-Za-z0-9+/_\\-]*")
-# More sequences than any engine generates for one request. A number from a client must not determine the size of a list
-# here.
+# The _SAMPLE_BYTES of base64 that media begin with contain such a run at a multiple of the distance between two runs.
+_RUN_BYTES = 64
+_BASE64_RUN = re.compile(rb"[A-Za-z0-9+/_\\-]{%d}" % _RUN_BYTES)
+# Limit of ``InferenceBody.choices``, more than any engine generates for one request: a client's number must not
+# determine the size of a list in the router.
 _MOST_CHOICES = 1024
 
 
 _USAGE_MARK = b'"usage"'
-# Limit of the bytes to read; no engine has a longer usage.
+# Limit of the bytes of a usage object; no engine sends a longer one.
 _USAGE_BYTES = 2048
-# Names, in all engines and APIs, of the numbers of prompt tokens that were cached.
+# Names that engines and APIs have for the number of cached prompt tokens.
 _CACHED_NAME = (
     rb"(?:own_|pool_)?cached_tokens|created_cache_tokens|cache_write_tokens|cache_(?:read|creation)_input_tokens"
 )
 _CACHED_FIGURE = re.compile(rb'"(' + _CACHED_NAME + rb')"\s*:\s*(\d{1,15})\b')
 _INPUT_FIGURE = re.compile(rb'"(input_tokens)"\s*:\s*(\d{1,15})\b')
-# The ids of generated tokens, and their text, in an event of any API.
+# The ids of generated tokens, and the generated text, in an event of any API.
 _GENERATED_IDS = re.compile(rb'(?<!prompt_)token_ids"\s*:\s*\[\s*(\d[\d,\s]*)\]')
 _TEXT = re.compile(
     rb'"(?:content|text|reasoning_content|reasoning|thinking|arguments|partial_json|delta)"\s*:\s*"'
@@ -89,7 +92,7 @@ _TEXT = re.compile(
 
 
 class InferenceBody(NamedTuple):
-    """A completion request: its bytes, and the members that the router needs."""
+    """The body of a completion request: its bytes, and the members that the router needs."""
 
     data: bytes
     members: dict[str, Any]
@@ -97,19 +100,19 @@ class InferenceBody(NamedTuple):
     prompt_tokens: int
     """Estimated number of prompt tokens; exact if the client sent token ids."""
     choices: int
-    """Upper bound of the number of sequences that the engine generates."""
+    """Upper limit of the number of sequences that the engine generates."""
     large: LargeBody | None = None
-    """For a large body: the parts that were removed before parsing."""
+    """The scanned body, with the parts that were removed before parsing; None for a small body."""
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Parse a control-plane body as a JSON object.
+    """Parse the body of a control-plane request as a JSON object.
 
     Raises:
-        BadBody: it is not JSON, or not an object, or too large.
+        BadBody: the body is not a JSON object, or is too large.
     """
     if len(data) > CONTROL_BYTES:
-        raise BadBody(f"the body has {len(data)} bytes; this path takes {CONTROL_BYTES}")
+        raise BadBody(f"the body has {len(data)} bytes; this path accepts at most {CONTROL_BYTES}")
     if len(data) > UNCHECKED_BYTES:
         for _ in LargeBody(data).check_values():
             pass
@@ -133,14 +136,14 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
         large: the scanned body, if it is larger than ``UNCHECKED_BYTES``.
 
     Raises:
-        BadBody: it is not a JSON object, or its ``request_id`` is not a string.
+        BadBody: the body is not a JSON object, has too many members, or its ``request_id`` is not a printable string.
     """
     members = _parse_object(data if large is None else large.shorten())
     for name, numbers in large.numbers.items() if large is not None else ():
         if members.get(name) == []:
             members[name] = numbers
     if len(members) > MAX_MEMBERS:
-        raise BadBody(f"the body has {len(members)} members; it may have {MAX_MEMBERS}")
+        raise BadBody(f"the body has {len(members)} members; at most {MAX_MEMBERS} are allowed")
     request_id = members.get("request_id")
     if request_id is not None and not (isinstance(request_id, str) and request_id.isprintable()):
         message = f"request_id is {reprlib.repr(request_id)}; it must be a string of printable characters"
@@ -162,10 +165,10 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
 
 
 def find_model(data: bytes) -> str:
-    """Return the model's name from a body that is not parsed otherwise, JSON or a form; ``""`` if none is found.
+    """Return the name of the model in a JSON body or a form that the router does not parse; ``""`` if none is found.
 
-    In a small JSON object, only its own members are considered, not those of nested objects. In other bodies, the first
-    match counts.
+    In a small JSON object, only its own member ``model`` counts, not those of nested objects. In other bodies, the
+    first match counts.
     """
     if len(data) <= _MODEL_BYTES and data.startswith(b"{"):
         try:
@@ -184,7 +187,7 @@ def find_model(data: bytes) -> str:
 
 
 def rename_model(data: bytes, model: str) -> bytes:
-    """Return a body in which ``model`` replaces the name that ``find_model`` found."""
+    """Return the body with ``model`` in place of the model's name that ``find_model`` found."""
     if len(data) <= _MODEL_BYTES and data.startswith(b"{"):
         body = InferenceBody(data, orjson.loads(data), None, 0, 1)
         return splice(body, {"model": encode_member("model", model)})
@@ -195,7 +198,7 @@ def rename_model(data: bytes, model: str) -> bytes:
 
 
 def _search_model(data: bytes) -> slice | None:
-    """Return where a large body, or a form, contains the model's name: near its beginning, or near its end."""
+    """Return the position of the model's name in a large body or a form, of which only both ends are searched."""
     search = _search_form if data.startswith(b"--") else _search_object
     first = search(data, 0, _MODEL_BYTES)
     return first if first is not None else search(data, max(0, len(data) - _MODEL_BYTES), len(data))
@@ -207,7 +210,7 @@ def _search_object(data: bytes, start: int, end: int) -> slice | None:
 
 
 def _search_form(data: bytes, start: int, end: int) -> slice | None:
-    """Return the position of the form part with the model's name, if it lies completely within the range."""
+    """Return the position of the model's name in a form, if its part lies completely between ``start`` and ``end``."""
     boundary, line_end, _ = data[: _LONGEST_BOUNDARY + 2].partition(b"\r\n")
     if not line_end:
         return None
@@ -223,7 +226,7 @@ def _search_form(data: bytes, start: int, end: int) -> slice | None:
 
 
 def whole_number(value: Any) -> int | None:
-    """Return the number as engines interpret a member: pydantic reads 10.0, "10" and "10.0" as 10. Else None."""
+    """Return a member's value as an integer; None if it is none. Like engines, accept 10.0, "10" and "10.0" for 10."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -235,21 +238,29 @@ def whole_number(value: Any) -> int | None:
 
 
 def estimate_tokens(data: bytes) -> int:
-    """Estimate the number of prompt tokens of the text in a body, without images, sounds and files."""
+    """Estimate the number of prompt tokens in a body: its text counts, but not images, audio and files."""
     if len(data) < _SMALL_MEDIA_BYTES:
         return len(data) // _BYTES_PER_TOKEN
     if data.startswith(b"--"):
         return 0  # a form with a file
     if len(data) > UNCHECKED_BYTES:
         return (len(data) - _sample_media(data)) // _BYTES_PER_TOKEN
-    return (len(data) - sum(_measure_media(data, mark) for mark in _MEDIA_MARKS)) // _BYTES_PER_TOKEN
+    media = sum(_measure_media(data, mark) for mark in _MEDIA_MARKS) if _may_have_media(data) else 0
+    return (len(data) - media) // _BYTES_PER_TOKEN
+
+
+def _may_have_media(data: bytes) -> bool:
+    """Return whether there may be base64 of ``_SAMPLE_BYTES``; a fifth of the time of a search for the marks."""
+    match = _BASE64_RUN.match
+    return any(match(data, place) for place in range(0, len(data), _SAMPLE_BYTES - _RUN_BYTES))
 
 
 def _sample_media(data: bytes) -> int:
-    """Estimate the bytes of base64 strings in a large JSON body; exact for strings longer than a stride.
+    """Estimate the number of bytes in base64 strings of a large JSON body.
 
-    A search through the whole body would block the router. So only the strings at certain positions are examined, each
-    once. A shorter string counts as one stride, because such strings are hit correspondingly less often.
+    A search through the whole body would block the router. So only the strings at certain positions are examined, which
+    are one stride apart. A string longer than a stride is always found, and counts exactly. A shorter string is found
+    only by chance; if found, it counts as a whole stride, so the sum is about right.
     """
     stride = len(data) // _SAMPLES
     size, place, known = 0, stride, 0
@@ -268,7 +279,7 @@ def _sample_media(data: bytes) -> int:
 
 
 def _measure_media(data: bytes, mark: bytes) -> int:
-    """Return the bytes of the base64 strings that follow this mark in a JSON body, at most ``_MAX_MARKS`` of them."""
+    """Return the bytes of the base64 strings that follow ``mark`` in a JSON body, of at most ``_MAX_MARKS`` strings."""
     size, place = 0, data.find(mark)
     for _ in range(_MAX_MARKS):
         if place < 0:
@@ -287,34 +298,34 @@ def _measure_media(data: bytes, mark: bytes) -> int:
 
 
 def encode_member(name: str, value: Any) -> bytes:
-    """Return a member of an object in the form that ``splice`` takes."""
+    """Return one member of a JSON object as JSON bytes, for ``splice``."""
     return orjson.dumps({name: value})[1:-1]
 
 
 def splice(body: InferenceBody, added: Mapping[str, bytes]) -> bytes:
-    """Run ``splice_parts``, and join the parts."""
+    """Return the same as ``splice_parts``, joined to one body."""
     return b"".join(splice_parts(body, added))
 
 
 def splice_parts(body: InferenceBody, added: Mapping[str, bytes], dropped: Collection[str] = ()) -> tuple[bytes, ...]:
-    """Return the parts of the body with members set or dropped. All other members keep every byte, and their positions.
+    """Return the body with members added or removed, as parts to join. Other members stay at the same byte positions.
 
-    The new members follow at the end. So if an instance reports the position of an error in the body, it is the same in
-    the client's body. Members of the same name that the client sent are overwritten with blanks, so that no reader can
-    prefer them.
+    The new members follow at the end, and removed members are overwritten with blanks. So if an instance reports the
+    position of an error in the body, it is correct for the client's body, too. If the client sent a member of the same
+    name as a new one, that member is overwritten, too, because a parser might prefer it.
 
     Args:
         added: new members by name, each encoded by ``encode_member``.
-        dropped: names of members that are overwritten with blanks, too.
+        dropped: names of members to remove.
 
     Raises:
-        BadBody: the client sent the same member too often.
+        BadBody: the body has too many members.
     """
     data, has_members, blanks = body.data, bool(body.members), _NO_BLANKS
     if not body.members.keys().isdisjoint(dropped) or not added.keys().isdisjoint(body.members):
         blanks, has_members = _find_blanks(body, {*added, *dropped})
     end = data.rindex(b"}")
-    # Copying a large body would block the router.
+    # A large body is not copied, because that would block the router.
     kept = data if end < UNCHECKED_BYTES else cast(bytes, memoryview(data))
     parts: list[bytes] = []
     start = 0
@@ -329,7 +340,7 @@ def splice_parts(body: InferenceBody, added: Mapping[str, bytes], dropped: Colle
 
 
 def _blank(data: bytes, large: LargeBody, start: int, end: int) -> Iterator[bytes]:
-    """Yield blanks for a range of a large body, in parts. Removed parts of a large body are not copied."""
+    """Yield blanks for a range of a large body, in parts. The removed parts of the large body are not copied."""
     for first, last, is_blank in large.list_cuts(start, end):
         yield data[start:first].translate(_BLANK)
         if is_blank:
@@ -352,13 +363,13 @@ def _find_blanks(body: InferenceBody, names: Container[str]) -> tuple[Sequence[t
             is_any_left = True
             continue
         first, last = (start, end) if large is None else (large.find_place(start), large.find_place(end))
-        # The comma before the member is blanked, too; if no member remains before it, the comma after it instead.
+        # The comma before the member is blanked, too. If no member remains before it, the comma after the member is.
         blanks.append((first - 1, last) if is_any_left else (first, last + (data[last] == _COMMA)))
     return blanks, is_any_left
 
 
 def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
-    """Yield name, start and end of each member of the object in ``data``. A name may occur twice."""
+    """Yield name, start and end of each member of the JSON object in ``data``. A name may occur twice."""
     depth, start = 0, 0
     key: str | None = None
     for token in _TOKEN.finditer(hide_escapes(data)):
@@ -379,10 +390,10 @@ def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 def _members_of_long(data: bytes, hidden: bytes | None = None) -> Iterator[tuple[str, int, int]]:
-    """Yield the same as ``_members``, in a time that depends on the number of bytes, not of values.
+    """Yield the same as ``_members`` for a long body. The time depends on its bytes, not on the number of its values.
 
     Args:
-        hidden: ``data`` with its escapes hidden, if that has been computed.
+        hidden: ``data`` with its escapes hidden, if the caller has it.
     """
     hidden = hide_escapes(data) if hidden is None else hidden
     characters = np.frombuffer(hidden, np.uint8)
@@ -395,10 +406,10 @@ def _members_of_long(data: bytes, hidden: bytes | None = None) -> Iterator[tuple
     places, kinds = places[is_outside], kinds[is_outside]
     change = _DEPTH_CHANGE[kinds]
     depth = np.cumsum(change, dtype=np.int32)
-    # The object's beginning, the commas between its members, and its end.
+    # The positions of the object's beginning, of the commas between its members, and of its end.
     seams = places[((depth == 1) & (change >= 0)) | ((depth == 0) & (change < 0))].tolist()
     if len(seams) > MAX_MEMBERS + 1:
-        raise BadBody(f"the body has {len(seams) - 1} members; it may have {MAX_MEMBERS}")
+        raise BadBody(f"the body has {len(seams) - 1} members; at most {MAX_MEMBERS} are allowed")
     for before, end in itertools.pairwise(seams):
         quote = hidden.find(b'"', before, end)
         if quote >= 0:
@@ -406,8 +417,8 @@ def _members_of_long(data: bytes, hidden: bytes | None = None) -> Iterator[tuple
 
 
 def _parse_leniently(data: bytes, error: orjson.JSONDecodeError) -> Any:
-    # NaN, half a surrogate pair and numbers out of range are not JSON, but engines written in Python accept them.
-    # ``error`` may be about one of these, and the real mistake may come later.
+    # NaN, half a surrogate pair and numbers out of range are not JSON, but engines written in Python accept them. So
+    # orjson's ``error`` may be about something that is allowed, and an actual mistake may come later.
     if len(data) > _LENIENT_BYTES or weigh_values(data, 0, len(data)) > _LENIENT_WEIGHT:
         raise BadBody(f"the body is not valid JSON: {error}")
     try:
@@ -430,22 +441,23 @@ def _kind(value: Any) -> str:
 
 
 class Usage(NamedTuple):
-    """Token counts of an answer's ``usage``, as far as it has them."""
+    """Token counts of a response's ``usage``; a count that the response lacks is None."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     own_cached_tokens: int | None = None
-    """Cached tokens from the instance's own cache (the rest came from the pool). Reported by our engine only."""
+    """Cached tokens from the instance's own cache; the others came from the pool. Only our engine reports this count.
+    """
 
 
 _NO_FIGURES = Usage()
 
 
 def read_usage(data: bytes) -> Usage | None:
-    """Return the last usage in ``data``, an answer or the end of an event stream; None if there is none.
+    """Return the last usage in ``data``, which is a response or the end of an event stream; None if it has no usage.
 
-    Use the counts for statistics only: generated text that imitates a usage can falsify them.
+    Use the counts for statistics only, because generated text can imitate a usage.
     """
     mark = data.rfind(_USAGE_MARK)
     if mark < 0:
@@ -477,7 +489,7 @@ def read_usage(data: bytes) -> Usage | None:
 
 
 def _find_end(data: bytes, start: int, end: int) -> int:
-    """Return the end of the object at ``start``, with its first nested object before ``end``; 0 if it is too far."""
+    """Return the end of the object at ``start``, with a nested object before ``end``; 0 if the end is too far away."""
     limit = start + _USAGE_BYTES
     while end and data.count(b"{", start, end) > data.count(b"}", start, end):
         end = data.find(b"}", end, limit) + 1
@@ -485,7 +497,7 @@ def _find_end(data: bytes, start: int, end: int) -> int:
 
 
 def _add_details(members: dict[str, Any]) -> dict[str, Any]:
-    """Return the members of a usage and those of its nested objects."""
+    """Return the members of a usage, and the members of its nested objects."""
     found = members
     for details in members.values():
         if type(details) is dict:
@@ -494,7 +506,7 @@ def _add_details(members: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_cached_figures(data: bytes) -> Mapping[bytes, bytes]:
-    """Return the cached-token counts of an answer's usage, by name."""
+    """Return the cached-token counts in the usage of a response, by name."""
     start = data.rfind(_USAGE_MARK)
     if start < 0:
         return {}
@@ -505,7 +517,12 @@ def read_cached_figures(data: bytes) -> Mapping[bytes, bytes]:
 
 
 def set_figures(data: bytes, figures: Mapping[bytes, bytes]) -> bytes:
-    """Return an answer, or events of one, in which those ``figures`` that its usage contains have these values."""
+    """Return a response, or its events, in which the numbers of the usage are replaced.
+
+    Args:
+        data: the response or the events.
+        figures: the new number of each member of the usage that is replaced, by the member's name.
+    """
     start = data.find(_USAGE_MARK)
     if start < 0 or not figures:
         return data
@@ -514,7 +531,7 @@ def set_figures(data: bytes, figures: Mapping[bytes, bytes]) -> bytes:
 
 
 class TokenCount:
-    """Number of tokens in an event stream so far, needed while its engine has not sent its usage."""
+    """Counts the tokens of an event stream, for the case that the engine sends no usage."""
 
     __slots__ = ("_by_ids", "_by_text")
 
@@ -527,7 +544,7 @@ class TokenCount:
         return self._by_ids or self._by_text
 
     def add(self, events: bytes) -> None:
-        """Count the tokens of these events, as received from the engine."""
+        """Count the tokens in ``events``, which are bytes from the engine."""
         for ids in _GENERATED_IDS.findall(events):
             self._by_ids += ids.count(b",") + 1
         if not self._by_ids:

@@ -1,7 +1,8 @@
 """CORS: which web pages may use the router from a browser, according to the WHATWG's Fetch Standard.
 
-A browser hides an answer, including errors, from a script of another origin unless a response header allows it. Before
-a request that no HTML form could send, it sends a preflight: an OPTIONS request without credentials.
+If a script comes from another origin, the browser hides every response from it, including errors, unless a response
+header allows the script to read it. The browser sends a preflight (an OPTIONS request without credentials) before any
+request that an HTML form cannot send.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ ANYBODY = "*"
 METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE"
 # Headers that a script may read in addition to those in the standard.
 EXPOSED = b"X-Request-Id, Retry-After"
-# A browser may cache the preflight's answer for this time. Chromium's maximum is two hours.
+# A browser may cache the response to a preflight for this time. Chromium's maximum is two hours.
 MAX_AGE_SECONDS = 3600
 
 _VARY = (b"vary", b"Origin")
 
 
 class PreflightAnswer(NamedTuple):
-    """The answer to a preflight, in addition to the headers of every answer."""
+    """The response to a preflight. The headers of ``Cors.answer_headers`` are added to it."""
 
     status: int
     headers: Headers
@@ -33,41 +34,41 @@ class PreflightAnswer(NamedTuple):
 
 
 class Cors:
-    """The origins of the pages that may use the router."""
+    """The origins of the web pages that may use the router."""
 
     def __init__(self, origins: Collection[str]) -> None:
         """
         Args:
-            origins: for example ``https://chat.example.com``; ``*`` for all.
+            origins: for example ``https://chat.example.com``; ``*`` allows all origins.
         """
         self._is_open = ANYBODY in origins
-        self._origins = {_as_browsers_say(origin) for origin in origins}
+        self._origins = {_normalize_origin(origin) for origin in origins}
 
     def __repr__(self) -> str:
         return f"<Cors {ANYBODY if self._is_open else sorted(self._origins)}>"
 
     def answer_headers(self, headers: Headers) -> Headers:
-        """Return the headers for every answer to a request with these ``headers``, including errors."""
+        """Return the headers to add to every response, also to errors, for a request with these ``headers``."""
         if self._is_open:
             return [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", EXPOSED)]
         origin = _find_header(headers, b"origin")
         if origin.decode("latin-1") not in self._origins:
-            return [_VARY]  # a cache must not send this answer to an allowed origin
+            return [_VARY]  # a cache must not send this response to an allowed origin
         return [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", EXPOSED), _VARY]
 
     def answer_preflight(self, headers: Headers) -> PreflightAnswer | None:
-        """Return the answer to an OPTIONS with these headers; None if it is not a preflight."""
+        """Return the response to an OPTIONS request with these headers; None if the request is not a preflight."""
         origin = _find_header(headers, b"origin")
         if not origin or not _find_header(headers, b"access-control-request-method"):
             return None
         name = origin.decode("latin-1")
         if not self._is_open and name not in self._origins:
-            message = f"pages of the origin {name!r} may not use this router; server.cors-allowed-origins names those" \
+            message = f"pages of the origin {name!r} may not use this router; server.cors-allowed-origins lists those" \
                 " that may"  # fmt: skip
             body = ApiError(403, message, "origin_not_allowed").body()
             return PreflightAnswer(403, [(b"content-type", b"application/json")], body)
         allowed = [(b"access-control-allow-methods", METHODS), (b"access-control-max-age", b"%d" % MAX_AGE_SECONDS)]
-        # Lists the requested headers, because "*" would not include Authorization.
+        # The response lists the requested headers, because "*" does not include Authorization.
         if wanted := _find_header(headers, b"access-control-request-headers"):
             allowed.append((b"access-control-allow-headers", wanted))
         return PreflightAnswer(204, allowed, b"")
@@ -80,7 +81,7 @@ def _find_header(headers: Headers, wanted: bytes) -> bytes:
     return b""
 
 
-def _as_browsers_say(origin: str) -> str:
-    """Return the origin as browsers send it: in lower case, and without the scheme's default port."""
+def _normalize_origin(origin: str) -> str:
+    """Return ``origin`` as a browser sends it: in lower case, and without the default port of its scheme."""
     origin = origin.lower()
     return origin.removesuffix(":443" if origin.startswith("https:") else ":80")

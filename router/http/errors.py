@@ -3,15 +3,16 @@
 ::
 
     UpstreamError
-    ├── NoRoom            this machine cannot open one more connection, to any instance
-    ├── ConnectFailed     no connection was made, so the instance has not received the request
-    │   ├── NameUnresolved    no name server answers at present; the instance may work
-    │   └── ConnectRefused    no process listens there: not yet, or not any more, then accepted requests may continue
-    ├── ConnectionLost    the connection ended before the response did
-    │   └── StaleConnection   a pooled connection ended without one byte of response: most likely, but not
-    │                         certainly, the instance closed it while idle and never received the request
-    ├── BadResponse       the received bytes are not an HTTP/1.1 response
-    └── TimedOut          the time limit was exceeded
+    ├── NoRoom            the router's machine cannot open another connection, to any instance
+    ├── ConnectFailed     the router could not connect, so the instance has not received the request
+    │   ├── NameUnresolved    no name server responds at present; the instance may work
+    │   └── ConnectRefused    no process listens at the instance's address; a process that is shutting down may still
+    │                         finish the requests that it has accepted
+    ├── ConnectionLost    the connection ended before the response was complete
+    │   └── StaleConnection   a pooled connection ended before the first byte of the response: most likely the
+    │                         instance closed the idle connection and never received the request
+    ├── BadResponse       the instance sent bytes that are not an HTTP/1.1 response
+    └── TimedOut          the response took longer than its time limit
 """
 
 from __future__ import annotations
@@ -34,32 +35,32 @@ class UpstreamError(Exception):
 
 
 class ConnectFailed(UpstreamError):
-    """No connection was made, so the instance has not received the request."""
+    """The router could not connect to the instance, so the instance has not received the request."""
 
 
 class ConnectRefused(ConnectFailed):
-    """No process listens there. A process that is shutting down may still finish the requests it has accepted."""
+    """No process listens at the instance's address. A process that is shutting down may still finish its requests."""
 
 
 class NameUnresolved(ConnectFailed):
-    """The instance's name was not resolved, because no name server answered."""
+    """The instance's host name was not resolved, because no name server responded."""
 
 
 class NoRoom(UpstreamError):
-    """This machine cannot open one more connection. The instance is not the cause."""
+    """The router's machine cannot open another connection. The instance is not the cause."""
 
 
 class ConnectionLost(UpstreamError):
-    """The connection ended before the response did."""
+    """The connection to the instance ended before the response was complete."""
 
 
 class StaleConnection(ConnectionLost):
-    """A pooled connection ended without one byte of response: most likely the instance never received the request."""
+    """A pooled connection ended before the first byte of the response; most likely the instance got no request."""
 
 
 class BadResponse(UpstreamError):
-    """The received bytes are not an HTTP/1.1 response."""
+    """The instance sent bytes that are not an HTTP/1.1 response."""
 
 
 class TimedOut(UpstreamError):
-    """The time limit of the exchange was exceeded."""
+    """The response of the instance took longer than its time limit."""

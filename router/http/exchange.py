@@ -1,8 +1,8 @@
-"""One request to one instance and its response, and the connection that it uses.
+"""One request to one instance and its response, and the connection that carries them.
 
-An exchange reports to one ``Receiver``, without a task. Code that waits in a task uses a ``ResponseReader``.
-``Exchange.fail`` ends an exchange from outside at any moment, with an exception that the caller chooses. It is used
-when the other leg of a pair fails or a timer fires. So no task has to be cancelled.
+An exchange calls the methods of one ``Receiver`` and needs no task. Code that waits in a task uses a
+``ResponseReader``. ``Exchange.fail`` ends an exchange from outside at any moment, with an exception that the caller
+chooses, for example when the other leg of a pair fails or a timer fires. So no task has to be cancelled.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import Any, Protocol, cast
 
 import httptools
 
+from kvcommon.http_limits import HEAD_BYTES, MAX_HEADERS
 from router.http.errors import BadResponse, ConnectionLost, StaleConnection, UpstreamError
-from router.http.message import NOT_PASSED_BACK, Address, Headers, end_to_end
+from router.http.message import NOT_PASSED_BACK, Address, Headers, PreparedHead, end_to_end
 
-__all__ = ["HIGH_WATER", "Connection", "Exchange", "ExchangeRecord", "Receiver", "ResponseReader"]
+__all__ = ["HIGH_WATER", "Connection", "Exchange", "ExchangeMaker", "ExchangeRecord", "Receiver", "ResponseReader"]
 
-# Limit of body bytes that a reader buffers until its task takes them; beyond it, the instance's socket is not read.
+# A ``ResponseReader`` that has buffered more body bytes than this stops reading the instance's socket.
 HIGH_WATER = 256 * 1024
-# A dead host, which sends no FIN, is noticed after about half a minute.
+# Times of TCP keep-alive: the death of a host, which sends no FIN, is detected after about half a minute.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 15, 5, 3
-# A longer head is not a valid answer of an instance. The limit is the same as for clients' requests (``server.py``).
-HEAD_BYTES = 64 * 1024
-MAX_HEADERS = 1000
 
 _USUAL_OPTIONS = frozenset(b"close keep-alive".split())
 
@@ -36,9 +34,9 @@ class Receiver(Protocol):
     """The object that an exchange reports to. It may call ``pause`` and ``resume`` of the exchange at any time."""
 
     def on_data(self, data: bytes, is_end: bool) -> None:
-        """Receive the body's bytes of one read of the socket. The exchange has the status and the headers by then.
+        """Receive the body bytes that one read of the socket brought. The exchange already has status and headers.
 
-        One call reports head, data and end together, because a short response arrives in one read.
+        One call reports head, data and end together if one read brought them, as for a short response.
 
         Args:
             data: the next bytes of the body; empty if only the head or the end arrived.
@@ -46,52 +44,65 @@ class Receiver(Protocol):
         """
 
     def on_failed(self, error: Exception) -> None:
-        """Handle the failure of the exchange: an ``UpstreamError``, or what ``fail`` was called with. The last call."""
+        """Handle the failure of the exchange; no further call follows.
+
+        Args:
+            error: an ``UpstreamError``, or the exception that ``Exchange.fail`` was called with.
+        """
+
+
+class ExchangeMaker(Protocol):
+    """Makes the exchanges with instances: the connection pool, or a gateway."""
+
+    def prepare_exchange(
+        self, address: Address, head: PreparedHead, body: bytes | tuple[bytes, ...], fresh: bool = False
+    ) -> Exchange:
+        """Return an exchange with the instance at ``address``; see ``ConnectionPool.prepare_exchange``."""
 
 
 class Pool(Protocol):
-    """The pool that connections belong to."""
+    """The methods of a connection pool that its connections and exchanges call."""
 
     def take_idle(self, address: Address) -> Connection | None:
-        """Return an open connection without an exchange, if there is one."""
+        """Return an open connection to ``address`` that no exchange uses; None if there is none."""
 
     async def connect(self, address: Address) -> Connection:
-        """Return a new connection; raise ``UpstreamError`` if it cannot be made."""
+        """Open a new connection to ``address``; raise ``UpstreamError`` if that fails."""
 
     def add_open(self, connection: Connection) -> None:
-        """Count a connection that was made."""
+        """Add a newly opened connection to the open connections of the pool."""
 
     def discard_open(self, connection: Connection) -> None:
-        """Remove a closed connection."""
+        """Remove a closed connection from the open connections of the pool."""
 
     def give_back(self, connection: Connection) -> None:
-        """Take back a connection after a complete response."""
+        """Store a connection for another exchange; its response is complete."""
 
 
 class ExchangeRecord:
-    """The part of an exchange that outlives it: records of requests retain thousands of these.
+    """Times and status of an exchange. The record of a request stores them after the end of the exchange.
 
-    ``Exchange.__init__`` sets all attributes. A constructor here would cost one more call per leg of each request.
+    ``Exchange.__init__`` sets all attributes, because a constructor here would cost one more call for each leg.
     """
 
     __slots__ = ("ended_at", "first_byte_at", "is_complete", "sent_at", "status")
 
     sent_at: float
-    """When the request was sent. All times here are from ``time.perf_counter``, and 0 before the event."""
+    """Time at which the request was sent. All times are values of ``time.perf_counter``, and 0 before the event."""
     first_byte_at: float
-    """When the first byte of the body arrived."""
+    """Time at which the first byte of the body arrived."""
     ended_at: float
-    """When the response was complete, or the exchange failed."""
+    """Time at which the response was complete, or the exchange failed."""
     status: int
     is_complete: bool
-    """Whether the whole response arrived."""
+    """Whether the whole response has arrived."""
 
 
 class Exchange:
     """One request to one instance and its response.
 
-    ``send`` sends the request; from then on ``receiver`` gets the response. The creator of an exchange closes it.
-    Callers only read its public attributes, except ``receiver``.
+    ``send`` sends the request. After that, ``receiver`` gets the response. The code that made the exchange closes it.
+    Other code may set ``receiver``; all other public attributes are read-only for it.
     """
 
     __slots__ = (
@@ -116,22 +127,22 @@ class Exchange:
     def __init__(self, pool: Pool, address: Address, request: Sequence[bytes], bodiless: bool, fresh: bool) -> None:
         self.address = address
         self.bodiless = bodiless
-        """Whether the response ends with its head (a response to HEAD)."""
+        """Whether the response has no body, because the request's method is HEAD."""
         self.fresh = fresh
-        """Whether it uses its own connection."""
+        """Whether this exchange opens a new connection, which is closed afterwards."""
         self.status = 0
         self.headers: Headers = []
-        """The headers that a client may get: those in ``NOT_PASSED_BACK`` are missing."""
+        """Headers of the response that a client may get, without those in ``NOT_PASSED_BACK``."""
         self.complete = False
         """Whether the whole response has arrived."""
         self.is_closed = False
-        """Whether it failed, or was closed before the response was complete."""
+        """Whether this exchange failed, or was closed before the response was complete."""
         self.is_paused = False
-        """Whether the receiver has stopped the reading."""
+        """Whether the receiver has paused reading."""
         self.last_heard = 0.0
-        """When the last piece of the body arrived, from ``time.perf_counter``."""
+        """Time at which the last piece of the body arrived, a value of ``time.perf_counter``."""
         self.receiver: Receiver | None = None
-        """The object that gets the response. None once the exchange has ended, which avoids a reference cycle."""
+        """The object that gets the response; None after the exchange has ended, which avoids a reference cycle."""
         self.record = record = ExchangeRecord()
         record.sent_at = record.first_byte_at = record.ended_at = 0.0
         record.status, record.is_complete = 0, False
@@ -146,11 +157,15 @@ class Exchange:
         return f"<Exchange {self.address} status={self.status} {state}>"
 
     def is_silent(self, since: float) -> bool:
-        """Return whether nothing has arrived since this time of ``time.perf_counter``, although it is read."""
+        """Return whether no data has arrived since the time ``since``, although the router is reading the connection.
+
+        Args:
+            since: a value of ``time.perf_counter``.
+        """
         return not (self.complete or self.is_closed or self.is_paused) and self.last_heard < since
 
     def send(self, receiver: Receiver) -> None:
-        """Send the request on an idle connection, or on a new one as soon as it is made."""
+        """Send the request: at once on an idle connection, else on a new connection as soon as it is open."""
         if self.is_closed:
             return
         self.receiver = receiver
@@ -158,19 +173,19 @@ class Exchange:
         if connection is not None:
             self._may_be_stale = True
             self.record.sent_at = time.perf_counter()
-            request, self._request = self._request, ()  # it may be large, and the response may take long
+            request, self._request = self._request, ()  # frees the memory of a large request before its response ends
             connection.send_request(self, request)
         else:
             self._connecting = asyncio.ensure_future(self._connect_and_send())
 
     def pause(self) -> None:
-        """Stop reading the response, because its receiver cannot take more."""
+        """Stop reading the response, because its receiver cannot accept more data."""
         if self._connection is not None and not self.is_paused:
             self.is_paused = True
             self._connection.pause_reading()
 
     def resume(self) -> None:
-        """Continue reading the response."""
+        """Continue reading the response after ``pause``."""
         if self.is_paused:
             self.is_paused = False
             self.last_heard = time.perf_counter()
@@ -178,34 +193,36 @@ class Exchange:
                 self._connection.resume_reading()
 
     def fail(self, error: Exception) -> None:
-        """End this exchange now, and report ``error``. This has no effect on an exchange that has ended."""
+        """End this exchange now, and pass ``error`` to its receiver. Does nothing if the exchange has already ended."""
         receiver = self.receiver
         self.close()
         if receiver is not None:
             receiver.on_failed(error)
 
     def close(self) -> None:
-        """Release the connection; close it if the response is not complete. The receiver gets no report."""
+        """Release the connection, and close it if the response is not complete. Do not notify ``receiver``."""
         if self.complete or self.is_closed:
             return
         self.is_closed, self.receiver = True, None
         self.record.ended_at = time.perf_counter()
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
-            connecting.cancel()  # if it has not started yet, it never will, and cannot report its end itself
+            connecting.cancel()  # a task that is cancelled before it starts never runs, so it cannot report its own end
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """Receive the head from the connection, before ``on_read``."""
+        """Store the head of the response. The connection calls this before ``on_read``."""
         self.status, self.headers = status, headers
         self.record.status = status
 
     def on_read(self, data: bytes, is_end: bool) -> None:
-        """Receive the new body bytes from the connection, once after each read of its socket; as ``Receiver.on_data``.
+        """Pass new bytes of the body to the receiver. The connection calls this once after each read of its socket.
 
-        With ``is_end``, the connection is free for another exchange.
+        Args:
+            data: the new bytes; empty if only the head or the end arrived.
+            is_end: whether the response is complete. Then another exchange may use the connection.
         """
         self._may_be_stale = False
         receiver = self.receiver
@@ -223,26 +240,26 @@ class Exchange:
             receiver.on_data(data, is_end)
 
     def on_lost(self, error: UpstreamError) -> None:
-        """Handle the loss of the connection before the response is complete; called by the connection."""
+        """Fail, because the connection was lost before the response was complete. The connection calls this."""
         self._connection = None
         if self._may_be_stale:
-            error = StaleConnection(f"{self.address} closed an idle connection as the request was sent on it")
+            error = StaleConnection(f"{self.address} closed an idle connection while the router sent the request on it")
         self.fail(error)
 
     async def _connect_and_send(self) -> None:
         connection: Connection | None = None
         try:
             connection = await self._pool.connect(self.address)
-            self._connecting = None  # else ``close`` would cancel this task
+            self._connecting = None  # otherwise ``close`` would cancel this task
             self._send_on(connection)
-        except Exception as exc:  # also a bug in the router: somebody waits for the result
+        except Exception as exc:  # also after a bug in the router, because the receiver waits for a result
             self._connecting = None
             if connection is not None:
                 connection.abort()
-            self.fail(exc.with_traceback(None))  # its traceback would form a reference cycle
+            self.fail(exc.with_traceback(None))  # the traceback would form a reference cycle
 
     def _send_on(self, connection: Connection) -> None:
-        """Send the request on a connection that was just made."""
+        """Send the request on a newly opened connection."""
         if self.is_closed:
             connection.abort()
         elif not connection.is_open:
@@ -254,7 +271,7 @@ class Exchange:
 
 
 class ResponseReader:
-    """Receiver for a task that waits for the response. It sends the request of its exchange."""
+    """Receiver for a task that waits for the response. The constructor sends the request of the exchange."""
 
     __slots__ = ("_chunks", "_error", "_exchange", "_size", "_waiter")
 
@@ -267,10 +284,10 @@ class ResponseReader:
         exchange.send(self)
 
     async def head(self) -> int:
-        """Wait for the response's head, and return its status.
+        """Wait for the head of the response, and return its status.
 
         Raises:
-            UpstreamError: the exchange failed; or the exception that ``Exchange.fail`` was called with.
+            UpstreamError: the exchange failed; or another exception that ``Exchange.fail`` was called with.
         """
         while not self._exchange.status and self._error is None:
             await self._wait()
@@ -279,10 +296,10 @@ class ResponseReader:
         return self._exchange.status
 
     async def chunk(self) -> bytes:
-        """Return the bytes of the body that were not taken yet, waiting for at least one; ``b""`` at the end.
+        """Return the body bytes that arrived since the last call; wait for at least one. Return ``b""`` at the end.
 
         Raises:
-            UpstreamError: the exchange failed before the end; or the exception that ``Exchange.fail`` was called with.
+            UpstreamError: as in ``head``.
         """
         while not self._chunks:
             if self._error is not None:
@@ -297,10 +314,10 @@ class ResponseReader:
         return data
 
     async def read(self, enough: int) -> bytes:
-        """Return the rest of the body, or what has arrived as soon as there are ``enough`` bytes.
+        """Return the rest of the body; stop as soon as at least ``enough`` bytes have arrived.
 
         Raises:
-            UpstreamError: as in ``chunk``.
+            UpstreamError: as in ``head``.
         """
         parts: list[bytes] = []
         size = 0
@@ -335,8 +352,10 @@ class ResponseReader:
             self._waiter.set_result(None)
 
     def _take_error(self, error: Exception) -> Exception:
-        """Return ``error`` and remove it here: once raised, its traceback refers to this reader, which would form a
-        reference cycle that only the garbage collector could free.
+        """Return ``error``, and replace it in this reader by another one.
+
+        A raised exception refers to this reader through its traceback. If the reader also referred to the exception,
+        only the garbage collector could free both.
         """
         self._error = ConnectionLost(f"the exchange with {self._exchange.address} had failed")
         return error
@@ -345,8 +364,8 @@ class ResponseReader:
 class Connection(asyncio.Protocol):
     """One connection to an instance, and the exchange that uses it.
 
-    httptools calls the methods ``on_...`` while it parses bytes. These only collect data. After each read of the
-    socket, the exchange gets all that was collected in one call.
+    httptools calls the methods ``on_...`` while it parses bytes; they only collect data. After each read of the socket,
+    one call passes everything that was collected to the exchange.
     """
 
     def __init__(self, pool: Pool, address: Address) -> None:
@@ -357,21 +376,20 @@ class Connection(asyncio.Protocol):
         self._parser: Any = None
         self._exchange: Exchange | None = None
         self.is_open = True
-        """Whether a request may be sent on it, once it is connected. If not, its exchange may still get a response."""
+        """Whether a request may be sent on this connection. If false, its exchange may still get a response."""
         self._is_paused = False
         self._keep_alive = False
-        # State of the response that is being received: its headers, whether one of them defines where its body ends,
-        # the pieces of the body not yet passed on, and whether it is complete.
+        # State of the response that is being received:
         self._headers: Headers = []
         self._head_bytes = 0  # received bytes of an incomplete head
-        self._has_length = False
-        self._has_options = False  # whether its head names headers that concern this connection
-        self._is_informational = False
-        self._pieces: list[bytes] = []
+        self._has_length = False  # whether a header says where the body ends
+        self._has_options = False  # whether the header "connection" names further headers
+        self._is_informational = False  # whether the status is 1xx, so that another head follows
+        self._pieces: list[bytes] = []  # pieces of the body that the exchange has not got yet
         self._is_whole = False
 
     def send_request(self, exchange: Exchange, request: Sequence[bytes]) -> None:
-        """Begin ``exchange`` by writing the parts of its request. From now on it gets all received bytes.
+        """Write the parts of the request of ``exchange``, which gets all bytes that are received from now on.
 
         The connection must be open.
         """
@@ -379,34 +397,34 @@ class Connection(asyncio.Protocol):
         self._transport.writelines(request)
 
     def pause_reading(self) -> None:
-        """Stop reading, because the exchange has too much data."""
+        """Stop reading the socket, because the exchange has too much data."""
         if self.is_open and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Continue reading, if it was stopped."""
+        """Continue reading the socket after ``pause_reading``."""
         if self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Close it immediately, without notifying its exchange."""
+        """Close the connection immediately. Its exchange is not notified."""
         self._exchange = None
         self.is_open = False
         if self._is_made:
             self._transport.abort()
 
     def drop(self) -> None:
-        """Close it if nothing waits for it any more: uvloop does not report the end of a new connection."""
+        """Close a new connection that no exchange waits for. Needed because uvloop does not report its end."""
         self.abort()
         self.connection_lost(None)
         self._transport, self._is_made = cast(asyncio.Transport, None), False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Handle asyncio's event."""
+        """Handle asyncio's event: the connection is open."""
         self._transport, self._is_made = cast(asyncio.Transport, transport), True
-        if not self.is_open:  # nothing waits for it any more
+        if not self.is_open:  # no exchange waits for this connection any more
             self._transport.abort()
             return
         self._parser = httptools.HttpResponseParser(self)
@@ -417,20 +435,22 @@ class Connection(asyncio.Protocol):
             self.abort()  # the instance has already closed it
 
     def data_received(self, data: bytes) -> None:
-        """Handle asyncio's event."""
+        """Handle asyncio's event: data has arrived."""
         if self._exchange is None:
-            self.abort()  # unexpected bytes: this connection cannot be trusted with a request
+            self.abort()  # after bytes that no request asked for, the connection is not safe to use
             return
         error = None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            error = BadResponse(f"{self.address} did not answer in HTTP: {exc}")
+            error = BadResponse(f"{self.address} sent a response that is not HTTP: {exc}")
         exchange, pieces = self._exchange, self._pieces
         if not exchange.status and error is None:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES:
-                error = BadResponse(f"{self.address} sent more than {HEAD_BYTES} bytes without a whole head")
+                error = BadResponse(
+                    f"{self.address} sent more than {HEAD_BYTES} bytes without a complete response head"
+                )
         body = b""
         if pieces:
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -446,11 +466,11 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def eof_received(self) -> None:
-        """Handle asyncio's event; asyncio closes the connection then."""
+        """Handle asyncio's event: the instance sends nothing more. asyncio then closes the connection."""
         self.is_open = False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handle asyncio's event."""
+        """Handle asyncio's event: the connection is closed."""
         self.is_open = False
         self._parser = None  # breaks a reference cycle that only the garbage collector could free
         self._pool.discard_open(self)
@@ -461,16 +481,18 @@ class Connection(asyncio.Protocol):
             self._exchange = None
             exchange.on_read(b"", True)  # a body without a length ends with the connection
         else:
-            self._fail_exchange(ConnectionLost(f"{self.address} closed the connection before its answer was complete"))
+            self._fail_exchange(
+                ConnectionLost(f"{self.address} closed the connection before its response was complete")
+            )
 
     def on_message_begin(self) -> None:
-        """Handle httptools's event."""
+        """Handle httptools's event: a response begins."""
         if self._is_whole:
-            self._keep_alive = False  # more bytes than the response has: the connection must not be reused
+            self._keep_alive = False  # bytes follow the complete response, so the connection must not be reused
         self._headers, self._has_length, self._has_options = [], False, False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Handle httptools's event."""
+        """Handle httptools's event: a header is complete."""
         name = name.lower()
         if name == b"content-length":
             self._has_length = True
@@ -483,7 +505,7 @@ class Connection(asyncio.Protocol):
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Handle httptools's event."""
+        """Handle httptools's event: the head of the response is complete."""
         status = self._parser.get_status_code()
         if not 100 <= status <= 599:
             raise ValueError(f"status {status}")
@@ -497,21 +519,21 @@ class Connection(asyncio.Protocol):
         exchange.on_head(status, end_to_end(self._headers, NOT_PASSED_BACK) if self._has_options else self._headers)
         self._headers, self._head_bytes = _DROPPED, 0  # trailers, after a chunked body, are ignored
         if exchange.bodiless:
-            self._keep_alive = False  # the parser would regard the next bytes as the body, which a HEAD response lacks
+            self._keep_alive = False  # the parser expects a body, which a response to HEAD does not have
             self._is_whole = True
 
     def on_body(self, data: bytes) -> None:
-        """Handle httptools's event."""
+        """Handle httptools's event: a piece of the body has arrived."""
         if not self._is_whole:
             self._pieces.append(data)
 
     def on_message_complete(self) -> None:
-        """Handle httptools's event."""
+        """Handle httptools's event: the response is complete."""
         if not self._is_informational:
             self._is_whole = True
 
     def _end_exchange(self) -> None:
-        """End the exchange after a complete response, and release the connection for another one if it is reusable."""
+        """Return the connection to the pool after a complete response, or close it if it cannot be reused."""
         if not self.is_open:
             return
         if self._is_paused:

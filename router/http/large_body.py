@@ -1,9 +1,9 @@
-"""Scan of large bodies before they are parsed.
+"""Scan of a large body before it is parsed.
 
-Parsing blocks everything else in the router. Its time depends mainly on the number of values, then on the number of
-bytes. So a large body is scanned in pieces, and other work can run between them. It is refused if it has too many
-values. Most of any very long text, which the router does not need, is removed before parsing. Instances get the whole
-body.
+While a body is parsed, the router does nothing else. The time for parsing depends mainly on the number of values, less
+on the number of bytes. So a large body is scanned in pieces before, and other work can run between the pieces. A body
+with too many values is refused. The middle of a very long text is removed before parsing, because the router does
+not need it. Instances still get the whole body.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ import orjson
 __all__ = ["UNCHECKED_BYTES", "BadBody", "LargeBody", "hide_escapes", "show_escapes", "weigh_values"]
 
 UNCHECKED_BYTES = 100_000
-"""Bodies up to this size may be parsed directly."""
+"""Size up to which a body may be parsed without a scan."""
 
-# Limit of the bytes to parse that remain of a larger body after removing its long texts.
+# Limit of the bytes that may remain for the parser after long texts were removed.
 MAX_PARSED_BYTES = 6 * 1024 * 1024
-# Maximum size of a body in which escapes are hidden in one step.
+# Size up to which escapes of a body are hidden in one step.
 _HIDDEN_AT_ONCE = 1024 * 1024
-# Scanning this much takes a few milliseconds.
+# Size of a piece; scanning it takes a few milliseconds.
 PIECE_BYTES = 128 * 1024
-# In larger bodies, texts are removed beyond the first pieces; policies use four megabytes.
+# In a body larger than this, long texts after the first KEPT_PIECES pieces are removed. Policies use four megabytes.
 SHORTENED_BYTES = 5 * 1024 * 1024
 KEPT_PIECES = 32
-# orjson takes about 40 ns for a number, 4 times that for a member's name, and 6 times for an array or an object, which
-# the garbage collector has to track, too.
+# Weights are times for parsing, in units of one number (orjson: about 40 ns). A member's name takes 4 units. An array
+# or an object takes 6, because the garbage collector has to track it, too.
 QUOTE_WEIGHT, BRACKET_WEIGHT = 2, 6
 MAX_WEIGHT = 1_050_000
-# Up to this number, everything is parsed in one step.
+# Weight up to which a body is parsed in one step.
 FEW_VALUES = 250_000
 TOO_FINE = (
-    "the body is divided too finely to be parsed in time: of numbers alone it may have 1000000, of strings 200000, of "
-    "arrays and objects 120000"
+    "the body has too many values to be parsed in time; at most 1000000 numbers, 200000 strings or 120000 arrays and "
+    "objects are allowed"
 )
-# Replacements for an escaped backslash and an escaped quote while these are hidden: bytes that never occur in UTF-8.
+# Replacements of ``hide_escapes`` for an escaped backslash and an escaped quote: bytes that never occur in UTF-8.
 _BACKSLASH, _QUOTE = b"\xff\xfd", b"\xff\xfe"
-# The longest escape, a surrogate pair: \ud83d\ude00.
+# Length of the longest escape, a surrogate pair such as \ud83d\ude00.
 _ESCAPE_BYTES = 12
 _ESCAPE = 0x5C
 _CHARACTER_BYTES = 4
 # A complete escape that is not half of a surrogate pair.
 _WHOLE_ESCAPE = re.compile(rb"[^\\]\\u[0-9a-cefA-CEF][0-9a-fA-F]{3}")
-# The beginning of a prompt that may be token ids.
+# The beginning of a prompt that is an array, perhaps of token ids.
 _PROMPT = re.compile(rb'"(prompt|prompt_token_ids)"[ \t\r\n]*:[ \t\r\n]*\[')
 _PROMPT_BYTES = 64
-# Beyond the retained pieces, the inner part of a text of at least this length is removed.
+# After the first KEPT_PIECES pieces, the inner part of a text of at least this length is removed.
 LONG_TEXT_BYTES = 4096
 # Length of the range that is searched for a position at which a text may be cut.
 _SEARCHED_BYTES = 512
 
 
 class BadBody(ValueError):
-    """The client's body cannot be served. The message is one sentence; ``param`` is the wrong member, or None."""
+    """The client's body cannot be accepted. The message is one sentence; ``param`` is the wrong member, or None."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -65,29 +65,30 @@ class BadBody(ValueError):
 
 
 class LargeBody:
-    """A body to scan with ``check_values``; then ``shorten`` returns the part to parse."""
+    """A large body. ``check_values`` scans it; after that, ``shorten`` returns the bytes to parse."""
 
     def __init__(self, data: bytes) -> None:
         self.numbers: dict[str, list[Any]] = {}
-        """Long arrays that were parsed in pieces, by name. ``shorten`` leaves them empty."""
+        """Long arrays of token ids that were parsed in pieces, by member name. ``shorten`` leaves them empty."""
         self.prompt_tokens = 0
-        """Estimated prompt tokens, set by the code that scanned it; 0 if there is no estimate."""
+        """Estimated number of prompt tokens, set by the caller of ``check_values``; 0 if there is no estimate."""
         self.hidden: bytes | None = None
-        """The shortened body with its escapes hidden, if it is still long."""
+        """The shortened body with its escapes hidden; None if it is so short that hiding them takes little time."""
         self._data = data
+        # Start and end of each part to remove.
         self._cuts: list[tuple[int, int]] = []
         self._shortened: bytes | None = None
-        # Start positions of the cuts that are white space between values.
+        # Start positions of the removed parts that are white space between values.
         self._blank_cuts: set[int] = set()
-        # For each cut, its position in the shortened body, and the number of bytes removed up to there.
+        # For each removed part, its position in the shortened body, and the number of bytes removed up to its end.
         self._places: list[int] = []
         self._left_out: list[int] = []
 
     def check_values(self) -> Iterator[None]:
-        """Scan the body; yield after each piece so that other work can run.
+        """Scan the body. Yield after each piece, so that other work can run.
 
         Raises:
-            BadBody: it has so many values that parsing it would block the router.
+            BadBody: the body has so many values, or so many bytes, that parsing it would block the router.
         """
         weight = yield from self._weigh_values()
         if weight > FEW_VALUES or len(self._data) > SHORTENED_BYTES:
@@ -95,14 +96,14 @@ class LargeBody:
         left = len(self._data) - sum(end - start for start, end in self._cuts)
         if left > MAX_PARSED_BYTES:
             raise BadBody(
-                f"the body has {left} bytes that are no long texts and no token ids; it may have {MAX_PARSED_BYTES}"
+                f"the body has {left} bytes outside long texts and token ids; at most {MAX_PARSED_BYTES} are allowed"
             )
 
         if left > _HIDDEN_AT_ONCE:
             yield from self._hide_escapes()
 
     def _hide_escapes(self) -> Iterator[None]:
-        """Compute ``hidden`` in pieces, because a text full of escapes takes long."""
+        """Compute ``self.hidden`` piece by piece, because a text with many escapes takes long."""
         data, start = self.shorten(), 0
         pieces = []
         while start < len(data):
@@ -125,7 +126,7 @@ class LargeBody:
         return weight
 
     def _parse_numbers(self) -> Iterator[None]:
-        """Parse a long prompt of token ids in pieces, if there is one, and no other part of the body."""
+        """Parse a long prompt of token ids in pieces, if the body has one. No other part of the body is parsed."""
         data = self._data
         for start in range(0, len(data), PIECE_BYTES):
             found = _PROMPT.search(data, start, start + PIECE_BYTES + _PROMPT_BYTES)
@@ -147,7 +148,7 @@ class LargeBody:
             except orjson.JSONDecodeError:
                 return
             if not parsed or last == end - 1:
-                return  # there is a comma too many, or nothing at all: the parser will report it
+                return  # an empty array, or an extra comma, which the parser will report
             numbers += parsed
             start = last + 1
             yield
@@ -156,7 +157,7 @@ class LargeBody:
         self.numbers[found[1].decode()] = numbers
 
     def shorten(self) -> bytes:
-        """Return the body without the removed parts: the values are equal, but long texts lack their inner part."""
+        """Return the body without the removed parts. The values are the same, but long texts lack their middle."""
         if not self._cuts:
             return self._data
         if self._shortened is None:
@@ -171,18 +172,18 @@ class LargeBody:
         return self._shortened
 
     def find_place(self, place: int) -> int:
-        """Convert a position in the shortened body, outside of texts, to the position in the body."""
+        """Convert a position in the shortened body, outside of texts, to the position in the whole body."""
         cuts_before = bisect_left(self._places, place)
         return place + self._left_out[cuts_before - 1] if cuts_before else place
 
     def list_cuts(self, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield start and end of each removed part between two positions, and whether it is white space."""
+        """Yield start and end of each removed part between ``start`` and ``end``, and whether it is white space."""
         for number in range(bisect_left(self._cuts, (start, start)), bisect_left(self._cuts, (end, end))):
             first, last = self._cuts[number]
             yield first, last, first in self._blank_cuts
 
     def _check_exactly(self) -> Generator[None, None, int]:
-        """Count only commas, brackets and quotes outside of texts; and note which texts can be cut."""
+        """Count commas, brackets and quotes outside of texts only, and store which parts of texts can be removed."""
         data, size = self._data, len(self._data)
         weight, start, in_text, is_clean = 0, 0, False, False
         while start < size:
@@ -208,7 +209,13 @@ class LargeBody:
         return weight
 
     def _cut_within(self, start: int, parts: list[bytes], is_text: bool) -> None:
-        """Note the inner part of each long text and white space, in a piece that was split at its quotes."""
+        """Store which parts to remove: the middle of each long text, and most of a long white space.
+
+        Args:
+            start: position of the first of ``parts`` in the body.
+            parts: a piece of the body, split at its quotes.
+            is_text: whether the first of ``parts`` is inside a text.
+        """
         data = self._data
         for part in parts:
             end = start + len(part)
@@ -225,18 +232,19 @@ class LargeBody:
 
 
 def weigh_values(data: bytes, start: int, end: int) -> int:
-    """Estimate the time to parse a part of a body, in units of one number; too high if texts contain JSON."""
+    """Estimate the time to parse a part of a body, in units of one number. It is too high if texts contain JSON."""
     brackets = data.count(b"[", start, end) + data.count(b"{", start, end)
     quotes = data.count(b'"', start, end)
     return data.count(b",", start, end) + QUOTE_WEIGHT * quotes + BRACKET_WEIGHT * brackets
 
 
 def hide_escapes(data: bytes) -> bytes:
-    """Replace escaped quotes and backslashes in JSON by as many bytes, so that each string matches ``"[^"]*"``.
+    """Replace escaped quotes and backslashes in JSON by other bytes of the same length. ``show_escapes`` undoes it.
 
-    A pattern that handles the escapes itself needs 60 bytes of state for each: gigabytes for the longest bodies.
+    After that, the pattern ``"[^"]*"`` matches each string. A pattern that handles escapes itself needs 60 bytes of
+    state for each escape: gigabytes for the longest bodies.
     """
-    if b"\\" not in data:  # most bodies have none, and each replacement would scan them
+    if b"\\" not in data:  # most bodies have no escape, and each replacement would scan the body
         return data
     return data.replace(b"\\\\", _BACKSLASH).replace(b'\\"', _QUOTE)
 
@@ -249,7 +257,11 @@ def show_escapes(data: bytes) -> bytes:
 
 
 def _find_end(data: bytes, start: int) -> tuple[int, bool]:
-    """Return the end of a piece, outside of escapes; and whether it is outside of characters and pairs of escapes."""
+    """Return the end of the piece that begins at ``start``, and whether a text may be cut there.
+
+    The end is never within an escape. A text may be cut there if it is not within a character or a pair of escapes
+    either.
+    """
     end = start + PIECE_BYTES
     if end >= len(data):
         return len(data), False
@@ -265,7 +277,7 @@ def _find_end(data: bytes, start: int) -> tuple[int, bool]:
 
 
 def _find_seam(data: bytes, start: int, end: int) -> int:
-    """Return a position in the range that is certainly not within a character or an escape; 0 if none is found."""
+    """Return a position in the range that is certainly not within a character or an escape; 0 if there is none."""
     found = _WHOLE_ESCAPE.search(data, start, end)
     if found is not None and _begins_character(data, found.end()):
         return found.end()

@@ -1,4 +1,4 @@
-"""The parts of an HTTP/1.1 message, as used inside the router."""
+"""Parts of an HTTP/1.1 message: address, headers, the head of a request, and a complete response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOP_BY_HOP = frozenset(
         *("te", "trailer", "transfer-encoding", "upgrade"),
     )
 )
-"""Names of headers that concern one connection, and are not forwarded (RFC 9110, 7.6.1)."""
+"""Names of headers that apply to one connection only, so the router does not forward them (RFC 9110, 7.6.1)."""
 
 NOT_PASSED_BACK = HOP_BY_HOP | {
     *(b"location", b"content-location", b"refresh", b"alt-svc", b"x-request-id", b"set-cookie"),
@@ -27,8 +27,8 @@ NOT_PASSED_BACK = HOP_BY_HOP | {
     *(b"access-control-allow-credentials", b"access-control-allow-headers", b"access-control-allow-methods"),
     *(b"access-control-allow-origin", b"access-control-expose-headers", b"access-control-max-age"),
 }
-"""Names of headers in an instance's response that are not forwarded to clients: those that would lead a client around
-the router, and those that the router sets itself.
+"""Names of headers in an instance's response that the router does not forward to clients: headers for one connection,
+headers that would make a client bypass the router, and headers that the router sets itself.
 """
 
 
@@ -41,7 +41,7 @@ class Address(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Return the address as text, with its scheme."""
+        """Return the address as a URL, for example ``http://10.0.0.1:8000``."""
         return f"{'https' if self.tls else 'http'}://{self}"
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Address(NamedTuple):
 
 
 class PreparedHead(NamedTuple):
-    """Request line and headers, except the parts that depend on the instance."""
+    """Request line and headers of a request, without the headers that depend on the instance."""
 
     start: bytes
     needs_length: bool
@@ -57,7 +57,7 @@ class PreparedHead(NamedTuple):
 
 
 class Response(NamedTuple):
-    """A whole response, read to its end."""
+    """A complete response with its body."""
 
     status: int
     headers: Headers
@@ -65,11 +65,11 @@ class Response(NamedTuple):
 
 
 def prepare_head(method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> PreparedHead:
-    """Return the head of a request.
+    """Return the head of a request, which can be sent to several instances.
 
     Args:
         target: path and query as in the request line.
-        headers: without ``host``, ``connection`` and ``content-length``, which are added later.
+        headers: all headers except ``host``, ``connection`` and ``content-length``; the connection pool adds those.
     """
     lines = [b"%s %s HTTP/1.1\r\n" % (method.encode(), target)]
     for header in headers:  # no comprehension: it costs a call, and this runs for every request
@@ -79,7 +79,7 @@ def prepare_head(method: str, target: bytes, headers: Iterable[tuple[bytes, byte
 
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes] = HOP_BY_HOP) -> Headers:
-    """Return the end-to-end headers: all except ``dropped``, and except those that ``connection`` names."""
+    """Return the headers to forward: all except those in ``dropped`` and those that the ``connection`` header names."""
     kept: Headers = []
     named: set[bytes] | None = None
     for header in headers:

@@ -1,4 +1,4 @@
-"""Pooled connections to instances: HTTP/1.1, one exchange at a time per connection."""
+"""The pool of HTTP/1.1 connections to instances. Each connection carries one exchange at a time."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from router.http.message import Address, PreparedHead, Response, prepare_head
 __all__ = ["ConnectionPool"]
 
 CONNECT_SECONDS = 3.0
-# uvicorn closes a connection idle for 5 s. Using none idle for longer than this avoids a race with the closing.
+# uvicorn closes a connection that was idle for 5 s. The router uses no connection that was idle for longer than this,
+# so that it sends no request on a connection that is just being closed.
 IDLE_SECONDS = 4.0
 IDLE_CONNECTIONS = 256
-# Maximum number of cached ``host`` header values.
+# Maximum number of cached ``host`` header lines.
 MAX_HOSTS = 4096
-# For bodies up to this size, copying is cheaper than writing one more piece.
+# A body below this size is copied behind the head, which is cheaper than writing it as another piece.
 JOINED_BYTES = 16 * 1024
-# An answer to a probe or a listing is not read further than this.
+# Limit of the bytes that ``ConnectionPool.fetch`` reads of a response.
 FETCH_BYTES = 16 * 1024 * 1024
-# For a name with several addresses, a connection to the next address is tried in parallel after this time (RFC 8305).
+# If a host name has several addresses, the router tries the next one in parallel after this time (RFC 8305).
 NEXT_ADDRESS_SECONDS = 0.25
-# Errors of connect() that mean that this machine, not the instance, has run out of a resource.
+# Errors of connect() after which the router's machine, not the instance, has run out of a resource.
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN})
 
 
 class ConnectionPool:
-    """The pool of connections to all instances."""
+    """Opens connections to all instances, and stores idle connections for later exchanges."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         """
         Args:
-            tls: context with the trusted authorities; None for those of the system.
+            tls: context with the trusted certificate authorities; None: those of the system.
         """
         self._tls = tls
         self._idle: dict[Address, deque[tuple[float, Connection]]] = {}
@@ -61,23 +62,23 @@ class ConnectionPool:
         *,
         fresh: bool = False,
     ) -> Exchange:
-        """Return a request to ``address``, which ``Exchange.send`` sends.
+        """Return an exchange with the instance at ``address``; ``Exchange.send`` sends its request.
 
         Args:
             target: path and query as in the request line.
-            headers: without ``host``, ``connection`` and ``content-length``, which are added here.
-            fresh: whether to use a new connection, which is closed afterwards.
+            headers: all headers except ``host``, ``connection`` and ``content-length``; this method adds those.
+            fresh: whether to open a new connection, and close it after the exchange.
         """
         return self.prepare_exchange(address, prepare_head(method, target, headers), body, fresh)
 
     def prepare_exchange(
         self, address: Address, head: PreparedHead, body: bytes | tuple[bytes, ...], fresh: bool = False
     ) -> Exchange:
-        """Return the same as ``exchange``, with a head that several requests share, and optionally a body in parts."""
+        """Return an exchange like ``exchange``. Several requests can share ``head``; ``body`` may consist of parts."""
         host = self._hosts.get(address)
         if host is None:
             if len(self._hosts) >= MAX_HOSTS:
-                self._hosts.clear()  # some addresses may be unused for long; used ones are added again
+                self._hosts.clear()  # removes addresses that are not used any more; the others are added again
             host = self._hosts[address] = b"host: %s\r\n" % str(address).encode()
         bodies = body if type(body) is tuple else (body,)
         size = sum(map(len, bodies))
@@ -95,13 +96,13 @@ class ConnectionPool:
         body: bytes = b"",
         timeout: float,
     ) -> Response:
-        """Run a whole small exchange on a new connection: probes, aborts, listings.
+        """Send a small request on a new connection, and return the response. Used for probes, aborts and listings.
 
         Args:
-            timeout: seconds from now to the end of the response.
+            timeout: limit of the seconds until the response is complete.
 
         Raises:
-            UpstreamError: it failed.
+            UpstreamError: the exchange failed.
         """
         exchange = self.exchange(address, method, target.encode(), headers, body, fresh=True)
         message = f"{address} did not answer {method} {target} within {timeout:g} s"
@@ -114,7 +115,7 @@ class ConnectionPool:
             exchange.close()
 
     def close(self) -> None:
-        """Close every connection; exchanges in progress fail."""
+        """Close every connection. Exchanges in progress fail."""
         for connection in list(self._open):
             connection.abort()
         self._idle.clear()
@@ -122,7 +123,7 @@ class ConnectionPool:
             self._closing_old.cancel()
 
     def take_idle(self, address: Address) -> Connection | None:
-        """Return the idle connection to ``address`` that was used last, if it has not been idle for too long."""
+        """Return the idle connection to ``address`` that was used last; None if all have been idle for too long."""
         idle = self._idle.get(address)
         now = time.monotonic()
         while idle:
@@ -133,7 +134,7 @@ class ConnectionPool:
         return None
 
     def give_back(self, connection: Connection) -> None:
-        """Store ``connection`` after a complete response, for another exchange."""
+        """Store ``connection`` for another exchange; its response is complete."""
         idle = self._idle.get(connection.address)
         if idle is None:
             idle = self._idle[connection.address] = deque(maxlen=IDLE_CONNECTIONS)
@@ -147,8 +148,8 @@ class ConnectionPool:
         """Open a new connection to ``address``.
 
         Raises:
-            NoRoom: this machine cannot open one more.
-            ConnectFailed: the connection was not accepted.
+            NoRoom: the router's machine cannot open another connection.
+            ConnectFailed: the instance did not accept the connection.
         """
         loop = asyncio.get_running_loop()
         tls = self._trust() if address.tls else None
@@ -160,41 +161,41 @@ class ConnectionPool:
             try:
                 await asyncio.wait_for(opening, CONNECT_SECONDS)
             except BaseException:
-                connection.drop()  # it may just have been made, and nothing else refers to it
+                connection.drop()  # it may just have been opened, and no other code refers to it
                 del connection  # avoids a reference cycle through the traceback
                 raise
         except asyncio.TimeoutError:
             raise ConnectFailed(f"{address} did not accept a connection within {CONNECT_SECONDS:g} s") from None
         except ssl.SSLError as exc:
             raise ConnectFailed(f"cannot connect to {address.url}: {_describe_tls_failure(exc)}") from exc
-        except socket.gaierror as exc:  # its numbers are not errors of connect()
+        except socket.gaierror as exc:  # its error numbers are not those of connect()
             error: type[ConnectFailed] = NameUnresolved if exc.errno == socket.EAI_AGAIN else ConnectFailed
             raise error(f"cannot connect to {address}: {exc.strerror}") from exc
         except OSError as exc:
             if exc.errno in _NO_ROOM:
-                raise NoRoom(f"the router cannot open one more connection: {exc.strerror}") from exc
+                raise NoRoom(f"the router cannot open another connection: {exc.strerror}") from exc
             error = ConnectRefused if isinstance(exc, ConnectionRefusedError) else ConnectFailed
             raise error(f"cannot connect to {address}: {exc.strerror or exc}") from exc
         except UnicodeError as exc:
-            raise ConnectFailed(f"cannot connect to {address}: it is no host's name") from exc
+            raise ConnectFailed(f"cannot connect to {address}: it is not a valid host name") from exc
         return connection
 
     def _trust(self) -> ssl.SSLContext:
-        """Return the TLS context with the trusted authorities."""
+        """Return the TLS context with the trusted certificate authorities."""
         if self._tls is None:
             self._tls = ssl.create_default_context()
         return self._tls
 
     def add_open(self, connection: Connection) -> None:
-        """Count a connection that was made."""
+        """Add a newly opened connection to the open connections of the pool."""
         self._open.add(connection)
 
     def discard_open(self, connection: Connection) -> None:
-        """Remove a closed connection."""
+        """Remove a closed connection from the open connections of the pool."""
         self._open.discard(connection)
 
     def _close_old(self) -> None:
-        """Close connections that have been idle for too long, and schedule the next check."""
+        """Close the connections that have been idle for too long, and schedule the next check."""
         loop = asyncio.get_running_loop()
         for address, idle in list(self._idle.items()):
             while idle and time.monotonic() - idle[0][0] >= IDLE_SECONDS:
@@ -205,10 +206,10 @@ class ConnectionPool:
 
 
 def _list_options(loop: asyncio.AbstractEventLoop, host: str) -> dict[str, Any]:
-    """Return options of ``create_connection`` that only asyncio's own loop has; uvloop tries addresses in sequence.
+    """Return the option of ``create_connection`` with which asyncio tries several addresses of a host concurrently.
 
-    They are omitted for a numeric address: it has no alternatives, and with this option asyncio does not close the
-    socket if connecting is cancelled.
+    uvloop has no such option and tries the addresses in sequence. For a numeric address, the option is left out: there
+    is only one address, and with the option asyncio does not close the socket if connecting is cancelled.
     """
     is_name = ":" not in host and not host.replace(".", "").isdigit()
     return {"happy_eyeballs_delay": NEXT_ADDRESS_SECONDS} if is_name and isinstance(loop, asyncio.BaseEventLoop) else {}
@@ -216,7 +217,7 @@ def _list_options(loop: asyncio.AbstractEventLoop, host: str) -> dict[str, Any]:
 
 def _describe_tls_failure(exc: ssl.SSLError) -> str:
     if isinstance(exc, ssl.SSLCertVerificationError):
-        return f"its certificate is not accepted: {exc.verify_message.removesuffix('.')}"
+        return f"its certificate was rejected: {exc.verify_message.removesuffix('.')}"
     if exc.reason == "WRONG_VERSION_NUMBER":
-        return "what answers there speaks no TLS; it must be registered without https://"
+        return "the server there does not use TLS; register it without https://"
     return f"the TLS handshake failed: {(exc.reason or str(exc)).replace('_', ' ').lower()}"

@@ -1,11 +1,11 @@
-"""Responses of the control plane: JSON, and errors in OpenAI's format."""
+"""Responses of the control plane: JSON values, and errors in the format of the client's API."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import orjson
-from fastapi import Response
+from starlette.responses import Response
 
 from router.http.api_error import ApiError, Refused
 from router.http.message import Headers
@@ -19,7 +19,7 @@ def json_reply(status: int, value: Any) -> Response:
 
 
 def error_reply(error: ApiError, path: str = "") -> Response:
-    """Return an error response to a request for ``path``."""
+    """Return the error response to a request for ``path``."""
     return Response(error.body(path), status_code=error.status, media_type="application/json")
 
 
@@ -31,7 +31,7 @@ def raw_reply(status: int, headers: Headers, body: bytes) -> Response:
 
 
 def refusal_reply(refused: Refused, path: str = "") -> Response:
-    """Return the response to a refused request for ``path``, with headers that describe how it could succeed."""
+    """Return the response to a refused request for ``path``; its headers say when to retry or how to authenticate."""
     answer = error_reply(refused.error, path)
     answer.raw_headers += refused.headers
     return answer

@@ -1,4 +1,4 @@
-"""The id that a client gives its request in the header ``X-Request-Id``."""
+"""The id of a request, which a client may send in the header ``X-Request-Id``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["MAX_ID_CHARACTERS", "echo_request_id", "encode_request_id", "find_re
 
 
 def find_request_id(headers: Headers) -> str:
-    """Return the id in ``X-Request-Id``; "" if there is none.
+    """Return the id in the header ``X-Request-Id``; ``""`` if there is no such header.
 
     Raises:
-        BadBody: it is not a valid id.
+        BadBody: the value is not a valid id.
     """
     try:
         return request_ids.find_request_id(headers, "this router")
@@ -23,7 +23,7 @@ def find_request_id(headers: Headers) -> str:
 
 
 def echo_request_id(headers: Headers) -> Headers:
-    """Return the header that sends a client its own id back; empty if it sent no valid id."""
+    """Return the header that sends the client's own id back to it; an empty list if the client sent no valid id."""
     try:
         sent = find_request_id(headers)
     except BadBody:

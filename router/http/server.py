@@ -1,9 +1,9 @@
 """The HTTP server for clients: uvicorn's protocol, with a shorter path for the data plane.
 
-uvicorn parses each request's head and body, and runs the control plane as an ASGI application. A data-plane request
-avoids the costs of ASGI: messages as dictionaries, a task that waits until the client leaves, and matching response
-headers against patterns. Together with a prefill leg that needs no task, this reduced the time for a P/D request from
-174 to 103 microseconds (``benchmarks/router_overhead.py``).
+uvicorn parses the head and body of each request, and runs the control plane as an ASGI application. A data-plane
+request avoids the costs of ASGI: messages as dictionaries, a task that waits until the client disconnects, and checks
+of response headers against patterns. Together with a prefill leg that needs no task, this reduced the router's time
+for a request to a pair from 174 to 103 microseconds (``benchmarks/router_overhead.py``).
 """
 
 from __future__ import annotations
@@ -23,30 +23,27 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from kvcommon.http_limits import HEAD_BYTES, MAX_HEADERS, READ_SECONDS, refuse_long_head, refuse_unreadable
 from router.http.api_error import ApiError, Refused
 from router.http.cors import Cors
+from router.http.exchange import ExchangeMaker
 from router.http.message import Headers
 from router.http.request_id import echo_request_id
 
 __all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "is_normal_path", "path_of"]
 
 
-# Limit for a head, or anything else that is not a body; as in most servers.
-HEAD_BYTES = 64 * 1024
-MAX_HEADERS = 1000
-LONGEST_URL = 0xFFFF  # limit of httptools, which does not regard a longer one as HTTP
+# Limit of the requests of one connection that wait for the response to an earlier request (HTTP pipelining).
 MAX_PIPELINED = 4
-# Received bytes are parsed in pieces of this size, because they may be many small requests or chunks. Other connections
-# run between the pieces.
+# Received bytes are parsed in pieces of this size, because they may be many small requests or chunks. The router serves
+# other connections between the pieces.
 PIECE_BYTES = 16 * 1024
 # A refused client that is still sending gets this time to finish. If the connection were closed immediately, the
-# client's system could discard the answer before the client reads it.
+# client's system could discard the response before the client reads it.
 LINGER_SECONDS = 2.0
-# When the server stops, it waits this long for an idle client's closing message, which ends a TLS connection.
+# When the server stops, it waits this long for the closing message of an idle client with a TLS connection.
 GOODBYE_SECONDS = 1.0
-# Read time-out for a request that has begun, and for a new connection; as in nginx.
-READ_SECONDS = 60.0
-# Write time-out for a response; as in nginx.
+# A client that accepts no byte of its response for this time is disconnected; as in nginx.
 SEND_SECONDS = 60.0
 _TLS_HANDSHAKE = b"\x16\x03"
 
@@ -57,30 +54,40 @@ class DataPlane(Protocol):
     max_body_bytes: int
     is_leaving: bool
     known_targets: Mapping[bytes, str]
-    """Checked targets of its requests, and their paths."""
+    """Maps request targets that were checked before to their paths."""
 
     def takes(self, path: str) -> bool:
         """Return whether a request for this path belongs to the data plane."""
 
     def find_refusal(self, headers: Headers) -> Refused | None:
-        """Return why the sender of these headers may not send a body; None if it may."""
+        """Return why the router refuses a request, judged by its headers before its body arrives; else None."""
 
     def serve(self, request: ClientRequest) -> None:
-        """Answer a completely read request. If the answer has to wait, it does so in ``ClientRequest.run``."""
+        """Respond to a request that was read completely. Work that has to wait runs in ``ClientRequest.run``."""
 
     def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
-        """Note a request that was answered with ``error`` without being read; unknown parts are ``""``."""
+        """Record a request that was refused with ``error`` before it was read to its end; unknown values are ``""``."""
+
+
+class Gateway(ExchangeMaker, Protocol):
+    """A gateway that sends a request to the instance that the router chooses, and reports the response."""
+
+    on_served: Callable[[Any], None] | None
+    """Called with the instance that served the request, if it is not the one that the router chose."""
+
+    def list_excluded(self) -> frozenset[str]:
+        """Return the keys of the instances to which the gateway cannot send this request."""
 
 
 class _NobodyWaits:
-    """Replaces the event that uvicorn sets when data has arrived: here no task waits for it."""
+    """Stands in for the event that uvicorn sets when data has arrived. In this server no task waits for it."""
 
     def set(self) -> None:
         pass
 
 
 class _Flow(FlowControl):
-    """Flow control of a connection, in place of uvicorn's: reading pauses while received data is still unprocessed."""
+    """Flow control of a connection. Unlike uvicorn's, it does not resume reading while received data is unparsed."""
 
     has_unread = False
 
@@ -90,9 +97,9 @@ class _Flow(FlowControl):
 
 
 class ClientRequest:
-    """One client's request, read to its end, and its response.
+    """One client's request, and its response. It replaces uvicorn's ``RequestResponseCycle``.
 
-    It replaces uvicorn's ``RequestResponseCycle``. The attributes without a docstring are uvicorn's.
+    The attributes without a docstring are uvicorn's.
     """
 
     __slots__ = (
@@ -103,6 +110,7 @@ class ClientRequest:
         "arriving",
         "body",
         "disconnected",
+        "gateway",
         "headers",
         "keep_alive",
         "known_head",
@@ -137,23 +145,25 @@ class ClientRequest:
         self.path = path
         """The path in ``target``, without query and escapes."""
         self.headers = headers
-        """Headers without ``content-length``, which depends on the body."""
+        """All headers except ``content-length``."""
         self.known_head: object = None
-        """See ``keep_head``."""
+        """The parsed head of an earlier request of this connection; see ``keep_head``."""
         self.version = version
+        self.gateway: Gateway | None = None
+        """The gateway that sends the request to an instance; None if the router sends it. See ``router.epp``."""
         self.added_head = b""
-        """Header lines that every response to this request gets."""
+        """Header lines that are added to each response to this request."""
         self.body = b""
         self.arriving: bytearray | None = None
-        """The body received so far, if it arrives in several pieces."""
+        """The part of the body that has arrived, if the body arrives in several pieces."""
         self.refusal: Refused | None = None
-        """Why its body is discarded."""
+        """The reason why the request is refused and its body discarded; None if it is not refused."""
         self.on_leave: Callable[[], None] | None = None
-        """Called when the client leaves before its answer is complete."""
+        """Called when the client disconnects before its response is complete."""
         self.on_ready: Callable[[], None] | None = None
-        """Called when the client has taken most of what was sent, after ``is_ready`` was false."""
+        """Called after ``is_ready`` was false, when the client has read most of the bytes that were sent."""
         self.task: asyncio.Task[None] | None = None
-        """The last task that served it, if serving it had to wait."""
+        """The last task that served this request; None if the request never had to wait."""
         self.disconnected = False
         self.keep_alive = keep_alive
         self.more_body = True
@@ -164,7 +174,7 @@ class ClientRequest:
         self._left_to_send = 0
 
     def send_response(self, status: int, headers: Headers, body: bytes, lines: bytes = b"") -> None:
-        """Send a whole response. A ``content-length`` in ``headers`` is replaced, except for HEAD.
+        """Send a complete response. A ``content-length`` in ``headers`` is replaced, except for HEAD.
 
         Args:
             lines: additional header lines.
@@ -184,7 +194,7 @@ class ClientRequest:
         self._complete_response()
 
     def start_response(self, status: int, headers: Headers, lines: bytes = b"") -> None:
-        """Send the head of a response, before pieces of its body; arguments as in ``send_response``."""
+        """Send the head of a response. Pieces of its body follow. Arguments as in ``send_response``."""
         head, length = [STATUS_LINE[status], self.added_head, lines], None
         for header in headers:
             head.append(b"%s: %s\r\n" % header)
@@ -198,7 +208,7 @@ class ClientRequest:
             self._chunked = True
             head.append(b"transfer-encoding: chunked\r\n")
         else:
-            self._left_to_send = -1  # the end of the connection ends the body
+            self._left_to_send = -1  # the end of the connection marks the end of the body
             self.keep_alive = False
         if not self.keep_alive:
             head.append(b"connection: close\r\n")
@@ -207,8 +217,8 @@ class ClientRequest:
         self._write(b"".join(head))
 
     def run(self, serving: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a step of serving it that has to wait. The server stops only after the answer to this request."""
-        # No callback at its end, which would cost one more turn of the event loop: the next steps are done immediately.
+        """Run a coroutine of this request in a task, for work that has to wait. A stopping server waits for it."""
+        # The task has no callback for its end, because that would cost one more turn of the event loop.
         if self.task is not None:
             self._protocol.tasks.discard(self.task)
         self.task = self._protocol.loop.create_task(serving)
@@ -216,22 +226,22 @@ class ClientRequest:
         return self.task
 
     def keep_head(self, head: object) -> None:
-        """Cache this request's parsed head for the next requests of this connection."""
+        """Store this request's parsed head for later requests on the same connection."""
         self._protocol.known_head = head
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the client has taken everything sent so far."""
+        """Return whether the router may send more: the write buffer of the connection is not full."""
         return not self._protocol.flow.write_paused
 
     def write_piece(self, data: bytes) -> None:
-        """Send a piece of the body. The sender pauses while the client is not ``is_ready``."""
+        """Send a piece of the body. The caller pauses while ``is_ready`` is false."""
         if data and self.method != "HEAD":
             self._left_to_send -= len(data)
             self._write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
 
     def finish_response(self, data: bytes) -> None:
-        """Send the last piece of the body."""
+        """Send the last piece of the body, and complete the response."""
         if self._chunked:
             self._write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n")
         else:
@@ -239,16 +249,16 @@ class ClientRequest:
             if data and self.method != "HEAD":
                 self._write(data)
             if self._left_to_send > 0 and self.method != "HEAD":
-                self.keep_alive = False  # shorter than its length: the client must notice that it is incomplete
+                self.keep_alive = False  # the closed connection shows the client that the body is incomplete
         self._complete_response()
 
     def cut_response(self) -> None:
-        """End an answer that cannot be completed, in a way that the client notices."""
+        """End a response that cannot be completed. The closed connection shows the client that it is incomplete."""
         self.keep_alive = False
         self._complete_response()
 
     def on_client_gone(self) -> None:
-        """Handle that the client has disconnected."""
+        """Record that the client has disconnected, and call ``on_leave`` if its response is not complete."""
         self.disconnected = True
         on_leave, self.on_leave = self.on_leave, None
         if on_leave is not None and not self.response_complete:
@@ -273,7 +283,7 @@ class ClientRequest:
 
 
 class RouterProtocol(HttpToolsProtocol):
-    """One client's connection. The application is a ``RouterApp``; its ``proxy`` handles the data plane."""
+    """One client's connection. The application is a ``RouterApp``, and its ``proxy`` handles the data plane."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -281,32 +291,32 @@ class RouterProtocol(HttpToolsProtocol):
         self._data_plane: DataPlane = application.proxy
         self._cors: Cors | None = application.cors
         self._served: Any = None
-        # Number of received bytes since the parser last completed anything, and size of the body of the request being
-        # read.
+        # Bytes received since the parser last completed a head or a piece of a body; bytes of the current body.
         self._undigested = 0
         self._body_bytes = 0
         self._content_length = b""
         self.known_head: object = None
-        # When data of a request last arrived, or the last answer ended.
+        self._has_sent_eof = False
+        # Time at which data of a request last arrived, or at which the last response was complete.
         self._active_at = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._unread = b""
-        # Number of bytes that the client had not taken at the last check, and the time of the next check.
+        # Number of sent bytes that the client had not received at the last check, and the timer of the next check.
         self._untaken = 0
         self._send_watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Handle a new connection; the client must send data in time."""
+        """Handle a new connection, and start the time limit for its first request."""
         super().connection_made(transport)
         self.flow: _Flow = _Flow(transport)
         self._active_at = self.loop.time()
         self._watch_for(READ_SECONDS)
 
     def data_received(self, data: bytes, is_piece: bool = False) -> None:
-        """Parse the bytes that the client sends.
+        """Parse bytes that the client has sent.
 
         Args:
-            is_piece: whether they are to be parsed in one step.
+            is_piece: whether to parse all of ``data`` in one step.
         """
         if not is_piece and (len(data) > PIECE_BYTES or self._unread):
             self._unread += data
@@ -324,14 +334,14 @@ class RouterProtocol(HttpToolsProtocol):
                 self._refuse_unreadable(data)
                 return
             if self._undigested > HEAD_BYTES:
-                self._refuse_request(self._head_too_large())
+                self._refuse_request(ApiError(*refuse_long_head(len(self.url), "this router")))
             self._active_at = self.loop.time()
             return
 
     def _read_piece(self) -> None:
-        """Parse a piece of the received data. Schedule the next piece for after other work, when there is capacity.
+        """Parse one piece of the received data. Schedule the next piece, unless too many requests are waiting.
 
-        A body of known length is read in one step, because it cannot contain many requests or chunks.
+        A body of known length is parsed in one step, because it cannot contain many requests or chunks.
         """
         if self.transport.is_closing():
             self._unread = b""
@@ -352,31 +362,29 @@ class RouterProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._read_piece)
 
     def _refuse_unreadable(self, data: bytes) -> None:
-        """Refuse data that is not HTTP."""
+        """Refuse a request whose bytes are not HTTP, and close the connection."""
         if data.startswith(_TLS_HANDSHAKE):
-            self._refuse_request(ApiError(400, "this port speaks plain HTTP, not HTTPS", "tls_at_plain_port"))
+            self._refuse_request(ApiError(400, "this port serves plain HTTP, not HTTPS", "tls_at_plain_port"))
         elif len(self.headers or ()) > MAX_HEADERS:
-            message = f"the head has more than the {MAX_HEADERS} headers this router takes"
+            message = f"the head has more than the {MAX_HEADERS} headers that this router accepts"
             self._refuse_request(ApiError(431, message, "head_too_large"))
-        elif len(self.url) > LONGEST_URL:
-            self._refuse_request(self._head_too_large())
         else:
-            self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
+            self._refuse_request(ApiError(*refuse_unreadable(len(self.url), "this router")))
 
     def pause_writing(self) -> None:
-        """Note that the client takes its answer more slowly than it is generated."""
+        """Pause the response, because the client reads it more slowly than it arrives."""
         super().pause_writing()
         self._watch_sending()
 
     def resume_writing(self) -> None:
-        """Note that the client has taken most of what was sent."""
+        """Continue the response, because the client has read most of the bytes that were sent."""
         super().resume_writing()
         self._untaken = sys.maxsize
         if isinstance(self._served, ClientRequest) and self._served.on_ready is not None:
             self._served.on_ready()
 
     def _watch_sending(self) -> None:
-        """Close the connection of a client that takes nothing of what was sent for some time."""
+        """Start a timer that disconnects the client if it receives none of the sent bytes for ``SEND_SECONDS``."""
         if self._send_watch is None:
             self._untaken = self._count_untaken()
             self._send_watch = self.loop.call_later(SEND_SECONDS, self._check_sending)
@@ -402,20 +410,20 @@ class RouterProtocol(HttpToolsProtocol):
 
     @property
     def _has_untaken_body(self) -> bool:
-        """Return whether uvicorn has paused reading, because the control plane still has to take much of a body."""
+        """Return whether uvicorn has paused reading, because the control plane has not yet processed much of a body."""
         request: Any = self.cycle
         is_control = request is not None and not isinstance(request, ClientRequest)
         return is_control and not request.response_complete and len(request.body) > HIGH_WATER_LIMIT
 
     @property
     def _is_reading(self) -> bool:
-        """Return whether a request has arrived in part, or none at all yet."""
+        """Return whether a request has arrived in part, or no request has arrived yet."""
         request: Any = self.cycle  # uvicorn's type has no None
         return self._undigested > 0 or request is None or (request.more_body and not request.response_complete)
 
     @property
     def _is_answering(self) -> bool:
-        """Return whether a fully received request is being answered."""
+        """Return whether the router is responding to a request that was read completely."""
         return any(
             not request.response_complete and (request.response_started or not request.more_body)
             for request in self._own_requests
@@ -428,9 +436,9 @@ class RouterProtocol(HttpToolsProtocol):
         return [request for request in requests if request is not None]
 
     def _check_activity(self) -> None:
-        """Close the connection of a client that stops sending its request, or sends nothing; schedule the next check.
+        """Disconnect a client that stops in the middle of a request, or is idle for too long; schedule the next check.
 
-        One timer per connection is sufficient: requests neither set nor cancel timers.
+        One timer for each connection is enough: a request does not set or cancel timers.
         """
         if self.transport.is_closing():
             self._watch_sending()
@@ -441,24 +449,24 @@ class RouterProtocol(HttpToolsProtocol):
         if left > 0 or self._is_answering:
             self._watch_for(left if left > 0 else patience)
         elif is_reading and (self._undigested or cast(object, self.cycle) is not None):
-            message = f"nothing more of the request came within {READ_SECONDS:g} s"
+            message = f"the rest of the request did not arrive within {READ_SECONDS:g} s"
             self._refuse_request(ApiError(408, message, "request_incomplete"))
         else:
             self.transport.close()
         if self.transport.is_closing():
-            self._watch_sending()  # because it closes only once the client has taken everything
+            self._watch_sending()  # the transport stays open until the client has received everything
 
     def _watch_for(self, seconds: float) -> None:
-        """Check again after this time, or earlier if a time-out of something that begins now could expire."""
+        """Schedule the next check after ``seconds``, or earlier if a time limit that begins now could expire before."""
         seconds = min(seconds, READ_SECONDS, self.timeout_keep_alive)
         self._watch = self.loop.call_later(seconds, self._check_activity)
 
     def on_message_begin(self) -> None:
-        """Prepare for a request's head. The rest of uvicorn's preparation is done only for the control plane."""
+        """Prepare for the head of a request. The rest of uvicorn's preparation is done only for the control plane."""
         self.url, self.headers, self.expect_100_continue, self._content_length = b"", [], False, b""
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. ``content-length`` is separate, because it differs between requests of one client."""
+        """Store a header. ``content-length`` is stored apart, so that the headers of a client's requests are equal."""
         name = name.lower()
         if name == b"content-length":
             self._content_length = value
@@ -468,7 +476,7 @@ class RouterProtocol(HttpToolsProtocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Pass the request to the data plane, or to uvicorn's own handling."""
+        """Create a ``ClientRequest`` for the data plane, or let uvicorn handle a control-plane request."""
         self._undigested = self._body_bytes = 0
         if len(self.headers) > MAX_HEADERS:
             raise ValueError("too many headers")  # the parser passes it on to ``data_received``
@@ -498,12 +506,12 @@ class RouterProtocol(HttpToolsProtocol):
         if existing is not None and not existing.response_complete:
             self.pipeline.appendleft((request, self._data_plane))  # type: ignore[arg-type]
             if len(self.pipeline) >= MAX_PIPELINED:
-                self.flow.pause_reading()  # meanwhile it is not noticed if the client leaves
+                self.flow.pause_reading()  # while paused, the router cannot notice that the client disconnects
         elif self.expect_100_continue:
             self._answer_expectation(request)
 
     def _answer_expectation(self, request: ClientRequest) -> None:
-        """Answer a client that waits for permission to send the body of its request (``Expect: 100-continue``)."""
+        """Respond to a client that waits for permission to send the body of its request (``Expect: 100-continue``)."""
         if int(self._content_length or 0) > self._data_plane.max_body_bytes:
             self._refuse_body(request, Refused(self._too_large()))
         elif (refused := self._data_plane.find_refusal(request.headers)) is not None:
@@ -532,13 +540,13 @@ class RouterProtocol(HttpToolsProtocol):
         elif not request.body:
             request.body = body
         elif (refused := self._data_plane.find_refusal(request.headers)) is not None:
-            self._refuse_body(request, refused)  # else any client could fill the memory
+            self._refuse_body(request, refused)  # otherwise a client without permission could fill the memory
         else:
             request.arriving = bytearray(request.body)
             request.arriving += body
 
     def on_message_complete(self) -> None:
-        """Serve the request, which is complete now."""
+        """Serve the request, which has arrived completely, unless it has to wait for the response to an earlier one."""
         self._undigested = 0
         request: Any = self.cycle
         if self.parser.should_upgrade():
@@ -552,13 +560,13 @@ class RouterProtocol(HttpToolsProtocol):
                 self.transport.close()
             return
         if request.arriving is not None:
-            # Not copied, which would block the router; it does not change any more.
+            # Stays a bytearray, because a copy would block the router. Its bytes do not change any more.
             request.body, request.arriving = cast(bytes, request.arriving), None
         if not self.pipeline or self._has_its_turn(request):
             self._start_asgi_task(request, self._data_plane)
 
     def on_response_complete(self) -> None:
-        """Serve the next waiting request after an answer has ended, if there is one."""
+        """Serve the next pipelined request, if there is one, after a response was completed."""
         if self.transport.is_closing():
             return
         self._active_at = self.loop.time()
@@ -568,8 +576,8 @@ class RouterProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._start_next)
 
     def _start_next(self) -> None:
-        """Serve the next pipelined request in a later turn of the event loop, because answers may need no task or
-        wait.
+        """Serve the next pipelined request. ``call_soon`` runs this, so that short responses do not block the
+        router.
         """
         if self.pipeline and not self.transport.is_closing():
             was_full = len(self.pipeline) >= MAX_PIPELINED
@@ -578,16 +586,17 @@ class RouterProtocol(HttpToolsProtocol):
                 self._read_piece()
 
     def hang_up(self, request: ClientRequest) -> None:
-        """Close the connection after ``request``, once its client has sent all of it, or a time limit is exceeded."""
+        """Close the connection after ``request``, as soon as its body has arrived or ``LINGER_SECONDS`` have passed."""
         if request.more_body and not self.transport.is_closing():
-            if self.transport.can_write_eof():  # not with TLS: there the answer's length marks its end
+            if self.transport.can_write_eof():  # not with TLS, where the length of the response marks its end
                 self.transport.write_eof()
+                self._has_sent_eof = True
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
         else:
             self.transport.close()
 
     def shutdown(self) -> None:
-        """End the connection when the server stops: after its request; with TLS even if the client does not respond."""
+        """Close the connection when the server stops, after its request. A TLS client gets one second to confirm."""
         super().shutdown()
         if self.scheme == "https" and self.transport.is_closing():
             self.loop.call_later(GOODBYE_SECONDS, self._cut_goodbye_short)
@@ -597,10 +606,10 @@ class RouterProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify every request of this connection that its client has disconnected."""
+        """Notify every request of this connection that the client has disconnected."""
         requests = self._own_requests
         super().connection_lost(exc)
-        # Breaks a reference cycle that only the garbage collector could free.
+        # Breaks a reference cycle, which only the garbage collector could free.
         self.cycle = self._served = None  # type: ignore[assignment]
         self._unread = b""
         for watch in (self._watch, self._send_watch):
@@ -620,9 +629,10 @@ class RouterProtocol(HttpToolsProtocol):
         return path
 
     def _normalize_target(self) -> str:
-        """Remove a slash at the path's end, and a fragment. Return the path, "" if the control plane has to refuse it.
+        """Remove a final slash and a fragment. Return the path; ``""`` if the control plane has to refuse the request.
 
-        Otherwise an instance might interpret the path differently from the router, or redirect the client to itself.
+        Otherwise an instance might read the path in another way than the router, or redirect the client to its own
+        address.
         """
         target, question_mark, query = self.url.partition(b"#")[0].partition(b"?")
         if path_of(target)[1:].endswith("/"):
@@ -632,13 +642,13 @@ class RouterProtocol(HttpToolsProtocol):
         return path if is_normal_path(path) else ""
 
     def _decline_upgrade(self, rest: bytes) -> bytes:
-        """Return the bytes of a request that offers another protocol, without the offer, and the bytes after it.
+        """Return the head of a request that offers another protocol, without that offer, and the bytes after the head.
 
-        Java's client offers HTTP/2. The parser reads no body after such a head, so it gets the head again without the
-        offer.
+        For example, Java's client offers HTTP/2. The parser reads no body after such a head, so it gets the changed
+        head again.
         """
         if self.parser.get_method() == b"CONNECT":
-            self._refuse_request(ApiError(405, "this router opens no tunnels", "method_not_allowed"))
+            self._refuse_request(ApiError(405, "this router does not support CONNECT", "method_not_allowed"))
             return b""
         start = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         headers = [*self.headers, (b"content-length", self._content_length)] if self._content_length else self.headers
@@ -647,7 +657,7 @@ class RouterProtocol(HttpToolsProtocol):
         return b"".join([start, *head, b"\r\n", rest])
 
     def _refuse_body(self, request: ClientRequest, refused: Refused) -> None:
-        """Answer with a refusal when it is the request's turn; discard its body."""
+        """Discard the body of a request, and send the refusal as soon as earlier requests have their responses."""
         request.body, request.arriving = b"", None
         request.refusal = refused
         if not request.response_complete and self._has_its_turn(request):
@@ -659,29 +669,24 @@ class RouterProtocol(HttpToolsProtocol):
             request.send_response(error.status, headers, error.body(request.path))
 
     def _has_its_turn(self, request: Any) -> bool:
-        """Return whether the request being read does not have to wait for the answer to an earlier one."""
+        """Return whether ``request``, which is being read, need not wait for the response to an earlier request."""
         return not self.pipeline or self.pipeline[0][0] is not request
-
-    def _head_too_large(self) -> ApiError:
-        if len(self.url) < HEAD_BYTES // 2:
-            message = f"the head is larger than the {HEAD_BYTES} bytes this router takes"
-            return ApiError(431, message, "head_too_large")
-        message = f"the path and its query are longer than the {HEAD_BYTES} bytes this router takes"
-        return ApiError(414, message, "target_too_long")
 
     def _too_large(self) -> ApiError:
         limit = self._data_plane.max_body_bytes
-        return ApiError(413, f"the body is larger than the {limit} bytes this router takes", "body_too_large")
+        return ApiError(413, f"the body is larger than the {limit} bytes that this router accepts", "body_too_large")
 
     def _refuse_request(self, error: ApiError) -> None:
-        """Answer a request without reading it to its end, and close the connection."""
+        """Send an error without reading the request to its end, and close the connection."""
         is_answering = self._is_answering
         for request in self._own_requests:
             if request is self.cycle or not isinstance(request, ClientRequest):
                 request.disconnected = True  # uvicorn's own request object would write to the closed connection
-        if is_answering:
+        if self._has_sent_eof:
+            self.transport.close()  # the request has its response, and the rest of it is not HTTP
+        elif is_answering:
             self._data_plane.on_refused("", "", error)
-            self.transport.close()  # within another answer, this one could not be distinguished from it
+            self.transport.close()  # the client would take an error within another response for a part of that response
         elif not self.transport.is_closing():
             self._data_plane.on_refused("", "", error)
             latest: Any = self.cycle
@@ -707,7 +712,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._answer_expectation(cycle)
 
     def _answer_preflight(self, request: ClientRequest) -> bool:
-        """Answer a preflight (whether a page's script may send a request). Return False for other requests."""
+        """Respond to a CORS preflight. Return False if the request is not a preflight."""
         answer = self._cors.answer_preflight(request.headers) if self._cors is not None else None
         if answer is not None:
             request.send_response(*answer)
@@ -716,13 +721,13 @@ class RouterProtocol(HttpToolsProtocol):
 
 _NOBODY_WAITS = _NobodyWaits()
 _BODILESS = frozenset({204, 304})
-# ``urllib.parse.unquote`` processes them one by one, which is slower.
+# Successive escapes in a path, which ``_unescape`` decodes together; ``urllib.parse.unquote`` is slower.
 _ESCAPES = re.compile("(?:%[0-9a-fA-F]{2})+")
 _DROPPED: deque[tuple[bytes, bytes]] = deque(maxlen=0)
 
 
 def path_of(target: bytes) -> str:
-    """Return the path in a request's target, without query and escapes."""
+    """Return the path in a request's target, without the query and with escapes decoded."""
     path = target.partition(b"?")[0].decode("latin-1")
     return _ESCAPES.sub(_unescape, path) if "%" in path else path
 
@@ -732,12 +737,12 @@ def _unescape(found: re.Match[str]) -> str:
 
 
 def is_normal_path(path: str) -> bool:
-    """Return whether no segment of the path is empty, ``.`` or ``..``, so that all servers read it equally."""
+    """Return whether no segment of the path is empty, ``.`` or ``..``, so that all servers read it in the same way."""
     return path == "/" or {"", ".", ".."}.isdisjoint(path.split("/")[1:])
 
 
 def _origin_form(target: bytes) -> bytes:
-    """Return path and query of a target with scheme and host, which every server must accept (RFC 9112, 3.2.2)."""
+    """Return path and query of a target that has scheme and host. Every server must accept it (RFC 9112, 3.2.2)."""
     parsed = httptools.parse_url(target)
     path: bytes = parsed.path or b"/"
     return path if parsed.query is None else b"%s?%s" % (path, parsed.query)

@@ -1,14 +1,15 @@
-"""Preloaded into the process from which workers are forked (the fork server), and nowhere else.
+"""Loaded into the fork server, the process from which workers are forked; not imported by other modules.
 
-A signal to the router's process group (from systemd, docker, Ctrl-C) is meant for the supervisor, which stops the other
-processes. If this process ended by itself, the supervisor could not distinguish a live worker from a dead one.
+A signal to the router's process group (from systemd, docker or Ctrl-C) also reaches the fork server, which ignores it:
+the supervisor stops all other processes. If the fork server ended by itself, the supervisor could not detect which
+workers have died.
 """
 
 from __future__ import annotations
 
 import signal
 
-import router.launch.worker  # noqa: F401  # workers are forked with all modules that they need
+import router.launch.worker  # noqa: F401  # so that workers have all modules when they are forked
 
 __all__: list[str] = []
 

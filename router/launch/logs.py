@@ -1,4 +1,4 @@
-"""The destination of the router's own log."""
+"""open_log: opens the destination of the router's log."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from router.settings import RouterSettings, SettingsError
 
 __all__ = ["LOG_FILE", "open_log"]
 
-# As in FastDeploy's Go router: below the folder in which it is started.
+# In the folder in which the router is started, as with FastDeploy's Go router.
 LOG_FILE = Path("logs/router.log")
 LOG_FILES_KEPT = 4
 
 
 def open_log(settings: RouterSettings) -> None:
-    """Send everything that this process logs to the destination in ``log.output``.
+    """Send all log messages of this process to the destination in the setting ``log.output``.
 
     Raises:
         SettingsError: the log file cannot be written.
@@ -29,15 +29,17 @@ def open_log(settings: RouterSettings) -> None:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         force=True,
     )
-    logging.getLogger("router").setLevel(settings.log_level.upper())  # the libraries' details are not useful
+    logging.getLogger("router").setLevel(settings.log_level.upper())  # but no debug messages of libraries
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def send_log(send: Callable[[int, str, str], None]) -> None:
-    """Have another process write this one's log: if several processes rotated one file, lines would be lost.
+    """Send this process's log messages to another process, which writes them.
+
+    If several processes rotated the same log file, lines would be lost.
 
     Args:
-        send: takes level, logger and text.
+        send: called with level, logger name and text of each message.
     """
     logging.getLogger().handlers[:] = [_Sender(send)]
 
@@ -48,7 +50,7 @@ class _Sender(logging.Handler):
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a log record; called by ``logging``."""
+        """Send a log message. ``logging`` calls this."""
         self._send(record.levelno, record.name, self.format(record))
 
 
@@ -57,7 +59,7 @@ def _make_handler(settings: RouterSettings) -> logging.Handler:
         return logging.StreamHandler(sys.stderr if settings.log_output == "stderr" else sys.stdout)
     try:
         LOG_FILE.parent.mkdir(exist_ok=True)
-        # The limit of the total size is divided between the file and its predecessors.
+        # The maximum total size is divided among the present file and the rotated files.
         size = settings.log_max_total_size_mb * 1_000_000 // (LOG_FILES_KEPT + 1)
         return RotatingFileHandler(LOG_FILE, maxBytes=size, backupCount=LOG_FILES_KEPT)
     except OSError as exc:

@@ -1,10 +1,11 @@
-"""main: reads the settings, opens log and port, and runs the router as one process or as several."""
+"""main: reads the settings, opens log and port, and runs the router as one process or as several processes."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import errno
+import importlib.util
 import logging
 import signal
 import socket
@@ -15,31 +16,33 @@ import uvloop
 
 from kvcommon.ports import bind_patiently
 from router.access import Admission, Auth
-from router.app import RouterApp
 from router.launch.logs import open_log
-from router.launch.server import RouterServer, list_graces, prepare_process
-from router.launch.worker import run_worker
 from router.settings import RouterSettings, SettingsError, load_settings
-from router.sharing import Supervisor, start_forkserver
+from router.sharing import Supervisor, WorkerTask, start_forkserver
 
 __all__ = ["fd_router", "main"]
 
 _log = logging.getLogger("router.launch")
 
+NO_GRPC = "the endpoint picker needs gRPC, which is not installed: pip install '/path/to/this/repository[epp]'"
+
 
 def fd_router(argv: Sequence[str] | None = None) -> int:
-    """Run the router as ``fd-router``, FastDeploy's Go router, with its response format; return the exit status."""
+    """Run the router as ``fd-router``, with the response format of FastDeploy's Go router. Return the exit status."""
     return main(argv, dialect="go")
 
 
-def main(argv: Sequence[str] | None = None, *, dialect: str = "python") -> int:
-    """Run the router until SIGTERM or SIGINT; return the exit status.
+def main(argv: Sequence[str] | None = None, *, dialect: str = "python", epp_port: int = 0) -> int:
+    """Run the router until SIGTERM or SIGINT. Return the exit status.
 
     Args:
-        dialect: as in ``load_settings``.
+        argv: the flags; None: those of this process.
+        dialect, epp_port: as in ``load_settings``.
     """
     try:
-        settings = load_settings(sys.argv[1:] if argv is None else argv, dialect=dialect)
+        settings = load_settings(sys.argv[1:] if argv is None else argv, dialect=dialect, epp_port=epp_port)
+        if settings.epp_port and importlib.util.find_spec("grpc") is None:
+            raise SettingsError(NO_GRPC)
         open_log(settings)
         listener = _open_listener(settings.host, settings.port)
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
@@ -52,21 +55,25 @@ def main(argv: Sequence[str] | None = None, *, dialect: str = "python") -> int:
     except SettingsError as exc:
         print(f"router: {exc}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before it serves
+    except KeyboardInterrupt:  # before the server has started
         return 130
     _log.info("the router has stopped")
     return 0
 
 
 def _run_alone(settings: RouterSettings, listener: socket.socket) -> None:
-    """Serve in this process.
+    """Run the router in this process.
 
     Raises:
-        SettingsError: a file named in the settings cannot be used.
+        SettingsError: a file that the settings name cannot be used.
     """
+    # Imported late, as in ``_run_worker``: this loads FastAPI, which a supervisor does not need.
+    from router.app import RouterApp
+    from router.launch.server import RouterServer, prepare_process
+
     server = RouterServer(RouterApp(settings))
 
-    # uvicorn handles both signals while it serves and raises them again afterwards. Here they mean a normal end.
+    # uvicorn handles both signals while it serves, and raises them again afterwards. Then these handlers run.
     def end_service(*_: object) -> None:
         server.should_exit = True
 
@@ -78,17 +85,17 @@ def _run_alone(settings: RouterSettings, listener: socket.socket) -> None:
 
 
 def _run_workers(settings: RouterSettings, listener: socket.socket) -> None:
-    """Serve in several processes, and supervise them.
+    """Run the router in several worker processes, which this process supervises.
 
     Raises:
-        SettingsError: a file named in the settings cannot be used.
+        SettingsError: a file that the settings name cannot be used.
     """
     auth = Auth(settings)
     admission = Admission(settings, auth.token_rates)
     start_forkserver("router.launch.forkserver_preload")
 
     async def run_supervisor() -> str:
-        supervisor = Supervisor(settings, listener, run_worker, list_graces(settings), admission)
+        supervisor = Supervisor(settings, listener, _run_worker, settings.graces, admission)
         watching = asyncio.ensure_future(auth.keep_current(is_logged=False))
         try:
             return await supervisor.run_until_signal(lambda: _log.info("%s", _format_startup_line(settings)))
@@ -99,23 +106,32 @@ def _run_workers(settings: RouterSettings, listener: socket.socket) -> None:
         raise SettingsError(refusal)
 
 
+def _run_worker(task: WorkerTask) -> None:
+    """Run a worker, in its own process."""
+    from router.launch.worker import run_worker
+
+    run_worker(task)
+
+
 def _open_listener(host: str, port: int) -> socket.socket:
     """Return a socket that listens on ``host:port``.
 
     Raises:
-        SettingsError: it cannot be bound.
+        SettingsError: the socket cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as exc:
         raise SettingsError(f"--host {host} is not an address of this machine: {exc.strerror}") from exc
-    except ValueError as exc:  # an impossible name, for example one with two adjacent dots
+    except ValueError as exc:  # an invalid name, for example with two adjacent dots
         raise SettingsError(f"--host {host} is not an address of this machine: {exc}") from exc
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bind_patiently(
-            listener, address, lambda: _log.warning("waiting for port %d: a closed connection still has it", address[1])
+            listener,
+            address,
+            lambda: _log.warning("waiting for port %d, which a closed connection still uses", address[1]),
         )
         listener.listen(2048)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""run_worker: one process of several that serve one port."""
+"""run_worker: runs one of several worker processes that serve one port."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ __all__ = ["run_worker"]
 
 _log = logging.getLogger("router.launch.worker")
 
-# Interval at which the worker reports to the supervisor that it lives, and how many connections it has.
+# A worker reports its number of connections to the supervisor: after COUNT_SECONDS if the number has changed, else
+# after ALIVE_SECONDS. A worker that reports nothing for ``QUIET_SECONDS`` (``supervisor.py``) is assumed to hang.
 COUNT_SECONDS = 0.25
+ALIVE_SECONDS = 1.0
 
 
 def run_worker(task: WorkerTask) -> None:
-    """Serve the connections that the supervisor passes on, until it orders a stop."""
-    # Ctrl-C reaches all processes of a terminal. Only the supervisor handles it, and orders the workers to stop.
+    """Serve the connections that the supervisor passes to this process, until the supervisor stops it."""
+    # Ctrl-C reaches all processes of a terminal. Only the supervisor handles it, and then stops the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     open_log(task.settings)
     prepare_process()
@@ -39,7 +41,7 @@ async def _serve(task: WorkerTask) -> None:
     if task.settings.log_output == "file":
         send_log(functools.partial(link.send_message, "log"))
     (handler,) = logging.getLogger().handlers
-    if not task.is_first:  # a warning about the settings is the same in all workers: only the first logs it
+    if not task.is_first:  # warnings about the settings are the same in all workers, so only the first logs them
         handler.setLevel(logging.ERROR)
     try:
         router = RouterApp(task.settings, link)
@@ -52,14 +54,17 @@ async def _serve(task: WorkerTask) -> None:
     link.subscribe_to_leave(router.prepare_to_leave)
     link.subscribe_to_stop(server.stop_serving)
     taking = asyncio.ensure_future(_take_connections(task.connections, server, link))
-    # uvicorn handles SIGTERM while it serves. A worker that gets this signal alone ends, and is replaced.
-    await server.serve(sockets=[])
+    # uvicorn handles SIGTERM while it serves. If only this worker gets the signal, it ends and is replaced.
+    try:
+        await server.serve(sockets=[])
+    except SettingsError as exc:
+        link.send_message("refuse", str(exc))
     taking.cancel()
     link.disconnect()
 
 
 async def _take_connections(channel: socket.socket, server: RouterServer, link: Link) -> None:
-    """Serve the connections that arrive over ``channel``, and report their number, until cancelled."""
+    """Serve the connections that arrive over ``channel``, and report their number, until the server stops."""
     loop = asyncio.get_running_loop()
     while not server.started:
         await asyncio.sleep(0.01)
@@ -80,9 +85,13 @@ async def _take_connections(channel: socket.socket, server: RouterServer, link: 
     channel.setblocking(False)
     loop.add_reader(channel, take_waiting)
     link.send_message("ready")
+    reported, reported_at = (-1, -1), 0.0
     try:
         while not server.should_exit:
-            link.send_message("count", len(server.server_state.connections), num_taken)
+            counts = (len(server.server_state.connections), num_taken)
+            if counts != reported or loop.time() - reported_at >= ALIVE_SECONDS:
+                reported, reported_at = counts, loop.time()
+                link.send_message("count", *counts)
             await asyncio.sleep(COUNT_SECONDS)
     finally:
         loop.remove_reader(channel)

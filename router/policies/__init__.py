@@ -1,13 +1,16 @@
-"""Policies: which instance a request goes to. Plain data in, a decision out.
+"""Policies: choose the instance for a request. A policy gets plain data and returns a decision.
 
-base.py               Policy, and the plain data that it gets and returns; a prompt as a chain of chunk hashes
-prefix_index.py       PrefixIndex: which instance has computed which prefix
-prefix_policy.py      PrefixPolicy: the base of policies with such an index
+base.py               Policy, its input and its output; computes the chunk hashes of a prompt
+prefix_index.py       PrefixIndex: stores which instance has computed which prefix
+resume_points.py      ResumePoints: learns how much of a known prefix an instance can use
+prefix_policy.py      PrefixPolicy: the base of policies that have a PrefixIndex
+block_names.py        computes names of blocks from their tokens, equal for all engines
+cached_blocks.py      CachedBlocks: stores the cached blocks that one instance reports by KV events
 prefill_cost.py       PrefillCost: learns the cost of waiting, computing and fetching
 simple.py             policies that consider only loads: random, round_robin, request_num, ...
-consistent_hash.py    the same instance for the same session
-cache_aware.py        weighs caches against load, as FastDeploy's Go router does
-pool_aware.py         the least cost, given the caches, the pool and the queues
+consistent_hash.py    chooses the same instance for the same session
+cache_aware.py        compares caches and loads, as FastDeploy's Go router does
+pool_aware.py         chooses the instance with the least cost, given the caches, the pool and the queues
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from router.policies.base import (
     Policy,
     PolicyOptions,
     RequestFeatures,
-    find_session,
     request_features,
 )
+from router.policies.block_names import TOKEN_BYTES, chain_names, iterate_names, pack_tokens, seed_of
 from router.policies.cache_aware import CacheAware, RemoteCacheAware
+from router.policies.cached_blocks import BlockHash, CachedBlocks, PlacedPrompt
 from router.policies.consistent_hash import ConsistentHash
 from router.policies.pool_aware import PoolAware
 from router.policies.prefix_index import DEFAULT_MAX_ENTRIES
@@ -42,15 +46,22 @@ from router.policies.simple import (
 __all__ = [
     "DEFAULT_MAX_ENTRIES",
     "POLICIES",
+    "TOKEN_BYTES",
+    "BlockHash",
+    "CachedBlocks",
     "Decision",
     "InstanceLoad",
     "Outcome",
+    "PlacedPrompt",
     "Policy",
     "PolicyOptions",
     "PrefixPolicy",
     "RequestFeatures",
-    "find_session",
+    "chain_names",
+    "iterate_names",
+    "pack_tokens",
     "request_features",
+    "seed_of",
 ]
 
 POLICIES: dict[str, Callable[..., Policy]] = {
@@ -66,4 +77,4 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "remote_cache_aware": RemoteCacheAware,
     "pool_aware": PoolAware,
 }
-"""Every policy by its name in flags and YAML. Constructors take ``PolicyOptions`` and a clock, or nothing."""
+"""All policies by their names in flags and YAML. A constructor takes ``PolicyOptions`` and a clock, both optional."""

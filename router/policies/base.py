@@ -1,9 +1,11 @@
-"""Policy, and its input and output: plain data, so that router, tests and simulator use the same policies.
+"""Policy, its input and its output. These are plain data, so that router, tests and simulator use the same policies.
 
-A policy sees a prompt as a chain of chunk hashes: prompts with the same beginning have the same first hashes. No
-tokenizer is needed: the chunks are cut from the text that a chat template would render, or from the token ids if the
-client sent these. The order of the parts is the order in which they are rendered, and the whole conversation is
-included: the next turn of a conversation, which appends messages, shares all whole chunks with the previous turn.
+A policy gets a prompt as a list of chunk hashes. A chunk is 128 tokens of the prompt, and its hash also covers all
+earlier chunks. So prompts with the same beginning have the same first hashes.
+
+The router has no tokenizer. It cuts the chunks from the text that a chat template would render, in the same order; or
+from the token ids, if the client sent token ids. A request contains the whole conversation, and the next turn appends
+messages to it. So the next turn has all chunks of the previous turn.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import attrgetter
@@ -34,54 +36,66 @@ __all__ = [
     "RequestFeatures",
     "Turns",
     "chunk_hashes",
-    "find_session",
     "request_features",
 ]
 
 TOKENS_PER_CHUNK = 128
-"""Tokens per chunk: exact for token ids, approximate for text."""
+"""Number of tokens in a chunk: exact for token ids, approximate for text."""
 
 # The part of a prompt after a million tokens is ignored: hashing it would block the router.
 MAX_CHUNKS = 8192
 
-# Both kinds of chunk have the same size: 128 tokens with about four bytes of text each, or four bytes per token id.
+# Chunks of text and of token ids have the same size: a token is about four bytes of text, a token id four bytes.
 _BYTES_PER_TOKEN = 4
 _CHUNK_BYTES = _BYTES_PER_TOKEN * TOKENS_PER_CHUNK
 _MAX_BYTES = MAX_CHUNKS * _CHUNK_BYTES
 _MAX_TOKENS = MAX_CHUNKS * TOKENS_PER_CHUNK
-# Each part of a prompt counts as at least this size, which limits the number of parts.
+# ``_clip_members`` counts each part of a prompt with at least this many bytes, which limits the number of parts.
 _PART_BYTES = 200
 _MAX_DEPTH = 20
-# If one of these differs, equal text has different KV.
+# Members of a request that the KV of a text depends on, besides the text itself.
 _SALTS = ("model", "cache_salt", "lora_path", "lora_request")
+# With these an engine computes cached tokens again, or the prompt is not the text that the router sees.
+_NOT_READING_CACHE = ("prompt_logprobs", "echo", "truncate_prompt_tokens", "chat_template_kwargs")
 # Members that chat templates render before the messages.
 _RENDERED_FIRST = ("chat_template", "tools", "documents", "system", "instructions")
 
 
 class RequestFeatures:
-    """Properties of a request that a policy may use. Its prefix is hashed only if a policy reads it."""
+    """The properties of a request that a policy may use. The prompt is hashed only when a policy reads ``chunks``."""
 
     def __init__(
         self,
         prompt_tokens: int,
         prefix: Callable[[], Sequence[int]] | None = None,
         *,
+        text: Callable[[], bytes] = bytes,
         tokens_per_chunk: int = 0,
         key: str = "",
+        home: str = "",
         model: object = "",
+        reads_cache: bool = True,
     ) -> None:
         """
         Args:
             prompt_tokens: estimated number of prompt tokens.
-            prefix: returns the chained hashes of the prompt's whole chunks, first to last.
+            prefix: returns the hashes of the prompt's whole chunks, first to last.
+            text: returns the text from which the chunks are cut.
             tokens_per_chunk: estimated number of tokens per chunk.
-            key: session or user of the request; ``""`` if it names none.
-            model: name of the model in the request, as the client sent it; ``""`` if it names none.
+            key: session or user of the request; ``""`` if the request names none.
+            home: session for the choice among instances of the same cost. Requests with the same ``home`` use the same
+                instance. Requests with ``""`` use these instances in turn.
+            model: name of the model, as the client sent it; ``""`` if the request names none.
+            reads_cache: whether the engine's number of cached tokens says what it has cached of the prompt. False if
+                the request makes the engine compute cached tokens again, or changes the prompt.
         """
         self.prompt_tokens = prompt_tokens
         self.tokens_per_chunk = tokens_per_chunk
         self.key = key
+        self.home = home
         self.model = model
+        self.reads_cache = reads_cache
+        self._text = text
         if prefix is None:
             self.chunks = ()
         else:
@@ -89,75 +103,87 @@ class RequestFeatures:
 
     @cached_property
     def chunks(self) -> Sequence[int]:
-        """Chained hashes of the prompt's whole chunks: equal first hashes mean an equal beginning."""
+        """Hashes of the prompt's whole chunks. Prompts with the same beginning have the same first hashes."""
         return self._hash_prefix()
+
+    def text_after(self, num_chunks: int) -> bytes:
+        """Return the prompt's text after its first ``num_chunks`` chunks."""
+        return self._text()[num_chunks * _CHUNK_BYTES :]
 
 
 @dataclass(slots=True)
 class InstanceLoad:
-    """The requests that the router has running on one instance. Policies choose among these, read-only."""
+    """The load of one instance by requests from this router that have not ended. Policies only read it."""
 
     key: str
-    """``host:port``."""
+    """Address of the instance as ``host:port``."""
     requests: int = 0
-    """Number of requests sent to it and not completely answered."""
+    """Number of requests that were sent to the instance and have no complete response yet."""
     tokens: int = 0
-    """Prompt tokens of those requests."""
+    """Number of prompt tokens of the requests whose prefill is not complete."""
     queued: float = 0.0
-    """Work of those requests that have no first token yet: the sum of their decisions' ``work``."""
+    """Sum of ``Decision.work`` of the requests whose prefill is not complete."""
     running: int | None = None
-    """Number of running requests that the instance reports, from all routers; None if unknown."""
+    """Number of running requests that the instance reports, which includes all routers' requests; None if unknown."""
     waiting: int | None = None
     """Number of waiting requests that the instance reports; None if unknown."""
 
     def add_request(self, tokens: int, work: float) -> None:
-        """Count a request that is sent to it, with this number of prompt tokens and a prefill that costs ``work``."""
+        """Add a request with ``tokens`` prompt tokens, of which ``work`` must be computed."""
         self.requests += 1
         self.tokens += tokens
         self.queued += work
 
     def remove_prefill(self, tokens: int, work: float) -> None:
-        """Note that the prefill of a request is complete."""
+        """Remove the prompt of a request, because its prefill is complete."""
         self.tokens -= tokens
         self.queued -= work
 
     def remove_request(self, tokens: int, work: float) -> None:
-        """Note that a request has ended. ``tokens`` and ``work`` are those of its prefill, if that was not complete."""
+        """Remove a request that has ended; ``tokens`` and ``work`` are 0 if its prefill was complete before."""
         self.requests -= 1
         self.tokens -= tokens
         self.queued -= work
 
 
 class Decision(NamedTuple):
-    """The chosen instance's key, and the values that decided the choice."""
+    """The choice of an instance: its key, and the values that decided the choice."""
 
     key: str
     reasons: Mapping[str, float | str]
     work: float
-    """Cost of its prefill in computed tokens: the tokens of the prompt without the cached ones."""
+    """Cost of the request's prefill, in computed tokens. Cached tokens cost nothing, or less than computed ones."""
     cached_tokens: int = 0
-    """Number of the prompt's tokens that the policy expects not to be computed."""
+    """Number of prompt tokens that the instance will not have to compute, as the policy expects."""
+    computed_before: tuple[int, int] = (0, 0)
+    """Number of leading chunks of the prompt that this instance, and any instance, has computed before."""
 
 
 class Outcome(NamedTuple):
-    """The result of a request that a policy placed."""
+    """The result of a request, for the policy that chose its instance."""
 
     key: str
     """Key of the instance."""
     queued: float
-    """Its ``InstanceLoad.queued`` when the request was sent there, without the request's own work."""
+    """``InstanceLoad.queued`` when the request was sent to the instance, without the request's own work."""
     ttft: float | None
-    """Seconds from sending to the first token; None if no single moment shows it."""
+    """Seconds from sending the request to its first token; None if the time of the first token is unknown."""
     prompt_tokens: int | None
-    """Number of prompt tokens as the engine counted them; None if it did not report it."""
+    """Number of prompt tokens that the engine counted; None if the engine did not report it."""
     cached_tokens: int | None
-    """Number of prompt tokens that the engine did not compute; None if it did not report it."""
+    """Number of prompt tokens that the engine did not compute; None if the engine did not report it."""
     own_cached_tokens: int | None = None
-    """Number of those from the instance's own cache, not from the pool; None if the engine did not report it."""
+    """Number of cached tokens from the instance's own cache, not from the pool; None if the engine did not report
+    it.
+    """
+    completion_tokens: int | None = None
+    """Number of generated tokens; None if the engine did not report it."""
+    seconds: float = 0.0
+    """Seconds since the request was sent to the instance."""
 
 
 class PolicyOptions(NamedTuple):
-    """Settings of policies. Most names and defaults are those of FastDeploy's Go router."""
+    """Settings of the policies. Most names and defaults are those of FastDeploy's Go router."""
 
     eviction_duration_mins: float = 30.0
     balance_abs_threshold: float = 1.0
@@ -169,39 +195,40 @@ class PolicyOptions(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses one of the candidates. It may have its own state, and is called from one thread."""
+    """Chooses an instance from candidates. A policy may store what it learns. Only one thread calls it."""
 
     token_seconds: float
-    """Learned time that a token of work takes an instance, in seconds; 0 if not learned yet."""
+    """Time in which an instance does one token of work, in seconds; 0 if the policy has not learned it."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """Return the choice among ``candidates``, which is not empty."""
+        """Choose one of ``candidates``, of which there is at least one."""
 
     def observe_outcome(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
-        """Learn from a request that was placed by ``decision`` and has been answered."""
+        """Learn from the result of a request that was sent to the instance in ``decision``."""
 
     def make_sibling(self) -> Policy:
-        """Return a policy of the same kind for requests of another model. It shares the known caches, but learns
-        separately.
+        """Return a policy of the same kind for requests of another model.
+
+        Both policies share the index of caches, but each has its own estimates.
         """
 
     def forget_instance(self, key: str) -> None:
-        """Discard all knowledge about this instance's cache: it has restarted or is gone."""
+        """Delete everything that is known about the cache of an instance, because it has restarted or ended."""
 
 
 DEFAULTS = PolicyOptions()
 
 requests_of = attrgetter("requests")
-"""Get ``InstanceLoad.requests``, for ``map``."""
+"""Returns ``InstanceLoad.requests``, for use with ``map``."""
 tokens_of = attrgetter("tokens")
-"""Get ``InstanceLoad.tokens``, for ``map``."""
+"""Returns ``InstanceLoad.tokens``, for use with ``map``."""
 
 
 _AnyPolicy = TypeVar("_AnyPolicy", bound="PolicyBase")
 
 
 class PolicyBase:
-    """A policy that learns nothing and stores nothing about instances."""
+    """Base of policies that store nothing about instances or past requests."""
 
     token_seconds = 0.0
     """See ``Policy.token_seconds``."""
@@ -227,7 +254,7 @@ class PolicyBase:
 
 
 class Turns:
-    """Selects candidates in turn, so that equal ones share the work."""
+    """Chooses candidates in turn, so that candidates with equal scores get equal work."""
 
     __slots__ = ("taken",)
 
@@ -235,80 +262,93 @@ class Turns:
         self.taken = 0
 
     def take_next(self, candidates: Sequence[InstanceLoad]) -> InstanceLoad:
-        """Return the next candidate in turn."""
+        """Return the next candidate in round-robin order."""
         chosen = candidates[self.taken % len(candidates)]
         self.taken += 1
         return chosen
 
     def take_least(self, candidates: Sequence[InstanceLoad], scores: Sequence[Any]) -> InstanceLoad:
-        """Return the candidate with the lowest of ``scores``, which have the candidates' order. Equal ones take
-        turns.
+        """Return the candidate with the lowest score. Candidates with equal scores are chosen in turn.
+
+        Args:
+            scores: the score of each candidate, in the same order.
         """
         count = len(candidates)
         start = self.taken % count
         self.taken += 1
-        # No Python function is called per candidate, because a request waits for this.
+        # No Python function is called for each candidate, because the request waits for this choice.
         return candidates[min([*range(start, count), *range(start)], key=scores.__getitem__)]
 
 
 def request_features(
-    members: Mapping[str, Any], prompt_tokens: int, session: str = "", num_bytes: int = 0
+    members: Mapping[str, Any], prompt_tokens: int, session: str = "", parent: str = "", *, num_bytes: int = 0
 ) -> RequestFeatures:
-    """Return the features of the request with this body, and with this ``session`` in its headers; hash nothing yet.
+    """Return the features of a request. Its prompt is hashed later, and only if a policy needs the hashes.
 
     Args:
-        prompt_tokens: estimate for the text only.
-        num_bytes: size of the body: images and other media belong to a prefix, too.
+        members: the members of the request's body.
+        prompt_tokens: estimated number of tokens of the text.
+        session: the session that the request's headers name.
+        parent: the session that started ``session``, if the headers name it.
+        num_bytes: size of the body, which includes images and other media.
     """
     size = max(prompt_tokens, num_bytes // _BYTES_PER_TOKEN)
+    key = session or session_key(members)
+    reads_cache = True
+    for name in _NOT_READING_CACHE:  # a loop: a generator would be a call for each name of each request
+        value = members.get(name)
+        reads_cache = reads_cache and (value is None or value is False)
     return RequestFeatures(
         prompt_tokens,
         partial(chunk_hashes, members, size) if size >= TOKENS_PER_CHUNK else None,
+        text=partial(_render_prompt, members, size),
         tokens_per_chunk=TOKENS_PER_CHUNK,
-        key=session or session_key(members),
+        key=key,
+        home=parent or (key if key != members.get("user") else ""),
         model=members.get("model", ""),
+        reads_cache=reads_cache,
     )
 
 
-def find_session(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the session named in a request's headers (in ASGI's format); ``""`` if there is none."""
-    for name, value in headers:
-        if name == b"x-session-id" and value:
-            return value.decode("latin-1")
-    return ""
-
-
 def session_key(members: Mapping[str, Any]) -> str:
-    """Return the session or user named in a request's body: ``session_id``, else that of ``extra_body``, else
-    ``user``.
+    """Return the session or user that a request's body names; ``""`` if it names none.
+
+    The first of these members counts: ``session_id``, ``session_id`` in ``extra_body``, ``prompt_cache_key`` (OpenAI's
+    name for requests that share a prefix), ``user``.
     """
     key, extra = members.get("session_id"), members.get("extra_body")
-    if not (isinstance(key, str) and key) and isinstance(extra, dict):  # FastDeploy's Go router reads it there, too
+    if not (isinstance(key, str) and key) and isinstance(extra, dict):  # as FastDeploy's Go router does
         key = extra.get("session_id")
     if not (isinstance(key, str) and key):
-        key = members.get("user")
+        key = members.get("prompt_cache_key") or members.get("user")
     return key if isinstance(key, str) else ""
 
 
 def chunk_hashes(members: Mapping[str, Any], prompt_tokens: int = 0) -> list[int]:
-    """Return the chained 64-bit hashes of the prompt's whole chunks, at most ``MAX_CHUNKS``; empty without a prompt.
+    """Return the 64-bit hashes of the prompt's whole chunks, at most ``MAX_CHUNKS``; empty without a prompt.
 
     Each hash is ``xxh3_64(chunk, seed=previous hash)``. The first seed is computed from the model and the other members
-    for which equal text has different KV.
+    that the KV of a text depends on.
 
     Args:
-        prompt_tokens: an estimate. Only the beginning of a prompt that is too long is used.
+        members: the members of the request's body.
+        prompt_tokens: estimated number of tokens. It decides whether the end of a long prompt is cut off.
     """
-    if prompt_tokens > _MAX_TOKENS:
-        members = _clip_members(members)
     digest = xxhash.xxh3_64_intdigest
-    data = _encode_prompt(members)[:_MAX_BYTES]
+    data = _render_prompt(members, prompt_tokens)
     seed = digest(_encode_json([members.get(name) for name in _SALTS]))
     hashes = []
     for start in range(0, len(data) - _CHUNK_BYTES + 1, _CHUNK_BYTES):
         seed = digest(data[start : start + _CHUNK_BYTES], seed)
         hashes.append(seed)
     return hashes
+
+
+def _render_prompt(members: Mapping[str, Any], prompt_tokens: int) -> bytes:
+    """Return the text of the prompt from which its chunks are cut."""
+    if prompt_tokens > _MAX_TOKENS:
+        members = _clip_members(members)
+    return _encode_prompt(members)[:_MAX_BYTES]
 
 
 def _encode_prompt(members: Mapping[str, Any]) -> bytes:
@@ -323,7 +363,7 @@ def _encode_prompt(members: Mapping[str, Any]) -> bytes:
 
 
 def _encode_sequence(prompt: Any) -> bytes:
-    """Encode a prompt so that equal beginnings give equal bytes: no closing bracket or quote ends the encoding."""
+    """Encode a prompt without the bracket or quote that would end it, so that equal beginnings give equal bytes."""
     if isinstance(prompt, str):
         return prompt[:_MAX_BYTES].encode(errors="surrogatepass")
     if not isinstance(prompt, list):
@@ -337,7 +377,7 @@ def _encode_sequence(prompt: Any) -> bytes:
 
 
 def _clip_members(members: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``members`` without most of the text after the first ``_MAX_BYTES`` of the prompt."""
+    """Return ``members`` without most of the prompt's text after its first ``_MAX_BYTES`` bytes."""
     clipped, room = dict(members), _MAX_BYTES
     for name in (*_RENDERED_FIRST, "messages", "input"):
         if name in members:
@@ -346,7 +386,7 @@ def _clip_members(members: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clip_value(value: Any, room: int, depth: int = 0) -> tuple[Any, int]:
-    """Return ``value`` with as many of its first parts as fit into ``room`` bytes of JSON, and the remaining bytes."""
+    """Return the first parts of ``value`` that fit into ``room`` bytes of JSON, and the number of bytes that remain."""
     if isinstance(value, str):
         return value[: max(0, room)], room - len(value) - _PART_BYTES
     if depth > _MAX_DEPTH or not value or not isinstance(value, list | dict):

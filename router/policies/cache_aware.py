@@ -1,4 +1,4 @@
-"""Policies that weigh each instance's cache against its load, as FastDeploy's Go router does."""
+"""Policies that compare the instances' caches and loads, as FastDeploy's Go router does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["CacheAware", "RemoteCacheAware"]
 
 
 class CacheAware(PrefixPolicy):
-    """Minimises (1 - hit ratio) x hit-ratio-weight + (load / highest load) x load-balance-weight.
+    """Chooses the minimum of (1 - hit ratio) x hit-ratio-weight + (load / highest load) x load-balance-weight.
 
-    Load is the number of running requests. If it differs by more than both thresholds, caches are ignored, and the
-    instance with the fewest prompt tokens is chosen.
+    Load is the number of running requests. If the loads differ by more than both thresholds, the policy ignores caches
+    and chooses the instance with the fewest prompt tokens.
     """
 
     name = "cache_aware"
@@ -24,20 +24,20 @@ class CacheAware(PrefixPolicy):
         chunks, options = request.chunks, self._options
         loads = self._measure_loads(candidates)
         highest, difference = max(loads), max(loads) - min(loads)
-        held = self._index.look_up(chunks).own if chunks else {}
+        chunks_at = self._index.look_up(chunks).own if chunks else {}
         if difference > options.balance_abs_threshold and difference > options.balance_rel_threshold * highest:
             chosen = self._turns.take_least(candidates, list(map(tokens_of, candidates)))
-            own = held.get(chosen.key, 0)
+            own = chunks_at.get(chosen.key, 0)
             reasons: dict[str, float | str] = {"policy": self.name, "load_difference": difference}
         else:
             hit_weight = options.hit_ratio_weight / (len(chunks) or 1)
             load_weight = options.load_balance_weight / (highest or 1)
             scores = []
             for candidate, load in zip(candidates, loads, strict=True):
-                cost = load_weight * load - hit_weight * held.get(candidate.key, 0)
+                cost = load_weight * load - hit_weight * chunks_at.get(candidate.key, 0)
                 scores.append((options.hit_ratio_weight + cost, candidate.tokens))
             chosen = self._turns.take_least(candidates, scores)
-            own = held.get(chosen.key, 0)
+            own = chunks_at.get(chosen.key, 0)
             reasons = {"policy": self.name, "score": min(scores)[0], "hit_ratio": own / (len(chunks) or 1)}
         if chunks:
             self._add_chain(chunks, chosen.key)
@@ -45,12 +45,15 @@ class CacheAware(PrefixPolicy):
         return Decision(chosen.key, reasons, request.prompt_tokens - cached, cached)
 
     def _measure_loads(self, candidates: Sequence[InstanceLoad]) -> list[int]:
-        """Return the load of each candidate."""
+        """Return the load of each candidate, in the same order."""
         return list(map(requests_of, candidates))
 
 
 class RemoteCacheAware(CacheAware):
-    """The same, with the load that the instances report, if known; it includes all routers' requests."""
+    """Chooses like ``CacheAware``, with the loads that the instances report, which include all routers' requests.
+
+    If an instance reports no load, or a lower one, the requests from this router count.
+    """
 
     name = "remote_cache_aware"
 

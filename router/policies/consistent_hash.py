@@ -1,4 +1,4 @@
-"""The same instance for the same session or user, as long as it is available and not overloaded."""
+"""ConsistentHash: the same instance for the same session or user, while it is available and not overloaded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from router.policies.base import Decision, InstanceLoad, PolicyBase, RequestFeat
 
 __all__ = ["ConsistentHash"]
 
-# An instance may have this many times the average number of requests ("Consistent Hashing with Bounded Loads",
-# Mirrokni, Thorup and Zadimoghaddam, 2016). Further requests go to the key's next choice.
+# Limit of an instance's requests, relative to the average ("Consistent Hashing with Bounded Loads", Mirrokni, Thorup
+# and Zadimoghaddam, 2016). Further requests go to the instance that is next in the order of their key.
 _BOUND = 1.25
-# Without a key, prompts with the same beginning of this length (about 512 tokens) count as one session.
+# Requests without a key count as one session if their prompts have these first chunks (about 512 tokens) in common.
 _FIRST_CHUNKS = 4
 
 
 class ConsistentHash(PolicyBase):
-    """Rendezvous hashing with bounded loads: each key ranks the instances in its own order.
+    """Rendezvous hashing with bounded loads: each key has its own order of the instances, and uses the first of them.
 
-    If an instance is removed, only its own keys move. A new instance gets only the keys that rank it first. A request
-    without a key uses the beginning of its prompt as key; a short one goes to the instance with the fewest requests.
+    If an instance is removed, only its own keys move. A new instance gets only the keys that have it first in their
+    order. If a request has no key, the beginning of its prompt is its key. If its prompt is too short for that, the
+    instance with the fewest requests is chosen.
     """
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
@@ -38,7 +39,7 @@ class ConsistentHash(PolicyBase):
                 request.prompt_tokens,
             )
         bound = _BOUND * (sum(map(requests_of, candidates)) + 1) / len(candidates)
-        # This request is counted, too, so at least one candidate is within the bound.
+        # The new request is counted, too, so at least one candidate is below the bound.
         chosen, highest, overloaded = candidates[0], -1, 0
         for candidate in candidates:
             if candidate.requests >= bound:

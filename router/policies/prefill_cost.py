@@ -1,4 +1,4 @@
-"""PrefillCost: the cost of waiting, computing and fetching, learned from the times to first token."""
+"""PrefillCost: learns the cost of waiting, computing and fetching tokens from measured times to first token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["PrefillCost"]
 
 _WINDOW = 512
 _FIT_EVERY = 128
-# Weight of the assumed costs, in outcomes.
+# Weight of the assumed costs: they count as much as this many measured requests.
 _PRIOR = 16.0
 _TINY = 1e-6
 _LEAST_SECONDS = 1e-3
@@ -18,29 +18,26 @@ _ASSUMED = np.array([1.0, 1.0, 0.25, 0.0])
 
 
 class PrefillCost:
-    """Models the time to first token as queued x a + computed x b + fetched x c + d, with queued, computed, fetched in
-    tokens.
+    """Models the time to first token as queued tokens x a + computed tokens x b + fetched tokens x c + d.
 
-    The method is a weighted least-squares fit of the relative error over the latest outcomes. An outcome with an error
-    larger than its own value (a stalled connection, a pause of the engine) gets less weight the larger its error is, so
-    that a few outliers have no effect. A cost that the outcomes do not determine stays as assumed: a queued token takes
-    as long as a computed one, a fetched one takes a quarter of that.
+    The method is a weighted least-squares fit of the relative error over the last measured requests. If the error of a
+    request is larger than its own value (a stalled connection, a pause of the engine), its weight is the smaller the
+    larger the error is. So a few outliers have no effect. A cost that the requests do not determine keeps its assumed
+    value: a queued token takes as long as a computed one, and a fetched token a quarter of that.
     """
 
     def __init__(self) -> None:
         self.fetch_cost = 0.25
-        """Time to fetch a token, relative to computing it; 0.02 to 1."""
+        """Time to fetch a token, relative to computing it; from 0.02 to 1."""
         self.queue_cost = 1.0
-        """Time of a queued token, relative to computing one; 0.5 to 2."""
+        """Time of a queued token, relative to computing one; from 0.5 to 2."""
         self.token_seconds = 0.0
         """Seconds to compute a token; 0 until it is learned."""
         self._outcomes: deque[tuple[float, float, float, float]] = deque(maxlen=_WINDOW)
         self._until_fit = _FIT_EVERY
 
     def observe_first_token(self, queued: float, computed: float, fetched: float, seconds: float) -> None:
-        """Learn from a first token that came after ``seconds``, for a prompt with these tokens and with this queue
-        ahead.
-        """
+        """Learn from one request: its time to first token, and the numbers of queued, computed and fetched tokens."""
         if queued + computed + fetched < 1:
             return
         self._outcomes.append((queued, computed, fetched, max(seconds, _LEAST_SECONDS)))
@@ -54,8 +51,8 @@ class PrefillCost:
         figures, seconds = np.column_stack([outcomes[:, :3], np.ones(len(outcomes))]), outcomes[:, 3]
         scale = float(np.median(seconds / (figures @ _ASSUMED)))  # seconds per token
         assumed = _ASSUMED * scale
-        # The prior consists of rows of the same kind: each variable alone, with its typical size, costs as much as
-        # assumed. A variable that was always 0 needs some size, or the equations have no solution.
+        # The prior adds equations: each variable alone, with its typical size, costs as much as assumed. A variable
+        # that was always 0 gets a tiny size, because otherwise the equations have no solution.
         typical = np.mean((figures / (figures @ assumed)[:, None]) ** 2, axis=0)
         prior = np.diag(_PRIOR * np.maximum(typical, [_TINY / scale**2] * 3 + [0]))
         found = assumed

@@ -1,7 +1,7 @@
-"""PrefixIndex: which instance has computed which prefix, with bounded memory.
+"""PrefixIndex: stores which instance has computed which prefix, with bounded memory.
 
-Every chunk that any instance has computed is in the pool as well, because every instance saves there. So an entry of
-the index means both that the pool has a chunk and that these instances have it.
+Every instance saves the chunks that it computes in the pool. So an entry of the index means that the pool has a chunk,
+and that certain instances have it in their own caches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import struct
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -21,56 +22,58 @@ import orjson
 __all__ = ["DEFAULT_MAX_ENTRIES", "PrefixIndex", "PrefixMatch"]
 
 DEFAULT_MAX_ENTRIES = 1_100_000
-"""Maximum number of known chunks. Measured with 256 instances: 85 bytes per entry, 92 MB in total; in the worst case,
-where every chunk is in a different set of instances, 160 bytes and 178 MB.
+"""Maximum number of chunks in the index. Measured with 256 instances: 85 bytes per entry, 92 MB in total; in the worst
+case, where every chunk is in a different set of instances, 160 bytes per entry, 178 MB in total.
 """
 
 _MAGIC = b"kvrouter prefixes 1\n"
 _CHECKSUM = struct.Struct("<I")  # CRC-32 of all following bytes
-_SIZE = struct.Struct("<I")  # of the JSON that follows, in bytes
-# Number of restarts whose bits may be unused. Clearing them processes every entry (about 0.5 s for a full index).
+_SIZE = struct.Struct("<I")  # size of the JSON that follows, in bytes
+# Maximum number of bits that belong to removed instances. Reusing them processes every entry (about 0.5 s for a full
+# index), so it is done rarely.
 _MAX_RETIRED_BITS = 256
 _MAX_NAMED_SETS = 4096
-# A generation is divided into this many dictionaries, by the last bits of the hash. One with 550,000 entries would stop
-# the router for 10 to 50 ms whenever it grows or is freed; now each step takes less than 1 ms.
+# A generation is divided into this many dictionaries, by the last bits of the hash. Then the router stops for less than
+# 1 ms when a dictionary grows or is freed. One dictionary with 550,000 entries would stop the router for 10 to 50 ms.
 _NUM_PARTS = 256
 _PART_BITS = _NUM_PARTS - 1
 
 
-# The time of the last use in the lowest bits, in microseconds since the index' epoch; above them the set of instances
-# that computed it, one bit each. The chunks of one run share one entry. It is one number, not a tuple, because the
-# garbage collector would look at every entry of a dictionary with tuples, which takes 10 to 40 ms.
+# An entry is one number. The lowest bits are the time of the last use, in microseconds since the index's epoch. The
+# higher bits are the set of instances that computed the chunk, one bit for each instance. Successive chunks with equal
+# entries share one object. An entry is not a tuple, because the garbage collector would visit every tuple in a
+# dictionary, which takes 10 to 40 ms.
 _Entry = int
 _Generation = list[dict[int, _Entry]]
 _TIME_BITS = 56
 _TIME = (1 << _TIME_BITS) - 1
-# A snapshot may have entries that are older than the machine's clock. None is older than this, in seconds.
+# Maximum age of an entry in seconds. A snapshot may have entries from before the start of the machine's clock.
 _MAX_AGE = 1e7
 
 
 class PrefixMatch(NamedTuple):
-    """Number of leading chunks of a chain in the pool and in each instance."""
+    """The number of leading chunks of a prompt in the pool and in each instance's own cache."""
 
     pool: int
-    """In the pool: computed by any instance."""
+    """Number of leading chunks in the pool: those that any instance has computed."""
     own: dict[str, int]
-    """In each instance that has any."""
+    """Number of leading chunks in the own cache of each instance that has any."""
     ages: list[tuple[int, float]]
-    """(end, seconds), sorted by ``end``: seconds since the chunks before ``end`` (and after the previous end) were last
-    used.
+    """Pairs (end, seconds), sorted by ``end``: the chunks up to ``end``, and after the previous pair's end, were last
+    used ``seconds`` ago.
     """
 
 
 class PrefixIndex:
-    """Maps a chunk hash to the time of its last use, and to the set of instances that computed it.
+    """Maps a chunk hash to the time of its last use, and to the set of instances that computed the chunk.
 
-    There are two generations. When a chain is used, it is written into
-    the current generation. When that is full, or half a lifetime old, it replaces the previous generation, which is
-    dropped. So an entry lives for half a lifetime to a whole one after its last use, and expired entries never have to
-    be searched.
+    The entries are in two generations. When a prompt is used, its chunks are written into the current generation. When
+    the current generation is full, or half a lifetime old, it replaces the previous generation, which is deleted. So an
+    entry is deleted between half a lifetime and one lifetime after its last use, and no search for expired entries is
+    needed.
 
-    Chains are always added from their first chunk on. So along a chain, times never increase and sets never grow.
-    ``_find_runs`` relies on this to look up a chain of 256 chunks in about twenty steps.
+    A prompt is always added from its first chunk on. So from the first chunk of a prompt to its last, times never
+    increase and sets never grow. ``_find_runs`` uses this to look up a prompt of 256 chunks in about twenty steps.
     """
 
     def __init__(
@@ -81,21 +84,24 @@ class PrefixIndex:
     ) -> None:
         """
         Raises:
-            ValueError: there is no capacity for two entries.
+            ValueError: ``max_entries`` is less than 2.
         """
         if max_entries < 2:
-            raise ValueError(f"max_entries is {max_entries}; an index needs room for at least 2")
+            raise ValueError(f"max_entries is {max_entries}; it must be at least 2")
         self._max_in_generation = max_entries // 2
         self._half_life = lifetime_seconds / 2
         self._clock = clock
         self._turned_at = clock()
         self._epoch = self._turned_at - _MAX_AGE
         self._current, self._previous = _make_generation(), _make_generation()
-        self._most_in_current = 0  # upper bound of its number of entries
-        self._retired: _Generation = []  # parts of a dropped generation, which are freed one at a time
-        self._names: list[str] = []  # of each bit; "" if its instance was removed
+        self._most_in_current = 0  # upper limit of the number of entries in ``_current``
+        self._retired: _Generation = []  # dictionaries of a deleted generation, which are freed one at a time
+        self._names: list[str] = []  # the instance of each bit; "" if the instance was removed
         self._bits: dict[str, int] = {}
         self._named_sets: dict[int, tuple[str, ...]] = {}
+        self._has_holes = False  # whether chunks were dropped, so that sets may grow along a prompt
+        self._never_aged = 0  # bits of the instances that report what they evict
+        self._has_chunk: dict[str, Callable[[int], bool]] = {}  # for each of these instances, what it has
 
     def __len__(self) -> int:
         return _count_entries(self._current) + _count_entries(self._previous)
@@ -104,25 +110,37 @@ class PrefixIndex:
         return f"<PrefixIndex {len(self)} of {2 * self._max_in_generation} entries, {len(self._bits)} instances>"
 
     def look_up(self, chunks: Sequence[int], kept_seconds: float = math.inf) -> PrefixMatch:
-        """Return where the leading chunks of a chain are.
+        """Return how many leading chunks of a prompt the pool and each instance have.
 
         Args:
-            kept_seconds: time without use after which an instance is assumed to have evicted a chunk; the pool is not.
+            chunks: the prompt's chunk hashes, first to last.
+            kept_seconds: after this time without use, an instance is assumed to have evicted a chunk. The pool is
+                assumed to have it still.
         """
         now = self._turn_generations(0)
         own: dict[str, int] = {}
         ages = []
-        end = 0
-        for _, end, entry in self._find_runs(chunks):
+        end, present = 0, -1
+        for start, end, entry in self._find_runs(chunks):
             age = max(0.0, now - self._time_of(entry))  # entries' times are rounded
             ages.append((end, age))
+            present &= entry >> _TIME_BITS
             if age <= kept_seconds:
-                # Later runs are longer, and their sets are subsets of the earlier ones.
-                own.update(dict.fromkeys(self._name_holders(entry >> _TIME_BITS), end))
+                if present:
+                    # Later runs are longer, and their sets are subsets of the earlier ones.
+                    own.update(dict.fromkeys(self._name_holders(present), end))
+                continue
+            present &= self._never_aged
+            for name in self._name_holders(present):
+                known = self._find_known_end(name, chunks, start, end)
+                if known > start:
+                    own[name] = known
+                if known < end:
+                    present &= ~self._bits[name]
         return PrefixMatch(end, own, ages)
 
     def add_chain(self, chunks: Sequence[int], key: str) -> None:
-        """Note that the instance ``key`` has computed this chain, or is about to."""
+        """Record that the instance ``key`` has computed a prompt with these chunks, or will compute it now."""
         chunks = chunks[: self._max_in_generation]
         now = self._turn_generations(len(chunks))
         latest = self._assign_bit(key) << _TIME_BITS | self._number_time(now)
@@ -136,21 +154,58 @@ class PrefixIndex:
             current[chunk & _PART_BITS][chunk] = entry
         self._most_in_current += len(chunks)
         if self._retired:
-            # In proportion to what was added: so all are freed before a current generation that fills replaces another.
+            # Frees as many dictionaries as new chunks require: all are freed before the current generation is full.
             del self._retired[-1 - 2 * _NUM_PARTS * len(chunks) // self._max_in_generation :]
 
     def forget_holder(self, key: str) -> None:
-        """Note that the instance has lost its chunks; the pool has not."""
+        """Record that the instance ``key`` has lost all its chunks. The pool still has them."""
         bit = self._bits.pop(key, 0)
         if not bit:
             return
         self._names[bit.bit_length() - 1] = ""
         self._named_sets.clear()
+        if self._never_aged & bit:
+            self._never_aged |= self._assign_bit(key)
         if len(self._names) - len(self._bits) > _MAX_RETIRED_BITS:
             self._renumber_bits()
 
+    def drop_chunks(self, chunks: Iterable[int], key: str) -> None:
+        """Record that the instance ``key`` has lost these chunks. The pool still has them."""
+        self._has_holes = True
+        bit = self._bits.get(key, 0) << _TIME_BITS
+        for chunk in chunks:
+            part = chunk & _PART_BITS
+            for generation in (self._current, self._previous):
+                entry = generation[part].get(chunk)
+                if entry is not None and entry & bit:
+                    generation[part][chunk] = entry & ~bit
+
+    def restore_chunks(self, chunks: Iterable[int], key: str) -> None:
+        """Record that the instance ``key`` has these chunks. Chunks that are not in the index are ignored."""
+        bit = self._assign_bit(key) << _TIME_BITS
+        for chunk in chunks:
+            part = chunk & _PART_BITS
+            for generation in (self._current, self._previous):
+                entry = generation[part].get(chunk)
+                if entry is not None:
+                    generation[part][chunk] = entry | bit
+
+    def set_aging(self, key: str, has_chunk: Callable[[int], bool] | None) -> None:
+        """Set how the index finds out that the instance ``key`` has evicted a chunk.
+
+        Args:
+            has_chunk: returns whether the instance has a chunk. None, as for a new instance: a chunk counts as evicted
+                after a time without use.
+        """
+        if has_chunk is None:
+            self._never_aged &= ~self._bits.get(key, 0)
+            self._has_chunk.pop(key, None)
+        else:
+            self._never_aged |= self._assign_bit(key)
+            self._has_chunk[key] = has_chunk
+
     def copy(self) -> PrefixIndex:
-        """Return a copy of this index; takes 0.02 microseconds per entry."""
+        """Return a copy of this index. Copying takes 0.02 microseconds per entry."""
         other = copy.copy(self)
         other._current, other._previous = ([part.copy() for part in each] for each in (self._current, self._previous))
         other._retired = []
@@ -158,10 +213,10 @@ class PrefixIndex:
         return other
 
     def dump(self) -> bytes:
-        """Encode the whole index, for ``load`` after a restart of the router.
+        """Encode the whole index as bytes, which ``load`` reads after a restart of the router.
 
-        Measured: 12 bytes and 0.2 microseconds per entry, four times as much if every set is different. If this thread
-        must not be blocked, dump a ``copy`` in another thread.
+        Measured: 12 bytes and 0.2 microseconds per entry; four times as much if every set is different. A caller that
+        must not wait for this can dump a ``copy`` in another thread.
         """
         numbers: dict[_Entry, int] = {}
         parts = []
@@ -179,17 +234,17 @@ class PrefixIndex:
         return _MAGIC + _CHECKSUM.pack(zlib.crc32(body)) + body
 
     def load(self, data: bytes) -> None:
-        """Replace the content by an index that ``dump`` encoded on this machine.
+        """Replace the entries by those of an index that ``dump`` encoded on this machine.
 
         Raises:
-            ValueError: ``data`` is damaged, or of another version; then nothing has changed.
+            ValueError: ``data`` is damaged, or has another version. Then this index is unchanged.
         """
         start = len(_MAGIC) + _CHECKSUM.size
         view = memoryview(data)
         if len(data) < start or not data.startswith(_MAGIC):
-            raise ValueError(f"it is no prefix index of this version: it does not begin with {_MAGIC!r}")
+            raise ValueError(f"it is not a prefix index of this version: it does not begin with {_MAGIC!r}")
         if _CHECKSUM.unpack_from(data, len(_MAGIC))[0] != zlib.crc32(view[start:]):
-            raise ValueError("the prefix index in it is damaged: its checksum does not fit")
+            raise ValueError("its prefix index is damaged: the checksum does not match")
         at = start + _SIZE.size
         header_end = at + _SIZE.unpack_from(data, start)[0]
         header = orjson.loads(view[at:header_end])
@@ -209,7 +264,7 @@ class PrefixIndex:
             hashes.frombytes(view[at : at + 8 * count])
             places.frombytes(view[at + 8 * count : at + 12 * count])
             entries = list(zip(hashes, map(values.__getitem__, places), strict=True))
-            if count > self._max_in_generation:  # the first chunks of a chain were used at least as late as its last
+            if count > self._max_in_generation:  # keeps the newest entries: a prompt's first chunks before its last
                 entries.sort(key=lambda each: each[1] & _TIME, reverse=True)
             generation = _make_generation()
             for chunk, entry in entries[: self._max_in_generation]:
@@ -218,22 +273,24 @@ class PrefixIndex:
             at += 12 * count
         self._previous, self._current = generations
         self._most_in_current = _count_entries(self._current)
-        self._names = names
+        self._names, self._never_aged = names, 0
         self._bits = {name: 1 << place for place, name in enumerate(names) if name}
         self._named_sets.clear()
         self._turned_at = now
+        for key in self._has_chunk:
+            self._never_aged |= self._assign_bit(key)
 
     def _turn_generations(self, coming: int) -> float:
-        """Return the time. Begin a new generation if one is too old, or has no capacity for ``coming`` more entries."""
+        """Return the time. Begin a new generation if the current one is too old, or too full for ``coming`` entries."""
         now = self._clock()
         age = now - self._turned_at
         if age < self._half_life:
             if self._most_in_current + coming <= self._max_in_generation:
                 return now
-            self._most_in_current = _count_entries(self._current)  # repeated chunks were counted each time
+            self._most_in_current = _count_entries(self._current)  # counts repeated chunks only once
             if self._most_in_current + coming <= self._max_in_generation:
                 return now
-        self._retired = self._previous  # what is left of earlier ones is freed now: else it would grow without bound
+        self._retired = self._previous  # frees the rest of earlier generations now, so that memory stays bounded
         if age >= 2 * self._half_life:
             self._retired = self._retired + self._current
         self._previous = self._current if age < 2 * self._half_life else _make_generation()
@@ -243,15 +300,15 @@ class PrefixIndex:
         return now
 
     def _number_time(self, at: float) -> int:
-        """Return a time of the clock as entries have it."""
+        """Return a time of the clock as the number that an entry contains."""
         return round(1e6 * (at - self._epoch))
 
     def _time_of(self, entry: _Entry) -> float:
-        """Return the time of the clock at which the chunks of an entry were last used."""
+        """Return the time at which the chunks of an entry were last used, as a value of the policy's clock."""
         return self._epoch + 1e-6 * (entry & _TIME)
 
     def _find_runs(self, chunks: Sequence[int]) -> list[tuple[int, int, _Entry]]:
-        """Return the chain's known part as (start, end, entry) of the chunks with equal entries."""
+        """Return the leading chunks that the index has, as (start, end, entry) for each run of equal entries."""
         current, previous = self._current, self._previous
         runs = []
         start, count = 0, len(chunks)
@@ -260,7 +317,14 @@ class PrefixIndex:
             entry = current[chunk & _PART_BITS].get(chunk) or previous[chunk & _PART_BITS].get(chunk)
             if entry is None:
                 break
-            end, beyond = start + 1, count  # chunks before `end` are in the run, chunks from `beyond` on are not
+            end, beyond = start + 1, count  # the entry is equal before `end`, and different from `beyond` on
+            while self._has_holes and end < beyond:
+                chunk = chunks[end]
+                part = chunk & _PART_BITS
+                if (current[part].get(chunk) or previous[part].get(chunk)) != entry:
+                    beyond = end
+                    break
+                end += 1
             while end < beyond:
                 middle = (end + beyond) // 2
                 chunk = chunks[middle]
@@ -273,8 +337,15 @@ class PrefixIndex:
             start = end
         return runs
 
+    def _find_known_end(self, name: str, chunks: Sequence[int], start: int, end: int) -> int:
+        """Return how far the instance has the chunks from ``start`` to ``end``: the index after the last one."""
+        has_chunk = self._has_chunk[name]
+        if has_chunk(chunks[end - 1]):
+            return end
+        return bisect_left(chunks, True, start, end, key=lambda chunk: not has_chunk(chunk))
+
     def _name_holders(self, holders: int) -> tuple[str, ...]:
-        """Return the names in a set. Results are cached, because the same sets occur repeatedly."""
+        """Return the names of the instances in a set. Results are cached, because the same sets occur repeatedly."""
         names = self._named_sets.get(holders)
         if names is None:
             rest, found = holders, []
@@ -295,7 +366,7 @@ class PrefixIndex:
         return bit
 
     def _renumber_bits(self) -> None:
-        """Clear the bits of removed instances, so that sets stay small."""
+        """Renumber the instances' bits without those of removed instances, so that sets stay small."""
         moved = {old: 1 << new for new, old in enumerate(self._bits.values())}
         renumbered: dict[_Entry, _Entry] = {}
         for part in (*self._previous, *self._current):
@@ -304,6 +375,7 @@ class PrefixIndex:
                 renumbered[entry] = holders << _TIME_BITS | entry & _TIME
             for chunk, entry in part.items():
                 part[chunk] = renumbered[entry]
+        self._never_aged = sum(new for old, new in moved.items() if self._never_aged & old)
         self._names = list(self._bits)
         self._bits = {name: 1 << place for place, name in enumerate(self._names)}
         self._named_sets.clear()

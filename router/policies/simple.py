@@ -1,4 +1,4 @@
-"""Policies of a few lines that consider only loads: no prefix, no session."""
+"""Policies that consider only the loads of instances, not prefixes or sessions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 class Random(PolicyBase):
-    """Chooses any instance with equal probability."""
+    """Chooses an instance at random, each with the same probability."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -28,7 +28,7 @@ class Random(PolicyBase):
 
 
 class RoundRobin(PolicyBase):
-    """Chooses one instance after another."""
+    """Chooses the instances in turn."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -38,7 +38,7 @@ class RoundRobin(PolicyBase):
 
 
 class PowerOfTwo(PolicyBase):
-    """Chooses the one with fewer running requests of two random instances: nearly as even as the least busy of all."""
+    """Draws two instances at random, and chooses the one with fewer running requests."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -53,7 +53,7 @@ class PowerOfTwo(PolicyBase):
 
 
 class RequestNum(PolicyBase):
-    """Chooses the instance with the fewest running requests: suits decode: its step time grows with the batch."""
+    """Chooses the instance with the fewest running requests. Suits decode: its steps take longer with more requests."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -62,7 +62,7 @@ class RequestNum(PolicyBase):
 
 
 class ProcessTokens(PolicyBase):
-    """Chooses the instance with the fewest prompt tokens to process: suits prefill: its time grows with tokens."""
+    """Chooses the instance with the fewest prompt tokens to process. Suits prefill: its time grows with the tokens."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -71,7 +71,7 @@ class ProcessTokens(PolicyBase):
 
 
 class FdMetricsScore(PolicyBase):
-    """Chooses the lowest value of FastDeploy's score, with the router's own count of running requests."""
+    """Chooses the instance with the lowest score of FastDeploy, computed from this router's running requests."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """See ``Policy.choose_instance``."""
@@ -80,9 +80,10 @@ class FdMetricsScore(PolicyBase):
 
 
 class FdRemoteMetricsScore(PolicyBase):
-    """Chooses by FastDeploy's score of the instances' own metrics, which count the requests of all routers.
+    """Chooses the instance with the lowest score of FastDeploy, computed from metrics that the instances report.
 
-    These metrics are some seconds old, so the requests that this router has sent since are added.
+    The metrics count the requests of all routers, but are some seconds old. So requests that this router has sent since
+    then are added.
     """
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:

@@ -1,8 +1,8 @@
 """Aborts: make engines stop requests when no client will read the response.
 
-Closing a connection is not enough: FastDeploy's engine stops at a disconnect only if configured to, and KV that a
-prefill instance has already transferred stays at the decode instance permanently. SGLang notices a disconnect after
-seconds. vLLM stops immediately, and has no abort endpoint.
+For some engines, closing the connection is not enough. FastDeploy's engine stops at a disconnect only if it is
+configured to, and KV that a prefill instance has already transferred stays at the decode instance permanently. SGLang
+notices a disconnect only after seconds. vLLM stops immediately, and has no endpoint for aborts.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ _log = logging.getLogger("router.serving.aborts")
 ABORT_PATH = "/v1/abort_requests"
 _SGLANG_PATH = "/abort_request"
 ABORT_SECONDS = 5.0
-# Limit of ids in one abort; each costs every process and every instance some work.
+# Maximum number of ids in one abort, because each id causes work in every process and at every instance.
 MAX_IDS = 1000
-# SGLang takes one id per request. This is the number of concurrent requests to one instance.
+# Number of concurrent aborts at one instance of SGLang, which accepts one id per request.
 _AT_ONCE = 16
 
 _PREFIX, _NUMBER = re.compile("^(chatcmpl-|cmpl-|resp_|msg_)"), re.compile(r"_[0-9]+$")
 
 
 class AbortScope:
-    """The requests that an abort means: those with the given ids, or all; of one client, or of all clients."""
+    """The requests that an abort selects: those with certain ids or all, of one client or of all clients."""
 
     def __init__(self, tag: str, asked: Sequence[Any] | None) -> None:
         """
         Args:
             tag: suffix of the client's request ids at engines; ``""`` for the requests of all clients.
-            asked: the ids as the client wrote them; None for all requests.
+            asked: the ids in the client's abort; None for all requests.
         """
         self.tag = tag
         self.asked = asked
         self._ids = frozenset(each for each in asked or () if isinstance(each, str))
-        # A request whose own id is not in this set is skipped with one look-up.
+        # The ids that a selected request may have. So a request that is not selected is skipped with one look-up.
         cores = {core for each in self._ids for core in (each, _NUMBER.sub("", each))}
         self._cores = cores | {_PREFIX.sub("", core) for core in cores}
 
     @classmethod
     def load(cls, dumped: Mapping[str, Any]) -> AbortScope:
-        """Restore the scope that another process has dumped."""
+        """Return the scope that another process has dumped."""
         return cls(dumped["tag"], dumped["asked"])
 
     def dump(self) -> dict[str, Any]:
@@ -60,15 +60,15 @@ class AbortScope:
         return {"tag": self.tag, "asked": self.asked and sorted(self._ids)}
 
     def reaches(self, tag: str) -> bool:
-        """Return whether it may mean requests of the client with this tag."""
+        """Return whether the abort may select requests of the client with this tag."""
         return not self.tag or self.tag == tag
 
     def matching_ids(self, ids: EngineIds, tag: str) -> Collection[str]:
-        """Return those of the given ids that mean a request.
+        """Return those ids of the abort that select a certain request.
 
         Args:
-            ids: the ids by which its client knows it.
-            tag: tag of its client.
+            ids: the ids by which the client knows the request.
+            tag: tag of the client.
         """
         own = ids.request_id
         if not own or (own not in self._cores and own + tag not in self._cores):
@@ -76,20 +76,20 @@ class AbortScope:
         meant = ids.matching_ids(self._ids)
         return {*meant, *ids._replace(request_id=own + tag).matching_ids(self._ids)} if tag else meant
 
-    def tell_engines(self, members: Mapping[str, Any], engine_ids: Sequence[str]) -> Mapping[str, Any]:
-        """Return the members of the abort that instances get.
+    def make_members(self, members: Mapping[str, Any], engine_ids: Sequence[str]) -> Mapping[str, Any]:
+        """Return the members of the abort that is sent to instances.
 
         Args:
-            members: the client's own.
-            engine_ids: ids at engines of the requests that the router has found.
+            members: the members of the client's abort.
+            engine_ids: ids at engines of the selected requests that this router has found.
         """
         if not self.tag:
             return members if self.asked is None else {**members, "req_ids": [*self.asked, *engine_ids]}
-        # Another router, unknown to this one, may have sent the request.
+        # The client's ids are sent, too, because a router that is unknown to this one may have sent the request.
         return {"req_ids": [*(form for each in sorted(self._ids) for form in self._add_tag(each)), *engine_ids]}
 
     def remove_tag(self, aborted: Iterable[Any]) -> list[Any]:
-        """Return the aborts that instances report, with the ids that the client knows."""
+        """Return the aborted requests that instances report, with the ids that the client knows."""
         if not self.tag:
             return list(aborted)
         untagged = []
@@ -102,8 +102,9 @@ class AbortScope:
         return untagged
 
     def _add_tag(self, asked: str) -> list[str]:
-        """Return the forms that an id may have at engines. The number at its end may be a sequence number, or the
-        client's own.
+        """Return the forms that an id may have at engines.
+
+        There are two if the id ends with a number, which may be that of a sequence, or a part of the client's own id.
         """
         if self.tag in asked:
             return [asked]
@@ -112,7 +113,7 @@ class AbortScope:
 
 
 class AbortOutcome(NamedTuple):
-    """The instances' answers to an abort: entries as received, and one sentence per failed instance."""
+    """The responses of the instances to an abort: their entries unchanged, and one sentence per failed instance."""
 
     aborted: list[Any]
     not_found: list[Any]
@@ -125,20 +126,22 @@ class Aborter:
     def __init__(self, upstream: ConnectionPool, tasks: Tasks, count: Callable[[str], None]) -> None:
         """
         Args:
-            count: called with the key of each instance that gets an abort for a request without a waiting client.
+            upstream: the connections to instances.
+            tasks: runs aborts in the background.
+            count: called with the key of each instance to which ``abort_soon`` sends an abort.
         """
         self._upstream = upstream
         self._tasks = tasks
         self._count = count
 
     def abort_soon(self, instance: Instance, engine_ids: Sequence[str]) -> None:
-        """Abort requests at one instance, in the background. A failure is logged and otherwise ignored."""
+        """Abort requests at one instance, in the background. A failure is only logged."""
         self._count(instance.key)
         _log.debug("aborting %s at %s", ", ".join(engine_ids), instance.key)
         self._tasks.run_in_background(self._abort_quietly(instance, engine_ids))
 
     async def abort_everywhere(self, instances: Iterable[Instance], members: Mapping[str, Any]) -> AbortOutcome:
-        """Send these members, in FastDeploy's format, to all ``instances`` concurrently, and collect their answers."""
+        """Send an abort with these members, in FastDeploy's format, to all ``instances``. Return their responses."""
         outcome = AbortOutcome([], [], [])
         if not members.get("abort_all") and not members.get("req_ids"):
             return outcome
@@ -152,7 +155,7 @@ class Aborter:
             result = response.get("result")
             found = result if isinstance(result, dict) else response
             outcome.aborted.extend(_entries(found, "aborted"))
-            if members.get("abort_all"):  # else each instance lists nearly all of the ids
+            if members.get("abort_all"):  # otherwise each instance lists all ids of requests at other instances
                 outcome.not_found.extend(_entries(found, "not_found"))
 
         await gather_spread(map(abort_at, list(instances)))
@@ -165,14 +168,12 @@ class Aborter:
             _log.info("abort of %s failed: %s", ", ".join(engine_ids), response)
 
     async def _abort_at(self, instance: Instance, members: Mapping[str, Any], body: bytes) -> dict[str, Any] | str:
-        """Return the instance's response to an abort in FastDeploy's format, or one sentence with the reason of the
-        failure.
-        """
+        """Return the instance's response to an abort in FastDeploy's format; one sentence if the abort failed."""
         engine = instance.registration.engine
         if engine is EngineKind.FASTDEPLOY:
             return await self._post(instance, ABORT_PATH, body)
         if engine is not EngineKind.SGLANG:
-            return {}  # its connections are closed, which is sufficient
+            return {}  # the router closes the connection, which is enough for this engine
         if members.get("abort_all"):
             return await self._post(instance, _SGLANG_PATH, b'{"rid":"","abort_all":true}')
         ids = sorted({each for each in members["req_ids"] if isinstance(each, str) and each})
@@ -201,10 +202,11 @@ class Aborter:
 
 
 def list_unknown_ids(asked: Iterable[Any], aborted: Iterable[Any]) -> list[Any]:
-    """Return those of ``asked`` that match none of the requests that instances report as ``aborted``.
+    """Return those of the ids ``asked`` that match none of the requests in ``aborted``.
 
-    An instance reports ``chatcmpl-<id>_0``, or an object with that as its ``request_id``; a client may write only a
-    part of it.
+    Args:
+        asked: the ids in the client's abort. An id may be only a part of a request's id.
+        aborted: entries that instances report: ``chatcmpl-<id>_0``, or an object with this text as its ``request_id``.
     """
     known: set[Any] = set()
     for entry in aborted:
@@ -216,10 +218,10 @@ def list_unknown_ids(asked: Iterable[Any], aborted: Iterable[Any]) -> list[Any]:
 
 
 def read_asked_ids(members: Mapping[str, Any]) -> list[Any] | None:
-    """Return the ids in the body of an abort, at most ``MAX_IDS``; None if it means all requests.
+    """Return the ids in the body of an abort; None if it selects all requests.
 
     Raises:
-        BadBody: it names no requests, or an invalid id.
+        BadBody: the body names no requests, too many requests, or an invalid id.
     """
     asked = members.get("req_ids")
     if not members.get("abort_all"):
@@ -228,11 +230,11 @@ def read_asked_ids(members: Mapping[str, Any]) -> list[Any] | None:
         if len(asked) > MAX_IDS:
             raise BadBody(f"req_ids has {len(asked)} ids; one request may have {MAX_IDS}: send several", "req_ids")
         if any(isinstance(each, list | dict) for each in asked):
-            raise BadBody("req_ids has a list or an object in it; it must have ids, which are texts", "req_ids")
+            raise BadBody("req_ids has a list or an object in it; each id must be a text", "req_ids")
     try:
         orjson.dumps(members)
     except orjson.JSONEncodeError as exc:
-        raise BadBody(f"the body cannot be passed on: {exc}", "req_ids") from None
+        raise BadBody(f"the body cannot be encoded as JSON: {exc}", "req_ids") from None
     return None if members.get("abort_all") else asked
 
 

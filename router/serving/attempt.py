@@ -1,10 +1,11 @@
-"""One attempt at a request: a prefill/decode pair, or a mixed instance alone; all its legs are monitored.
+"""One attempt of a request, at a pair of a prefill and a decode instance, or at one mixed instance.
 
-A leg is an exchange with one instance. The answering leg (decode, or mixed) is the one whose bytes the client gets. In
-a pair, the dialect decides the order: either both legs are sent together, and prefill's response is consumed; or
-decode's leg is sent after prefill has answered. Before the first byte of the response, a failure of either leg is a
-failure of the attempt: the other leg is aborted, and the caller may try another pair. After it, prefill has done its
-part, and the end of its connection no longer matters.
+A leg is an exchange with one instance. The client gets the bytes of the answering leg, which is the leg at the decode
+or the mixed instance. In a pair, the dialect decides the order. Either both legs are sent together, and the router
+reads prefill's response only for errors and usage. Or decode's leg is sent after prefill has responded.
+
+If a leg fails before the first byte of the response, the attempt fails: the other leg is aborted, and another attempt
+may follow. After the first byte, prefill has done its work, and the end of its connection has no effect.
 """
 
 from __future__ import annotations
@@ -30,74 +31,77 @@ __all__ = ["REDIRECTIONS", "Attempt", "AttemptOwner", "Leg", "LegFailed", "Reach
 _log = logging.getLogger("router.serving.attempt")
 
 ERROR_BYTES = 1024 * 1024
-# A refusal's body comes together with its head, or it is ignored.
+# The body of a refusal must arrive within this time after its head.
 REFUSAL_SECONDS = 2.0
 PD_ERROR = "PD Error"
-# If one leg of a pair is lost, the same request may have ended the other one: wait this long to find out.
+# After the loss of one leg of a pair, the attempt waits for this time whether the other leg is lost, too, because the
+# request may have killed both instances.
 OTHER_LEG_SECONDS = 0.05
-# If prefill fails after decode began to answer: if decode has the prompt's KV, its next bytes come earlier than this.
+# If prefill fails after decode's response has begun, and decode then sends nothing for this time, decode does not have
+# the prompt's KV.
 SILENCE_SECONDS = 30.0
-# For a short response, prefill's last bytes may come after decode's. After this time, prefill is aborted.
+# Prefill's response may end this long after decode's. Then prefill is aborted.
 PREFILL_GRACE_SECONDS = 5.0
-# For these statuses, a client would follow the Location. 300, 304 and 305 are answers.
+# Statuses for which a client would follow the header Location. 300, 304 and 305 are ordinary responses.
 REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 
 _PD_ERROR = PD_ERROR.encode()
-# Errors of FastDeploy and SGLang.
+# Errors of FastDeploy and SGLang about the KV transfer of a pair.
 _HAND_OVER_ERROR = re.compile(rb"PD Error|(?:Prefill|Decode) (?:bootstrap|transfer|handshake) failed")
-# Answers of vLLM after its engine has died: EngineDeadError, and those of older versions.
+# Errors of vLLM after its engine has died: EngineDeadError, and those of older versions.
 _ENGINE_DEATH = re.compile(
     rb"EngineCore encountered an issue|EngineDeadError|Background loop (?:has errored|is stopped)"
 )
-# A stream with a longer preamble is relayed directly. The preamble may contain the ids of the whole prompt.
+# Maximum size of a stream's preamble, the events before the first token. A stream with a longer one is relayed
+# directly. The preamble may contain the ids of the whole prompt.
 PREAMBLE_BYTES = 1024 * 1024
-# How much of the response of a prefill leg that is sent together with decode's is stored, of its beginning and of its
-# end: enough for an error and for the token usage, which may come after the ids of a long prompt.
+# If both legs are sent together, this many bytes of prefill's response are stored at its beginning and at its end. This
+# is enough for an error and for the token usage, which may come after the ids of a long prompt.
 KEPT_BYTES = 64 * 1024
-# Limit for an answer of one token.
+# Limit for the response of a prefill leg that is sent first.
 ANSWER_BYTES = 16 * 1024 * 1024
-# Beginnings of vLLM's streams before the first token: chat, responses, messages.
+# Events of vLLM's streams before the first token: chat, responses, messages.
 _PREAMBLE = re.compile(
     rb'"role": ?"assistant", ?"content": ?""|"type": ?"(?:response\.(?:created|in_progress)|message_start|ping)"'
 )
-# vLLM's error in a complete answer if prefill's KV did not arrive. Its other errors contain more text.
+# vLLM's error in a complete response if prefill's KV did not arrive. Its other errors contain more text.
 _LATE_ERROR = re.compile(rb'"message": ?"Internal server error"')
 _ERROR = re.compile(rb'^ ?\{"(?:error": ?\{|type": ?"error")')
 _EVENT_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
 
 
 class Reached(enum.Enum):
-    """Progress of the request at its failure."""
+    """How far a request had got when it failed."""
 
     UNSENT = "unsent"
-    """No instance has received it."""
+    """No instance has received the request."""
     SENT = "sent"
-    """It was sent, and no byte came back."""
+    """The request was sent, and no byte of a response has arrived."""
     HEAD = "head"
-    """The response has begun, and the client has seen nothing of it."""
+    """The response has begun, and the client has received nothing of it."""
     RELAYED = "relayed"
-    """The client has seen a part of the response."""
+    """The client has received a part of the response."""
 
 
 class Trouble(enum.Enum):
-    """Cause of a failure."""
+    """The cause of a failure."""
 
     UNREACHABLE = "unreachable"
-    """No connection was made, or a pair was not ready."""
+    """The router could not connect, or a pair was not ready."""
     DEATH = "death"
-    """The connection ended or did not carry HTTP, the instance stopped answering, or its engine reports its death."""
+    """The connection was lost, the instance stopped responding, or it reports that its engine has died."""
     ERROR = "error"
-    """The instance refused it, temporarily or permanently, for a reason of its own: 429 or 5xx."""
+    """The instance refused the request for a reason that is not in the request: status 429 or 5xx."""
     HAND_OVER = "hand-over"
-    """The KV transfer between prefill and decode failed; it is unknown which of them is the cause."""
+    """The KV transfer between prefill and decode failed. It is unknown which instance is the cause."""
     REJECTION = "rejection"
-    """The instance refused it because of the request: another status that is not a success."""
+    """The instance refused the request because of its content: any other status that is not a success."""
     STALL = "stall"
-    """A stream is silent, although its instance is alive."""
+    """A stream sends no data, although its instance is alive."""
 
 
 class LegFailed(Exception):
-    """A leg failed before the first byte of the response: with the instance's own ``response``, or without one."""
+    """A leg failed before the first byte of the response. ``response`` is the instance's error response, or None."""
 
     def __init__(
         self,
@@ -111,8 +115,12 @@ class LegFailed(Exception):
     ) -> None:
         """
         Args:
-            is_stale: whether an idle connection ended when the request was sent on it: most likely it was already
-                closed.
+            instance: the instance of the leg.
+            message: the failure in one sentence.
+            response: the instance's own error response, if it sent one.
+            reached: how far the request had got.
+            trouble: the cause of the failure.
+            is_stale: whether the leg used an idle connection that the instance had probably closed before.
         """
         super().__init__(message)
         self.instance = instance
@@ -123,43 +131,51 @@ class LegFailed(Exception):
 
 
 class StreamStalled(TimedOut):
-    """A stream that had begun was silent for too long."""
+    """An instance sent no data of a running stream for too long."""
 
 
 class Leg:
-    """A request at one instance. The instance's load includes it until ``finish``."""
+    """A request at one instance. The instance's load includes the request until ``finish``."""
 
     __slots__ = ("_tokens", "_work", "exchange", "instance", "is_finished", "queued_before", "span_id")
 
     def __init__(self, instance: Instance, exchange: Exchange, tokens: int, work: float, span_id: int = 0) -> None:
         """
         Args:
+            instance: the instance.
+            exchange: the exchange with the instance.
             tokens: number of prompt tokens.
-            work: cost of its prefill, counted until ``end_prefill``.
-            span_id: id of its span, if the request is traced.
+            work: cost of the prefill. The instance's load includes it until ``end_prefill``.
+            span_id: id of the leg's span; 0 if the request is not traced.
         """
         self.instance = instance
         self.exchange = exchange
         self.is_finished = False
         self.span_id = span_id
         self.queued_before = instance.load.queued
-        """Work that was queued at the instance before this leg."""
+        """``InstanceLoad.queued`` of the instance before this leg was added."""
         self._tokens = tokens
         self._work = work
         instance.load.add_request(tokens, work)
 
     @property
     def runs_at_engine(self) -> bool:
-        """Return whether the instance may still be working on it."""
+        """Return whether the instance may still be processing the request of this leg."""
         return self.exchange.record.sent_at > 0 and not self.exchange.complete
 
+    def move(self, instance: Instance) -> None:
+        """Move the request to the load of ``instance``, because a gateway has sent it there instead."""
+        self.instance.load.remove_request(self._tokens, self._work)
+        self.instance, self.queued_before = instance, instance.load.queued
+        instance.load.add_request(self._tokens, self._work)
+
     def end_prefill(self) -> None:
-        """Note that the first token has been generated."""
+        """Remove the prompt from the instance's load, because the first token was generated."""
         self.instance.load.remove_prefill(self._tokens, self._work)
         self._tokens, self._work = 0, 0.0
 
     def finish(self) -> None:
-        """Close the exchange and stop counting the request; a second call has no effect."""
+        """Close the exchange, and remove the request from the instance's load. A second call has no effect."""
         if not self.is_finished:
             self.is_finished = True
             self.instance.load.remove_request(self._tokens, self._work)
@@ -168,26 +184,32 @@ class Leg:
 
 
 class AttemptOwner(Receiver, Protocol):
-    """The request that makes an attempt. When the response has begun, its exchange reports to the owner."""
+    """The request that makes an attempt. It becomes the receiver of the answering leg when the response has begun."""
 
     def on_begun(self, attempt: Attempt, first: bytes, is_end: bool) -> None:
-        """Take the first bytes of the response; with ``is_end``, the whole. Raise nothing."""
-
-    def on_not_begun(self, error: Exception) -> None:
-        """Handle the failure of an attempt before the response has begun. Raise nothing.
+        """Handle the first bytes of the response. This must not raise an exception.
 
         Args:
-            error: ``LegFailed``; or ``NoRoom`` if a leg could not be sent, to any instance; or a fault of the router.
+            attempt: the attempt.
+            first: the first bytes.
+            is_end: whether ``first`` is the whole response.
+        """
+
+    def on_not_begun(self, error: Exception) -> None:
+        """Handle the failure of an attempt before the response has begun. This must not raise an exception.
+
+        Args:
+            error: ``LegFailed``; ``NoRoom`` if the router could not open a connection to any instance; or another
+                exception after a bug in the router.
         """
 
 
 class Attempt:
-    """One attempt at a request.
+    """One attempt of a request.
 
-    ``send`` sends the legs. When the response has begun, its owner gets the first bytes, and then the next ones from
-    the answering leg's exchange. Until then, the attempt itself is the receiver of the leg that it waits for. The
-    creator of an attempt calls ``finish`` after a complete response, and ``give_up`` or ``break_off`` otherwise. After
-    the beginning, ``is_event_stream`` is whether the response is server-sent events.
+    ``send`` sends the legs. Until the response has begun, the attempt is the receiver of the leg that it waits for.
+    Then the owner gets the first bytes from the attempt, and all further bytes from the exchange of the answering leg.
+    The code that creates an attempt calls ``finish`` after a complete response, otherwise ``give_up`` or ``break_off``.
     """
 
     __slots__ = (
@@ -230,25 +252,30 @@ class Attempt:
     ) -> None:
         """
         Args:
-            engine_ids: names of the request's sequences at engines; None if it cannot be aborted by them.
-            set_decode_request: sets the answering leg's request from prefill's answer; None if that leg has a request
-                already, and both are sent together.
-            may_err_late: whether decode reports missing prefill KV as its own error, which in a stream comes only after
-                the beginning.
-            hold_bytes: number of bytes of a response without event stream that are held back until it is complete, so
-                that the death of a leg can still be hidden from the client.
+            answering: the leg whose response the client gets.
+            prefill: the leg at the prefill instance of a pair.
+            engine_ids: ids of the request's sequences at engines, for an abort; None if no abort is needed.
+            set_decode_request: called with prefill's response; sets the request of the answering leg. None if both legs
+                are sent together.
+            may_err_late: whether decode reports missing KV of prefill as its own error. In a stream, this error comes
+                after the first events.
+            hold_bytes: a response that is not an event stream is held back up to this size until it is complete, so
+                that another attempt can follow if a leg dies.
+            aborter: sends aborts.
+            on_trouble: called with an instance and the error of a failed exchange.
         """
         self.answering = answering
         self.prefill = prefill
         self.engine_ids = engine_ids
         self.sent_at = 0.0
         self.deaths = 0
-        """Number of its connections that were lost after the request was sent on them."""
+        """Number of legs whose connections were lost after the request was sent."""
         self.prefilled_at = 0.0
-        """Time of the first token, from ``time.perf_counter``; 0 before it."""
+        """Time of the first token, a value of ``time.perf_counter``; 0 before it."""
         self.prefill_answer = b""
-        """Prefill's response, once it is received; if it is long, only its beginning and its end."""
+        """Prefill's response after it has arrived. Only the beginning and the end of a long response are stored."""
         self.is_event_stream = False
+        """Whether the response consists of server-sent events; set when the response has begun."""
         self._set_decode_request = set_decode_request
         self._may_err_late = may_err_late
         self._awaited = answering if prefill is None or set_decode_request is None else prefill
@@ -257,16 +284,16 @@ class Attempt:
         self._on_trouble = on_trouble
         self._owner: AttemptOwner | None = None  # until the response has begun, or the attempt has failed
         self._begun = False
-        self._chunks: list[bytes] = []  # what was received from the awaited leg
+        self._chunks: list[bytes] = []  # bytes that were received from the awaited leg
         self._size = 0
-        self._wanted = 0  # bytes that are needed of an incomplete response; 0 before its head
-        self._num_preamble = 0  # bytes of whole lines of a stream's preamble
+        self._wanted = 0  # number of bytes of an incomplete response that the next step needs; 0 before its head
+        self._num_preamble = 0  # number of bytes in complete lines of a stream's preamble
         self._timer: asyncio.TimerHandle | None = None
         self._refusal_timer: asyncio.TimerHandle | None = None
         self._prefill_end: asyncio.Future[None] | None = None
 
     def send(self, owner: AttemptOwner) -> None:
-        """Send the legs now; if prefill comes first, the answering leg follows its answer."""
+        """Send the legs now. If prefill comes first, the answering leg is sent after prefill has responded."""
         self._owner = owner
         self.sent_at = time.perf_counter()
         if self.prefill is not None and self._set_decode_request is None:
@@ -274,23 +301,26 @@ class Attempt:
         self._awaited.exchange.send(self)
 
     def on_data(self, data: bytes, is_end: bool) -> None:
-        """Receive bytes from the awaited leg: prefill's if it comes first, else the answering one until it has
-        begun.
+        """Receive bytes from the leg that the attempt waits for.
+
+        This is prefill's leg if it is sent first, then the answering leg until its response has begun.
         """
         try:
             self._collect(data, is_end)
-        except Exception as exc:  # ``LegFailed``; or a fault of the router, which the owner logs
+        except Exception as exc:  # ``LegFailed``; or another exception after a bug, which the owner logs
             self._report_failure(exc)
 
     def on_failed(self, error: Exception) -> None:
-        """Handle the failure of the awaited leg."""
+        """Handle the failure of the leg that the attempt waits for."""
         if isinstance(error, UpstreamError) and not isinstance(error, NoRoom):
             error = self._make_failure(self._awaited, error)
         self._report_failure(error)
 
     def on_instance_failure(self, instance: Instance, silence: float) -> None:
-        """Fail if ``instance``, which answers no probes, works on this attempt and has been silent for ``silence``
-        seconds.
+        """Handle that ``instance`` does not respond to probes, if the attempt uses it.
+
+        Before the response has begun, the attempt fails. After that, the answering leg fails if it has received nothing
+        for ``silence`` seconds.
         """
         leg = self.answering if self.answering.instance is instance else self.prefill
         if leg is None or leg.is_finished or leg.instance is not instance:
@@ -302,19 +332,21 @@ class Attempt:
             leg.exchange.fail(TimedOut(message))
 
     def is_stalled(self, since: float) -> bool:
-        """Return whether its event stream has begun, and nothing has arrived since this time of
-        ``time.perf_counter``.
+        """Return whether the event stream has begun, and no data has arrived since ``since``.
+
+        Args:
+            since: a value of ``time.perf_counter``.
         """
         leg = self.answering
         return self._begun and self.is_event_stream and not leg.is_finished and leg.exchange.is_silent(since)
 
     def on_stall(self, seconds: float) -> None:
-        """Fail the answering leg: the stream was silent for this time."""
-        message = f"{self.answering.instance.key} has sent nothing of the stream for {seconds:g} s"
+        """Fail the answering leg, because its stream has sent no data for ``seconds``."""
+        message = f"{self.answering.instance.key} has sent no data of the stream for {seconds:g} s"
         self.answering.exchange.fail(StreamStalled(message))
 
     def finish(self) -> None:
-        """Finish after the client got the whole response. Prefill gets some time to end its own."""
+        """End the attempt after the client got the whole response. Prefill's response may end a short time later."""
         self.answering.finish()
         if self._timer is not None:
             self._timer.cancel()
@@ -324,14 +356,14 @@ class Attempt:
             self._timer = loop.call_later(PREFILL_GRACE_SECONDS, self.give_up)
 
     def break_off(self, error: UpstreamError) -> None:
-        """End the other leg: the answering leg failed in the middle of the response."""
+        """End the attempt, because the answering leg has failed in the middle of the response."""
         instance = self.answering.instance
         self._on_trouble(instance, error)
         instance.record_failure(time.monotonic(), str(error))
         self.give_up(culprit=instance)
 
     def give_up(self, culprit: Instance | None = None) -> None:
-        """Close all legs immediately, and abort those that still run at their engines, except at the ``culprit``."""
+        """Close all legs at once, and abort the request at their engines, except at ``culprit``, which has failed."""
         self._owner = None
         for timer in (self._timer, self._refusal_timer):
             if timer is not None:
@@ -345,17 +377,16 @@ class Attempt:
                 self._aborter.abort_soon(instance, self.engine_ids.list_ids())
 
     async def await_prefill_end(self) -> None:
-        """After the loss of the answering leg, wait briefly whether prefill's leg is lost, too, so that ``deaths``
-        includes it.
-        """
+        """After the loss of the answering leg, wait briefly for the loss of prefill's leg. ``deaths`` counts both."""
         prefill = self.prefill
         if prefill is not None and not prefill.is_finished and prefill.runs_at_engine:
             self._prefill_end = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._prefill_end}, timeout=OTHER_LEG_SECONDS)
 
     def on_prefill_end(self, answer: bytes, error: Exception | None) -> None:
-        """Handle the end or the failure of prefill's response, if both legs were sent together; a failure is passed on
-        to the answering leg.
+        """Handle the end or the failure of prefill's response, if both legs were sent together.
+
+        A failure also fails the answering leg.
         """
         leg = self.prefill
         assert leg is not None
@@ -377,7 +408,7 @@ class Attempt:
             self._on_prefill_failed(failure)
 
     def _collect(self, data: bytes, is_end: bool) -> None:
-        """Store bytes of the awaited leg, and take the next step when there are enough."""
+        """Store bytes of the leg that the attempt waits for, and take the next step when there are enough bytes."""
         leg = self._awaited
         exchange = leg.exchange
         self._chunks.append(data)
@@ -391,8 +422,8 @@ class Attempt:
         self._chunks, self._size = [], 0
         if is_refusal:
             failure = _make_refusal(leg, body)
-            # This is the only error of vLLM's decode if it cannot get prefill's KV.
-            if leg is self.answering and self._may_err_late and _tells_late_error(failure.response):
+            # vLLM's decode sends only this error if it cannot get prefill's KV.
+            if leg is self.answering and self._may_err_late and _is_late_error(failure.response):
                 failure.trouble = Trouble.HAND_OVER
             self._report_failure(failure)
         elif leg is self.prefill:
@@ -403,11 +434,14 @@ class Attempt:
             self._chunks.append(body)
 
     def _count_wanted(self, leg: Leg, is_refusal: bool, is_end: bool) -> int:
-        """Return how many bytes of an incomplete response are needed for the next step, as its head shows."""
+        """Return the number of bytes of an incomplete response that the next step needs. The head has arrived."""
         if is_refusal:
             if not is_end:
                 loop, status = asyncio.get_running_loop(), leg.exchange.status
-                late = f"{leg.instance.key} answered with {status}, and no more within {REFUSAL_SECONDS:g} s"
+                late = (
+                    f"{leg.instance.key} answered with {status}, and its body did not arrive within "
+                    f"{REFUSAL_SECONDS:g} s"
+                )
                 self._refusal_timer = loop.call_later(REFUSAL_SECONDS, leg.exchange.fail, TimedOut(late))
             return ERROR_BYTES
         if leg is self.prefill:
@@ -416,7 +450,7 @@ class Attempt:
         return 1 if self.is_event_stream else max(1, self._hold_bytes)
 
     def _send_decode(self, leg: Leg, answer: bytes) -> None:
-        """Send the answering leg after prefill has answered."""
+        """Send the answering leg, after prefill has responded."""
         self.prefill_answer = answer
         leg.finish()
         self.prefilled_at = time.perf_counter()
@@ -428,23 +462,23 @@ class Attempt:
         self.answering.exchange.send(self)
 
     def _has_token(self, data: bytes, is_end: bool) -> bool:
-        """Return whether a stream has begun for its client: whether more follows its preamble.
+        """Return whether the stream contains an event after its preamble.
 
         Raises:
-            LegFailed: the stream contains an error instead.
+            LegFailed: this event is an error.
         """
-        # ``data[:self._num_preamble]`` is whole lines of the preamble: only the bytes after them are examined.
+        # ``data[:self._num_preamble]`` has complete lines of the preamble, which are not examined again.
         event = _find_token(data, self._num_preamble)
         if event is None and not is_end and len(data) <= PREAMBLE_BYTES:
             self._num_preamble = max(data.rfind(b"\n", self._num_preamble) + 1, self._num_preamble)
             return False
         if event is not None and _ERROR.search(event):
-            message = f"{self.answering.instance.key} has an error instead of an answer: {event.decode()[:500]}"
+            message = f"{self.answering.instance.key} sent an error instead of a response: {event.decode()[:500]}"
             raise LegFailed(self.answering.instance, message, trouble=Trouble.HAND_OVER)
         return True
 
     def _begin(self, first: bytes, is_end: bool) -> None:
-        """Pass the beginning of the response to the owner, which is the receiver of the rest."""
+        """Pass the first bytes of the response to the owner, which becomes the receiver of all further bytes."""
         answering = self.answering
         self._begun = True
         if answering.instance.breaker.failures:
@@ -459,30 +493,28 @@ class Attempt:
         owner.on_begun(self, first, is_end)
 
     def _report_failure(self, error: Exception) -> None:
-        """Report to the owner that the attempt has failed, once."""
+        """Report to the owner that the attempt has failed. Later calls have no effect."""
         owner, self._owner = self._owner, None
         if self._refusal_timer is not None:
             self._refusal_timer.cancel()
         self._awaited.exchange.receiver = None
         if owner is not None:
-            owner.on_not_begun(error.with_traceback(None))  # its traceback would form a reference cycle
+            owner.on_not_begun(error.with_traceback(None))  # the traceback would form a reference cycle
 
     def _on_prefill_failed(self, failure: LegFailed | NoRoom) -> None:
         if not self._begun:
             self.answering.exchange.fail(failure)
             return
-        _log.info("prefill failed after decode had begun to answer: %s", failure)
-        heard, loop = self.answering.exchange.last_heard, asyncio.get_running_loop()
-        self._timer = loop.call_later(SILENCE_SECONDS, self._fail_if_silent, heard, str(failure))
+        _log.info("prefill failed after decode had begun its response: %s", failure)
+        last_heard, loop = self.answering.exchange.last_heard, asyncio.get_running_loop()
+        self._timer = loop.call_later(SILENCE_SECONDS, self._fail_if_silent, last_heard, str(failure))
 
     def _fail_if_silent(self, since: float, why: str) -> None:
-        """End decode's leg if nothing has arrived from it: its first bytes did not prove that it had the prompt's
-        KV.
-        """
+        """Fail decode's leg if it has sent nothing since ``since``: then it does not have the prompt's KV."""
         exchange = self.answering.exchange
         if not self.answering.is_finished and exchange.last_heard == since:
             decode = self.answering.instance.key
-            exchange.fail(TimedOut(f"{decode} has sent nothing for {SILENCE_SECONDS:g} s, since prefill failed: {why}"))
+            exchange.fail(TimedOut(f"{decode} has sent no data for {SILENCE_SECONDS:g} s after prefill failed: {why}"))
 
     def _find_prefill_failure(self, leg: Leg, error: Exception | None) -> LegFailed | NoRoom | None:
         if isinstance(error, NoRoom):
@@ -492,9 +524,9 @@ class Attempt:
         body = self.prefill_answer
         if not 200 <= leg.exchange.status < 300:
             return _make_refusal(leg, body)
-        # FastDeploy's prefill reports this only to its own client, in a response with status 200.
-        if body.find(_PD_ERROR) >= 0 and _tells_pd_error(body):
-            message = f"{leg.instance.key} could not hand over to decode"
+        # FastDeploy's prefill reports this error only in its own response, which has status 200.
+        if body.find(_PD_ERROR) >= 0 and _has_pd_error(body):
+            message = f"{leg.instance.key} could not send the prompt's KV to the decode instance"
             return LegFailed(leg.instance, message, trouble=Trouble.HAND_OVER)
         return None
 
@@ -507,7 +539,7 @@ class Attempt:
 
 
 class _PrefillReceiver:
-    """Receiver of prefill's response if both legs were sent together: stores its beginning and its end."""
+    """Receiver of prefill's response if both legs are sent together. It stores the response's beginning and end."""
 
     __slots__ = ("_attempt", "_chunks", "_size")
 
@@ -520,7 +552,7 @@ class _PrefillReceiver:
         """See ``Receiver``."""
         self._chunks.append(data)
         self._size += len(data)
-        if self._size > 4 * KEPT_BYTES:  # not at every piece
+        if self._size > 4 * KEPT_BYTES:  # not after every piece, because joining copies
             body = b"".join(self._chunks)
             self._chunks, self._size = [body[:KEPT_BYTES], body[-KEPT_BYTES:]], 2 * KEPT_BYTES
         if is_end:
@@ -537,29 +569,28 @@ class _Judgement(TypedDict):
 
 
 def _judge(leg: Leg) -> _Judgement:
-    """Classify a leg that ended without a complete response: how far its request got, and whether the instance is the
-    cause.
-    """
+    """Return how far the request of a failed leg had got, and the cause. The response of the leg is not complete."""
     if not leg.exchange.record.sent_at:
         return {"reached": Reached.UNSENT, "trouble": Trouble.UNREACHABLE}
     return {"reached": Reached.HEAD if leg.exchange.status else Reached.SENT, "trouble": Trouble.DEATH}
 
 
 def _is_event_stream(headers: Headers) -> bool:
-    """Return whether the response is server-sent events, and not compressed."""
+    """Return whether the response consists of server-sent events, and is not compressed."""
     found = dict(headers)
     return found.get(b"content-type", b"").startswith(b"text/event-stream") and b"content-encoding" not in found
 
 
 def _find_token(data: bytes, start: int) -> bytes | None:
-    """Return the first event from ``start`` that is not part of a stream's preamble; None if there is none yet."""
+    """Return the first event after ``start`` that does not belong to a stream's preamble; None if there is none yet."""
     events = (found[1] for found in _EVENT_DATA.finditer(data, start))
     return next((event for event in events if not _PREAMBLE.search(event)), None)
 
 
-def _tells_pd_error(body: bytes) -> bool:
-    """Return whether a response, or one of its events, is a KV transfer error. Text of users and models may mention
-    one, too.
+def _has_pd_error(body: bytes) -> bool:
+    """Return whether a response, or one of its events, is an error about the KV transfer.
+
+    The text "PD Error" alone is not enough, because users and models may write it, too.
     """
     for document in (body, *_EVENT_DATA.findall(body)):
         with contextlib.suppress(orjson.JSONDecodeError):
@@ -569,7 +600,7 @@ def _tells_pd_error(body: bytes) -> bool:
     return False
 
 
-def _tells_late_error(response: Response | None) -> bool:
+def _is_late_error(response: Response | None) -> bool:
     return response is not None and response.status >= 500 and _LATE_ERROR.search(response.body) is not None
 
 
@@ -578,7 +609,7 @@ def _make_refusal(leg: Leg, body: bytes) -> LegFailed:
     message = f"{leg.instance.key} answered with {response.status}"
     trouble = Trouble.REJECTION
     if response.status in REDIRECTIONS:
-        message += ", a redirection, which the router neither follows nor passes on"
+        message += ", a redirection; the router neither follows nor forwards redirections"
     elif response.status >= 500:
         trouble = Trouble.ERROR
         if _HAND_OVER_ERROR.search(body):

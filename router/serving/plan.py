@@ -1,4 +1,4 @@
-"""The plan of an attempt: for each leg, the client's request in the dialect of its instance."""
+"""The plan of an attempt: for each leg, how the client's request is changed for its instance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 from router.fleet import EngineKind, Instance, KvConnector
-from router.http import ApiError, ConnectionPool, PreparedHead, RequestEnded, encode_member, splice_parts
+from router.http import ApiError, ConnectionPool, ExchangeMaker, PreparedHead, RequestEnded, encode_member, splice_parts
 from router.serving.attempt import Leg
 from router.serving.dialects import (
     BootstrapServer,
@@ -52,22 +52,22 @@ _VLLM_PAIRS: Mapping[KvConnector, Callable[[Instance, Instance], Pair]] = {
     KvConnector.NIXL: NixlPair,
     KvConnector.KVSTORE: KvstorePair,
 }
-# Engines that take an id from a header, and may take one from the body, too.
+# Engines that read a request's id from a header, and perhaps from the body.
 _BY_HEADER = (EngineKind.VLLM, EngineKind.OPENAI)
 _NOTHING = LegPlan({})
 _PARAMS = "kv_transfer_params"
 
 
 class Pairs:
-    """The pairs created so far, by the keys of their instances."""
+    """The pairs that were created so far, by the keys of their instances."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, str], Pair] = OrderedDict()
-        # By prefill instance, the bootstrap servers that its pairs use.
+        # The bootstrap server of each prefill instance, which all its pairs use.
         self._bootstrap_servers: WeakValueDictionary[str, BootstrapServer] = WeakValueDictionary()
 
     def find_pair(self, prefill: Instance, decode: Instance) -> Pair:
-        """Return the pair of these two, which ``may_pair`` has allowed."""
+        """Return the pair of two instances, for which ``may_pair`` is true."""
         keys = (prefill.key, decode.key)
         known = self._known.get(keys)
         if known is not None:
@@ -83,7 +83,7 @@ class Pairs:
         return pair
 
     def forget_prefill(self, prefill: Instance) -> None:
-        """Discard all facts about this instance after a failed attempt, because it may have been restarted."""
+        """Discard what is known about a prefill instance after a failed attempt, because it may have been restarted."""
         for keys in [keys for keys in self._known if keys[0] == prefill.key]:
             del self._known[keys]
         self._bootstrap_servers.pop(prefill.key, None)
@@ -101,29 +101,30 @@ class Pairs:
         return _VLLM_PAIRS[registration.kv_connector](prefill, decode)
 
     def _find_bootstrap_server(self, prefill: Instance) -> BootstrapServer:
-        told = BootstrapServer(prefill)
+        server = BootstrapServer(prefill)
         known = self._bootstrap_servers.get(prefill.key)
-        if known is None or known.address != told.address:
-            known = self._bootstrap_servers[prefill.key] = told
+        if known is None or known.address != server.address:
+            known = self._bootstrap_servers[prefill.key] = server
         return known
 
 
 class UpstreamPlan(NamedTuple):
-    """Plan of the upstream requests: the instances, and the changes to the client's request for each."""
+    """The plan of an attempt: its instances, and for each leg the changes of the client's request."""
 
     selection: Selection
     pair: Pair | None
     answering: LegPlan
     prefill: LegPlan | None
     engine_ids: EngineIds | None
-    """Ids by which the request is aborted at its engines; None if closing the connections is sufficient."""
+    """Ids with which the request is aborted at its engines; None if closing the connections is enough."""
 
 
 def plan_requests(pairs: Pairs, selection: Selection, parsed: ParsedRequest, request_id: str) -> UpstreamPlan:
-    """Return the changes for the selected instances; only for decode if the pair cannot serve the request together.
+    """Return the plan for the selected instances. If the pair cannot serve the request, plan it for decode alone.
 
     Raises:
-        RequestEnded: decode cannot serve it alone, either.
+        RequestEnded: decode cannot serve the request alone, either.
+        NotReady: a fact about the pair must be learned first.
     """
     if parsed.body is None:
         return UpstreamPlan(selection, None, _NOTHING, None, None)
@@ -142,7 +143,10 @@ def plan_requests(pairs: Pairs, selection: Selection, parsed: ParsedRequest, req
 
 
 def _plan_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, EngineIds | None]:
-    """Return the changes for an instance without partner, and the ids by which the request is aborted there, if any."""
+    """Return the changes for an instance that serves the request alone, and the ids with which it is aborted there.
+
+    The ids are None if closing the connection is enough.
+    """
     engine = instance.registration.engine
     if engine is EngineKind.FASTDEPLOY:
         return plan_fastdeploy(parsed, request_id), parsed.name_at_engines(request_id)
@@ -158,16 +162,18 @@ def list_members(
     resumption: Resumption | None,
     own_id: str = "",
 ) -> dict[str, bytes]:
-    """Return the members that are added to the bodies of an attempt in every dialect.
+    """Return the members that the body of each leg gets, in all dialects.
 
     Args:
-        engine: engine of the answering instance.
-        merger: merger of the answer's segments, if it may have several.
-        resumption: not None once the request was interrupted: the answer so far is to be continued.
-        own_id: the request's id if clients have keys; it replaces a member that could be the id of another client.
+        parsed: the request.
+        engine: engine of the instance that generates the response.
+        merger: merger of the response's segments; None if there is only one.
+        resumption: state of the resumption if the response so far is to be continued; else None.
+        own_id: the request's id if clients have API keys; else ``""``. It replaces a ``request_id`` in the body, which
+            could be the id of another client's request.
 
     Raises:
-        RequestEnded: this engine cannot continue the answer.
+        RequestEnded: this engine cannot continue the response.
     """
     members: dict[str, bytes] = {}
     if parsed.cache_salt:
@@ -183,21 +189,22 @@ def list_members(
     if is_wanted and (engine is EngineKind.FASTDEPLOY or streams_token_ids(engine, parsed.api.is_chat)):
         members["return_token_ids"] = b'"return_token_ids":true'
     if resumption is not None:
-        going_on = _continue_answer(merger, engine, resumption, is_chat=parsed.api.is_chat)
-        members |= {name: encode_member(name, value) for name, value in going_on.items()}
+        continued = _continue_answer(merger, engine, resumption, is_chat=parsed.api.is_chat)
+        members |= {name: encode_member(name, value) for name, value in continued.items()}
     return members
 
 
 def request_usage(parsed: ParsedRequest, engine: EngineKind) -> tuple[dict[str, bytes], bool]:
-    """Return the member that makes a stream report its usage, if it does not do so already and nothing else changes.
+    """Return the body member with which a stream reports its usage; empty if the stream does so anyway.
 
-    It is omitted if engines of other kinds might refuse it, or if it changes the meaning of a client's own options.
+    The member is also left out if the engine might refuse it, or if it would change the meaning of the client's own
+    options.
 
     Returns:
-        The member, and whether it may add a null usage to the other events.
+        The member, and whether the other events may have a null usage because of it.
 
     Raises:
-        RequestEnded: the client's own options cannot be serialised again.
+        RequestEnded: the client's own options cannot be encoded again.
     """
     if parsed.body is None or not parsed.wants_stream or not parsed.api.is_continuable or engine is EngineKind.OPENAI:
         return {}, False
@@ -209,18 +216,21 @@ def request_usage(parsed: ParsedRequest, engine: EngineKind) -> tuple[dict[str, 
     try:
         member = encode_member("stream_options", {**options, "include_usage": True})
     except TypeError:
-        message = "stream_options is nested too deeply, or has a number out of range"
+        message = "stream_options is nested too deeply or has a number out of range"
         raise RequestEnded(ApiError(400, message, "invalid_body", "stream_options")) from None
-    return {"stream_options": member}, engine is not EngineKind.SGLANG  # SGLang writes them in any case
+    return {"stream_options": member}, engine is not EngineKind.SGLANG  # SGLang always writes them
 
 
 def make_merger(
     parsed: ParsedRequest, plan: UpstreamPlan, *, may_be_resumed: bool
 ) -> StreamMerger | ResponseMerger | None:
-    """Return the merger of an answer that may have several segments; None for an answer of one segment.
+    """Return the merger of a response that several instances may generate in turn; None if only one instance generates
+    it.
 
     Args:
-        may_be_resumed: whether a stream continues elsewhere if its instance dies.
+        parsed: the request.
+        plan: the plan of the first attempt.
+        may_be_resumed: whether another instance may continue a stream if its instance dies.
     """
     body, engine, is_chat = parsed.body, plan.selection.answering.registration.engine, parsed.api.is_chat
     if body is None or not parsed.api.is_continuable:
@@ -237,7 +247,7 @@ def make_merger(
 class LegMaker:
     """Creates the legs of one attempt."""
 
-    __slots__ = ("_is_fresh", "_members", "_parsed", "_plan", "_trace", "_upstream")
+    __slots__ = ("_is_fresh", "_members", "_parsed", "_plan", "_sender", "_trace", "_upstream")
 
     def __init__(
         self,
@@ -247,14 +257,19 @@ class LegMaker:
         members: Mapping[str, bytes],
         is_fresh: bool,
         trace: RequestTrace | None,
+        sender: ExchangeMaker,
     ) -> None:
         """
         Args:
-            members: members that each leg's body gets, in every dialect.
+            upstream: the connections to instances.
+            parsed: the request.
+            plan: the plan of the attempt.
+            members: members that the body of each leg gets, in all dialects.
             is_fresh: whether each leg gets a new connection.
-            trace: the request's trace, if it is traced: each leg's head contains its span.
+            trace: the trace of the request, so that the head of each leg names its span; None if it is not traced.
+            sender: makes the exchange of the answering leg: ``upstream``, or the gateway from which the request came.
         """
-        self._upstream = upstream
+        self._upstream, self._sender = upstream, sender
         self._parsed = parsed
         self._plan = plan
         self._members = members
@@ -262,38 +277,38 @@ class LegMaker:
         self._trace = trace
 
     def make_legs(self) -> tuple[Leg, Leg | None]:
-        """Return the answering leg, and prefill's leg in a pair; nothing is sent yet.
+        """Return the answering leg and, in a pair, prefill's leg. Nothing is sent yet.
 
-        If prefill comes first, the answering leg has no request before ``set_decode_request``.
+        If prefill comes first, the answering leg has no request until ``set_decode_request``.
         """
         plan = self._plan
         selection, decisions = plan.selection, plan.selection.decisions
         data: _Data = ()
         if plan.pair is None or not plan.pair.is_prefill_first:
             data = self._encode_body(plan.answering, self._members)
-        answering = self._make_leg(selection.answering, plan.answering, data, decisions[-1].work)
+        answering = self._make_leg(self._sender, selection.answering, plan.answering, data, decisions[-1].work)
         if selection.prefill is None or plan.prefill is None:
             return answering, None
         try:
             if plan.prefill is not plan.answering:
                 data = self._encode_body(plan.prefill, self._cut_members(plan.prefill))
-            return answering, self._make_leg(selection.prefill, plan.prefill, data, decisions[0].work)
+            return answering, self._make_leg(self._upstream, selection.prefill, plan.prefill, data, decisions[0].work)
         except BaseException:
-            answering.finish()  # else its instance would count it permanently
+            answering.finish()  # otherwise the load of its instance would include the leg permanently
             raise
 
     def set_decode_request(self, leg: Leg, answer: bytes) -> None:
-        """Set the request of decode's leg after prefill has answered."""
+        """Set the request of decode's leg, after prefill has responded."""
         plan = self._plan
         assert plan.pair is not None
         data = self._encode_body(plan.answering, _join(plan.pair.plan_decode(answer), self._members))
         head = self._add_to_head(plan.answering.head, leg.span_id)
-        leg.exchange = self._upstream.prepare_exchange(leg.instance.address, head, data, self._is_fresh)
+        leg.exchange = self._sender.prepare_exchange(leg.instance.address, head, data, self._is_fresh)
 
-    def _make_leg(self, instance: Instance, plan: LegPlan, data: _Data, work: float) -> Leg:
+    def _make_leg(self, sender: ExchangeMaker, instance: Instance, plan: LegPlan, data: _Data, work: float) -> Leg:
         span_id = 0 if self._trace is None else self._trace.make_span_id()
         head = self._add_to_head(plan.head, span_id) if plan.head or span_id else self._parsed.head
-        exchange = self._upstream.prepare_exchange(instance.address, head, data, self._is_fresh)
+        exchange = sender.prepare_exchange(instance.address, head, data, self._is_fresh)
         return Leg(instance, exchange, self._parsed.features.prompt_tokens, work, span_id)
 
     def _add_to_head(self, lines: bytes, span_id: int) -> PreparedHead:
@@ -303,7 +318,7 @@ class LegMaker:
         return head._replace(start=head.start + lines)
 
     def _cut_members(self, plan: LegPlan) -> dict[str, bytes]:
-        """Return the members for each leg, except those that would undo the changes for prefill."""
+        """Return the members that each leg gets, without those that would undo the changes for prefill."""
         undone = {*plan.members, *plan.dropped, "return_token_ids", "stream_options"} - {_PARAMS}
         return {name: member for name, member in self._members.items() if name not in undone}
 
@@ -316,9 +331,7 @@ class LegMaker:
 
 
 def _join(first: Mapping[str, bytes], second: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Merge the members of both. If both have ``kv_transfer_params`` (a pair and a resumed stream), these are merged,
-    too.
-    """
+    """Return the members of both. ``kv_transfer_params`` of both (a pair and a resumed stream) are merged."""
     joined = {**first, **second}
     if _PARAMS in first and _PARAMS in second:
         joined[_PARAMS] = first[_PARAMS][:-1] + b"," + second[_PARAMS].partition(b"{")[2]
@@ -328,10 +341,10 @@ def _join(first: Mapping[str, bytes], second: Mapping[str, bytes]) -> dict[str, 
 def _continue_answer(
     merger: StreamMerger | ResponseMerger, engine: EngineKind, resumption: Resumption, *, is_chat: bool
 ) -> Mapping[str, Any]:
-    """Return the members with which an engine continues the answer so far.
+    """Return the members with which an engine continues the response so far.
 
     Raises:
-        RequestEnded: this engine cannot continue it.
+        RequestEnded: this engine cannot continue the response.
     """
     if isinstance(merger, ResponseMerger):
         return merger.resume_members()

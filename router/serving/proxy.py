@@ -1,10 +1,11 @@
-"""The data plane: every forwarded request, from the client's bytes to the response's.
+"""The data plane: serves each forwarded request from its arrival to the end of its response.
 
-The steps for one request: its client is checked and admitted; the body is read and parsed once; instances are selected;
-an attempt is sent; its first bytes decide whether it is relayed or another attempt is made; then bytes are relayed as
-they arrive. If decode preempts a request in the middle, another attempt continues it. ``ServingRequest`` does this
-within the events that it gets, from its client and from the exchanges. A task runs only while the request must wait:
-for its turn, for a large body, before another attempt, for a resumption.
+The steps for one request are: check and admit the client; parse the body once; select instances; send an attempt; relay
+its response, or send another attempt if it fails before the first bytes. If a decode instance preempts the request, or
+the instance of a stream dies, another attempt continues the response.
+
+``ServingRequest`` takes these steps when events arrive, from the client or from the exchanges. A task runs only while
+the request must wait: in the queue, while a large body is scanned, before another attempt, or for a resumption.
 """
 
 from __future__ import annotations
@@ -55,21 +56,21 @@ __all__ = ["Proxy", "ServingRequest"]
 
 _log = logging.getLogger("router.serving.request")
 
-# If a check for time-outs itself runs later than this, it is postponed to the next one.
+# If a check for timeouts runs later than planned by more than this, it is postponed.
 LATE_SECONDS = 0.25
 
 
 class Proxy:
-    """Serves requests for forwarded paths from the instances: has the services for it, and the running requests."""
+    """Serves the requests for forwarded paths, and stores the requests that are being served."""
 
     def __init__(self, services: Services) -> None:
         self.max_body_bytes = services.settings.max_body_bytes
         self.is_leaving = False
-        """Whether clients should close their connections, because this process stops soon."""
+        """Whether clients should close their connections, because this process will stop."""
         self.known_targets: Mapping[bytes, str] = {path.encode(): path for path in FORWARDED}
-        """Checked targets of its requests, and their paths."""
+        """See ``DataPlane.known_targets``."""
         self._timeout = services.settings.request_timeout_secs
-        # If an instance fails its probes, its streams are ended after this time of silence.
+        # If an instance fails its probes, its streams that have sent no data for this time are ended.
         self._silence = services.settings.health_check_interval_secs
         self._stall = services.settings.stream_stall_secs
         self._services = services
@@ -80,16 +81,16 @@ class Proxy:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests that are being served or queued."""
+        """Number of requests that are being served or are queued."""
         return len(self._live)
 
     def takes(self, path: str) -> bool:
-        """Return whether this path is served by an instance, rather than by the router or by all instances."""
+        """Return whether requests for this path are forwarded to an instance."""
         route = find_route(path)
         return route is not None and route.is_forwarded
 
     def find_refusal(self, headers: Headers) -> Refused | None:
-        """Return why the sender of these headers may not send a body; None if it may."""
+        """Return why the router refuses a request, judged by its headers before its body arrives; else None."""
         try:
             self._services.auth.identify_client(headers)
         except Refused as refused:
@@ -97,17 +98,19 @@ class Proxy:
         return None
 
     def serve(self, request: ClientRequest) -> None:
-        """Answer one request."""
+        """Serve one request."""
         ServingRequest(request, self._services, self._live).start()
 
     def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
-        """Note a request that was answered with ``error`` without being read."""
+        """Record a request that was refused with ``error`` before it was read to its end."""
         record = RequestRecord(method, path, time.time(), request_id=request_id, status=error.status, error=error.code)
         self._services.audit.add_record(record)
 
     def list_progress(self, since: float) -> list[RunningRequest]:
-        """Return the requests in progress that began, or were sent to an instance, since this time of
-        ``time.perf_counter``.
+        """Return the running requests that arrived, or were sent to an instance, after ``since``.
+
+        Args:
+            since: a value of ``time.perf_counter``.
         """
         return [
             serving.describe_progress()
@@ -116,12 +119,12 @@ class Proxy:
         ]
 
     def stop(self) -> None:
-        """End every request in progress with a clear error: the router is stopping."""
+        """End every running request with an error, because the router is stopping."""
         self._end_older(ApiError(503, "the router is stopping", "router_stopping"), time.perf_counter())
 
     async def watch_the_clock(self) -> None:
-        """End requests that exceed the time-out, and instances' streams that stall, until cancelled."""
-        late = ApiError(504, f"the request was not answered within {self._timeout:g} s", "request_timeout")
+        """End requests that exceed their time limit, and streams that stall, until this task is cancelled."""
+        late = ApiError(504, f"the request had no response within {self._timeout:g} s", "request_timeout")
         was_late = False
         while True:
             seconds = min(1.0, self._timeout / 4, (self._stall or self._timeout) / 4)
@@ -129,22 +132,22 @@ class Proxy:
             await asyncio.sleep(seconds)
             was_late = not was_late and time.monotonic() - due_at > LATE_SECONDS
             if was_late:
-                continue  # this process did not run: first it has to read the data that arrived meanwhile
+                continue  # this process did not run, so data may have arrived that it has not read yet
             self._end_older(late, time.perf_counter() - self._timeout)
             if self._stall:
                 self._end_stalled_streams(time.perf_counter() - self._stall)
 
     def on_instance_failure(self, instance: Instance) -> None:
-        """End attempts that wait for an instance that answers no probes, and retry elsewhere if allowed."""
+        """Fail the attempts that wait for ``instance``, which does not respond to probes. Other attempts may follow."""
         for serving in list(self._live):
             if serving.attempt is not None:
                 serving.attempt.on_instance_failure(instance, self._silence)
 
     def abort_requests(self, scope: AbortScope) -> tuple[set[str], list[str]]:
-        """Prevent further attempts of the requests that the abort means.
+        """Prevent further attempts of the requests that the abort selects.
 
         Returns:
-            Those of the given ids that mean a request here, and all ids by which engines know these requests now.
+            Those ids of the abort that select a request in this process, and all ids of these requests at engines.
         """
         found: set[str] = set()
         engine_ids: list[str] = []
@@ -155,7 +158,7 @@ class Proxy:
         return found, engine_ids
 
     def _end_stalled_streams(self, since: float) -> None:
-        """End the streams without data from their instances since this time; the instances get an abort."""
+        """Fail the streams that have sent no data since ``since``, and abort them at their instances."""
         for serving in list(self._live):
             attempt = serving.attempt
             if attempt is not None and attempt.is_stalled(since):
@@ -167,10 +170,10 @@ class Proxy:
 
 
 class ServingRequest:
-    """A request from its arrival to the end of its response. ``end_early`` ends it from outside.
+    """A request, from its arrival to the end of its response. Other code can end it with ``end_early``.
 
-    It is the owner of its attempts and, once a response has begun, the receiver of the answering leg. The methods that
-    are called for an event raise nothing.
+    It is the owner of its attempts and, when a response has begun, the receiver of the answering leg. The methods
+    ``on_...`` raise no exceptions.
     """
 
     __slots__ = (
@@ -192,30 +195,32 @@ class ServingRequest:
     def __init__(self, request: ClientRequest, services: Services, live: set[ServingRequest]) -> None:
         """
         Args:
-            live: the set of requests that are being served.
+            request: the client's request.
+            services: the parts of the router that serve it.
+            live: the set of requests that are being served, to which this one adds itself.
         """
         self._live = live
         self._timeline = timeline = RequestTimeline(services)
         self.started = timeline.started
-        """Time of arrival, from ``time.perf_counter``."""
+        """Time of arrival, a value of ``time.perf_counter``."""
         self._request = request
         self._response = response = ClientResponse(request)
         self._retry_loop = RetryLoop(request, services, timeline, response)
         self._services = services
-        self._parsed: ParsedRequest | None = None  # set when it is parsed
-        self._task: asyncio.Task[None] | None = None  # while the request waits
-        self._waiting_ids: EngineIds | None = None  # while it is queued unparsed
-        self._charged: int | None = None  # tokens charged to the client at the beginning, if there are limits
-        self._is_ending = False  # ``end_early`` was called
-        self._end_error: ApiError | None = None  # with this error
+        self._parsed: ParsedRequest | None = None  # the parsed request; None before it is parsed
+        self._task: asyncio.Task[None] | None = None  # the running task; None while no task runs
+        self._waiting_ids: EngineIds | None = None  # ids for an abort, while the request is queued and not parsed
+        self._charged: int | None = None  # number of tokens charged to the client at admission; None without limits
+        self._is_ending = False  # whether ``end_early`` was called
+        self._end_error: ApiError | None = None  # the error that ``end_early`` was called with
 
     @property
     def attempt(self) -> Attempt | None:
-        """The present attempt, or the last one."""
+        """The present attempt, or the last one; None before the first."""
         return self._retry_loop.current
 
     def start(self) -> None:
-        """Begin to serve the request: send its first attempt, unless it has to wait."""
+        """Begin to serve the request: send its first attempt, unless the request must wait."""
         services, request = self._services, self._request
         self._live.add(self)
         try:
@@ -240,14 +245,14 @@ class ServingRequest:
             self._end_after(exc)
 
     def on_begun(self, attempt: Attempt, first: bytes, is_end: bool) -> None:
-        """Relay the beginning of an attempt's response; see ``AttemptOwner``."""
+        """Relay the first bytes of an attempt's response; see ``AttemptOwner``."""
         response, parsed = self._response, self._parsed
         assert parsed is not None
         response.stop_comments()
         try:
             if parsed.api.stores_answers:
                 key = attempt.answering.instance.key
-                self._services.kept_responses.note_answer(first, key, self._timeline.tag)
+                self._services.stored_responses.record_response(first, key, self._timeline.tag)
             headers = self._timeline.router_headers()
             if not attempt.is_event_stream and response.holds_whole(attempt, is_end):
                 self._go_on(attempt, response.relay_whole(attempt, first, headers), is_end)
@@ -272,7 +277,7 @@ class ServingRequest:
         try:
             self._go_on(attempt, self._response.relay_piece(attempt, data, is_end), is_end)
         except UpstreamError as exc:
-            attempt.answering.exchange.receiver = None  # it may report more before the task runs that ends this attempt
+            attempt.answering.exchange.receiver = None  # no further reports, because a task will end this attempt later
             self.on_failed(exc)
         except Exception as exc:
             self._end_after(exc)
@@ -285,25 +290,25 @@ class ServingRequest:
             self._end_after(error)
 
     def describe_progress(self) -> RunningRequest:
-        """Return what is known of it before its end."""
+        """Return the data of the running request."""
         retry_loop = self._retry_loop
         return self._timeline.describe_progress(self._request, self._parsed, retry_loop.current, retry_loop.number)
 
     def end_early(self, error: ApiError | None) -> None:
-        """End the request, with ``error`` for its client."""
+        """End the request now. The client gets ``error``; None if the client has disconnected."""
         if self._is_ending:
             return
         self._is_ending, self._end_error = True, error
         if self._task is not None:
-            self._task.cancel()  # it ends the request
+            self._task.cancel()  # the cancelled task ends the request
         else:
             self._end_after(RequestEnded(error))
 
     def abort(self, scope: AbortScope) -> tuple[Collection[str], Sequence[str]]:
-        """If the abort means this request, prevent further attempts.
+        """Prevent further attempts of this request if the abort selects it.
 
         Returns:
-            Those of the given ids that mean it, and its engines' ids.
+            Those ids of the abort that select this request, and the request's ids at its engines.
         """
         timeline = self._timeline
         if self._request.path not in GENERATING or not scope.reaches(timeline.tag):
@@ -317,25 +322,25 @@ class ServingRequest:
                 return (), ()
             timeline.request_id = ids.request_id
         attempt = self._retry_loop.current
-        if attempt is None or not attempt.sent_at or attempt.engine_ids is None:  # closing connections is enough
+        if attempt is None or not attempt.sent_at or attempt.engine_ids is None:  # no abort at an engine is needed
             self.end_early(ABORTED)
             return meant, ()
         self._retry_loop.is_aborted = True
         return meant, attempt.engine_ids.list_ids()
 
     def _wait(self, step: Coroutine[None, None, None]) -> None:
-        """Run a step that has to wait, in a task."""
+        """Run a step that cannot end at once, in an asyncio task."""
         self._request.run(self._run(step))
 
     async def _run(self, step: Coroutine[None, None, None]) -> None:
-        if self._is_ending:  # since the task was created
+        if self._is_ending:  # the request has ended since the task was created
             step.close()
             return
         self._task = task = asyncio.current_task()
         try:
             await step
         except asyncio.CancelledError:
-            # Cancelled by ``end_early``; or by uvicorn, if the request runs beyond the grace time of a shutdown.
+            # ``end_early`` has cancelled the task; or uvicorn has, because the grace time of a shutdown has ended.
             self._end_after(RequestEnded(self._end_error))
         except Exception as exc:
             self._end_after(exc)
@@ -344,31 +349,31 @@ class ServingRequest:
                 self._task = None
 
     def _send(self, parsed: ParsedRequest) -> None:
-        """Send an attempt: the first one, or the one for the next segment."""
+        """Send an attempt: the first attempt, or the attempt for the next segment."""
         try:
             self._retry_loop.send(parsed, self)
         except NotReady as unready:
             self._wait(self._send_after(unready.with_traceback(None)))
 
     async def _send_after(self, cause: LegFailed | NotReady) -> None:
-        """Send another attempt, or end the request with the failure of the last one."""
+        """Send another attempt after ``cause``. If none may follow, end the request with the failure."""
         assert self._parsed is not None
         failure = await self._retry_loop.send_after(cause, self._parsed, self)
         if failure is not None:
             self._end_after(failure)
 
     async def _queue(self, client: str, priority: int, tokens: int) -> None:
-        """Wait for the admission of the request, then send it.
+        """Wait until the request is admitted, then send it.
 
         Raises:
-            Refused: there are too many requests, or the client has used up its tokens.
-            RequestEnded: the client left, or the request cannot be served.
+            Refused: there are too many requests, or the client has used all its tokens.
+            RequestEnded: the client has disconnected, or the request cannot be served.
         """
         services, request = self._services, self._request
         if request.disconnected:
             raise RequestEnded(None)
         request.on_leave = partial(self.end_early, None)
-        # Comments can be sent only to a stream's client; and an abort does not search large bodies for ids.
+        # A request is parsed before it waits if its body is large, or if comments may have to be sent to its client.
         if is_large(request):
             self._parsed = await self._read_large(client)
         elif services.settings.sse_keepalive_secs or len(request.body) > UNCHECKED_BYTES:
@@ -387,7 +392,7 @@ class ServingRequest:
             self._send(self._parsed)
 
     def _read_and_send(self, client: str) -> None:
-        """Parse the request and send its first attempt, both in a task if the body is large."""
+        """Parse the request and send its first attempt. If the body is large, do both in a task."""
         if is_large(self._request):
             self._wait(self._read_large_and_send(client))
         else:
@@ -399,10 +404,12 @@ class ServingRequest:
         self._send(parsed)
 
     def _go_on(self, attempt: Attempt, is_relayed: bool, is_end: bool) -> None:
-        """Take the next step after a part of a response was relayed.
+        """Take the next step after bytes of a response were relayed.
 
         Args:
-            is_relayed: False if the instance preempted the request.
+            attempt: the attempt.
+            is_relayed: whether the response continues; False if the instance preempted the request.
+            is_end: whether the response is complete.
         """
         if not is_relayed:
             self._wait(self._resume(None))
@@ -411,7 +418,7 @@ class ServingRequest:
             self._finish()
 
     async def _resume(self, error: UpstreamError | None) -> None:
-        """Continue a response elsewhere.
+        """Continue a response with another attempt.
 
         Args:
             error: why the answering leg failed; None if its instance preempted the request.
@@ -431,7 +438,7 @@ class ServingRequest:
             self._send(parsed)
 
     def _end_after(self, exc: Exception) -> None:
-        """End the request with the answer to an exception."""
+        """End the request with the response to an exception."""
         try:
             if isinstance(exc, LegFailed):
                 self._send_failure(exc)
@@ -440,12 +447,12 @@ class ServingRequest:
             else:
                 self._end_with(self._find_error(exc))
         except Exception:
-            _log.exception("%s %s was not answered", self._request.method, self._request.path)
+            _log.exception("%s %s got no response", self._request.method, self._request.path)
         finally:
             self._finish()
 
     def _find_error(self, exc: Exception) -> ApiError | None:
-        """Return the error for the client; None if it has left. Log what is no fault of the client or the instances."""
+        """Return the error for the client; None if it has disconnected. Log an error whose cause is the router."""
         if isinstance(exc, RequestEnded):
             return exc.error
         if isinstance(exc, BadBody):
@@ -457,7 +464,7 @@ class ServingRequest:
         return ApiError(500, "the router failed to handle the request", "router_error")
 
     def _finish(self) -> None:
-        """Release everything that the ended request holds, even if parts of this fail."""
+        """Release everything that the request uses. If a part of this fails, do the rest."""
         if self not in self._live:
             return
         self._live.discard(self)
@@ -469,12 +476,12 @@ class ServingRequest:
                 self._services.admission.leave(self._timeline.client)
             self._timeline.write_record(self._request, self._response, self._parsed, self._retry_loop.current)
         except Exception:
-            _log.exception("%s %s has ended without a record", self._request.method, self._request.path)
-        if not self._request.response_complete:  # the code that ended it has failed itself
+            _log.exception("%s %s ended, but its record was not written", self._request.method, self._request.path)
+        if not self._request.response_complete:  # the code that should end the response has failed
             self._request.cut_response()
 
     def _leave_charged(self, charged: int) -> None:
-        """Release the client's admission, and charge it for the tokens it has used."""
+        """End the client's admission, and charge the client for the tokens that the request has used."""
         uncharged = 0
         try:
             prompt_tokens = self._parsed.features.prompt_tokens if self._parsed is not None else 0
@@ -486,51 +493,56 @@ class ServingRequest:
         """Parse the request, as far as the router needs it.
 
         Args:
+            client: name of the client.
+            head: the parsed head.
             large: the scanned body, if it is large.
 
         Raises:
-            RequestEnded: it cannot be served.
+            RequestEnded: the request cannot be served.
         """
         request = self._request
         if request.path not in GENERATING:
             route = find_route(request.path)
             if route is not None and not route.takes(request.method):
-                message = f"{request.path} takes {', '.join(route.methods)}, not {request.method}"
+                message = f"{request.path} accepts {', '.join(route.methods)}, not {request.method}"
                 raise RequestEnded(ApiError(405, message, "method_not_allowed"))
         salts = self._services.auth.cache_salts
         derive_salt = partial(salts.derive, client) if salts else None
         parsed = ParsedRequest(request, head, large, derive_salt, self._services.selector.aliases)
-        timeline, kept_responses = self._timeline, self._services.kept_responses
+        timeline, stored_responses = self._timeline, self._services.stored_responses
         timeline.request_id, timeline.client_ids = parsed.request_id, parsed.client_ids
         if parsed.api.stores_answers and parsed.body is not None and parsed.body.members.get("background"):
             settings = self._services.settings
             is_counted = settings.max_concurrent_requests or settings.max_concurrent_requests_per_key
             if is_counted or self._response.token_count is not None:
-                message = "background must be false where requests or tokens are limited: nobody would count its answer"
+                message = (
+                    "background must be false because this router limits requests or tokens, and cannot "
+                    "count background responses"
+                )
                 raise RequestEnded(ApiError(400, message, "background_refused", "background"))
         if timeline.tag:
-            if parsed.stored_id and not kept_responses.is_open_to(parsed.stored_id, timeline.tag):
-                message = f"this router knows of no response {parsed.stored_id[:100]!r} of this client"
+            if parsed.stored_id and not stored_responses.is_open_to(parsed.stored_id, timeline.tag):
+                message = f"this client has no response {parsed.stored_id[:100]!r} at this router"
                 raise RequestEnded(ApiError(404, message, "response_not_found"))
-            # The id of a stored response must not change: its client uses it in later requests.
+            # The id of a stored response is not changed, because the client uses it in later requests.
             self._response.tag = b"" if parsed.stored_id or parsed.api.stores_answers else timeline.tag.encode()
         seconds = self._services.settings.sse_keepalive_secs
-        if seconds and parsed.wants_stream:
+        if seconds and parsed.wants_stream and request.gateway is None:  # a gateway accepts no comments
             self._response.start_comments(seconds, timeline.router_headers())
         return parsed
 
     def _read_head(self) -> RequestHead:
-        """Parse the headers that the router uses, and monitor the client from now on.
+        """Parse the headers that the router uses. From now on, a disconnect of the client ends the request.
 
         Raises:
-            RequestEnded: a header is invalid, or the client has left.
+            RequestEnded: a header is invalid, or the client has disconnected.
         """
         request = self._request
         if request.disconnected:
             raise RequestEnded(None)
         request.on_leave = partial(self.end_early, None)
         try:
-            head = read_head(request, self._timeline.tag)
+            head = read_head(request, self._services.sessions, self._timeline.tag)
         except BadBody as exc:
             raise RequestEnded(ApiError(400, str(exc), "invalid_header", exc.param)) from None
         timeline = self._timeline
@@ -540,20 +552,20 @@ class ServingRequest:
         return head
 
     async def _read_large(self, client: str) -> ParsedRequest:
-        """Parse a request with a large body, and let other requests run meanwhile.
+        """Parse a request with a large body. Other requests run between the steps.
 
         Raises:
-            RequestEnded: it cannot be served, or the client left.
+            RequestEnded: the request cannot be served, or the client has disconnected.
         """
         head = self._read_head()
         parsed = self._read_request(client, head, await scan_large_body(self._request))
-        await asyncio.sleep(0)  # parsing took long, and hashing the prompt and the next steps do, too
+        await asyncio.sleep(0)  # parsing took long, and hashing the prompt will take long, too
         _ = parsed.features.chunks
         await asyncio.sleep(0)
         return parsed
 
     def _send_failure(self, failure: LegFailed) -> None:
-        """Send the failure of the last attempt: the instance's own response, unless prefill failed."""
+        """Send the failure of the last attempt: the instance's own response, or an error of the router."""
         response, role = failure.response, failure.instance.role
         resumption = self._retry_loop.resumption
         is_own = response is not None and (response.status < 500 or role is not Role.PREFILL)
@@ -571,7 +583,7 @@ class ServingRequest:
             self._end_with(ApiError(502, message, f"{role.value}_failed"))
 
     def _end_with(self, error: ApiError | None) -> None:
-        """End the request for the client, at any stage of its response; and end the present attempt, if any."""
+        """End the request with ``error``, at any stage of its response. The present attempt is given up."""
         retry_loop, timeline = self._retry_loop, self._timeline
         if retry_loop.current is not None:
             retry_loop.current.give_up()

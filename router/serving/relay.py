@@ -1,4 +1,4 @@
-"""The relay of one response: the bytes that its client got so far, and the methods that send more."""
+"""ClientResponse: the response to one client, and the methods that send its parts."""
 
 from __future__ import annotations
 
@@ -27,26 +27,25 @@ from router.serving.resume import EngineFailed, ResponseMerger, StreamMerger, fi
 __all__ = ["CLIENT_LEFT", "HELD_BYTES", "MERGED_BYTES", "ClientResponse"]
 
 CLIENT_LEFT = 499
-"""The status that is recorded if the client left before it had the whole response."""
+"""The status in the record of a request whose client disconnected before the response was complete."""
 
-# A response without event stream is held back up to this size until it is complete, so that the death of a leg can be
-# hidden from the client. If another attempt may continue it, the limit is MERGED_BYTES. Other responses are relayed
-# directly.
+# A response that is not an event stream is held back up to this size until it is complete, so that another attempt can
+# follow if a leg dies. If another attempt may continue the response, the limit is MERGED_BYTES.
 HELD_BYTES = 1024 * 1024
 MERGED_BYTES = 64 * 1024 * 1024
-# A longer event is relayed in pieces. The first event may contain the ids of the whole prompt.
+# An event that is longer than this is relayed in pieces. The first event may contain the ids of the whole prompt.
 EVENT_BYTES = 16 * 1024 * 1024
 
 _JSON = [(b"content-type", b"application/json")]
 _EVENT_STREAM = [(b"content-type", b"text/event-stream")]
 _COMMENT = b": keep-alive\n\n"
-# nginx would hold the comments back to send larger pieces.
+# With this header nginx relays the comments at once; otherwise it would collect larger pieces.
 _UNHELD = [*_EVENT_STREAM, (b"x-accel-buffering", b"no")]
-# If a refusal is not a JSON object with an error, this many of its characters are quoted in an event.
+# Number of characters of an instance's refusal that an event quotes, if the refusal is not a JSON object with an error.
 _QUOTED_CHARACTERS = 1000
-# Part of each event that reports an engine failure.
+# Text in each event that reports an engine failure.
 _ERROR_MARK = b'"error"'
-# Part of each usage that reports cached tokens.
+# Text in each usage that reports cached tokens.
 _CACHE_MARK = b'"cache'
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _LONGEST_END = 4
@@ -54,10 +53,11 @@ _NO_USAGE = Usage()
 
 
 class ClientResponse:
-    """The response to one client. Callers only read its public attributes, except ``merger`` and those of usage.
+    """The response to one client.
 
-    The router's own header lines, which report the instances that served the request, are an argument of each method
-    that may send a head.
+    Other code may set ``merger``, ``tag``, ``token_count`` and the attributes about usage; all other public attributes
+    are read-only for it. ``router_headers``, an argument of each method that may send a head, are the header lines that
+    name the instances.
     """
 
     __slots__ = (
@@ -84,47 +84,47 @@ class ClientResponse:
     def __init__(self, request: ClientRequest) -> None:
         self.status = CLIENT_LEFT
         self.error_code = ""
-        """The code of the error that ended it; ``""`` if none did."""
+        """Code of the error that ended the response; ``""`` if there was no error."""
         self.is_event_stream = False
         self.first_byte_at = 0.0
-        """When the first byte of the answer was sent, from ``time.perf_counter``; 0 before it."""
+        """Time at which the first byte of an instance's response was sent, of ``time.perf_counter``; 0 before."""
         self.bytes_sent = 0
         self.chunks = 0
-        """Number of pieces in which its body arrived from the instance."""
+        """Number of pieces in which the response's body arrived from the instance."""
         self.is_resumed = False
-        """Whether the last attempt continued the output of earlier ones."""
+        """Whether the last attempt continued a response that earlier attempts had begun."""
         self.merger: StreamMerger | ResponseMerger | None = None
-        """Merges segments into one response; set with the first attempt, if there may be several."""
+        """Merges the segments of the response; None if only one instance generates it."""
         self.tag = b""
-        """Suffix of the client's id at engines, which is removed from the response; ``b""`` if there is none."""
+        """Suffix of the request's id at engines, which is removed from the response; ``b""`` if there is none."""
         self.token_count: TokenCount | None = None
-        """Token counter; not None if the client has a token limit."""
+        """Counts the tokens of a stream if the client has a token limit; else None."""
         self.hides_usage = self.has_null_usages = False
-        """Whether the router added a request for the usage, and the events contain a null usage because of it."""
+        """Whether the router has requested the usage, and whether the events have a null usage because of that."""
         self._request = request
         self._incomplete = b""  # the beginning of an event that has not arrived completely
         self._comment_timer: asyncio.TimerHandle | None = None
-        # The last two pieces of the answer as received, which contain the usage.
+        # The last two pieces that arrived, which contain the usage.
         self._before_last = self._last = b""
         # Prefill's counts of cached tokens; None until they are known.
         self._cached_figures: Mapping[bytes, bytes] | None = None
 
     def holds_whole(self, attempt: Attempt, is_end: bool) -> bool:
-        """Return whether a response without event stream is complete, so that it can be sent in one piece.
+        """Return whether the response, which is not an event stream, has arrived completely.
 
         Raises:
-            RequestEnded: it cannot continue the response that the client already has.
+            RequestEnded: the client already has a part of a response, which this one cannot continue.
         """
         key = attempt.answering.instance.key
         if self._request.response_started:
-            did_not = "did not go on with the stream" if self.first_byte_at else "did not answer with a stream"
+            did_not = "did not continue the stream" if self.first_byte_at else "did not respond with a stream"
             raise RequestEnded(_no_continuation(f"{key} {did_not}"))
         if not is_end and isinstance(self.merger, ResponseMerger):
-            raise RequestEnded(_no_continuation(f"the answer of {key} is larger than {MERGED_BYTES} bytes"))
+            raise RequestEnded(_no_continuation(f"the response of {key} is larger than {MERGED_BYTES} bytes"))
         return is_end
 
     def relay_whole(self, attempt: Attempt, body: bytes, router_headers: bytes) -> bool:
-        """Send the whole response of an attempt; return False if the request was preempted, so that it continues."""
+        """Send the complete response of an attempt. Return False if it was preempted, and another segment follows."""
         exchange = attempt.answering.exchange
         if isinstance(self.merger, ResponseMerger):
             merged = self.merger.feed(exchange.status, body)
@@ -133,7 +133,7 @@ class ClientResponse:
                 return False
             body = merged
         self._last = body
-        # ``find``, because ``in`` first tries bytes as a number, and the internal exception costs half a microsecond.
+        # ``find`` is faster than ``in``, which first tries to use bytes as a number (half a microsecond).
         if body.find(_CACHE_MARK) >= 0:
             body = self._correct_usage(attempt, body)
         self.send(exchange.status, exchange.headers, body, router_headers)
@@ -141,31 +141,32 @@ class ClientResponse:
         return True
 
     def begin_pieces(self, attempt: Attempt, router_headers: bytes) -> None:
-        """Send the head of an attempt's response, unless the client has one; ``relay_piece`` sends the body."""
+        """Send the head of an attempt's response, unless the client already has one. ``relay_piece`` sends the body."""
         request, exchange = self._request, attempt.answering.exchange
         self.is_event_stream, self._incomplete = attempt.is_event_stream, b""
         if not self.first_byte_at:
             self.first_byte_at = time.perf_counter()
         if not request.response_started:
             self.status, headers = exchange.status, exchange.headers
-            if self.is_event_stream:  # its length may change: the events are changed, and may continue elsewhere
+            if self.is_event_stream:  # the length may change, because events are changed, or another instance continues
                 headers = [header for header in headers if header[0] != b"content-length"]
             request.start_response(exchange.status, headers, router_headers)
 
     def relay_piece(self, attempt: Attempt, data: bytes, is_end: bool) -> bool:
-        """Send the next bytes of an attempt's response to the client; a slow client slows the instance down.
+        """Send the next bytes of an attempt's response to the client. If the client reads slowly, read no more.
 
-        Only whole events of an event stream are sent, so that it can always be ended with an error event.
+        Of an event stream, only complete events are sent, so that an error event can always follow.
 
         Args:
             attempt: the attempt that ``begin_pieces`` was called with.
-            is_end: whether these are its last bytes.
+            data: the next bytes.
+            is_end: whether these are the last bytes.
 
         Returns:
-            False if the instance preempted the request in the middle, and another segment follows.
+            False if the instance preempted the request, and another segment follows.
 
         Raises:
-            UpstreamError: the answering leg reports that its engine failed, or its segment does not fit.
+            UpstreamError: an event reports that the engine failed, or the segment does not continue the stream.
         """
         request, is_events = self._request, self.is_event_stream
         if is_events and (self._incomplete or not data.endswith(_EVENT_ENDS)):
@@ -201,7 +202,7 @@ class ClientResponse:
         return True
 
     def end_segment(self, attempt: Attempt) -> None:
-        """Note how much of the prompt was cached, if another attempt continues an interrupted one."""
+        """Record how much of the prompt was cached at the first instance, if another attempt continues the response."""
         merger = self.merger
         if merger is None or not merger.has_earlier_segments or self.is_resumed:
             return
@@ -212,7 +213,7 @@ class ClientResponse:
             merger.note_cached({name.decode(): int(figure) for name, figure in self._cached_figures.items()})
 
     def finish_from_segments(self, router_headers: bytes) -> None:
-        """Send the end of a response after its last segment was preempted with all tokens generated."""
+        """Send the end of a response whose last segment was preempted, but has all requested tokens."""
         assert self.merger is not None
         end = self.merger.make_end()
         if self._cached_figures:
@@ -226,7 +227,7 @@ class ClientResponse:
             self.send(200, _EVENT_STREAM if isinstance(self.merger, StreamMerger) else _JSON, end, router_headers)
 
     def send(self, status: int, headers: Headers, body: bytes, router_headers: bytes) -> None:
-        """Send a whole response."""
+        """Send a complete response."""
         self.status, self.first_byte_at = status, time.perf_counter()
         if self.tag:
             body = body.replace(self.tag, b"")
@@ -234,18 +235,18 @@ class ClientResponse:
         self._request.send_response(status, headers, body, router_headers)
 
     def start_comments(self, seconds: float, router_headers: bytes) -> None:
-        """Send a comment after each such time, until ``stop_comments``.
+        """Send a comment every ``seconds``, until ``stop_comments`` is called.
 
-        It is sent to the client of a stream that waits for its first token, so that no proxy in between disconnects.
-        The head of the response is sent with the first comment. So an error before that has its own status; a later
-        one is an event of a stream with status 200. Until the first byte of the answer, the request may still be sent
-        to another instance, because the client has received nothing from any.
+        The client of a stream gets comments while it waits for the first token, so that no proxy on the way closes the
+        connection. The first comment is sent together with the head of the response. So an error before the first
+        comment has its own status, and a later error is an event of a stream with status 200. Until an instance's first
+        byte is relayed, another attempt may still follow, because the client has received nothing from an instance.
         """
         loop = asyncio.get_running_loop()
         self._comment_timer = loop.call_later(seconds, self._send_comment, seconds, router_headers)
 
     def stop_comments(self) -> None:
-        """Send no more comments: the answer begins, or the request ends."""
+        """Send no more comments, because the response begins or the request ends."""
         if self._comment_timer is not None:
             self._comment_timer.cancel()
 
@@ -259,7 +260,7 @@ class ClientResponse:
             request.write_piece(_COMMENT)
 
     def end_with_refusal(self, status: int, body: bytes) -> None:
-        """Send an instance's refusal to a client that already has the head of an event stream."""
+        """Send an instance's refusal as an event to a client that already has the head of an event stream."""
         self.error_code = "instance_refused"
         if self.tag:
             body = body.replace(self.tag, b"")
@@ -275,10 +276,11 @@ class ClientResponse:
         self._request.finish_response(event)
 
     def send_rejection(self, refused: Refused, echo: Headers) -> None:
-        """Answer a request that was not admitted.
+        """Send the response to a request that was not admitted.
 
         Args:
-            echo: header with the id that the client gave it.
+            refused: the refusal.
+            echo: the header with the id that the client gave the request.
         """
         if self._request.response_started:
             self.end_with(refused.error, b"")
@@ -287,7 +289,7 @@ class ClientResponse:
         self.send(refused.error.status, _JSON + refused.headers + echo, refused.error.body(self._request.path), b"")
 
     def end_with(self, error: ApiError | None, router_headers: bytes) -> None:
-        """End the response at any stage; without ``error`` if no client is there to read one."""
+        """End the response at any stage. Without ``error``, the client has disconnected and gets nothing."""
         request = self._request
         self.error_code = error.code if error else "client_left"
         if request.response_complete:
@@ -300,36 +302,36 @@ class ClientResponse:
         elif self.is_event_stream:
             request.finish_response(error.sse(request.path) if self.first_byte_at else error.error_event(request.path))
         else:
-            request.cut_response()  # the response stays shorter than its announced length
+            request.cut_response()  # the client notices that the body is shorter than its content-length
 
     def read_usage(self) -> Usage:
-        """Return the engine's token counts, from the end of its response."""
+        """Return the engine's token counts from the end of its response."""
         return read_usage(self._before_last + self._last) or _NO_USAGE
 
     def read_cached_tokens(self) -> int | None:
-        """Return how many prompt tokens the first prefill instance had cached, for an answer in several segments."""
+        """Return the number of prompt tokens that prefill had cached for the first of several segments; else None."""
         figures = self._cached_figures if self.is_resumed else None
         return int(figures[b"cached_tokens"]) if figures and b"cached_tokens" in figures else None
 
     def count_used_tokens(self, prompt_tokens: int) -> int:
-        """Return how many tokens the request has used, prompt and answer; 0 if it failed before its answer began.
+        """Return the number of tokens that the request has used; 0 if it failed before its response began.
 
         Args:
-            prompt_tokens: an estimate, used if the engine does not report the number.
+            prompt_tokens: estimated number of prompt tokens, used if the engine does not report it.
         """
         has_failed = self.status >= 400 or (self.error_code and not self.first_byte_at)
         if has_failed and self.status != CLIENT_LEFT:
             return 0
         usage = self.read_usage()
-        # A stream's usage comes last. If the stream ended earlier, the received tokens are counted.
+        # A stream reports its usage at its end. If the stream ended early, the tokens in it were counted.
         completion = usage.completion_tokens or (self.token_count.tokens if self.token_count is not None else 0)
         return completion + (prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens)
 
     def _correct_usage(self, attempt: Attempt, data: bytes) -> bytes:
-        """Replace the cached-token counts of a pair's answer by prefill's, as far as prefill has reported them.
+        """Replace the cached-token counts in a pair's response by those that prefill has reported.
 
-        For decode, everything that prefill computed counts as cached. If there are several segments, the first one's
-        prefill counts.
+        Decode reports everything that prefill has computed as cached. If there are several segments, the counts of the
+        first segment's prefill instance are used.
         """
         if attempt.prefill is None:
             return data
@@ -338,7 +340,7 @@ class ClientResponse:
         return set_figures(data, self._cached_figures) if self._cached_figures else data
 
     def _finish_piece(self, attempt: Attempt, data: bytes) -> bytes:
-        """Count a piece of the response; return it as the client gets it."""
+        """Count a piece of the response, and return it as the client should get it."""
         if not data:
             return data
         self._before_last, self._last = self._last, data
@@ -352,16 +354,17 @@ class ClientResponse:
         return data
 
     def _hide_own_parts(self, events: bytes) -> bytes:
-        """Return the events without parts that the router requested or added: a usage, and the id's suffix.
+        """Return the events without parts that only the router has requested or added: a usage, and the suffix of the
+        id.
 
-        This is done only for events, because the length of other responses is announced.
+        This is done only for events, because the head announces the length of other responses.
         """
         if self.hides_usage:
             events = self._hide_usage(events)
         return events.replace(self.tag, b"") if self.tag else events
 
     def _hide_usage(self, events: bytes) -> bytes:
-        """Return the events without the usage that the client did not request."""
+        """Return the events without the usage, which the client did not request."""
         left = strip_usage(events, has_nulls=self.has_null_usages)
         self.bytes_sent -= len(events) - len(left)
         return left
@@ -372,10 +375,11 @@ def _no_continuation(message: str) -> ApiError:
 
 
 def _split_whole_events(data: bytes, seen: int = 0) -> tuple[bytes, bytes]:
-    """Split server-sent events after the last whole one.
+    """Split server-sent events after the last complete event.
 
     Args:
-        seen: number of first bytes that contain no whole event.
+        data: events; the last one may be incomplete.
+        seen: number of bytes at the beginning that are known to contain no complete event.
     """
     if data.endswith(_EVENT_ENDS):
         return data, b""

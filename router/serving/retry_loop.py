@@ -1,12 +1,12 @@
-"""The retry loop of one request: its attempts, one after another, until one answers or no more may follow.
+"""RetryLoop: sends the attempts of one request, one after another, until one succeeds or no more may follow.
 
-Only the table ``RULES`` decides whether a request is sent again. The columns of its rows are what was sent (``Sent``),
-how far that got (``Reached``) and what went wrong (``Trouble``). The first matching row gives the number of attempts
-that may end like this. Two rules explain the numbers:
+Only the table ``RULES`` decides whether a request is sent again. The columns of a row are: the kind of the request
+(``Sent``), how far it had got (``Reached``), and the cause of the failure (``Trouble``). The first matching row gives
+the number of attempts that may fail in this way. Two rules explain the numbers:
 
-- A request that may have ended its instance may end at most two, counting prefill and decode, before and during its
-  answer: a request that kills instances cannot be distinguished from an instance that dies by chance.
-- A request that may change the state of the instance is not sent again once it was sent (RFC 9110, 9.2.2).
+- A request may be at work in at most two instances that die, counting prefill and decode, before and during the
+  response. The reason is that the router cannot know whether a request kills instances or they die by chance.
+- A request that may change the state of an instance is sent only once (RFC 9110, 9.2.2).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from asyncio import sleep
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
+from router.fleet import Instance
 from router.http import ApiError, ClientRequest, RequestEnded, TimedOut, UpstreamError
 from router.policies import RequestFeatures
 from router.serving.attempt import Attempt, AttemptOwner, LegFailed, Reached, StreamStalled, Trouble
@@ -37,16 +38,16 @@ __all__ = ["ABORTED", "MAX_ATTEMPTS", "MAX_DEATHS", "RULES", "RetryLoop", "Sent"
 MAX_ATTEMPTS = 6
 MAX_DEATHS = 2
 
-# Pause before the second attempt after a failure that other instances may share; doubled before each further attempt.
+# Pause before the third attempt; doubled before each further one. There is no pause before the second attempt.
 BACK_OFF_SECONDS = 0.05
 
-# After a lost connection, an instance that is selectable again after this time has restarted.
+# After a lost connection, the request may use the instance again after this time: it has restarted if it is healthy.
 RETURN_SECONDS = 2.0
 
 _NONE: frozenset[str] = frozenset()
 # RFC 9110, 9.2.2.
 _IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
-# At these paths, the result of engines depends only on the request, and is not stored.
+# Paths at which an engine's response depends only on the request, and nothing is stored.
 _COMPUTING_PATHS = frozenset(
     {
         *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/v1/classify", "/tokenize", "/detokenize"),
@@ -59,25 +60,25 @@ ABORTED = ApiError(409, "the request was aborted", "aborted")
 
 
 class Sent(enum.Enum):
-    """Kind of the request that was sent."""
+    """Kind of a request."""
 
     GENERATION = "generation"
-    """A request whose answer is generated: chat, completions, responses, messages."""
+    """A request for which tokens are generated: chat, completions, responses, messages."""
     REPEATABLE = "repeatable"
-    """Another request that can be served twice without an additional effect."""
+    """Another request that may be sent twice, because the second time has no additional effect."""
     ONCE = "once"
-    """Any other request: it may change the state of the instance."""
+    """Any other request, which may change the state of an instance."""
 
 
 _ANY_SENT, _ANY_REACH, _ANY_TROUBLE = frozenset(Sent), frozenset(Reached), frozenset(Trouble)
 
 RULES: Sequence[tuple[frozenset[Sent], frozenset[Reached], frozenset[Trouble], int]] = (
-    # columns: what was sent, how far it got, what went wrong, number of attempts that may end like this (1: no retry)
+    # Columns: kind of the request, how far it had got, cause of the failure, number of attempts that may fail like this
     (_ANY_SENT, _ANY_REACH, frozenset({Trouble.REJECTION}), 1),
     (_ANY_SENT, frozenset({Reached.UNSENT}), _ANY_TROUBLE, MAX_ATTEMPTS),
     (frozenset({Sent.ONCE}), _ANY_REACH, _ANY_TROUBLE, 1),
     (frozenset({Sent.REPEATABLE}), frozenset({Reached.RELAYED}), _ANY_TROUBLE, 1),
-    # Deaths are counted in total, before and during an answer; other failures since the last byte that the client got.
+    # Deaths are counted in total, before and during the response; other failures since the last byte the client got.
     (_ANY_SENT, _ANY_REACH, frozenset({Trouble.DEATH}), MAX_DEATHS),
     # Stalled streams are resumed up to --stream-resume-count times.
     (_ANY_SENT, _ANY_REACH, _ANY_TROUBLE, MAX_ATTEMPTS),
@@ -103,12 +104,12 @@ _LIMITS: Mapping[tuple[Sent, Reached, Trouble], int] = dict(_list_limits())
 
 
 def find_limit(sent: Sent, reached: Reached, trouble: Trouble) -> int:
-    """Return how many attempts for one request may end like this; 1: it is not sent again."""
+    """Return the number of attempts of one request that may fail in this way; 1: the request is not sent again."""
     return _LIMITS[sent, reached, trouble]
 
 
 class RetryLoop:
-    """All attempts made for one request. Callers only read its public attributes, except ``is_aborted``."""
+    """Sends the attempts of one request. Other code may set ``is_aborted``, but no other public attribute."""
 
     __slots__ = (
         *("_request", "_response", "_retries", "_selection", "_services", "_timeline"),
@@ -125,22 +126,22 @@ class RetryLoop:
         self._retries: Retries | None = None  # set after the first failed attempt
         self._selection: Selection | None = None  # the instances of the present attempt
         self.current: Attempt | None = None
-        """The present attempt, or the last one."""
+        """The present attempt, or the last one; None before the first."""
         self.number = 0
-        """Number of attempts made."""
+        """Number of attempts so far."""
         self.resumption: Resumption | None = None
-        """State of the resumption, once an instance has interrupted the request."""
+        """State of the resumption; None if no instance has interrupted the request."""
         self.end_reason = ""
-        """Why no other attempt follows the last failed one."""
+        """Why no attempt follows the last failed one; ``""`` if another one follows."""
         self.is_aborted = False
-        """Whether a client has made its engines stop it: if the present attempt fails, it is the last."""
+        """Whether a client has aborted the request at its engines. Then no attempt follows the present one."""
 
     def send(self, parsed: ParsedRequest, owner: AttemptOwner) -> None:
-        """Select instances, and send the request to them: the first attempt, or the one for the next segment.
+        """Select instances, and send an attempt: the first attempt, or the attempt for the next segment.
 
         Raises:
-            NotReady: a fact about the pair has to be learned first, by ``send_after``.
-            RequestEnded: no instance can take the request.
+            NotReady: a fact about the pair must be learned first. ``send_after`` does that.
+            RequestEnded: no instance can serve the request.
         """
         try:
             self._selection = self._select_instances(parsed)
@@ -151,10 +152,10 @@ class RetryLoop:
     async def send_after(
         self, cause: LegFailed | NotReady, parsed: ParsedRequest, owner: AttemptOwner
     ) -> LegFailed | None:
-        """Send the next attempt: after a pause if one failed, or once the missing fact about a pair is known.
+        """Send the next attempt, after the last one has failed or a pair was not ready.
 
         Returns:
-            The failure that ends the request, because no attempt follows it.
+            The failure that ends the request; None if an attempt was sent.
 
         Raises:
             RequestEnded: the request was aborted, or the instances cannot serve it.
@@ -175,16 +176,16 @@ class RetryLoop:
                     return failure
             try:
                 self._make_attempt(parsed, selection).send(owner)
-            except NotReady as unready:  # again, if a failure of another request discarded the facts meanwhile
+            except NotReady as unready:  # also if another request has failed and discarded the facts about the pair
                 cause = unready.with_traceback(None)
             else:
                 return None
 
     async def resume_after_preemption(self) -> None:
-        """Prepare the next segment of a request that its decode instance preempted.
+        """Prepare the next segment of a request that its decode instance has preempted.
 
         Raises:
-            RequestEnded: it cannot be continued.
+            RequestEnded: no instance can continue the response.
         """
         merger, selection, services = self._response.merger, self._timeline.selection, self._services
         assert merger is not None
@@ -202,10 +203,10 @@ class RetryLoop:
             raise RequestEnded(error)
 
     async def resume_after_failure(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
-        """Prepare the next segment of a stream after its instance died, ended the stream early, or hung.
+        """Prepare the next segment of a stream whose instance has died, ended the stream early, or hangs.
 
         Raises:
-            RequestEnded: it cannot be continued.
+            RequestEnded: no instance can continue the response.
         """
         response, services, instance = self._response, self._services, attempt.answering.instance
         is_stall = isinstance(exc, StreamStalled)
@@ -215,7 +216,7 @@ class RetryLoop:
         else:
             attempt.break_off(exc)
             role = instance.role.value
-            error = ApiError(502, f"{role} instance failed in the middle of its answer: {exc}", f"{role}_failed")
+            error = ApiError(502, f"{role} instance failed in the middle of its response: {exc}", f"{role}_failed")
         trouble = Trouble.STALL if is_stall else Trouble.DEATH
         self._timeline.end_attempt(attempt, f"broke off: {exc}", trouble.value)
         merger = response.merger if isinstance(response.merger, StreamMerger) else None
@@ -229,8 +230,12 @@ class RetryLoop:
         failed = self.resumption.prepare_after_failure(merger, parsed.body, instance, error, is_chat=is_chat)
         if failed is None and merger is None and response.bytes_sent:
             engine = instance.registration.engine
-            why = find_obstacle(parsed.body, engine, is_chat) if parsed.api.is_continuable else "its API has no way to"
-            failed = self.resumption.explain(why or "its tokens' ids are not known")
+            why = (
+                find_obstacle(parsed.body, engine, is_chat)
+                if parsed.api.is_continuable
+                else "its API cannot continue a response"
+            )
+            failed = self.resumption.explain(why or "its token ids are not known")
         if failed is None and end_reason and not (merger is not None and merger.complete):
             failed = self.resumption.explain(end_reason)
         if failed is not None:
@@ -243,10 +248,10 @@ class RetryLoop:
     async def _remove_unfinished_character(
         self, parsed: ParsedRequest, resumption: Resumption, merger: StreamMerger | None
     ) -> None:
-        """Make a stream continue from the end of a character.
+        """Remove the tokens of an incomplete character at the end of a stream, which another instance will continue.
 
         Raises:
-            RequestEnded: that position cannot be determined.
+            RequestEnded: it is not known whether the stream ends with an incomplete character.
         """
         if merger is None or not merger.doubtful_ids:
             return
@@ -257,27 +262,43 @@ class RetryLoop:
         if why := await resumption.remove_unfinished_character(merger, asked, self._services.upstream):
             raise RequestEnded(resumption.explain(why))
 
+    def _note_served(self, instance: Instance) -> None:
+        """Record that the gateway has sent the present attempt to ``instance``, not to the chosen instance."""
+        attempt, selection = self.current, self._timeline.selection
+        assert attempt is not None
+        assert selection is not None
+        attempt.answering.move(instance)
+        decision = selection.decisions[-1]._replace(key=instance.key, cached_tokens=0)
+        decisions = (*selection.decisions[:-1], decision)
+        self._timeline.selection = selection._replace(answering=instance, decisions=decisions)
+
     def _explain_none(self, none: NoInstance) -> ApiError:
-        """Return why no instance can be used and, for an interrupted stream, why it was interrupted."""
+        """Return why no instance can be used. For an interrupted stream, return why it was interrupted."""
         if self.resumption is not None and self.resumption.is_broken:
             return self.resumption.explain("no other instance can take it")
         return none.error
 
     def _select_instances(self, parsed: ParsedRequest) -> Selection:
-        """Return the instances for the next attempt; raise ``NoInstance`` if there are none."""
-        keeper = self._services.kept_responses.find_keeper(parsed.stored_id) if parsed.stored_id else None
-        if keeper is not None:
-            if self._retries is not None and self._retries.excludes(keeper):
-                message = f"{keeper} keeps the response, and has failed"
+        """Select the instances for the next attempt; raise ``NoInstance`` if there are none."""
+        gateway = self._request.gateway
+        excluded = _NONE if gateway is None else gateway.list_excluded()
+        stored_at = self._services.stored_responses.find_instance(parsed.stored_id) if parsed.stored_id else None
+        if stored_at is not None:
+            if stored_at in excluded:
+                message = f"{stored_at} stores the response, but the gateway does not use this instance"
+                raise NoInstance(ApiError(503, message, "no_instance", "previous_response_id"))
+            if self._retries is not None and self._retries.excludes(stored_at):
+                message = f"{stored_at} stores the response, but it has failed"
                 raise NoInstance(ApiError(502, message, "keeper_failed", "previous_response_id"))
-            return self._services.selector.choose_keeper(parsed.features, keeper)
+            return self._services.selector.choose_named(parsed.features, stored_at)
         selector, is_completion = self._services.selector, parsed.body is not None
         if self._retries is not None:
-            return self._retries.select(selector, parsed.features, is_completion)
-        return selector.choose(parsed.features) if is_completion else selector.choose_any(parsed.features)
+            return self._retries.select(selector, parsed.features, is_completion, excluded)
+        choose = selector.choose if is_completion else selector.choose_any
+        return choose(parsed.features, excluded)
 
     def _note_retry(self) -> Retries:
-        """Return the record of the earlier attempts, which decides on the next instances."""
+        """Return the record of the failed attempts, which is created at the first call."""
         if self._retries is None:
             self._retries = Retries(self._classify())
         return self._retries
@@ -286,7 +307,7 @@ class RetryLoop:
         return classify(self._request.method, self._request.path)
 
     async def _learn(self, unready: NotReady, selection: Selection) -> LegFailed | None:
-        """Query prefill for the facts that its pair needs; return the failure if it does not report them."""
+        """Query prefill for the facts that the pair needs. Return the failure if prefill does not report them."""
         assert selection.prefill is not None
         self._timeline.selection = selection
         try:
@@ -298,16 +319,16 @@ class RetryLoop:
         return None
 
     def _make_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
-        """Prepare the exchanges with the selected instances; nothing is sent yet.
+        """Create the attempt at the selected instances. Nothing is sent yet.
 
         Raises:
-            NotReady: a fact about the pair has to be learned first.
-            RequestEnded: they cannot serve it, or the request was aborted.
+            NotReady: a fact about the pair must be learned first.
+            RequestEnded: the instances cannot serve the request, or it was aborted.
         """
         if self.is_aborted:
             raise RequestEnded(ABORTED)
         services, response = self._services, self._response
-        # An engine may still know the id of the previous attempt.
+        # Each attempt has its own id, because an engine may still know that of the previous attempt.
         request_id = self._timeline.request_id + self._timeline.tag
         if self.number:
             request_id += f"-retry{self.number}"
@@ -328,9 +349,13 @@ class RetryLoop:
             response.hides_usage = bool(usage)
         if self._retries is not None:
             is_fresh = self._retries.wants_fresh
-        else:  # a request without retries must not use a connection that was just closed
+        else:  # a request that is not sent again must not use an idle connection, which may just have been closed
             is_fresh = parsed.body is None and self._classify() is Sent.ONCE
-        maker = LegMaker(services.upstream, parsed, plan, members, is_fresh, self._timeline.trace)
+        gateway = self._request.gateway
+        if gateway is not None:
+            gateway.on_served = self._note_served
+        sender = gateway or services.upstream
+        maker = LegMaker(services.upstream, parsed, plan, members, is_fresh, self._timeline.trace, sender)
         answering, prefill = maker.make_legs()
         is_in_order = pair is not None and pair.is_prefill_first
         set_decode_request = partial(maker.set_decode_request, answering) if is_in_order else None
@@ -348,11 +373,10 @@ class RetryLoop:
         return self.current
 
     async def _note_failure(self, failure: LegFailed, selection: Selection) -> None:
-        """Note a failed attempt: end its other leg, and count the failure for the instance unless the request or the
-        partner is the cause.
+        """Record a failed attempt, and end its other leg. Count the failure for the instance if that is the cause.
 
         Raises:
-            RequestEnded: it failed because its client aborted it.
+            RequestEnded: the attempt failed because a client has aborted the request.
         """
         deaths = int(failure.trouble is Trouble.DEATH)
         if self.current is not None:
@@ -374,27 +398,29 @@ class RetryLoop:
 
 
 class Retries:
-    """The failed attempts of one request, and the keys of the instances at which they failed."""
+    """The failed attempts of one request, and the instances at which they failed."""
 
     __slots__ = ("_avoided", "_deaths", "_excluded", "_failed", "_hung", "_pauses", "_returns", "_sent", "wants_fresh")
 
     def __init__(self, sent: Sent) -> None:
         self.wants_fresh = False
-        """Whether idle connections had been closed: from now on each leg gets a new connection."""
+        """Whether each leg gets a new connection, because an idle connection had been closed."""
         self._sent = sent
-        self._deaths = 0  # instances that ended while they served it, or may have
-        self._failed = 0  # attempts since the last byte that the client got
-        self._excluded = _NONE  # not to be used again
-        self._avoided = _NONE  # used again only if there is no other
+        self._deaths = 0  # number of instances that have died, or may have, while they served the request
+        self._failed = 0  # number of failed attempts since the last byte that the client got
+        self._excluded = _NONE  # instances that are not used again
+        self._avoided = _NONE  # instances that are used again only if there is no other
         self._hung = _NONE
-        self._returns: dict[str, float] | None = None  # of excluded instances that may return: the times from which on
+        self._returns: dict[str, float] | None = None  # for some excluded instances, when they may be used again
         self._pauses = 0
 
-    def select(self, selector: Selector, features: RequestFeatures, is_completion: bool) -> Selection:
-        """Select the instance or the pair for the next attempt.
+    def select(
+        self, selector: Selector, features: RequestFeatures, is_completion: bool, excluded: frozenset[str] = _NONE
+    ) -> Selection:
+        """Select the instance or the pair for the next attempt. Instances in ``excluded`` are not used.
 
         Raises:
-            NoInstance: none is left.
+            NoInstance: no instance is left.
         """
         choose = selector.choose if is_completion else selector.choose_any
         if self._returns:
@@ -402,10 +428,10 @@ class Retries:
             self._excluded -= {key for key, at in self._returns.items() if now >= at}
         if self._avoided:
             try:
-                return choose(features, self._excluded | self._avoided)
+                return choose(features, self._excluded | self._avoided | excluded)
             except NoInstance:
-                pass  # better an avoided one than none
-        return choose(features, self._excluded)
+                pass  # the avoided instances are used below
+        return choose(features, self._excluded | excluded)
 
     def excludes(self, key: str) -> bool:
         """Return whether the request must not be sent to this instance again."""
@@ -416,26 +442,32 @@ class Retries:
         self._avoided |= {key}
 
     def find_end(self, reached: Reached, trouble: Trouble, deaths: int) -> str:
-        """Note a failed attempt; return why the request is not sent again, ``""`` if it is.
+        """Record a failed attempt. Return why the request is not sent again; ``""`` if it is sent again.
 
         Args:
-            deaths: number of instances that ended in this attempt, or may have.
+            reached: how far the request had got.
+            trouble: the cause of the failure.
+            deaths: number of instances that have died, or may have, in this attempt.
         """
         self._deaths += deaths
         self._failed += 1
         limit = find_limit(self._sent, reached, trouble)
         if limit == 1:
-            return "a request of this kind is not sent again" if trouble is not Trouble.REJECTION else "it is refused"
+            return "a request of this kind is not sent again" if trouble is not Trouble.REJECTION else "it was refused"
+        # An instance that has died had got the request, although the failure may be that of the other one of a pair.
+        reached = Reached.SENT if reached is Reached.UNSENT else reached
         if deaths and self._deaths >= find_limit(self._sent, reached, Trouble.DEATH):
-            return f"{self._deaths} instances have failed under the request, so it is not sent again"
+            return f"instances failed {self._deaths} times while they served this request, so it is not sent again"
         return f"it was sent {self._failed} times" if self._failed >= limit else ""
 
     def begin_again(self, key: str, *, is_hung: bool) -> None:
-        """Begin again after a failure in the middle: earlier failed instances may be used again, this one as last
-        resort.
+        """Reset the counts after a failure in the middle of a response, so that the next segment can be sent.
+
+        Instances that failed earlier may be used again, and the instance ``key`` only if there is no other.
 
         Args:
-            is_hung: whether it must not be used again, because it might hang repeatedly.
+            key: the instance that has failed.
+            is_hung: whether this instance must not be used again, because it may hang again.
         """
         if is_hung:
             self._hung |= {key}
@@ -444,7 +476,7 @@ class Retries:
         self._failed = self._pauses = 0
 
     async def exclude_and_back_off(self, failure: LegFailed, selection: Selection) -> None:
-        """Note which instances the next attempt should not use, and pause before it."""
+        """Record which instances the next attempt must not use or should avoid, and wait before the next attempt."""
         key = failure.instance.key
         if failure.is_stale:
             self.wants_fresh = True

@@ -1,12 +1,12 @@
-"""Selection: which instance, or which pair, serves a request.
+"""Selection: selects the instance, or the pair, that serves a request.
 
-The set of selectable instances rarely changes, but requests are frequent. So the choice is prepared when the set has
-changed (``_Choice``), and a request only applies the policies to it. For a single request some instances are removed:
-those that the request excludes, and, at random, those that get less than their full share. The time for this depends on
-their number, not on the number of all instances.
+Requests are frequent, but the set of selectable instances changes rarely. So the candidates are prepared when the set
+has changed (``_Choice``), and for a request only the policies run. For one request, some candidates are removed: the
+instances that the request excludes, and at random instances that get less than their full share. The time for this
+depends on the number of removed candidates, not on the number of all instances.
 
-In a fleet with several models, each model has its own choices, and policies that learn separately. A fleet with one
-model serves requests for any model.
+If the instances serve several models, each model has its own candidates and its own policies. If they serve only one
+model, it is used for requests with any model name.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from router.settings import RouterSettings
 __all__ = ["NoInstance", "Selection", "Selector", "explain_unknown_model"]
 
 _PAIR = (Role.PREFILL, Role.DECODE)
-# Clients may send, and instances may list, more and longer names than it makes sense to compare.
+# Limits for comparing an unknown model name with the known ones: characters of a name, and number of names.
 MAX_NAME_CHARACTERS, MAX_NAMES_COMPARED = 200, 200
-# Maximum number of instances of a role named in an error message.
+# Maximum number of instances that an error message names.
 MAX_LISTED = 10
-# While some instances get less than their share, or none can be selected, the choice is prepared again after this time.
+# Candidates are prepared again after this time while an instance gets less than its share, or there are no candidates.
 RENEWAL_SECONDS = 1.0
 
 
 class NoInstance(Exception):
-    """No instance can serve the request; ``error`` is the answer to its client."""
+    """No instance can serve the request. ``error`` is the response to the client."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.message)
@@ -55,17 +55,17 @@ class NoInstance(Exception):
 
 
 class Selection(NamedTuple):
-    """The instances that serve a request: ``answering`` generates the answer; ``prefill`` exists in a pair."""
+    """The instances for a request: ``answering`` generates the response; ``prefill`` is None if there is no pair."""
 
     answering: Instance
     prefill: Instance | None
     decisions: tuple[Decision, ...]
     model: str = ""
-    """The model whose policies decided, if models are distinguished."""
+    """The model whose policies decided; ``""`` if the instances serve only one model."""
 
 
 class Selector:
-    """Applies the policy of each role to the available instances."""
+    """Selects instances: applies the policy of each role to the available instances."""
 
     def __init__(
         self,
@@ -76,13 +76,15 @@ class Selector:
     ) -> None:
         """
         Args:
-            clock: the clock of the times in ``registry``.
-            chance: returns a random number from 0 to below 1.
+            settings: the policies and the aliases of models.
+            registry: the instances.
+            clock: the clock of ``registry``, in seconds.
+            chance: returns a random number of at least 0 and less than 1.
         """
         self._registry = registry
         self._router = f"{'https://' if settings.ssl_certfile else ''}HOST:{settings.port}"
         self.aliases = settings.model_aliases
-        """The model of each alias."""
+        """The model name of each alias."""
         self._clock = clock
         self._chance = chance
         names = {
@@ -93,26 +95,27 @@ class Selector:
         self.policies: Mapping[Role, Policy] = {
             role: POLICIES[names[role]](settings.policy_options, clock) for role in registry.roles
         }
-        """The policy of each role that the router's mode accepts."""
+        """The policy of each role. Only the roles of the router's mode are contained."""
         for policy in self.policies.values():
             registry.events.lost_caches.subscribe(policy.forget_instance)
         self._choice = _Choice((), (), registry.splitwise)
         self._models: ServedModels | None = None
-        """The fleet's models, if they are distinguished. Then each model has a choice, created at its first request."""
+        """The served models; None if the instances serve only one model."""
         self._choices: dict[str, _Choice] = {}
+        """The candidates for each model; prepared at the first request for a model."""
         self._lone_choices: dict[str, _Choice] = {}
-        """Choices by model of single instances, for requests without generation."""
+        """For each model, the candidates for requests that generate nothing, which one instance serves."""
         self._siblings: dict[str, Mapping[Role, Policy]] = {}
         self._obstacles: dict[str, ApiError] = {}
-        """By model, why no request can be served."""
+        """For each model, the error if no request can be served."""
         self._generation = -1
         self._good_until = -math.inf
 
     def choose(self, features: RequestFeatures, excluded: Collection[str] = ()) -> Selection:
-        """Select an instance, or with --splitwise a pair, none of them in ``excluded``.
+        """Select an instance, or a pair with --splitwise. Instances in ``excluded`` are not used.
 
         Raises:
-            NoInstance: a role has no instance left, no two are compatible, or none serves the request's model.
+            NoInstance: a role has no instance, no instances can form a pair, or none serves the request's model.
         """
         now = self._clock()
         if self._generation != self._registry.events.generation or now >= self._good_until:
@@ -135,16 +138,16 @@ class Selector:
         return Selection(decode, prefill, (first, second), model)
 
     def choose_any(self, features: RequestFeatures, excluded: Collection[str] = ()) -> Selection:
-        """Select one instance for a request without generation; in the mode for pairs, a decode instance.
+        """Select one instance for a request that generates nothing; with --splitwise a decode instance.
 
         Raises:
-            NoInstance: none is left.
+            NoInstance: no instance is left.
         """
         now = self._clock()
         if self._generation != self._registry.events.generation or now >= self._good_until:
             self._prepare_choice(now)
         model = "" if self._models is None else self._find_model(self._models, features.model, now)
-        role = Role.DECODE if self._registry.splitwise else Role.MIXED  # prefill may answer with one token
+        role = Role.DECODE if self._registry.splitwise else Role.MIXED  # a prefill instance may respond with one token
         choice = self._lone_choices.get(model)
         if choice is None:
             choice = self._lone_choices[model] = self._gather_choice(now, (), model, role)
@@ -155,34 +158,36 @@ class Selector:
         instance, decision = self._apply_policy(self.policies_of(model)[role], features, choice.first, now)
         return Selection(instance, None, (decision,), model)
 
-    def choose_keeper(self, features: RequestFeatures, key: str) -> Selection:
-        """Select the instance that stores the response which a request continues, even if it gets no new requests.
+    def choose_named(self, features: RequestFeatures, key: str) -> Selection:
+        """Select the instance with this key, which stores the response that the request needs.
+
+        The instance is selected even if it is draining or paused.
 
         Raises:
-            NoInstance: it is gone, or does not answer.
+            NoInstance: the instance has ended, or does not respond.
         """
-        keeper = self._registry.get(key)
-        if keeper is None or not keeper.healthy:
-            state = "does not answer" if keeper is not None else "is gone"
-            message = f"{key} keeps the response, and {state}"
+        holder = self._registry.get(key)
+        if holder is None or not holder.healthy:
+            state = "does not answer" if holder is not None else "is gone"
+            message = f"{key} stores the response, but {state}"
             raise NoInstance(ApiError(404, message, "response_not_found", "previous_response_id"))
-        policy = self.policies[keeper.role]
-        instance, decision = self._apply_policy(policy, features, _Group([keeper]), self._clock())
+        policy = self.policies[holder.role]
+        instance, decision = self._apply_policy(policy, features, _Group([holder]), self._clock())
         return Selection(instance, None, (decision,))
 
     def find_obstacle(self) -> str:
-        """Return why no request can be served at present, in one sentence; ``""`` if some can."""
+        """Return why no request can be served at present, in one sentence; ``""`` if requests can be served."""
         now = self._clock()
         if self._generation != self._registry.events.generation or now >= self._good_until:
             self._prepare_choice(now)
         return self._explain_none((), "").message if self._choice.empty else ""
 
     def token_seconds(self, role: Role) -> float:
-        """Return the learned seconds per token of work for an instance of this role; 0 if not learned."""
+        """Return the time of a token of work at an instance of this role, in seconds; 0 if no policy has learned it."""
         return max(self.policies_of(model)[role].token_seconds for model in ("", *self._siblings))
 
     def policies_of(self, model: str) -> Mapping[Role, Policy]:
-        """Return the policies that decide for a model, and learn from its requests; for ``""``, ``policies``."""
+        """Return the policies for requests of a model; for ``""``, return ``policies``."""
         if not model:
             return self.policies
         if model not in self._siblings:
@@ -193,13 +198,13 @@ class Selector:
         """Return the model that a request for ``name`` means; ``""`` if any model is suitable.
 
         Raises:
-            NoInstance: no instance serves it.
+            NoInstance: no instance serves a suitable model.
         """
         model = models.find(name)
         if model is None:
             self._registry.models_wanted_at = now
             if name in models.gone:
-                message = f"no instance serves the model {name!r} any more; all that did are gone"
+                message = f"no instance serves the model {name!r} any more; the instances that served it are gone"
                 raise NoInstance(ApiError(503, message, "no_instance", "model"))
             raise NoInstance(explain_unknown_model(str(name), {*models.names, *self.aliases}))
         return model
@@ -217,19 +222,30 @@ class Selector:
         *,
         queued_before: float,
         ttft: float | None,
+        seconds: float,
     ) -> None:
-        """Report a result to the policy that selected the instance which computed the prompt, so that it learns.
+        """Report the result of a request to the policy that chose the instance for its prompt.
 
         Args:
-            usage: token counts of that instance.
-            queued_before: the work that was queued there.
-            ttft: seconds to the first token, if known.
+            selection: the instances that served the request.
+            features: the features of the request.
+            usage: token counts that the instance for the prompt has reported.
+            queued_before: ``InstanceLoad.queued`` of this instance when the request was sent.
+            ttft: seconds to the first token; None if unknown.
+            seconds: seconds since the request was sent to the instance.
         """
-        if usage.cached_tokens is None or not usage.prompt_tokens:
-            return  # the engine reports nothing that a policy learns from
+        if not usage.prompt_tokens:
+            return  # policies learn only from reported token counts
         decision = selection.decisions[0]
         outcome = Outcome(
-            decision.key, queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
+            decision.key,
+            queued_before,
+            ttft,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.own_cached_tokens,
+            usage.completion_tokens,
+            seconds,
         )
         role = (selection.prefill or selection.answering).role
         policies = self.policies_of(selection.model) if selection.model else self.policies
@@ -238,7 +254,7 @@ class Selector:
     def _prepare_choice(self, now: float) -> None:
         if self._generation != self._registry.events.generation:
             models = ServedModels(self._registry, self._registry.gone_models)
-            self._models = models if models.are_told_apart else None
+            self._models = models if models.are_several else None
             for gone in self._siblings.keys() - models.names - {UNLISTED}:
                 del self._siblings[gone]
         for prepared in (self._choices, self._lone_choices, self._obstacles):
@@ -255,10 +271,13 @@ class Selector:
     def _gather_choice(
         self, now: float, excluded: Collection[str], model: str = "", alone: Role | None = None
     ) -> _Choice:
-        """Return the choice among the preferred instances; among the next group if that one leaves none.
+        """Return the candidates: the preferred instances; if these cannot serve, the next group of instances.
 
         Args:
-            alone: the role of the instances, if single instances are to serve.
+            now: the present time.
+            excluded: keys of instances that are not used.
+            model: the model that the instances must serve; ``""``: any model.
+            alone: the role of the instances if one instance should serve alone; else None.
         """
         splitwise = self._registry.splitwise and alone is None
         for instances, weighted in self._rank_instances(now, excluded, model, alone):
@@ -270,9 +289,11 @@ class Selector:
     def _rank_instances(
         self, now: float, excluded: Collection[str], model: str, alone: Role | None
     ) -> Iterator[tuple[list[Instance], list[Instance]]]:
-        """Yield the selectable instances; then the same plus those that should be avoided, as a last resort.
+        """Yield groups of instances, in the order of preference, each with those of its instances that get less than
+        their share.
 
-        Each comes with the list of those that get less than their share.
+        The first group has only preferred instances. The second group adds instances with weight 0, the third group
+        instances with an open breaker.
         """
         roles = self._registry.roles if alone is None else (alone,)
         available = [i for i in self._list_available(excluded, model) if i.role in roles]
@@ -286,12 +307,12 @@ class Selector:
         yield available, []
 
     def _narrow_choice(self, choice: _Choice, now: float, excluded: Collection[str]) -> _Choice | None:
-        """Return the choice without the ``excluded`` instances, and without those that this request omits at random.
+        """Return the candidates without ``excluded``, and without instances that are removed at random.
 
-        An instance takes part with a probability equal to its weight. If no instance of a role would take part, all do.
+        An instance stays with a probability that is equal to its weight. If no instance of a role would stay, all stay.
 
         Returns:
-            None if nothing is left.
+            The remaining candidates; None if there are none.
         """
         left_out = set(excluded)
         for of_role, count in choice.weighted:
@@ -316,7 +337,7 @@ class Selector:
         return chosen, decision
 
     def _explain_none(self, excluded: Collection[str], model: str) -> ApiError:
-        """Return why no instance can serve a request; prepared like choices, unless the request excludes instances."""
+        """Return why no instance can serve a request. Without ``excluded``, the error is stored for later requests."""
         if excluded:
             return self._explain_emptiness(excluded, model)
         if model not in self._obstacles:
@@ -342,27 +363,27 @@ class Selector:
                 states += f"; and {len(known) - MAX_LISTED} others"
             return f"no {role.value} instance can take the request ({states})"
         flag = "" if role is Role.MIXED else f" --splitwise-role {role.value}"
-        whose = "" if model in ("", UNLISTED) else f" that serves {model!r}"
+        of_model = "" if model in ("", UNLISTED) else f" that serves {model!r}"
         return (
-            f"no {role.value} instance{whose} is registered; start one with{flag} --router {self._router}, "
+            f"no {role.value} instance{of_model} is registered; start one with{flag} --router {self._router}, "
             "where HOST is this router's address"
         )
 
 
 class _Group:
-    """Instances from which a policy chooses."""
+    """Instances from which a policy chooses one."""
 
     __slots__ = ("by_key", "candidates", "places")
 
     def __init__(self, instances: Sequence[Instance]) -> None:
         self.candidates: list[InstanceLoad] = [instance.load for instance in instances]
         self.by_key: dict[str, Instance] = {instance.key: instance for instance in instances}
-        """A mapping that may contain more instances than the candidates."""
+        """The instances by key. It may also contain instances that are not candidates any more."""
         self.places = {instance.key: place for place, instance in enumerate(instances)}
-        """Their positions in a group from which none was removed."""
+        """The position of each instance in ``candidates``, before instances were removed."""
 
     def leave_out(self, keys: Collection[str]) -> _Group:
-        """Return the group without the instances of these keys. No instance may have been removed before."""
+        """Return a copy of this group without the instances of these keys. No instance may have been removed before."""
         places = sorted([self.places[key] for key in keys if key in self.places], reverse=True)
         if not places:
             return self
@@ -375,19 +396,21 @@ class _Group:
 
 
 class _Choice:
-    """A prepared choice: one group for the first instance and, for pairs, a group of partners for each kind of it."""
+    """The prepared candidates: one group for a single instance; for pairs, one for prefill and several for decode."""
 
     __slots__ = ("empty", "first", "groups", "kinds", "weighted")
 
     def __init__(self, instances: Sequence[Instance], weighted: Sequence[Instance], splitwise: bool) -> None:
         """
         Args:
-            weighted: the instances that get less than their share.
+            instances: the candidates.
+            weighted: those candidates that get less than their share.
+            splitwise: whether to form pairs.
         """
         self.groups: list[_Group] = []
-        """Groups of decode instances, one for each kind of prefill instance; empty in a narrowed choice."""
+        """Groups of decode instances. All prefill instances of one kind use the same group."""
         self.kinds: dict[str, int] = {}
-        """The position in ``groups`` of the partners, by the key of a prefill instance."""
+        """For each prefill instance, by key, the index of its decode instances in ``groups``."""
         if not splitwise:
             self.first = _Group(instances)
         else:
@@ -395,21 +418,27 @@ class _Choice:
             self._group_partners(prefills, [i for i in instances if i.role is Role.DECODE])
             self.first = _Group([prefill for prefill in prefills if prefill.key in self.kinds])
         self.weighted: list[tuple[list[Instance], int]] = []
-        """For each role with such instances: these, and the number of all."""
+        """For each role with candidates that get less than their share: these, and the number of all candidates."""
         for role in {instance.role for instance in weighted}:
             count = sum(instance.role is role for instance in instances)
             self.weighted.append(([i for i in weighted if i.role is role], count))
         self.empty = not self.first.candidates
 
     def _group_partners(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> None:
-        """Group the decode instances that may be paired with each prefill instance, if there are any."""
-        # Prefill instances that are equal for pairing share a group; usually that is all of them.
+        """Group the decode instances that can form a pair with each prefill instance, if there are any."""
+        # Prefill instances that can form pairs with the same decode instances share a group. Usually all of them do.
         known: dict[object, int | None] = {}
         for prefill in prefills:
-            asked = prefill.registration
-            kind = (pairing_kind(asked), asked.version, asked.tp_size, asked.connected_decodes, prefill.models)
+            registration = prefill.registration
+            kind = (
+                pairing_kind(registration),
+                registration.version,
+                registration.tp_size,
+                registration.connected_decodes,
+                prefill.models,
+            )
             if kind not in known:
-                fitting = [d for d in decodes if may_pair(asked, d.registration) and share_model(prefill, d)]
+                fitting = [d for d in decodes if may_pair(registration, d.registration) and share_model(prefill, d)]
                 known[kind] = len(self.groups) if fitting else None
                 if fitting:
                     self.groups.append(_Group(fitting))
@@ -418,12 +447,12 @@ class _Choice:
                 self.kinds[prefill.key] = place
 
     def leave_out(self, keys: Collection[str]) -> _Choice:
-        """Return the choice without the instances of these keys."""
+        """Return a copy of the candidates without the instances of these keys."""
         narrowed = _Choice.__new__(_Choice)
         narrowed.kinds, narrowed.weighted = self.kinds, self.weighted
         narrowed.groups = [group.leave_out(keys) for group in self.groups]
         lonely = {place for place, group in enumerate(narrowed.groups) if not group.candidates}
-        if lonely:  # rare: otherwise every request would examine all prefill instances
+        if lonely:  # happens rarely, so that few requests examine all prefill instances
             keys = {*keys, *(key for key, place in self.kinds.items() if place in lonely)}
         narrowed.first = self.first.leave_out(keys)
         narrowed.empty = not narrowed.first.candidates
@@ -431,7 +460,7 @@ class _Choice:
 
 
 def explain_unknown_model(name: str, known: Iterable[str]) -> ApiError:
-    """Return the answer to a request for a model that is not among those ``known``."""
+    """Return the response to a request for a model that is not one of the ``known`` models."""
     compared = sorted(known)[:MAX_NAMES_COMPARED]
     shown = name[:MAX_NAME_CHARACTERS]
     hint = did_you_mean(shown, compared) or f"; served are: {', '.join(compared) or 'none'}"
@@ -439,12 +468,12 @@ def explain_unknown_model(name: str, known: Iterable[str]) -> ApiError:
 
 
 def _explain_misfit(instances: Sequence[Instance]) -> ApiError:
-    """Return why none of the prefill instances may be paired with any of the decode instances."""
+    """Return why no prefill instance can form a pair with a decode instance."""
     prefills = [i.registration for i in instances if i.role is Role.PREFILL]
     decodes = [i.registration for i in instances if i.role is Role.DECODE]
     if not {*map(pairing_kind, prefills)} & {*map(pairing_kind, decodes)}:
         reason = (
-            "prefill and decode must be of one engine, and of vLLM's of one kv_connector; registered are "
+            "prefill and decode must run the same engine, and with vLLM the same kv_connector; registered are "
             f"prefill {_list_engines(prefills)} and decode {_list_engines(decodes)}"
         )
         return ApiError(503, reason, "no_pair")
@@ -457,19 +486,19 @@ def _explain_misfit(instances: Sequence[Instance]) -> ApiError:
         )
     if not {p.version for p in prefills} & {d.version for d in decodes}:
         reason = (
-            "prefill and decode must be of one version; registered are "
+            "prefill and decode must have the same version; registered are "
             f"prefill {_list_versions(prefills)} and decode {_list_versions(decodes)}"
         )
     elif not any(share_model(p, d) for p in instances for d in instances if (p.role, d.role) == _PAIR):
         served = [ServedModels([i for i in instances if i.role is role]) for role in _PAIR]
         reason = (
-            "prefill and decode must serve one model, by one name; registered are "
+            "prefill and decode must serve the same model under the same name; registered are "
             f"prefill {served[0].list_names()} and decode {served[1].list_names()}"
         )
     else:
         reason = (
-            "prefill instances are paired with decode instances of their version and tp_size that they have "
-            "connected to, and none of those can take the request"
+            "no pair can take the request; prefill and decode must have the same version and tp_size, and prefill must "
+            "be connected to decode"
         )
     return ApiError(503, reason, "no_pair")
 

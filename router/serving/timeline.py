@@ -1,7 +1,7 @@
-"""The timeline of one request, for the headers of its response, its record and the log.
+"""RequestTimeline: the events of one request, for the headers of its response, its record and the log.
 
-It contains the client, the selected instances with the reasons, the end of each attempt, and finally the engine's token
-counts. The log shows it only at level ``debug``.
+It stores the client, the selected instances with the reasons, the end of each attempt, and finally the engine's token
+counts. The log contains the timeline only at level ``debug``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from router.telemetry import AttemptRecord, LegRecord, RequestRecord, RequestTra
 
 if TYPE_CHECKING:
     from router.fleet import Instance
-    from router.http import ClientRequest
-    from router.policies import Decision
+    from router.http import ClientRequest, Usage
+    from router.policies import Decision, RequestFeatures
     from router.serving.attempt import Attempt
     from router.serving.dialects import Pair
     from router.serving.reading.parsed_request import ParsedRequest
@@ -34,7 +34,7 @@ _NO_IDS: Mapping[str, str] = {}
 
 
 class RequestTimeline:
-    """Timeline of one request, from its arrival on."""
+    """The timeline of one request, from its arrival on."""
 
     __slots__ = (
         *("_last", "_records", "_services"),
@@ -44,29 +44,30 @@ class RequestTimeline:
 
     def __init__(self, services: Services) -> None:
         self.started = time.perf_counter()
-        """Time of arrival, from ``time.perf_counter``."""
+        """Time of arrival, a value of ``time.perf_counter``."""
         self.started_unix = time.time()
-        """The same moment in seconds since 1970."""
+        """Time of arrival, in seconds since 1970."""
         self.client: str | None = None
-        """Name of the client, once admitted."""
+        """Name of the client; None before the request is admitted."""
         self.tag = ""
-        """Suffix of the request's id at engines, if clients have keys: it identifies the client."""
+        """Suffix of the request's id at engines, which identifies the client; ``""`` without API keys."""
         self.queued_seconds = 0.0
-        """Seconds that it was queued."""
+        """Seconds for which the request was queued."""
         self.request_id = ""
         self.sent_id = ""
-        """The id that the client sent in a header."""
+        """The id that the client sent in a header; ``""`` if it sent none."""
         self.client_ids = _NO_IDS
-        """The ids by which its client finds it in logs, by their names there."""
+        """See ``RequestRecord.client_ids``."""
         self.trace_id = ""
         self.trace: RequestTrace | None = None
-        """The request's trace, if it is traced."""
+        """The trace of the request; None if it is not traced."""
         self.selection: Selection | None = None
+        """The instances of the last attempt."""
         self.pair: Pair | None = None
-        """The instances of the last attempt, and how they were used as a pair."""
+        """The pair of the last attempt; None if an instance served it alone."""
         self._services = services
         self._records: list[AttemptRecord] = []
-        self._last: Attempt | None = None  # the last one among the records
+        self._last: Attempt | None = None  # the last attempt that has a record
 
     @property
     def num_ended(self) -> int:
@@ -74,7 +75,7 @@ class RequestTimeline:
         return len(self._records)
 
     def join_trace(self, tracer: Tracer, request: ClientRequest) -> None:
-        """Trace the request, unless its client forbids it."""
+        """Trace the request, unless the client's trace context disables tracing."""
         self.trace = tracer.begin_trace(request)
         if self.trace is not None:
             self.trace_id = self.trace.trace_id
@@ -85,14 +86,16 @@ class RequestTimeline:
             _log_choice(self.request_id, len(self._records) + 1, self.selection, prompt_tokens)
 
     def end_attempt(self, attempt: Attempt | None, how: str, trouble: str = "") -> None:
-        """Store the reasons of the attempt that has just ended, and its result.
+        """Store the record of the attempt that has just ended.
 
         Args:
-            trouble: as in ``AttemptRecord``.
+            attempt: the attempt; None if the request failed before its first attempt.
+            how: the result, as in ``AttemptRecord.ended``.
+            trouble: as in ``AttemptRecord.trouble``.
         """
         decisions = self.selection.decisions if self.selection else ()
         ended_at = time.perf_counter()
-        if attempt is None or attempt is self._last:  # it failed before a request was sent to an instance
+        if attempt is None or attempt is self._last:  # the attempt failed before a request was sent to an instance
             began_at = self._records[-1].ended_at if self._records else self.started
             legs: tuple[LegRecord, ...] = ()
         else:
@@ -107,7 +110,10 @@ class RequestTimeline:
             _log_attempt_end(self.request_id, len(self._records), attempt, how)
 
     def router_headers(self) -> bytes:
-        """Return the header lines that report the serving instances and why; /admin/explain has the full timeline."""
+        """Return the header lines of the response that name the instances and the policy.
+
+        ``/admin/explain`` has the complete timeline.
+        """
         lines = b""
         if self.request_id:
             # A client's own id may contain any printable character.
@@ -125,12 +131,13 @@ class RequestTimeline:
     def describe_progress(
         self, request: ClientRequest, parsed: ParsedRequest | None, attempt: Attempt | None, number: int
     ) -> RunningRequest:
-        """Return what is known before the end.
+        """Return what is known about a running request: its times, instances and attempts so far.
 
         Args:
-            parsed: the request, if it was parsed.
-            attempt: the last attempt, if there was any.
-            number: its number, or 0.
+            request: the client's request.
+            parsed: the parsed request; None before it is parsed.
+            attempt: the last attempt; None if there was none.
+            number: number of the last attempt; 0 if there was none.
         """
         legs = () if attempt is None else (attempt.prefill, attempt.answering)
         return RunningRequest(
@@ -149,11 +156,13 @@ class RequestTimeline:
     def write_record(
         self, request: ClientRequest, response: ClientResponse, parsed: ParsedRequest | None, attempt: Attempt | None
     ) -> None:
-        """Store the record of the ended request, and report it to the policies.
+        """Write the record of the ended request, and report its result to the policies.
 
         Args:
-            parsed: the request, if it was parsed.
-            attempt: the last attempt, if there was any.
+            request: the client's request.
+            response: the response to the client.
+            parsed: the parsed request; None if it was not parsed.
+            attempt: the last attempt; None if there was none.
         """
         record = RequestRecord(
             request.method,
@@ -193,40 +202,58 @@ class RequestTimeline:
         selection: Selection,
         attempt: Attempt,
     ) -> None:
-        """Note the instances of the answer, and the engine's token counts; after a success, let the policy learn."""
-        usage = said = response.read_usage()
+        """Add the instances and the engine's token counts to the record. After a success, let the policy learn."""
+        usage = own_usage = response.read_usage()
         record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         if selection.prefill is None:
             leg, record.mixed = attempt.answering, selection.answering.key
         else:
             assert attempt.prefill is not None
             leg, record.prefill, record.decode = attempt.prefill, selection.prefill.key, selection.answering.key
-            record.decode_cached_tokens = said.cached_tokens
-            usage = read_usage(attempt.prefill_answer) or said
+            record.decode_cached_tokens = own_usage.cached_tokens
+            usage = read_usage(attempt.prefill_answer) or own_usage
             pair = self.pair
-            if pair is not None and not record.error and (pair.is_prefill_first or usage is not said):
-                why = pair.find_lost_hand_over(attempt.prefill_answer, usage, said)
+            if pair is not None and not record.error and (pair.is_prefill_first or usage is not own_usage):
+                why = pair.find_lost_hand_over(attempt.prefill_answer, usage, own_usage)
                 if why:
                     self._report_computed_twice(selection.prefill, selection.answering, why)
         record.cached_tokens, record.own_cached_tokens = usage.cached_tokens, usage.own_cached_tokens
-        if response.is_resumed:  # the client gets its own prompt's counts, the policy this segment's
+        if response.is_resumed:  # the counts are those of the last segment, whose prompt includes earlier tokens
             if selection.prefill is not None:
                 record.cached_tokens, record.decode_cached_tokens = response.read_cached_tokens(), None
                 record.own_cached_tokens = None
             else:
                 usage = usage._replace(cached_tokens=None, own_cached_tokens=None)
-        record.predicted_cached_tokens = selection.decisions[0].cached_tokens
+        record.predicted_cached_tokens = _predict_cached_tokens(selection.decisions[0], parsed.features, usage)
         if not record.error and record.status < 400:
             ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None
-            self._services.selector.learn(selection, parsed.features, usage, queued_before=leg.queued_before, ttft=ttft)
+            self._services.selector.learn(
+                selection,
+                parsed.features,
+                usage,
+                queued_before=leg.queued_before,
+                ttft=ttft,
+                seconds=time.perf_counter() - attempt.sent_at,
+            )
 
     def _report_computed_twice(self, prefill: Instance, decode: Instance, why: str) -> None:
         count = self._services.metrics.count_computed_twice(decode.key)
         if count == 1 or count % 1000 == 0:
             _log.warning(
-                "%s and %s are a pair, but %s; so decode computes prompts again (%d so far)",
+                "prefill %s and decode %s are a pair, but %s; so decode computes prompts again (%d so far)",
                 *(prefill.key, decode.key, why, count),
             )
+
+
+def _predict_cached_tokens(decision: Decision, features: RequestFeatures, usage: Usage) -> int:
+    """Return the number of cached tokens that the policy expected; in the engine's count of tokens if possible."""
+    if not usage.prompt_tokens or not features.prompt_tokens:
+        return decision.cached_tokens
+    scale = usage.prompt_tokens / features.prompt_tokens
+    own, predicted = decision.reasons.get("own_engine_tokens"), decision.cached_tokens * scale
+    if own is not None:
+        predicted = float(own) + float(decision.reasons["pool_tokens"]) * scale
+    return min(round(predicted), usage.prompt_tokens)
 
 
 def _log_choice(request_id: str, number: int, selection: Selection, prompt_tokens: int) -> None:
@@ -242,13 +269,13 @@ def _log_choice(request_id: str, number: int, selection: Selection, prompt_token
 
 
 def _log_attempt_end(request_id: str, number: int, attempt: Attempt | None, how: str) -> None:
-    """Log how an attempt ended, and after how long."""
+    """Log the result of an attempt, and how long it took."""
     milliseconds = (time.perf_counter() - attempt.sent_at) * 1e3 if attempt is not None and attempt.sent_at else 0.0
     _log.debug("request %s, attempt %d: %s after %.1f ms", request_id, number, how, milliseconds)
 
 
 def _log_request_end(record: RequestRecord) -> None:
-    """Log how a request ended: its status, its tokens as engines counted them, its times."""
+    """Log the result of a request: its status, its tokens as engines counted them, and its times."""
     ended = f"{record.method} {record.path} {record.status}{' ' + record.error if record.error else ''}"
     counts = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
     tokens = ("unknown" if count is None else count for count in counts)

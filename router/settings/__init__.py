@@ -1,15 +1,15 @@
-"""The settings that an operator can give: flags > YAML > environment > defaults.
+"""The router's settings. Flags override the YAML file, the file overrides the environment, that overrides defaults.
 
-router_settings.py   RouterSettings: each setting with its default, its key and its bounds
+router_settings.py   RouterSettings: each setting with its default, its key and its valid values
 sources.py           load_settings: reads flags, the YAML file and the environment
-flags.py             FlagParser: a command line
-yaml_file.py         read_yaml: an operator's YAML file
-secret_file.py       read_token, read_keys: files with the admin token and with API keys; a key's limit and priority
-tls_files.py         load_certificate, read_authorities: files with certificates and keys
-served_certificate.py  ServedCertificate: the certificate of the port, loaded again when its files change
+flags.py             FlagParser: parses a command line
+yaml_file.py         read_yaml: reads an operator's YAML file
+secret_file.py       read_token, read_keys: read the files with the admin token and with the API keys
+tls_files.py         load_certificate, read_authorities: read files with certificates and keys
+served_certificate.py  ServedCertificate: the certificate of the router's port, loaded again when its files change
 """
 
-from router.settings.flags import FlagParser, parse_port
+from router.settings.flags import FlagParser, parse_port, parse_url
 from router.settings.router_settings import ROUTER_GONE_SECONDS, RouterSettings, SettingsError
 from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token, stamp_file
 from router.settings.served_certificate import ServedCertificate
@@ -34,6 +34,7 @@ __all__ = [
     "make_parser",
     "parse_port",
     "parse_priority",
+    "parse_url",
     "read_authorities",
     "read_keys",
     "read_token",

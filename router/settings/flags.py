@@ -1,4 +1,4 @@
-"""FlagParser: a command line parser that reports each mistake in one sentence."""
+"""FlagParser: parses a command line, and reports each mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from kvcommon.addresses import parse_address
 from kvcommon.hints import list_flags, suggest_name
 from kvcommon.versions import find_version
 from router.settings.router_settings import SettingsError
 
-__all__ = ["FlagParser", "parse_port"]
+__all__ = ["FlagParser", "parse_port", "parse_url"]
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse, but a mistake raises a ``SettingsError`` that names the nearest flag; and it has ``--version``."""
+    """An ``argparse.ArgumentParser`` with ``--version``, in which a mistake raises a ``SettingsError``.
+
+    The message for an unknown flag names the most similar flag.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
-        """Args: those of ``argparse.ArgumentParser``, by name."""
+        """Create a parser with the arguments of ``argparse.ArgumentParser``."""
         super().__init__(allow_abbrev=False, **kwargs)
         self.add_argument(
             "-V", "--version", action="version", version=f"kvrouter {find_version()}", help="print the version and end"
@@ -28,7 +32,7 @@ class FlagParser(argparse.ArgumentParser):
         raise SettingsError(message)
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse as argparse does, but report an unknown flag before a missing one."""
+        """Parse like ``argparse``, but report an unknown flag before a missing flag."""
         for arg in args:
             flag = arg.partition("=")[0]
             if flag.startswith("--") and flag != "--" and flag not in list_flags(self):
@@ -43,7 +47,15 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def parse_port(text: str) -> int:
-    """Convert a flag's value to a port, for ``type``."""
+    """Convert a flag's value to a port number. For the parameter ``type`` of ``add_argument``."""
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port, a number from 1 to 65535")
     return int(text)
+
+
+def parse_url(text: str) -> str:
+    """Convert a flag's value, ``HOST:PORT`` or a URL, to a URL. For the parameter ``type`` of ``add_argument``."""
+    try:
+        return parse_address(text).url
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None

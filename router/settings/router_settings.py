@@ -1,7 +1,7 @@
-"""RouterSettings: each setting declared once, with its default, its key and its bounds.
+"""RouterSettings: declares each setting once, with its default, its YAML key and its valid values.
 
-The YAML keys include all of FastDeploy's Go router, so that its files can be used unchanged. Keys without a meaning
-here are reported to the operator (``RouterSettings.without_effect``).
+All YAML keys of FastDeploy's Go router are accepted, so that its files can be used unchanged. Keys that have no effect
+in this router are reported to the operator (``RouterSettings.without_effect``).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,17 +20,21 @@ from router.policies import DEFAULT_MAX_ENTRIES, POLICIES, PolicyOptions
 __all__ = ["ROUTER_GONE_SECONDS", "SETTINGS", "RouterSettings", "SettingsError"]
 
 ROUTER_GONE_SECONDS = 5.0
-"""With a shared state, a router is regarded as gone after this time without a message."""
+"""If routers share a state, a router that sends no message for this time is assumed to have ended."""
 
-# More workers would wait for the instances, not for a CPU core.
+# Maximum number of workers that is chosen automatically. More workers are not faster, because they wait for instances.
 MAX_AUTO_WORKERS = 4
+# After Ctrl-C, running requests may continue for this time. Then they end with an error.
+INTERRUPT_GRACE_SECONDS = 1.0
 
 _LOG_LEVELS = ("debug", "info", "warn", "error")
 _LOG_OUTPUTS = ("stderr", "stdout", "file")
 
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@*]+")
 
-# The minimum of each whole number; 0 if it is not listed.
+_SESSION_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+(:[!#$%&'*+.^_`|~0-9A-Za-z-]+)?")
+
+# Minimum of each integer setting; 0 for all others.
 _MINIMUMS = {
     "health_failure_threshold": 1,
     "health_success_threshold": 1,
@@ -41,7 +46,7 @@ _MINIMUMS = {
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used. The message is one sentence with its source, its value and a right value."""
+    """A setting cannot be used. The message is one sentence with the source, the value and a valid value."""
 
 
 def _declare(default: Any, key: str, help: str, choices: Iterable[str] = (), metavar: str = "") -> Any:
@@ -51,10 +56,15 @@ def _declare(default: Any, key: str, help: str, choices: Iterable[str] = (), met
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """All settings. The flag of a field is its name with dashes."""
+    """All settings of the router. The flag of a setting is the field's name with dashes."""
 
     host: str = _declare("0.0.0.0", "server.host", "address to listen at")
     port: int = _declare(9000, "server.port", "port to listen at; 0 selects a free one")
+    epp_port: int = _declare(
+        0,
+        "server.epp-port",
+        "port at which gateways such as Envoy ask for an instance (ext_proc), as with kvrouter epp; 0: none",
+    )
     workers: int = _declare(
         0,
         "server.workers",
@@ -71,7 +81,7 @@ class RouterSettings:
     dialect: str = _declare(
         "python",
         "server.dialect",
-        "answers and metric labels as in FastDeploy's Python or Go router, where the two differ; default go if started "
+        "errors and metric labels as in FastDeploy's Python or Go router, where the two differ; default go if started "
         "as fd-router or with --config_path",
         ("python", "go"),
     )
@@ -81,25 +91,33 @@ class RouterSettings:
     shutdown_delay_secs: float = _declare(
         0.0,
         "server.shutdown-delay-secs",
-        "seconds after SIGTERM during which the router still accepts requests, while /ready answers 503, so that load "
+        "seconds after SIGTERM in which the router still accepts requests while /ready responds with 503, so that load "
         "balancers stop using it first",
     )
     shutdown_grace_secs: float = _declare(
-        25.0, "server.shutdown-grace-secs", "seconds that running requests then have to end (1 after Ctrl-C)"
+        25.0, "server.shutdown-grace-secs", "seconds after that in which running requests may end (1 after Ctrl-C)"
     )
     max_body_bytes: int = _declare(
         64 * 1024 * 1024, "server.max-body-bytes", "maximum size of a request's body in bytes"
     )
     preempt_retry_count: int = _declare(
-        3, "server.preempt-retry-count", "how often a request is continued after decode instances preempted it"
+        3, "server.preempt-retry-count", "how often a request is continued after a decode instance preempted it"
     )
     preempt_retry_exclude_decode: bool = _declare(
-        False, "server.preempt-retry-exclude-decode", "continue it at another decode instance, if there is one"
+        False,
+        "server.preempt-retry-exclude-decode",
+        "continue a preempted request at another decode instance, if there is one",
     )
     stream_resume_count: int = _declare(
         5,
         "server.stream-resume-count",
-        "how often a stream is resumed at another instance after its own died, ended it early or hung; 0: never",
+        "how often a stream is resumed at another instance after its instance died, ended it early or hung; 0: never",
+    )
+    session_headers: tuple[str, ...] = _declare(
+        (),
+        "scheduler.session-headers",
+        "headers that name a request's session, as NAME or NAME:PARENT; they have precedence over the known ones, such "
+        "as X-Session-Id",
     )
     policy: str = _declare("pool_aware", "scheduler.policy", "how a mixed instance is chosen", POLICIES)
     prefill_policy: str = _declare(
@@ -114,10 +132,15 @@ class RouterSettings:
     eviction_duration_mins: float = _declare(
         30.0, "scheduler.eviction-duration-mins", "minutes after which an unused prefix is dropped from the index"
     )
+    kv_events: bool = _declare(
+        False,
+        "scheduler.kv-events",
+        "read the KV events of instances that publish them, to know which blocks they have cached; needs pyzmq",
+    )
     prefix_index_entries: int = _declare(
         DEFAULT_MAX_ENTRIES,
         "scheduler.prefix-index-entries",
-        "maximum number of prompt chunks (128 tokens, 110 bytes each) in the index",
+        "maximum number of prompt chunks (128 tokens, 85 bytes each) in the index",
     )
     balance_abs_threshold: float = _declare(
         1.0, "scheduler.balance-abs-threshold", "difference of loads up to which cache_aware considers caches"
@@ -125,7 +148,7 @@ class RouterSettings:
     balance_rel_threshold: float = _declare(
         0.2,
         "scheduler.balance-rel-threshold",
-        "the same as a fraction of the highest load; both must be exceeded to ignore caches",
+        "such a difference as a fraction of the highest load; caches are ignored if both differences are exceeded",
     )
     hit_ratio_weight: float = _declare(
         1.0, "scheduler.hit-ratio-weight", "weight of the cached part of a prompt in cache_aware"
@@ -155,12 +178,12 @@ class RouterSettings:
     snapshot_path: str = _declare(
         "", "manager.snapshot-path", "file that stores instances and prefixes for the next start"
     )
-    # Not shorter: writing a full prefix index blocks everything for about 0.2 s.
+    # Not shorter, because writing a full prefix index blocks the router for about 0.2 s.
     snapshot_interval_secs: float = _declare(
-        60.0, "manager.snapshot-interval-secs", "seconds between two writes of that file"
+        60.0, "manager.snapshot-interval-secs", "seconds between two writes of the snapshot file"
     )
     health_check_endpoint: str = _declare(
-        "/health", "manager.health-check-endpoint", "path that a healthy instance answers with 200"
+        "/health", "manager.health-check-endpoint", "path for probes, to which a healthy instance responds with 200"
     )
     health_check_interval_secs: float = _declare(
         5.0, "manager.health-check-interval-secs", "seconds between two rounds of probes"
@@ -172,18 +195,18 @@ class RouterSettings:
         3, "manager.health-failure-threshold", "failed probes in a row that make an instance unhealthy"
     )
     health_success_threshold: int = _declare(
-        1, "manager.health-success-threshold", "good probes in a row that make it healthy again"
+        1, "manager.health-success-threshold", "successful probes in a row that make an instance healthy again"
     )
     heartbeat_expiry_secs: float = _declare(
         30.0, "manager.heartbeat-expiry-secs", "seconds without a registration after which an instance is removed"
     )
-    log_level: str = _declare("info", "log.level", "what is logged", _LOG_LEVELS)
-    log_output: str = _declare("stderr", "log.output", "where it is logged; file is logs/router.log", _LOG_OUTPUTS)
+    log_level: str = _declare("info", "log.level", "lowest level of the messages that are logged", _LOG_LEVELS)
+    log_output: str = _declare("stderr", "log.output", "where messages are logged; file: logs/router.log", _LOG_OUTPUTS)
     log_max_total_size_mb: int = _declare(500, "log.max-total-size-mb", "maximum total size of log files in megabytes")
     access_log: str = _declare(
         "stderr",
         "log.access-log",
-        "where one line of JSON for each request goes: stderr, stdout, off, or a file to append to",
+        "where the access log is written, one line of JSON per request: stderr, stdout, off, or a file to append to",
     )
     flight_recorder: float = _declare(
         0.0,
@@ -191,18 +214,20 @@ class RouterSettings:
         "minutes of decisions and outcomes to keep in files for kvrouter replay, without prompts and keys; 0: none",
         metavar="MINUTES",
     )
-    flight_recorder_path: str = _declare("logs", "log.flight-recorder-path", "folder of those files")
+    flight_recorder_path: str = _declare("logs", "log.flight-recorder-path", "folder of the flight recorder's files")
     max_concurrent_requests: int = _declare(
         0, "server.max-concurrent-requests", "maximum number of concurrent requests; others are queued; 0: no limit"
     )
     max_concurrent_requests_per_key: int = _declare(
-        0, "server.max-concurrent-requests-per-key", "the same for the client of each API key; 0: no limit"
+        0,
+        "server.max-concurrent-requests-per-key",
+        "maximum number of concurrent requests of the client of each API key; 0: no limit",
     )
     max_tokens_per_sec_per_key: float = _declare(
         0.0,
         "server.max-tokens-per-sec-per-key",
-        "prompt and generated tokens per second that the client of each API key may use; above it, the answer is 429; "
-        "0: no limit; a key's own tokens_per_sec in the keys' file has precedence",
+        "prompt and generated tokens per second that the client of each API key may use; further requests are answered "
+        "with 429; 0: no limit; a tokens_per_sec of the key in the file of API keys has precedence",
     )
     max_queued_requests: int = _declare(
         1000, "server.max-queued-requests", "maximum number of queued requests; further ones are answered with 429"
@@ -219,14 +244,14 @@ class RouterSettings:
     cache_salt_per_key: bool = _declare(
         False,
         "server.cache-salt-per-key",
-        "separate the caches of API keys' clients: completions get a cache_salt derived from the key and its name, "
-        "into which a client's own is mixed",
+        "separate the caches of clients: a completion gets a cache_salt derived from the API key, its name and the "
+        "client's own cache_salt",
     )
     sse_keepalive_secs: float = _declare(
         0.0,
         "server.sse-keepalive-secs",
-        "seconds between two comments (': keep-alive') to the client of a stream that waits for its first token; "
-        "0 sends none",
+        "seconds between two comments (': keep-alive') that the client of a stream gets until the first token; "
+        "0: no comments",
     )
     stream_stall_secs: float = _declare(
         0.0,
@@ -237,7 +262,7 @@ class RouterSettings:
         "",
         "server.admin-token-file",
         "file with the token that /register, /registered and /admin require, as 'Authorization: Bearer TOKEN'; "
-        "FastDeploy's instances send none: list them in a register file then; without a file, no token is required",
+        "FastDeploy's instances send no token, so list them in a register file; without a file, no token is required",
     )
     register_token_file: str = _declare(
         "",
@@ -248,10 +273,10 @@ class RouterSettings:
     ssl_certfile: str = _declare(
         "",
         "server.ssl-certfile",
-        "file with this router's certificate in PEM format: it then serves HTTPS only",
+        "file with this router's certificate in PEM format; with it, the router serves only HTTPS",
     )
     ssl_keyfile: str = _declare(
-        "", "server.ssl-keyfile", "file with that certificate's key; empty if both are in one file"
+        "", "server.ssl-keyfile", "file with the certificate's key; empty if the certificate's file has the key, too"
     )
     cors_allowed_origins: tuple[str, ...] = _declare(
         (),
@@ -266,20 +291,19 @@ class RouterSettings:
     service_discovery: str = _declare(
         "none",
         "manager.service-discovery",
-        "how to find instances that do not register themselves: as pods of the Kubernetes cluster in which the router "
-        "runs",
+        "how to find instances that do not register themselves: kubernetes finds pods of the router's cluster",
         ("none", "kubernetes", "k8s"),
     )
     selector: tuple[str, ...] = _declare(
         (), "manager.selector", "labels of the pods that are instances, such as app=kv,tier=gpu; in YAML also a map"
     )
     service_discovery_namespace: str = _declare(
-        "", "manager.service-discovery-namespace", "namespace of those pods, or all; default: the router's own"
+        "", "manager.service-discovery-namespace", "namespace of the pods, or all; default: the router's own"
     )
     service_discovery_port: int = _declare(
         0,
         "manager.service-discovery-port",
-        "port of the instances in those pods; 0: the port named http, or the only port",
+        "port of the instances in the pods; 0: the port named http, or the only port",
     )
     kubernetes_api: str = _declare(
         "https://kubernetes.default.svc",
@@ -299,7 +323,7 @@ class RouterSettings:
     )
 
     without_effect: tuple[str, ...] = ()
-    """One sentence for each given setting that has no meaning here."""
+    """One sentence for each setting in the YAML file that has no effect in this router."""
 
     def __post_init__(self) -> None:
         for field in SETTINGS:
@@ -308,50 +332,57 @@ class RouterSettings:
             value = getattr(self, field.name)
             if field.name.endswith("_per_key") and value and not self.api_keys_file:
                 raise SettingsError(
-                    f"{field.metadata['key']} is {_format_value(value)}, but there are no keys to tell clients apart; "
-                    "name them with server.api-keys-file"
+                    f"{field.metadata['key']} is {_format_value(value)}, but clients have no API keys; "
+                    "set server.api-keys-file"
                 )
         if self.ssl_keyfile and not self.ssl_certfile:
             raise SettingsError(
-                f"server.ssl-keyfile is {self.ssl_keyfile!r}, but there is no certificate; name its file with "
-                "server.ssl-certfile"
+                f"server.ssl-keyfile is {self.ssl_keyfile!r}, but no certificate is given; set server.ssl-certfile"
             )
         if self.finds_pods and not self.selector:
             raise SettingsError(
-                f"manager.service-discovery is {self.service_discovery!r}, but no pods are named; say which are "
-                "instances with manager.selector, such as app=kv"
+                f"manager.service-discovery is {self.service_discovery!r}, but no pods are selected; set "
+                "manager.selector, such as app=kv"
             )
         if self.selector and not self.finds_pods:
             raise SettingsError(
-                f"manager.selector is {','.join(self.selector)!r}, but nobody looks for pods; it needs "
-                "manager.service-discovery kubernetes"
+                f"manager.selector is {','.join(self.selector)!r}, but service discovery is off; set "
+                "manager.service-discovery to kubernetes"
             )
-        # Heartbeats reach one router: the others must notice that it is gone before they miss the heartbeats.
+        # An instance's heartbeats reach only one router. If that router ends, the others must notice this before they
+        # remove the instance for missing heartbeats.
         if self.shared_state and self.heartbeat_expiry_secs <= ROUTER_GONE_SECONDS:
             raise SettingsError(
                 f"manager.heartbeat-expiry-secs is {self.heartbeat_expiry_secs:g}; with server.shared-state it must be "
-                f"more than {ROUTER_GONE_SECONDS:g}, after which a router that died is noticed"
+                f"more than {ROUTER_GONE_SECONDS:g}, the time after which other routers notice that a router died"
             )
 
     @property
     def finds_pods(self) -> bool:
-        """Whether instances are discovered as pods."""
+        """Whether the router discovers instances as pods of a Kubernetes cluster."""
         return self.service_discovery != "none"
 
     @property
     def num_workers(self) -> int:
-        """Number of processes that serve."""
+        """Number of processes that serve requests."""
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.workers or min(MAX_AUTO_WORKERS, num_cores)
 
     @property
+    def graces(self) -> dict[signal.Signals, float]:
+        """For each signal that ends the router, the seconds for which running requests may continue."""
+        return {signal.SIGTERM: self.shutdown_grace_secs, signal.SIGINT: INTERRUPT_GRACE_SECONDS}
+
+    @property
     def model_aliases(self) -> dict[str, str]:
-        """The model of each alias."""
+        """The model name of each alias."""
         return dict(entry.split("=", 1) for entry in self.model_alias)
 
     @property
     def plain_values(self) -> dict[str, Any]:
-        """The settings that are numbers, switches or choices: no paths, and no addresses, which may have passwords."""
+        """The settings that are numbers, switches or choices. Paths and addresses may contain secrets, so they are
+        missing.
+        """
         return {
             field.name: getattr(self, field.name)
             for field in SETTINGS
@@ -360,7 +391,7 @@ class RouterSettings:
 
     @property
     def policy_options(self) -> PolicyOptions:
-        """The settings of policies."""
+        """The settings that policies use."""
         return PolicyOptions(**{name: getattr(self, name) for name in PolicyOptions._fields})
 
 
@@ -377,7 +408,7 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     if choices and value not in choices:
         hint = did_you_mean(value, choices)
         raise SettingsError(f"{name} is {value!r}; it must be one of {', '.join(choices)}{hint}")
-    if field.name == "port" and not 0 <= value <= 65535:
+    if field.name in ("port", "epp_port") and not 0 <= value <= 65535:
         raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for a free one")
     if field.name == "service_discovery_port" and not 0 <= value <= 65535:
         raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for the one that a pod names")
@@ -386,17 +417,23 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
         unit = "seconds" if field.name.endswith("_secs") else "minutes"
         raise SettingsError(f"{name} is {value:g}; it must be a number of {unit} above 0")
     if isinstance(value, float) and not 0 <= value < float("inf"):
-        raise SettingsError(f"{name} is {value:g}; it must be a number from 0 on")
+        raise SettingsError(f"{name} is {value:g}; it must be 0 or more")
     if field.name == "target_utilization" and not 0 < value <= 1:
-        raise SettingsError(f"{name} is {value:g}; it must be a part, above 0 and up to 1, such as 0.7")
+        raise SettingsError(f"{name} is {value:g}; it must be a fraction above 0 and at most 1, such as 0.7")
     minimum = _MINIMUMS.get(field.name, 0)
     if type(value) is int and value < minimum:
         raise SettingsError(f"{name} is {value}; it must be at least {minimum}")
     for origin in value if field.name == "cors_allowed_origins" else ():
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise SettingsError(
-                f"{name} has {origin!r}; an origin is scheme://host or scheme://host:port with nothing behind it, such "
+                f"{name} has {origin!r}; an origin is scheme://host or scheme://host:port without a path, such "
                 "as https://chat.example.com, or * for all"
+            )
+    for entry in value if field.name == "session_headers" else ():
+        if not _SESSION_HEADER.fullmatch(entry):
+            raise SettingsError(
+                f"{name} has {entry!r}; it takes the name of a header, or two with a colon between them: that of the "
+                "session and that of its parent, such as x-chat-id:x-parent-chat-id"
             )
     if field.name == "model_alias":
         _check_aliases(name, value)
@@ -414,4 +451,4 @@ def _check_aliases(name: str, entries: Iterable[str]) -> None:
             raise SettingsError(f"{name} has {alias!r} twice, for {models[alias]!r} and for {model!r}")
     for alias, model in models.items():
         if model in models:
-            raise SettingsError(f"{name} has {alias!r} for {model!r}, which is an alias itself; name the model")
+            raise SettingsError(f"{name}: {alias!r} is for {model!r}, which is an alias; name the model")

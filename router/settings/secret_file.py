@@ -1,7 +1,7 @@
-"""Files with secrets: the admin token in one, the API keys of clients in another. No message contains a secret.
+"""Files with secrets: one with the admin token, another with the API keys of clients. No error shows a secret.
 
-A file of keys has one key per line, or YAML's ``name: key``. A client's limit and priority are next to the key, as in
-``name: {key: KEY, tokens_per_sec: 500, priority: -5}``.
+A file of API keys has one key per line, or YAML lines ``name: key``. A line can also give the client's limit and
+priority: ``name: {key: KEY, tokens_per_sec: 500, priority: -5}``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from router.settings.router_settings import SettingsError
 __all__ = ["PRIORITIES", "ApiKey", "parse_priority", "read_keys", "read_token", "stamp_file"]
 
 PRIORITIES = range(-10, 11)
-"""Allowed priorities; higher values come first."""
+"""Allowed priorities of a request. Requests of a higher value are served first."""
 
 
 class ApiKey(NamedTuple):
-    """A client's key, limit and priority."""
+    """A client's API key, limit and priority."""
 
     key: str
     tokens_per_sec: float | None = None
-    """Tokens per second. None: the common setting; 0: no limit."""
+    """Limit of the client's tokens per second. None: the limit for all clients applies; 0: no limit."""
     priority: int = 0
 
 
@@ -35,10 +35,14 @@ _MEMBERS = ApiKey._fields
 
 
 def read_keys(path: Path, setting: str) -> dict[str, ApiKey]:
-    """Return the keys of a file with ``name: key`` or one key per line, by name; default names are ``key1``, ...
+    """Return the API keys in a file, by client name. A file without names gets the names ``key1``, ``key2``, ...
+
+    Args:
+        path: the file, with lines ``name: key`` or one key per line.
+        setting: name of the setting with the path, for messages.
 
     Raises:
-        SettingsError: the file cannot be read, or has another format; the message names ``setting``.
+        SettingsError: the file cannot be read, or has another format.
     """
     lines = _read_lines(path, setting)
     if not any(":" in line for line in lines):
@@ -52,7 +56,7 @@ def read_keys(path: Path, setting: str) -> dict[str, ApiKey]:
         if not key or any(character.isspace() for character in key):
             raise SettingsError(f"{setting} {path}: the key of {name!r} is empty or has a space in it")
         if name in names:
-            raise SettingsError(f"{setting} {path}: the name {name!r} stands there twice")
+            raise SettingsError(f"{setting} {path}: the name {name!r} is given twice")
         if key in holders:
             raise SettingsError(f"{setting} {path}: {holders[key]!r} and {name!r} have the same key")
         names[name], holders[key] = entry, name
@@ -60,7 +64,7 @@ def read_keys(path: Path, setting: str) -> dict[str, ApiKey]:
 
 
 def parse_priority(text: str) -> int | None:
-    """Return the priority in ``text``; None if it is not in ``PRIORITIES``."""
+    """Return the priority in ``text``; None if it is not one of ``PRIORITIES``."""
     try:
         priority = int(text)
     except ValueError:
@@ -69,8 +73,8 @@ def parse_priority(text: str) -> int | None:
 
 
 def _parse_pairs(text: str, path: Path, setting: str) -> list[tuple[str, ApiKey]]:
-    # Composed, not loaded: loading would convert the key 1234 to a number, and drop one of two equal names. YAML's own
-    # message quotes the wrong line, and so the key; therefore it is not repeated here.
+    # ``compose`` keeps each value as text. ``load`` would convert the key 1234 to a number, and drop one of two equal
+    # names. YAML's error message is not shown, because it quotes the line with the key.
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
@@ -89,17 +93,17 @@ def _parse_pairs(text: str, path: Path, setting: str) -> list[tuple[str, ApiKey]
 
 
 def _is_entry(name: yaml.Node, entry: yaml.Node) -> bool:
-    """Return whether it is a name with a key, or with members that contain no lists or further members."""
+    """Return whether a line is a name with a key, or a name with members whose values are plain."""
     members = [part for member in entry.value for part in member] if isinstance(entry, yaml.MappingNode) else [entry]
     return all(isinstance(part, yaml.ScalarNode) for part in (name, *members))
 
 
 def _parse_entry(members: Sequence[tuple[yaml.ScalarNode, yaml.ScalarNode]], where: str) -> ApiKey:
-    """Parse an entry with several members, one of which is the key."""
+    """Parse a line with several members, one of which is the key."""
     found: dict[str, str] = {}
     for name, value in members:
         if name.value not in _MEMBERS:
-            raise SettingsError(f"{where} has a member that is none of {', '.join(_MEMBERS)}")
+            raise SettingsError(f"{where} has a member that is not one of {', '.join(_MEMBERS)}")
         if name.value in found:
             raise SettingsError(f"{where} has {name.value!r} twice")
         found[name.value] = value.value
@@ -108,7 +112,7 @@ def _parse_entry(members: Sequence[tuple[yaml.ScalarNode, yaml.ScalarNode]], whe
     rate, priority = _parse_rate(found.get("tokens_per_sec")), parse_priority(found.get("priority", "0"))
     if rate is not None and not 0 <= rate < math.inf:
         text = found["tokens_per_sec"]
-        raise SettingsError(f"{where} has tokens_per_sec {text!r}; it must be a number from 0 on; 0 is no limit")
+        raise SettingsError(f"{where} has tokens_per_sec {text!r}; it must be 0 or more; 0 means no limit")
     if priority is None:
         text, least, most = found["priority"], PRIORITIES[0], PRIORITIES[-1]
         raise SettingsError(f"{where} has priority {text!r}; it must be a whole number from {least} to {most}")
@@ -116,7 +120,7 @@ def _parse_entry(members: Sequence[tuple[yaml.ScalarNode, yaml.ScalarNode]], whe
 
 
 def _parse_rate(text: str | None) -> float | None:
-    """Return the number; nan, which is not a valid limit, if it cannot be parsed."""
+    """Return the number in ``text``; nan, which is not a valid limit, if it is not a number."""
     try:
         return None if text is None else float(text)
     except ValueError:
@@ -124,10 +128,14 @@ def _parse_rate(text: str | None) -> float | None:
 
 
 def read_token(path: Path, setting: str) -> str:
-    """Return the token in a file that contains nothing else.
+    """Return the token in a file, which contains nothing else.
+
+    Args:
+        path: the file.
+        setting: name of the setting with the path, for messages.
 
     Raises:
-        SettingsError: the file cannot be read, or does not contain exactly one word; the message names ``setting``.
+        SettingsError: the file cannot be read, or does not contain exactly one word.
     """
     try:
         return secret_files.read_token(path)
@@ -136,7 +144,7 @@ def read_token(path: Path, setting: str) -> str:
 
 
 def stamp_file(path: Path) -> tuple[int, int] | None:
-    """Return a file's modification time and its inode, so that changes are detected; None if it does not exist."""
+    """Return modification time and inode of a file, which show whether it has changed; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -145,7 +153,7 @@ def stamp_file(path: Path) -> tuple[int, int] | None:
 
 
 def _read_lines(path: Path, setting: str) -> list[str]:
-    """Return the lines of the file that are neither empty nor a comment, at least one."""
+    """Return the lines of the file that are not empty and not comments. There is at least one."""
     try:
         lines = secret_files.read_lines(path)
     except ValueError as exc:

@@ -1,4 +1,4 @@
-"""ServedCertificate: the router's certificate for clients, loaded again whenever its files have changed."""
+"""ServedCertificate: the certificate that the router shows to clients, loaded again when its files have changed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["ServedCertificate"]
 
 _log = logging.getLogger("router.settings.served_certificate")
 
-LOOK_SECONDS = 2.0
+CHECK_SECONDS = 2.0
 
 # For each file: modification time and inode; None if it does not exist.
 _Stamp = list[tuple[int, int] | None]
 
 
 class ServedCertificate:
-    """The certificate of one port."""
+    """Loads the certificate of one port, and loads it again after each renewal."""
 
     def __init__(self, context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
         """
@@ -42,26 +42,26 @@ class ServedCertificate:
         return f"<ServedCertificate {self._certfile}>"
 
     async def keep_current(self) -> None:
-        """Load each renewed certificate for new connections, until cancelled.
+        """Load the certificate again whenever its files have changed, until this task is cancelled.
 
-        If one cannot be used, this is logged, and the previous one stays.
+        If the new certificate cannot be used, an error is logged, and the previous certificate stays.
         """
         seen = self._loaded
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
             stamp = self._stamp_files()
-            if stamp == seen != self._loaded:  # both files are written: the second may change shortly after the first
+            if stamp == seen != self._loaded:  # no change since the last check, so both files are written
                 self._loaded = stamp
                 self._load_again()
             seen = stamp
 
     def _load_again(self) -> None:
         try:
-            # Tried with another context first: a context with half of a pair could not serve any client.
+            # Loads into another context first. If only half of the pair were loaded, the port could serve no client.
             for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._context):
                 load_certificate(context, self._certfile, self._keyfile)
         except SettingsError as exc:
-            _log.error("the renewed certificate is not taken, and the one before it stays: %s", exc)
+            _log.error("the renewed certificate cannot be used, so the previous one stays in use: %s", exc)
         else:
             _log.info("the certificate in %s was renewed", self._certfile)
 

@@ -1,8 +1,9 @@
-"""load_settings: reads settings from flags, the YAML file and the environment, in this order of precedence.
+"""load_settings: reads the settings from flags, a YAML file and the environment. The earlier source has precedence.
 
-A file has the format of FastDeploy's Go router (``--config-path``) or that of its Python router (``--config``). An
-environment variable is ``KVROUTER__`` and the field's name in capitals. It has two underscores because Kubernetes
-itself sets ``KVROUTER_PORT`` if a service is named ``kvrouter``. FastDeploy's ``FD_DEBUG=1`` sets the log level.
+The file has the format of FastDeploy's Go router (``--config-path``) or of its Python router (``--config``). The
+environment variable of a setting is ``KVROUTER__`` and the field's name in capitals. The prefix has two underscores
+because Kubernetes sets ``KVROUTER_PORT`` if a service is named ``kvrouter``. FastDeploy's ``FD_DEBUG=1`` sets the log
+level to debug.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ __all__ = ["find_trace_receiver", "load_settings", "make_parser"]
 
 _ENV_PREFIX = "KVROUTER__"
 
-# Settings of FastDeploy's Go router that have no effect here, and why.
+# Settings of FastDeploy's Go router that have no effect in this router, and the reasons.
 _WITHOUT_EFFECT = {
-    "server.name": "nothing shows the router's name",
+    "server.name": "no output shows the router's name",
     "server.mode": "the router runs in one mode; what it logs is set by log.level",
     "scheduler.cache-block-size": "prefixes are compared in chunks of text, not in blocks of tokens",
-    "scheduler.tokenizer-url": "prompts are compared as text, so no tokenizer is asked",
-    "scheduler.tokenizer-timeout-secs": "prompts are compared as text, so no tokenizer is asked",
-    "scheduler.eviction-interval-secs": "what is stale is forgotten as requests come, not in rounds",
-    "log.max-age-days": "log files are bounded by log.max-total-size-mb alone",
-    "log.cleanup-interval-secs": "log files are bounded whenever a line is written",
+    "scheduler.tokenizer-url": "prompts are compared as text, without a tokenizer",
+    "scheduler.tokenizer-timeout-secs": "prompts are compared as text, without a tokenizer",
+    "scheduler.eviction-interval-secs": "stale entries are removed when requests arrive, not in rounds",
+    "log.max-age-days": "only log.max-total-size-mb limits log files",
+    "log.cleanup-interval-secs": "log files are limited whenever a line is written",
 }
 
-# The settings of FastDeploy's Go router. In its files, 0, "" and an empty value mean the default. (Port 0 does not, and
-# does not in that router, either.)
+# The settings of FastDeploy's Go router. In its files, 0, "" and an empty value mean the default. As in that router,
+# port 0 is an exception.
 _GO_KEYS = frozenset(
     {
         *(f"server.{name}" for name in ("name", "host", "port", "mode", "splitwise")),
@@ -51,17 +52,18 @@ _GO_KEYS = frozenset(
         *(f"log.{name}" for name in ("level", "output", "max-age-days", "max-total-size-mb", "cleanup-interval-secs")),
     }
 )
-# The Go router's defaults in its dialect, unless ours are better for its users (docs/operations/routers.md).
+# Defaults in the Go router's dialect that differ from ours. Others are ours (reasons: docs/operations/routers.md).
 _GO_DEFAULTS = {"load_balance_weight": 1.0, "waiting_weight": 1.0}
 
-# A misspelled name that resembles one of these must not leave the router unprotected.
+# Settings that protect the router. An unknown name that resembles one of them is an error, not a warning, because the
+# router would be unprotected.
 _PROTECTING = frozenset(
     {
         *("api-keys-file", "admin-token-file", "register-token-file", "cache-salt-per-key"),
         *("ssl-certfile", "ssl-keyfile"),
     }
 )
-# The same for any name that contains one of these words.
+# An unknown name that contains one of these words is an error, too.
 _PROTECTING_WORDS = frozenset(
     {
         *("apikey", "apikeys", "auth", "authentication", "authorization", "cert", "certfile", "credentials", "key"),
@@ -71,18 +73,19 @@ _PROTECTING_WORDS = frozenset(
 
 
 def load_settings(
-    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, dialect: str = "python"
+    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, dialect: str = "python", epp_port: int = 0
 ) -> RouterSettings:
-    """Read the settings for one start.
+    """Read the router's settings from all sources.
 
     Args:
         argv: the flags, without the program's name.
-        environ: the environment variables; those of the process by default.
-        dialect: the value of that setting if it is not set, and no file in the Go router's format is given.
+        environ: the environment variables; by default those of the process.
+        dialect: default of the setting ``dialect``; with a file in the Go router's format the default is ``go``.
+        epp_port: default of the setting ``epp_port``.
 
     Raises:
-        SettingsError: an unknown name or an impossible value, in any source.
-        SystemExit: ``--help`` and ``--version``.
+        SettingsError: a source has an unknown name or an invalid value.
+        SystemExit: ``argv`` contains ``--help`` or ``--version``.
     """
     flags = vars(make_parser().parse_args([_normalize_flag(arg) for arg in argv]))
     config_path, config = flags.pop("config_path"), flags.pop("config")
@@ -101,25 +104,27 @@ def load_settings(
         for field in SETTINGS
         if flags[field.name] is not None
     }
-    values = {"dialect": dialect, **values}
+    values = {"dialect": dialect, "epp_port": epp_port, **values}
     return RouterSettings(**(_GO_DEFAULTS if values["dialect"] == "go" else {}) | values)
 
 
 def make_parser() -> FlagParser:
-    """Return a parser of the router's flags, and ``--config-path``."""
+    """Return the parser of the router's flags, including ``--config-path`` and ``--config``."""
     parser = FlagParser(
         prog="python -m router.launch",
         usage="%(prog)s [--port PORT] [--splitwise] [more of the flags below]",
         description="Sends each OpenAI request to an inference instance, or to a prefill and a decode instance.",
         epilog="Instances register themselves: start them with --router HOST:PORT. "
-        f"Each setting may also stand in the YAML file of --config-path under the key in brackets, or in the "
-        f"environment as {_ENV_PREFIX}NAME; a flag wins over the file, and the file over the environment.",
+        f"Each setting can also be given in the YAML file of --config-path under the key in brackets, or in the "
+        f"environment as {_ENV_PREFIX}NAME; a flag overrides the file, and the file overrides the environment.",
     )
     parser.add_argument(
         "--config-path", metavar="FILE", help="YAML file in the form of FastDeploy's Go router: sections of settings"
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file in the form of its Python router: flags, without the dashes before"
+        "--config",
+        metavar="FILE",
+        help="YAML file in the form of FastDeploy's Python router: flags without the leading dashes",
     )
     for field in SETTINGS:
         flag = "--" + field.name.replace("_", "-")
@@ -138,7 +143,7 @@ def make_parser() -> FlagParser:
                 help=about,
             )
         else:
-            is_number = type(field.default) is int and field.name != "port"
+            is_number = type(field.default) is int and not field.name.endswith("port")
             metavar = field.metadata["metavar"] or ("N" if is_number else field.name.split("_")[-1].upper())
             parser.add_argument(flag, metavar=metavar, help=about)
     return parser
@@ -158,9 +163,9 @@ def _normalize_flag(arg: str) -> str:
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    # FastDeploy's own switch for debug output, in any process.
+    # FD_DEBUG turns on debug output in all of FastDeploy's processes.
     values: dict[str, Any] = {"log_level": "debug"} if environ.get("FD_DEBUG") in ("1", "true", "True") else {}
-    if host := environ.get("KUBERNETES_SERVICE_HOST"):  # set by Kubernetes in every pod
+    if host := environ.get("KUBERNETES_SERVICE_HOST"):  # Kubernetes sets this variable in every pod
         port = environ.get("KUBERNETES_SERVICE_PORT", "443")
         values["kubernetes_api"] = f"https://{f'[{host}]' if ':' in host else host}:{port}"
     names = {_ENV_PREFIX + field.name.upper(): field for field in SETTINGS}
@@ -168,14 +173,14 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if name.startswith(_ENV_PREFIX):
             if name not in names:
                 raise SettingsError(
-                    f"environment variable {name} is no setting of the router{suggest_name(name, names)}"
+                    f"environment variable {name} is not a setting of the router{suggest_name(name, names)}"
                 )
             values[names[name].name] = _convert_value(environ[name], names[name], f"environment variable {name}")
     return values
 
 
 def _read_yaml_settings(path: Path) -> dict[str, Any]:
-    """Read the settings in a file of the Go router's format."""
+    """Read the settings from a file in the format of FastDeploy's Go router."""
     fields = {field.metadata["key"]: field for field in SETTINGS}
     sections = {key.split(".")[0] for key in fields}
     values: dict[str, Any] = {}
@@ -195,13 +200,13 @@ def _read_yaml_settings(path: Path) -> dict[str, Any]:
 
 
 def _is_default(key: str, value: Any) -> bool:
-    """Return whether the Go router treats this value of one of its settings as its default."""
+    """Return whether the Go router takes this value of one of its settings as the default."""
     is_zero = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
     return value in (None, "") or (is_zero and key != "server.port")
 
 
 def _read_yaml_entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield each setting in the file as its key, such as ``server.port``, and its value."""
+    """Yield the key, such as ``server.port``, and the value of each setting in the file."""
     document = _read_document(path, "--config_path")
     if not isinstance(document, dict | None):
         raise SettingsError(f"--config_path {path} has no sections, such as 'server:' with 'port: 9000' under it")
@@ -216,7 +221,7 @@ def _read_yaml_entries(path: Path, sections: Collection[str]) -> Iterator[tuple[
 
 
 def _read_flat_settings(path: Path) -> dict[str, Any]:
-    """Read the settings in a file of FastDeploy's Python router: flags, with underscores or dashes."""
+    """Read the settings from a file in the format of FastDeploy's Python router: flags, with underscores or dashes."""
     fields = {field.name: field for field in SETTINGS}
     document = _read_document(path, "--config")
     if not isinstance(document, dict | None):
@@ -228,7 +233,7 @@ def _read_flat_settings(path: Path) -> dict[str, Any]:
         if name not in fields:
             unknown.append(_check_single(path, str(key), value))
         elif name in values:
-            raise SettingsError(f"{path}: {key} is given a second time")
+            raise SettingsError(f"{path}: {key} is given twice")
         elif value not in (None, ""):
             values[name] = _convert_value(value, fields[name], f"{path}: {key}")
     return values | {"without_effect": _warn_of_unknown(path, unknown, [name.replace("_", "-") for name in fields])}
@@ -242,10 +247,10 @@ def _read_document(path: Path, flag: str) -> Any:
 
 
 def _check_single(path: Path, name: str, value: Any) -> str:
-    """Return the unknown ``name`` if it has one value. Refuse a group, which may contain a protecting setting."""
+    """Return the unknown ``name`` if its value is not a map. Refuse a map: it may contain a setting for protection."""
     if isinstance(value, dict):
         raise SettingsError(
-            f"{path}: {name} is a group of settings, and the router has none of this name there; --config takes a flat "
+            f"{path}: {name} is a group of settings, but the router has no such group; --config takes a flat "
             "file, --config-path one with the groups server, log, manager and scheduler"
         )
     return name
@@ -255,7 +260,7 @@ def _warn_of_unknown(path: Path, unknown: Sequence[str], known: Collection[str])
     """Return one sentence that names all unknown settings of a file; empty if there are none.
 
     Raises:
-        SettingsError: one was most likely meant to protect the router.
+        SettingsError: an unknown name resembles a setting that protects the router.
     """
     for name in unknown:
         lowered = re.sub("(?<=[a-z])(?=[A-Z])", "-", name).lower().replace("_", "-")
@@ -274,7 +279,7 @@ def _warn_of_unknown(path: Path, unknown: Sequence[str], known: Collection[str])
 
 
 def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any:
-    """Convert ``value`` to the field's type; text is parsed, a value of another type is refused."""
+    """Convert ``value`` to the type of the setting. Text is parsed; a value of another type is refused."""
     kind = type(field.default)
     if field.name == "workers" and value == "auto":
         return 0
@@ -291,7 +296,8 @@ def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any
     if kind is tuple and isinstance(value, (str, list)):
         texts = [value] if isinstance(value, str) else value
         if field.name == "selector" and all(isinstance(text, str) for text in texts):
-            return tuple(filter(None, (text.strip().strip(",") for text in texts)))  # "app in (a, b)" stays unchanged
+            # A text is not split at commas, because it may be "app in (a, b)".
+            return tuple(filter(None, (text.strip().strip(",") for text in texts)))
         if all(isinstance(text, str) for text in texts):
             return tuple(part for text in texts for part in text.replace(",", " ").split())
     if isinstance(value, str):
@@ -309,5 +315,5 @@ def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any
 
 
 def find_trace_receiver() -> str:
-    """Return the receiver of spans according to OpenTelemetry's variables; "" if spans are disabled."""
+    """Return the URL to which spans are sent, from OpenTelemetry's environment variables; "" if spans are disabled."""
     return spans.find_trace_receiver(os.environ)

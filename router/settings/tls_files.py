@@ -1,4 +1,4 @@
-"""Files with certificates and keys for TLS. Each mistake in them is reported in one sentence."""
+"""Files with certificates and keys for TLS. An error in a file is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from router.settings.router_settings import SettingsError
 
 __all__ = ["CERTIFICATE_REMEDY", "is_certificate_refused", "load_certificate", "read_authorities"]
 
-CERTIFICATE_REMEDY = (
-    "has a certificate of an authority that is not known here; name the authority's with --ca-file FILE"
-)
-"""Advice for the operator if ``is_certificate_refused``."""
+CERTIFICATE_REMEDY = "has a certificate of an unknown authority; give the authority's certificate with --ca-file FILE"
+"""Advice for an operator, used if ``is_certificate_refused`` returns True."""
 
 _CERTIFICATE, _KEY = "-----BEGIN CERTIFICATE-----", "PRIVATE KEY-----"
-# OpenSSL's reasons if a key belongs to another certificate; for the last two, also with another algorithm.
+# OpenSSL's error codes for a key that belongs to another certificate; the last two: its algorithm is different.
 _MISMATCHES = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
 
 
 def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
-    """Load the certificate and key of a server into its context.
+    """Load the certificate and the key of a server into its TLS context.
 
     Args:
-        certfile: the file with the certificate, and with any intermediate certificates.
-        keyfile: the file with its key; ``""`` if the key is in ``certfile``, too.
+        context: the TLS context.
+        certfile: the file with the certificate, and with intermediate certificates if there are any.
+        keyfile: the file with the key; ``""`` if ``certfile`` contains the key.
 
     Raises:
-        SettingsError: a file cannot be read or used, or they do not belong together.
+        SettingsError: a file cannot be read or used, or key and certificate do not belong together.
     """
     certificate = f"server.ssl-certfile {certfile}"
     key = f"server.ssl-keyfile {keyfile}" if keyfile else certificate
@@ -55,10 +54,14 @@ def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str) -> No
 
 
 def read_authorities(path: str, setting: str) -> ssl.SSLContext:
-    """Return the context of a client that trusts only the authorities in this file.
+    """Return a TLS context for a client that trusts only the certificate authorities in a file.
+
+    Args:
+        path: the file.
+        setting: name of the setting with the path, for messages.
 
     Raises:
-        SettingsError: the file cannot be read, or contains no certificate; the message names ``setting``.
+        SettingsError: the file cannot be read, or contains no usable certificate.
     """
     where = f"{setting} {path}"
     if _CERTIFICATE not in _read_text(Path(path), where):
@@ -70,7 +73,10 @@ def read_authorities(path: str, setting: str) -> ssl.SSLContext:
 
 
 def is_certificate_refused(exc: Exception) -> bool:
-    """Return whether a connection failed because no known authority issued the peer's certificate; not temporary."""
+    """Return whether a connection failed because the peer's certificate was issued by an unknown authority.
+
+    A retry does not help in this case.
+    """
     reason = str(exc).lower()
     unknown = (
         "self-signed certificate",
@@ -83,7 +89,7 @@ def is_certificate_refused(exc: Exception) -> bool:
 
 def _read_text(path: Path, where: str) -> str:
     try:
-        return path.read_text(encoding="latin-1")  # a certificate may be preceded by any text for people
+        return path.read_text(encoding="latin-1")  # any text may be in front of a certificate
     except OSError as exc:
         raise SettingsError(f"{where}: {exc.strerror}") from exc
 

@@ -1,4 +1,4 @@
-"""read_yaml: an operator's YAML file; every mistake in one is reported in one sentence."""
+"""read_yaml: reads an operator's YAML file, and reports each mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MAX_DIGITS = 20
 
 
 class YamlFileError(Exception):
-    """A file that cannot be read, or is not valid YAML. The message is appended to the file's name."""
+    """A YAML file cannot be read or is not valid. The caller puts the file's name in front of the message."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses equal keys, and numbers too long for Python to print; YAML's own loader accepts both."""
+    """Refuses a key that is given twice, and a number with too many digits. PyYAML's own loader accepts both."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -26,7 +26,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in names:
-                    raise YamlFileError(f"line {key.start_mark.line + 1}: {key.value!r} is given a second time")
+                    raise YamlFileError(f"line {key.start_mark.line + 1}: {key.value!r} is given twice")
                 names.add(key.value)
         return node
 
@@ -43,10 +43,10 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the document in the file; None if it is empty.
+    """Return the content of a YAML file; None if it is empty.
 
     Raises:
-        YamlFileError: it cannot be read, is not YAML, or has a key twice in one place.
+        YamlFileError: the file cannot be read, is not YAML, or has the same key twice in one map.
     """
     try:
         return yaml.load(path.read_text(), Loader=_Loader)

@@ -1,16 +1,16 @@
 """Sharing: several worker processes, and several routers, share their state.
 
-hub.py           Hub: forwards all messages between workers and between routers, and stores records; lists the messages
-channels.py      MessageChannel: the transport between a supervisor and its workers; clients' connections pass, too
-shared_state.py  SharedState: the transport between several routers, over Redis
+hub.py           Hub: forwards messages between workers and routers, and stores records; lists all messages
+channels.py      MessageChannel: carries messages between a supervisor and a worker; passes clients' connections, too
+shared_state.py  SharedState: carries messages between several routers, over Redis
 link.py          Link: a process's connection to its peers
-records.py       the messages about one instance, and which of two records is valid
-fleet_sync.py    FleetSync: one fleet for all processes
-load_sync.py     LoadSync: one count of each instance's requests
-prefix_sync.py   PrefixSync: one index of prefixes
-admission_server.py  AdmissionServer: limits for all workers together
+records.py       the record of one instance, and which of two records is later
+fleet_sync.py    FleetSync: keeps the same instances in all processes
+load_sync.py     LoadSync: counts each instance's requests over all processes
+prefix_sync.py   PrefixSync: keeps the same index of prefixes in all processes
+admission_server.py  AdmissionServer: applies the limits to all workers together
 supervisor.py    Supervisor: starts workers, replaces dead ones, assigns connections to them
-silence.py       Silence: whether a silent worker hangs, or only gets no CPU
+silence.py       Silence: tells whether a silent worker hangs, or only waits for a CPU
 """
 
 from router.sharing.channels import receive_connections

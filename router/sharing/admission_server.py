@@ -1,8 +1,8 @@
-"""AdmissionServer: the limits of one router, in its supervisor. Workers use it through ``AdmissionClient``.
+"""AdmissionServer: applies the limits of one router in its supervisor. Workers call it through ``AdmissionClient``.
 
-There is only one ``Admission``, so limits, turns and tokens are exact over all workers, at the cost of a message in
-each direction per request. Without limits, no messages are sent. Other routers' requests count, too, with a short
-delay: so several routers together may exceed a limit slightly until they receive each other's messages.
+There is only one ``Admission`` for all workers, so concurrency and token limits are exact. The price is one message in
+each direction per request. If no limits are set, no such messages are sent. The requests of other routers count, too,
+but with a short delay: several routers together can exceed a limit slightly before they receive each other's messages.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 __all__ = ["AdmissionServer"]
 
-# Interval at which changes are sent to other routers.
-TELL_SECONDS = 0.05
+# Changes of this router's usage are collected for this time. Then they are sent to the other routers.
+SEND_SECONDS = 0.05
 
 
 class AdmissionServer:
-    """Admits the requests of all workers, and stores which worker has which request."""
+    """Admits the requests of all workers, and counts the running requests of each worker."""
 
-    def __init__(self, admission: Admission, tell_others: Callable[[dict[str, int], dict[str, int]], None]) -> None:
+    def __init__(self, admission: Admission, send_limits: Callable[[dict[str, int], dict[str, int]], None]) -> None:
         """
         Args:
-            tell_others: called with data for the other routers: running requests by client, and recently charged
-                tokens.
+            send_limits: sends the usage to the other routers: the running requests of each client, and the tokens
+                charged to each client since the last call.
         """
         self._admission = admission
-        self._tell_others = tell_others
+        self._send_limits = send_limits
         self._running: dict[str, Counter[str]] = {}
         self._entering: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._charged: Counter[str] = Counter()
@@ -45,48 +45,53 @@ class AdmissionServer:
     def admit_request(
         self, worker: str, number: int, client: str, priority: int, tokens: int, answer: Callable[..., None]
     ) -> None:
-        """Handle a worker's request for admission.
+        """Admit or refuse a request of a worker, as soon as the limits allow a decision.
 
         Args:
-            answer: called with None on admission, or with the refusal, and with client and tokens.
+            worker: name of the worker.
+            number: number that the worker gave the request.
+            client: client of the request.
+            priority: priority of the request.
+            tokens: tokens to charge.
+            answer: called with None on admission or else with the refusal, and with ``client`` and ``tokens``.
         """
-        work = asyncio.ensure_future(self._let_in(worker, client, priority, tokens, answer))
+        work = asyncio.ensure_future(self._admit(worker, client, priority, tokens, answer))
         self._entering[worker, number] = work
         work.add_done_callback(lambda _: self._entering.pop((worker, number), None))
 
-    def leave_line(self, worker: str, number: int) -> None:
-        """Remove a worker's request from the queue; if it was admitted meanwhile, it leaves."""
+    def cancel_request(self, worker: str, number: int) -> None:
+        """Remove a worker's request from the queue. If it has been admitted already, this has no effect."""
         if (work := self._entering.get((worker, number))) is not None:
             work.cancel()
 
     def release_request(self, worker: str, client: str, tokens: int) -> None:
-        """Note that an admitted request of a worker has ended."""
+        """Record that an admitted request of a worker has ended."""
         self._running[worker][client] -= 1
         self._note_charge(client, tokens)
         self._admission.leave(client, tokens)
 
     def remove_worker(self, worker: str) -> None:
-        """Remove a worker that is gone, and its requests."""
+        """Remove a worker that has ended, with its waiting and its running requests."""
         for (name, _), work in list(self._entering.items()):
             if name == worker:
                 work.cancel()
         for client, count in self._running.pop(worker, Counter()).items():
             for _ in range(count):
                 self._admission.leave(client)
-        self.tell_all()
+        self.send_soon()
 
     def note_elsewhere(self, router: str, running: dict[str, int], charged: dict[str, int]) -> None:
-        """Count the requests of another router, which are all gone if ``running`` is empty."""
+        """Count the requests and tokens of another router. An empty ``running`` means that it has no requests."""
         self._admission.note_elsewhere(router, running)
         for client, tokens in charged.items():
             self._admission.charge_tokens(client, tokens)
 
-    def tell_all(self) -> None:
-        """Send the running requests of this router, and the charged tokens, to the other routers soon."""
+    def send_soon(self) -> None:
+        """Send this router's running requests and charged tokens to the other routers after ``SEND_SECONDS``."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell_routers)
+            self._timer = asyncio.get_running_loop().call_later(SEND_SECONDS, self._send_usage)
 
-    async def _let_in(self, worker: str, client: str, priority: int, tokens: int, answer: Callable[..., None]) -> None:
+    async def _admit(self, worker: str, client: str, priority: int, tokens: int, answer: Callable[..., None]) -> None:
         try:
             await self._admission.enter(client, priority, tokens)
         except Refused as refused:
@@ -99,12 +104,12 @@ class AdmissionServer:
 
     def _note_charge(self, client: str, tokens: int) -> None:
         self._charged[client] += tokens
-        self.tell_all()
+        self.send_soon()
 
-    def _tell_routers(self) -> None:
+    def _send_usage(self) -> None:
         self._timer = None
         running: Counter[str] = Counter()
         for counts in self._running.values():
             running.update(counts)
-        self._tell_others(+running, {client: tokens for client, tokens in self._charged.items() if tokens})
+        self._send_limits(+running, {client: tokens for client, tokens in self._charged.items() if tokens})
         self._charged.clear()

@@ -1,4 +1,4 @@
-"""FleetSync: one fleet for all processes. Each process receives what another one learns about an instance."""
+"""FleetSync: keeps the same instances in all processes. Each process sends the others what it learns of an instance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FleetSync"]
 
 _log = logging.getLogger("router.sharing.fleet_sync")
 
-# Records are sent again at this interval, to report the present state of each instance, and to replace lost messages.
+# All records are sent again at this interval, to report the state of each instance and to replace lost messages.
 RENEWAL_SECONDS = 10.0
 
 
@@ -26,23 +26,23 @@ _NO_ORDERS = Orders()
 
 @dataclass(slots=True)
 class _Known:
-    """The last data received or sent for one key, whether or not the instance is registered now."""
+    """The last data received or sent for one address, whether or not an instance is registered there now."""
 
     version: Version = NEVER
-    """The version of the registration, or of the removal."""
+    """Version of the registration or of the removal."""
     orders: Orders = _NO_ORDERS
     ordered: Version = NEVER
-    """The version of ``orders``."""
+    """Version of ``orders``."""
     noted_at: float = -math.inf
 
 
 class FleetSync:
-    """Sends the instances' data to the other processes, and receives theirs.
+    """Sends the instances' records to the other processes, and applies the records of the other processes.
 
-    Registrations, heartbeats and operator commands are shared. Each process determines health itself; if one finds an
-    instance dead, the others probe it immediately. The versions of two records, or of two commands, decide which is
-    later (``records.py``). The age of a heartbeat is measured by the clock of the receiving process, at the moment of
-    reception.
+    Registrations, heartbeats and operator commands are shared. Each process checks the health of instances itself. If
+    one process finds an instance dead, the other processes probe it immediately. Of two registrations, or of two
+    commands, the one with the later version is valid (``records.py``). A heartbeat's age is measured by the clock of
+    the receiving process, from the moment of reception.
     """
 
     def __init__(self, link: Link, registry: Registry, health: HealthMonitor) -> None:
@@ -52,78 +52,78 @@ class FleetSync:
         self._versions = Versions(link.name)
         self._known: dict[str, _Known] = {}
         link.subscribe_to_records(self._on_record)
-        link.subscribe_to_departures(self._distrust_heartbeats)
+        link.subscribe_to_departures(self._reset_heartbeats)
         link.subscribe_to_topic("suspect", self._on_suspect)
         link.subscribe_to_topic("lost_cache", self._on_lost_cache)
         link.answer_topic("heard", lambda _: True)
         registry.events.troubles.subscribe(self._on_trouble)
-        registry.events.logged.subscribe(lambda instance: link.publish_event("said", [instance.key, instance.said]))
-        link.subscribe_to_topic("said", self._on_said)
-        registry.events.lost_caches.subscribe(self._tell_changed_orders)
+        registry.events.logged.subscribe(lambda each: link.publish_event("said", [each.key, each.logged_changes]))
+        link.subscribe_to_topic("said", self._on_logged)
+        registry.events.lost_caches.subscribe(self._send_changed_orders)
 
     async def announce_instance(self, instance: Instance) -> None:
-        """Send an instance that has registered to the others, and wait until this router's processes have it."""
-        self._tell(instance, is_news=True)
-        await self._link.ask_others("heard")
+        """Send the record of a new registration, and wait until all processes of this router have received it."""
+        self._send_record(instance, is_news=True)
+        await self._link.ask_peers("heard")
 
     async def announce_orders(self, instance: Instance) -> None:
         """Send a command for an instance to the others, and wait until the other routers have received it, too.
 
-        So the operator's next command, at any router, has a later version.
+        After that, the operator's next command has a later version, whichever router receives it.
         """
-        self._tell(instance, is_news=False)
-        await self._link.ask_others("heard", everywhere=True)
+        self._send_record(instance, is_news=False)
+        await self._link.ask_peers("heard", everywhere=True)
 
     def announce_removal(self, instance: Instance) -> None:
-        """Send the removal of an instance to the others; not for instances that are only silent."""
-        self._tell(instance, is_news=True, is_removed=True)
+        """Notify the others that an instance was removed because of its pod."""
+        self._send_record(instance, is_news=True, is_removed=True)
 
     def announce_lost_cache(self, key: str) -> None:
-        """Notify the others that an instance's own cache is empty."""
+        """Notify the other processes that an instance's own cache is empty."""
         self._link.publish_event("lost_cache", key)
 
     def find_orders_version(self, key: str) -> Version:
-        """Return the version of the latest commands for this instance; ``NEVER`` if there were none."""
+        """Return the version of the latest operator commands for this address; ``NEVER`` if there were none."""
         known = self._known.get(key)
         return NEVER if known is None else known.ordered
 
     def note_restored_orders(self, instance: Instance, version: Version) -> None:
-        """Note that the restored commands of ``instance``, from an earlier process, have this version."""
+        """Record the version of commands that this process has restored from the snapshot of an earlier process."""
         if self._link.is_alone:
-            return  # no version would be assigned to the later commands
+            return  # without other processes, commands get no versions
         self._versions.note(version)
         known = self._note_key(instance.key)
         known.orders, known.ordered = instance.orders, version
 
     async def keep_renewing(self) -> None:
-        """Send the instances' records periodically, until cancelled; return if there are no other processes."""
+        """Send the records of healthy instances periodically, until cancelled. If this is the only process, return."""
         while not self._link.is_alone:
             await asyncio.sleep(RENEWAL_SECONDS)
             for instance in self._registry:
                 if instance.healthy:
-                    self._tell(instance, is_news=False)
+                    self._send_record(instance, is_news=False)
             self._forget_old(time.monotonic())
 
     def _forget_old(self, now: float) -> None:
-        """Discard the data of instances that have been gone for long."""
+        """Discard the data of addresses at which no instance has been registered for ``STALE_SECONDS``."""
         for key, known in list(self._known.items()):
             if self._registry.get(key) is not None:
                 known.noted_at = now
             elif now - known.noted_at > STALE_SECONDS:
                 del self._known[key]
 
-    def _tell(self, instance: Instance, *, is_news: bool, is_removed: bool = False) -> None:
+    def _send_record(self, instance: Instance, *, is_news: bool, is_removed: bool = False) -> None:
         if not self._link.is_alone:
             record = {**self._make_record(instance, is_news=is_news), "is_removed": is_removed}
             self._link.keep_record(instance.key, record)
 
     def _make_record(self, instance: Instance, *, is_news: bool) -> dict[str, Any]:
         known = self._note_key(instance.key)
-        # They also differ if the instance is a different one from that for which the last commands were.
+        # The commands also differ if another instance than that of the last commands is registered at this address.
         if instance.orders != known.orders:
-            known.orders, known.ordered = instance.orders, self._versions.give()
+            known.orders, known.ordered = instance.orders, self._versions.make_next()
         if is_news:
-            known.version = self._versions.give()
+            known.version = self._versions.make_next()
         record = instance.to_record()
         return {
             **record,
@@ -131,7 +131,7 @@ class FleetSync:
             "orders": {"version": known.ordered, **record["orders"]},
             "is_removed": False,
             "teller": self._link.name,
-            "said": instance.said,
+            "said": instance.logged_changes,
             "healthy": instance.healthy,
             "models_age": time.monotonic() - instance.models_asked_at,
         }
@@ -142,7 +142,7 @@ class FleetSync:
         return known
 
     def _on_record(self, key: str, record: dict[str, Any]) -> None:
-        """Apply another process's record of an instance."""
+        """Apply the record of an instance from another process."""
         version, ordered = read_versions(record)
         self._versions.note(version, ordered)
         is_first = key not in self._known
@@ -156,23 +156,26 @@ class FleetSync:
         if ordered > known.ordered:
             known.orders, known.ordered = _read_orders(record), ordered
             if instance is not None:
-                instance.apply_orders(known.orders, is_told=self._is_said_by(ordered[1]))
+                instance.apply_orders(known.orders, is_remote=self._peer_logs(ordered[1]))
         if instance is not None:
-            self._take_news(instance, record, is_later=is_later)
-        # An instance that was removed here returns with its next registration or heartbeat; if it has no heartbeat, as
-        # soon as another process can reach it.
+            self._update_instance(instance, record, is_later=is_later)
+        # An instance that this process has removed is added again at its next registration or heartbeat. If it sends no
+        # heartbeats, it is added again as soon as another process can reach it.
         elif is_later or is_first or (version == known.version and not record["has_heartbeat"]):
             self._add_instance(record, known.orders, proven=record["healthy"] and (is_later or is_first))
 
-    def _take_news(self, instance: Instance, record: dict[str, Any], *, is_later: bool) -> None:
-        self._take_models(instance, record)
+    def _update_instance(self, instance: Instance, record: dict[str, Any], *, is_later: bool) -> None:
+        self._update_models(instance, record)
         now = time.monotonic()
         if record["healthy"]:
             instance.note_health_elsewhere(now)
         if not is_later:
             return
-        if record["has_heartbeat"] and (registration := self._read_registration(record)) is not None:
-            instance.renew_registration(registration, now, proven=False)
+        if record["has_heartbeat"]:
+            is_known = record["fields"] == instance.registration.fields
+            registration = instance.registration if is_known else self._read_registration(record)
+            if registration is not None:
+                instance.renew_registration(registration, now, proven=False)
         if not instance.healthy:
             self._health.probe_soon(instance)
 
@@ -188,9 +191,9 @@ class FleetSync:
             has_heartbeat=record["has_heartbeat"],
         )
         if self._link.is_of_same_router(record["teller"]):
-            instance.said.update(record["said"])
-        self._take_models(instance, record)
-        instance.apply_orders(orders, is_told=self._is_said_by(record["teller"]))
+            instance.logged_changes.update(record["said"])
+        self._update_models(instance, record)
+        instance.apply_orders(orders, is_remote=self._peer_logs(record["teller"]))
         if not instance.healthy:
             self._health.probe_soon(instance)
 
@@ -201,46 +204,46 @@ class FleetSync:
         except RegistrationError as exc:
             fields = record["fields"]
             key = f"{fields.get('host_ip')}:{fields.get('port')}"
-            _log.warning("instance %s, of which another router told, is not taken: %s", key, exc)
+            _log.warning("instance %s, which another process reported, is not added: %s", key, exc)
             return None
         return registration
 
-    def _is_said_by(self, teller: str) -> bool:
-        """Return whether the sender, or the first process here, logs this event in this router's log."""
+    def _peer_logs(self, teller: str) -> bool:
+        """Return whether another process of this router logs this event: its sender, or the router's first process."""
         return self._link.is_of_same_router(teller) or not self._link.is_first
 
-    def _take_models(self, instance: Instance, record: dict[str, Any]) -> None:
-        """Note the models that another process received from the instance, if it queried later than this one."""
+    def _update_models(self, instance: Instance, record: dict[str, Any]) -> None:
+        """Store the models that another process received from the instance, if it queried later than this one."""
         asked_at = time.monotonic() - record["models_age"]
         if record["models"] is not None and asked_at > instance.models_asked_at:
-            instance.set_models(frozenset(record["models"]), asked_at, is_told=self._is_said_by(record["teller"]))
+            instance.set_models(frozenset(record["models"]), asked_at, is_remote=self._peer_logs(record["teller"]))
 
-    def _tell_changed_orders(self, key: str) -> None:
-        """Send the commands of an instance that has restarted, which may have ended its drain."""
+    def _send_changed_orders(self, key: str) -> None:
+        """Send the commands of an instance that has restarted, because the restart may have ended its drain."""
         instance, known = self._registry.get(key), self._known.get(key)
         if instance is not None and instance.orders != (_NO_ORDERS if known is None else known.orders):
-            self._tell(instance, is_news=False)
+            self._send_record(instance, is_news=False)
 
-    def _distrust_heartbeats(self, _: str) -> None:
-        """Stop relying on heartbeats: a process is gone, and some heartbeats may have come through it."""
+    def _reset_heartbeats(self, _: str) -> None:
+        """Stop relying on heartbeats, because some of them may have been sent to the process that has ended."""
         for instance in self._registry:
-            instance.has_heartbeat = False  # until it registers here, it counts as gone when its probes fail
+            instance.has_heartbeat = False  # until its next heartbeat, it is removed if its probes fail
 
     def _on_trouble(self, instance: Instance) -> None:
-        """Handle an instance that was found dead here."""
+        """Notify the other processes of an instance that this process found dead."""
         self._link.publish_event("suspect", instance.key)
 
     def _on_suspect(self, sender: str, key: str) -> None:
         instance = self._registry.get(key)
         if instance is not None and instance.healthy:
-            _log.debug("%s has trouble with %s", sender, key)
+            _log.debug("%s reports failures of %s", sender, key)
             self._health.probe_soon(instance)
 
-    def _on_said(self, sender: str, content: list[Any]) -> None:
-        """Note that another process of the same router has logged a change of an instance; only one of them does."""
+    def _on_logged(self, sender: str, content: list[Any]) -> None:
+        """Record changes of an instance that another process of this router has logged, so that each is logged once."""
         key, said = content
         if self._link.is_of_same_router(sender) and (instance := self._registry.get(key)) is not None:
-            instance.said.update(said)
+            instance.logged_changes.update(said)
 
     def _on_lost_cache(self, _: str, key: str) -> None:
         if (instance := self._registry.get(key)) is not None:

@@ -1,21 +1,23 @@
 """Hub: the supervisor's part of the communication. It forwards messages, and stores records for new workers.
 
 The same messages pass over both transports: over the channels between supervisor and workers (``channels.py``), and
-over Redis between routers (``shared_state.py``). Peers are all processes that exchange them::
+over Redis between routers (``shared_state.py``). Peers are all processes that exchange these messages::
 
     publish        sender, topic, content          an event
     keep           key, record                     a record of an instance; see ``records.py``
     gone           name                            a process has ended
-    ask            asker, number, topic, content   a question; a worker's has a fifth part: whether routers get it, too
-    answers        asker, number, name, answers    the answers of one peer to it
+    ask            asker, number, topic, content   a query; a worker adds a fifth part: whether to ask routers, too
+    answers        asker, number, name, answers    the answers of the peer ``name`` to a query
 
-Some concern workers and their supervisor only: ``ready``, ``refuse``, ``log``, ``count`` (``supervisor.py``),
-``state``, ``leave``, ``stop`` (``link.py``), and those about admission::
+The query ``heard`` has no content. A peer's answer shows that it has received all earlier messages of the asker.
+
+These messages are exchanged only between workers and their supervisor: ``ready``, ``refuse``, ``log``, ``count``
+(``supervisor.py``), ``state``, ``leave``, ``stop`` (``link.py``), and, for admission::
 
     enter          number, client, priority, tokens     entered        number, refusal, client, tokens
-    leave_line     number                               leave          client, tokens
+    cancel_request number                               leave          client, tokens
 
-And some concern routers only::
+These are exchanged only between routers::
 
     hello                                          a router has connected, and lacks the others' data
     limits         router, running, charged        the usage of the limits at a router
@@ -42,54 +44,54 @@ __all__ = ["Hub", "RetiredCounters"]
 
 _log = logging.getLogger("router.sharing.hub")
 
-# Number of a question that the hub itself asks its workers; workers never use it.
-_OWN_QUESTION = 0
+# Number of each query that the hub itself sends to its workers. Workers begin their numbers with 1.
+_OWN_QUERY = 0
 
 _Figures = Sequence[Any]
 
 
 class Hub:
-    """Workers by name, the other routers, and the messages between them."""
+    """Forwards messages between the workers of this router, and between them and the other routers."""
 
     def __init__(self, name: str = "router", clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
             name: name of this router for the others.
-            clock: monotonic clock in seconds; records without renewal are dropped by it.
+            clock: monotonic clock in seconds. It decides when a record without renewal is dropped.
         """
         self.name = name
         self.routers: SharedState | None = None
-        """The connection to the other routers, if there are any."""
+        """The connection to the other routers; None if there is no shared state."""
         self.admission: AdmissionServer | None = None
-        """Admits requests, if there are limits."""
+        """Admits requests; None if no limits are set."""
         self._workers: dict[str, MessageChannel] = {}
         self._clock = clock
         self._records: dict[str, dict[str, Any]] = {}  # for each key the latest registration and the latest commands
         self._renewed_at: dict[str, float] = {}
         self._trouble = ""
         self._counters = RetiredCounters()
-        self._questions: dict[tuple[str, int], _Question] = {}
+        self._queries: dict[tuple[str, int], _Query] = {}
 
     def __repr__(self) -> str:
         return f"<Hub {list(self._workers)} {len(self._records)} records>"
 
     def add_worker(self, name: str, channel: MessageChannel) -> None:
-        """Add a worker that has started, and send it the records."""
+        """Add a worker that has started, and send it all records."""
         self._workers[name] = channel
         for key, record in self.list_records().items():
             channel.send_message("keep", key, record)
         channel.send_message("state", self._trouble)
 
     def forget_worker(self, name: str) -> None:
-        """Remove a worker that is gone."""
+        """Remove a worker that has ended, notify its peers, and stop waiting for its answers."""
         if self._workers.pop(name, None) is None:
             return
         self._forward(name, "gone", name)
         self._counters.remove_worker(name)
         if self.admission is not None:
             self.admission.remove_worker(name)
-        for key, question in list(self._questions.items()):
-            if name in question.waiting_for:
+        for key, query in list(self._queries.items()):
+            if name in query.waiting_for:
                 self._note_answers(key, name, [])
 
     def list_workers(self) -> list[str]:
@@ -101,10 +103,11 @@ class Hub:
         self._forward("", *message)
 
     def on_message(self, source: str, message: list[Any]) -> None:
-        """Handle a message.
+        """Handle a message from a worker or from another router.
 
         Args:
-            source: the worker that sent it; ``""`` if it came from another router or is about one.
+            source: the worker that sent the message; ``""`` if another router sent it, or the connection to the others.
+            message: the kind of the message and its parts.
         """
         match message:
             case ["publish", _, _, _] | ["gone", _]:
@@ -124,15 +127,13 @@ class Hub:
                 self._trouble = trouble
                 self.send_to_workers("state", trouble)
             case ["want_prefixes", router, asker]:
-                if router == self.name:  # one worker is enough, because all have the same prefixes
-                    self._ask(
-                        (asker, _OWN_QUESTION), "prefixes", None, self.list_workers()[:1], (), self._send_prefixes
-                    )
+                if router == self.name:  # ask only one worker, because all workers have the same prefixes
+                    self._ask((asker, _OWN_QUERY), "prefixes", None, self.list_workers()[:1], (), self._send_prefixes)
             case ["enter", number, client, priority, tokens] if self.admission is not None:
                 answer = partial(self._send_to_worker, source, "entered", number)
                 self.admission.admit_request(source, number, client, priority, tokens, answer)
-            case ["leave_line", number] if self.admission is not None:
-                self.admission.leave_line(source, number)
+            case ["cancel_request", number] if self.admission is not None:
+                self.admission.cancel_request(source, number)
             case ["leave", client, tokens] if self.admission is not None:
                 self.admission.release_request(source, client, tokens)
             case ["limits", router, running, charged]:
@@ -140,32 +141,32 @@ class Hub:
                     self.admission.note_elsewhere(router, running, charged)
             case ["hello"]:
                 if self.admission is not None:
-                    self.admission.tell_all()
+                    self.admission.send_soon()
             case _:
                 sender = f"worker {source}" if source else "another router"
-                _log.error("%s sent a message that is none: %s", sender, reprlib.repr(message))
+                _log.error("%s sent an invalid message: %s", sender, reprlib.repr(message))
 
     async def share_prefixes(self, prefixes: dict[str, Any]) -> None:
-        """Send all workers the prefixes from another router, and wait until they have them."""
+        """Send the prefixes of another router to all workers, and wait until the workers have received them."""
         done = asyncio.Event()
         self.send_to_workers("publish", "", "prefixes", prefixes)
-        self._ask((self.name, _OWN_QUESTION), "heard", None, self.list_workers(), (), lambda *_: done.set())
+        self._ask((self.name, _OWN_QUERY), "heard", None, self.list_workers(), (), lambda *_: done.set())
         await done.wait()
 
     def list_records(self) -> dict[str, dict[str, Any]]:
-        """Return the record of each key, except those without renewal for a long time."""
+        """Return all records by key. Drop the records without renewal for ``STALE_SECONDS`` first."""
         stale_before = self._clock() - STALE_SECONDS
         for key in [key for key, renewed_at in self._renewed_at.items() if renewed_at < stale_before]:
             del self._records[key], self._renewed_at[key]
         return self._records
 
     def send_limits(self, running: dict[str, int], charged: dict[str, int]) -> None:
-        """Send the other routers the usage of the limits here."""
+        """Send the other routers the usage of the limits at this router."""
         if self.routers is not None:
             self.routers.send_message("limits", self.name, running, charged)
 
     def _on_record(self, source: str, key: str, record: Any) -> None:
-        """Forward a record, merged with the stored one; also to the worker that sent it, if that had older parts."""
+        """Merge a record with the stored one, and forward the result. Return it to a sender that had older parts."""
         kept = self._keep_record(key, record)
         if kept is not None:
             self._forward(source, "keep", key, kept)
@@ -174,19 +175,19 @@ class Hub:
             self._send_to_worker(source, "keep", key, known)
 
     def _keep_record(self, key: str, record: Any) -> dict[str, Any] | None:
-        """Store the later parts of a record and of the stored one.
+        """Merge a record with the stored one, and store the result.
 
         Returns:
-            The record that is stored now; None if ``record`` is invalid or completely outdated.
+            The record that is stored now; None if ``record`` is invalid, or has no part later than the stored record.
         """
         known = self._records.get(key)
         try:
             kept = merge_records(known, record)
         except ValueError as exc:
-            _log.error("a record of %.100s is left aside: %s", key, exc)
+            _log.error("an invalid record of %.100s is ignored: %s", key, exc)
             return None
         if known is None:
-            self.list_records()  # one more record: others may be dropped
+            self.list_records()  # drops old records, so that their number stays bounded
         elif kept == known != record:
             return None
         self._records[key] = kept
@@ -202,39 +203,39 @@ class Hub:
         routers: Sequence[str],
         deliver: Callable[[str, int, list[Any]], None],
     ) -> None:
-        """Send a question to these workers, except the asker, and to these routers.
+        """Send a query to ``workers``, except the asker, and to ``routers``.
 
         Args:
-            key: the asker, and its own number for the question.
-            deliver: called with the key and the answers, once all have arrived or the time is over.
+            key: name of the asker, and the number that it gave the query.
+            deliver: called with both parts of ``key`` and the answers, when all have answered or the time is over.
         """
-        timer = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._close_question, key)
+        timer = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._close_query, key)
         asked = [name for name in workers if name != key[0]]
-        self._questions[key] = _Question({*asked, *routers}, timer, deliver)
+        self._queries[key] = _Query({*asked, *routers}, timer, deliver)
         for name in asked:
             self._workers[name].send_message("ask", *key, topic, content)
         if routers and self.routers is not None:
             self.routers.send_message("ask", *key, topic, content)
         if not asked and not routers:
-            self._close_question(key)
+            self._close_query(key)
 
     def _note_answers(self, key: tuple[str, int], name: str, answers: list[Any]) -> None:
-        question = self._questions.get(key)
-        if question is None or name not in question.waiting_for:
+        query = self._queries.get(key)
+        if query is None or name not in query.waiting_for:
             return
-        question.waiting_for.remove(name)
-        question.answers += answers
-        if not question.waiting_for:
-            self._close_question(key)
+        query.waiting_for.remove(name)
+        query.answers += answers
+        if not query.waiting_for:
+            self._close_query(key)
 
-    def _close_question(self, key: tuple[str, int]) -> None:
-        question = self._questions.pop(key, None)
-        if question is not None:
-            question.timer.cancel()
-            question.deliver(*key, question.answers)
+    def _close_query(self, key: tuple[str, int]) -> None:
+        query = self._queries.pop(key, None)
+        if query is not None:
+            query.timer.cancel()
+            query.deliver(*key, query.answers)
 
     def _send_answers(self, source: str, asker: str, number: int, answers: list[Any]) -> None:
-        """Send answers to the worker that asked, or to the router where one did."""
+        """Send answers to the worker ``source``; if it is ``""``, to the router whose worker has asked."""
         message = ("answers", asker, number, self.name, answers)
         if source:
             self._send_to_worker(source, *message)
@@ -242,7 +243,7 @@ class Hub:
             self.routers.send_message(*message)
 
     def _send_figures(self, asker: str, number: int, answers: list[Any]) -> None:
-        """Send a worker the metrics of all others; for those that have not answered in time, the last ones."""
+        """Send a worker the metrics of all others. For a worker that has not answered, send its previous metrics."""
         for name, figures in answers:
             self._counters.note_figures(name, figures)
         self._send_answers(asker, asker, number, self._counters.list_others(asker))
@@ -256,7 +257,7 @@ class Hub:
             self._workers[name].send_message(*message)
 
     def _forward(self, source: str, *message: Any) -> None:
-        """Send a message to all workers except ``source``; if a worker sent it, to the other routers, too."""
+        """Send a message to all workers except ``source``. If ``source`` is a worker, also to the other routers."""
         for name, channel in self._workers.items():
             if name != source:
                 channel.send_message(*message)
@@ -265,9 +266,9 @@ class Hub:
 
 
 class RetiredCounters:
-    """Last metrics of live workers, plus counters of dead ones: the router's sums never decrease.
+    """Stores the last metrics of each worker, and the counters of dead workers. So the router's sums never decrease.
 
-    Prometheus regards a decreasing counter as restarted, and would add its whole value again.
+    Prometheus treats a decreasing counter as restarted, and would count its whole value again.
     """
 
     def __init__(self) -> None:
@@ -275,28 +276,28 @@ class RetiredCounters:
         self._gone: _Figures = []
 
     def __repr__(self) -> str:
-        return f"<RetiredCounters of {list(self._last)} and those gone>"
+        return f"<RetiredCounters of {list(self._last)} and dead workers>"
 
     def note_figures(self, worker: str, figures: _Figures) -> None:
-        """Store a worker's metrics."""
+        """Store the latest metrics of a worker."""
         self._last[worker] = figures
 
     def remove_worker(self, worker: str) -> None:
-        """Remove a worker that is gone; its last known counters stay."""
+        """Remove a worker that has ended. Its last known counters stay in the sums."""
         figures = self._last.pop(worker, None)
         if figures is not None:
-            from router.telemetry import add_counts  # not needed while no worker dies
+            from router.telemetry import add_counts  # imported here, because it is needed only if a worker dies
 
             self._gone = add_counts(self._gone, figures)
 
     def list_others(self, asker: str) -> list[_Figures]:
-        """Return the metrics of all workers except ``asker``, including those that are gone."""
+        """Return the metrics of all workers except ``asker``, and the counters of dead workers."""
         others = [figures for worker, figures in self._last.items() if worker != asker]
         return [*others, self._gone] if self._gone else others
 
 
-class _Question:
-    """A question that some peers have not answered yet."""
+class _Query:
+    """A query that some peers have not answered yet."""
 
     def __init__(
         self,

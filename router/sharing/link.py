@@ -1,12 +1,12 @@
 """Link: a process's connection to its peers: the router's other workers and, through the supervisor, other routers.
 
-The peers receive all messages of a process in the order of sending. There are three kinds:
+The peers receive the messages of a process in the order of sending. There are three kinds:
 
-event      something has happened that may concern the peers
-record     data that processes started later need, too; the peers get it immediately
-question   a query that each of the peers answers
+event      something has happened; the peers that subscribed to its topic receive it
+record     data of an instance; the present peers receive it now, and processes that start later receive it, too
+query      a question that each of the peers answers
 
-A router with a single process has no peers: its link is never connected, and sends and receives nothing.
+A router with a single process has no peers. Its link is never connected, and sends and receives nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Link"]
 
 _log = logging.getLogger("router.sharing.link")
 
-# The peers answer from memory. If one does not answer in this time, it hangs, and the result lacks its answer.
+# Peers answer from memory. A peer that does not answer within this time hangs. The result then lacks its answer.
 ANSWER_SECONDS = 1.0
 
 
@@ -38,18 +38,18 @@ class Link:
         """
         Args:
             name: name of this process for its peers.
-            is_first: whether this process does the work that one of the router's processes should do for all.
-            is_replacement: whether this process has replaced one that died.
-            num_replaced: how many of the router's processes had died and been replaced when this one started.
+            is_first: whether this process does the work that only one process of the router must do.
+            is_replacement: whether this process has replaced a worker that died.
+            num_replaced: number of the router's workers that had died and been replaced when this process started.
         """
         self.name, self.is_first = name, is_first
         self.is_replacement, self.num_replaced = is_replacement, num_replaced
         self.is_alone = True
-        """Whether there are never any peers."""
+        """Whether this is the only process, so that it never has peers."""
         self.trouble = ""
-        """Why other routers cannot be reached; ``""`` if they can, or there are none."""
+        """Why the other routers cannot be reached; ``""`` if they can be reached, or if there is no shared state."""
         self.is_leaving = False
-        """Whether the router ends soon."""
+        """Whether the router will stop soon."""
         self._grace: float | None = None  # set when the supervisor orders a stop
         self._leave_callback: Callable[[], None] | None = None
         self._stop_callback: Callable[[float], None] | None = None
@@ -66,41 +66,39 @@ class Link:
         self._answering: set[asyncio.Task[None]] = set()
 
     async def connect(self, channel: socket.socket) -> None:
-        """Connect to the supervisor, and wait for the stored records."""
+        """Connect to the supervisor, and wait until it has sent the stored records."""
         self.is_alone = False
         self._channel = await open_channel(channel, self.on_message, self._on_lost)
         await self._has_records.wait()
 
     def disconnect(self) -> None:
-        """Disconnect, at the process's end."""
+        """Close the connection to the supervisor, because this process ends."""
         self._grace = 0.0
         if self._channel is not None:
             self._channel.close()
 
     def is_of_same_router(self, name: str) -> bool:
-        """Return whether the process with this name belongs to the same router, which has one common log."""
+        """Return whether the named process belongs to the same router. A router's processes write one common log."""
         return name.partition("-")[0] == self.name.partition("-")[0]
 
     def subscribe_to_leave(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the router is about to end; immediately if it already is."""
+        """Call ``callback`` when the router will stop soon; immediately if this is known already."""
         self._leave_callback = callback
         if self.is_leaving:
             callback()
 
     def subscribe_to_stop(self, callback: Callable[[float], None]) -> None:
-        """Call ``callback`` with the grace time in seconds when this process has to end, or immediately if it has
-        to.
-        """
+        """Call ``callback`` with the grace time in seconds when this process must end; at once if it must already."""
         self._stop_callback = callback
         if self._grace is not None:
             callback(self._grace)
 
     def subscribe_to_topic(self, topic: str, callback: Callable[[str, Any], None]) -> None:
-        """Call ``callback`` with the sender and the content of each event that peers publish on ``topic``."""
+        """Call ``callback`` with the sender and the content of each event that a peer publishes on ``topic``."""
         self._topics[topic] = callback
 
     def subscribe_to_records(self, callback: Callable[[str, Any], None]) -> None:
-        """Call ``callback`` with key and record of all present and later records from peers."""
+        """Call ``callback`` with the key and the record of each present and each later record."""
         self._record_callbacks.append(callback)
         for key, record in self._records.items():
             callback(key, record)
@@ -111,11 +109,11 @@ class Link:
         self._departure_callbacks.append(callback)
 
     def answer_topic(self, topic: str, respond: Callable[[Any], Any | Awaitable[Any]]) -> None:
-        """Answer queries on ``topic`` with the result of ``respond``, which gets their content."""
+        """Answer queries on ``topic`` with the result of ``respond``, which is called with the content of the query."""
         self._responders[topic] = respond
 
     def send_message(self, *message: Any) -> None:
-        """Send the supervisor a message: its kind and its parts. All messages of this process use this method."""
+        """Send a message to the supervisor: its kind and its parts. All messages of this process are sent here."""
         if self._channel is not None:
             self._channel.send_message(*message)
 
@@ -124,15 +122,16 @@ class Link:
         self.send_message("publish", self.name, topic, content)
 
     def keep_record(self, key: str, record: dict[str, Any]) -> None:
-        """Send a record to the peers. It replaces an earlier one of this key; processes that start later get it, too.
+        """Send a record to the peers, also to processes that start later. It replaces an earlier record of this key.
 
         Args:
-            record: its later parts replace those of the stored record; see ``records.py``.
+            key: address of the instance.
+            record: the record. Only its later parts replace those of the stored record; see ``records.py``.
         """
         self.send_message("keep", key, record)
 
     async def wait_for_entry(self, client: str, priority: int, tokens: int) -> list[Any] | None:
-        """Wait until the supervisor admits a request; else return the refusal. If cancelled, it leaves the queue."""
+        """Wait until the supervisor admits a request: return None, or the refusal. Cancellation removes the request."""
         self._num_asked += 1
         number, answer = self._num_asked, asyncio.get_running_loop().create_future()
         try:
@@ -141,9 +140,9 @@ class Link:
             refusal: list[Any] | None = await answer
         except asyncio.CancelledError:
             if answer.cancelled():
-                self.send_message("leave_line", number)
+                self.send_message("cancel_request", number)
             elif answer.result() is None:
-                self.report_end(client, -tokens)  # it was admitted, but its task was cancelled before it was notified
+                self.report_end(client, -tokens)  # it was admitted, but its task was cancelled before it could run
             raise
         finally:
             self._entering.pop(number, None)
@@ -153,11 +152,13 @@ class Link:
         """Notify the supervisor that an admitted request has ended."""
         self.send_message("leave", client, tokens)
 
-    async def ask_others(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
-        """Return the answers of those peers that answered in time.
+    async def ask_peers(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
+        """Send a query to the peers, and return the answers that arrive in time.
 
         Args:
-            everywhere: whether to query the other routers, too.
+            topic: topic of the query.
+            content: content of the query.
+            everywhere: whether to ask the other routers, too.
         """
         if self.is_alone:
             return []
@@ -166,7 +167,7 @@ class Link:
         try:
             self._asked[number] = answers
             self.send_message("ask", self.name, number, topic, content, everywhere)
-            # The supervisor has its own time-out, but it may be gone.
+            # The supervisor has its own, shorter timeout, but the supervisor may have died.
             return await asyncio.wait_for(answers, 2 * ANSWER_SECONDS)
         except asyncio.TimeoutError:  # in Python 3.10, this is not the built-in TimeoutError
             return []
@@ -174,7 +175,7 @@ class Link:
             self._asked.pop(number, None)
 
     def on_message(self, message: list[Any]) -> None:
-        """Handle a message from the supervisor. All messages to this process use this method."""
+        """Handle a message from the supervisor. All messages to this process are received here."""
         match message:
             case ["publish", sender, topic, content]:
                 if callback := self._topics.get(topic):
@@ -192,10 +193,10 @@ class Link:
                 _resolve(self._asked.get(number), answers)
             case ["entered", number, refusal, client, tokens]:
                 if not _resolve(self._entering.get(number), refusal) and refusal is None:
-                    self.report_end(client, -tokens)  # it left the queue, or was cancelled, and does not know yet
+                    self.report_end(client, -tokens)  # the request was cancelled before this answer arrived
             case ["state", trouble]:
                 self.trouble = trouble
-                self._has_records.set()  # the first message of this kind follows the records
+                self._has_records.set()  # the supervisor sends the first message of this kind after all records
             case ["leave"]:
                 self.is_leaving = True
                 if self._leave_callback is not None:
@@ -207,7 +208,7 @@ class Link:
 
     def _on_record(self, key: str, record: Any) -> None:
         if not self._record_callbacks:
-            self._records[key] = record  # for subscribers that are created later, when the router is assembled
+            self._records[key] = record  # for subscribers, which are created after the connection
         for callback in self._record_callbacks:
             callback(key, record)
 
@@ -218,7 +219,7 @@ class Link:
             if inspect.isawaitable(given):
                 given = await given
         except Exception:
-            _log.exception("a question of another process was not answered: %s", topic)
+            _log.exception("a query from another process failed: %s", topic)
         self.send_message("answers", asker, number, self.name, [] if given is None else [given])
 
     def _on_stop(self, grace: float) -> None:
@@ -227,15 +228,15 @@ class Link:
             self._stop_callback(grace)
 
     def _on_lost(self) -> None:
-        """Handle the loss of the supervisor, which also passed the new connections."""
+        """End this process, because its supervisor, which passes it new connections, has died."""
         self._has_records.set()
         if self._grace is None:
-            _log.error("the supervisor of worker %s is gone: it ends", self.name)
+            _log.error("the supervisor of worker %s has died, so the worker ends", self.name)
         self._on_stop(0.0)
 
 
 def _resolve(waiting: asyncio.Future[Any] | None, result: Any) -> bool:
-    """Set the result of a future; return False if nobody waits for it any more."""
+    """Set the result of a future. Return False if no task waits for it any more."""
     if waiting is None or waiting.done():
         return False
     waiting.set_result(result)

@@ -1,4 +1,4 @@
-"""LoadSync: one count of each instance's requests for all processes, at most some milliseconds old."""
+"""LoadSync: counts each instance's requests over all processes. The counts are at most some milliseconds old."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadSync"]
 
-# A change after a pause is sent immediately; further ones at this interval. With 10 ms, sending, forwarding and
-# receiving take a router with two workers some per cent more CPU under full load, and the simulator shows an
-# improvement of at most 1 %.
-TELL_SECONDS = 0.025
-# All counts are sent at this interval, for new processes, and to replace lost messages.
-TELL_ALL_SECONDS = 1.0
+# Minimum time between two messages with changed counts. With 10 ms, a router with two workers under full load needs
+# some per cent more CPU for these messages, and the simulator shows an improvement of at most 1 %.
+SEND_SECONDS = 0.025
+# All counts are sent at this interval, for new processes and to replace lost messages. A process without requests
+# sends its empty counts only MAX_IDLE_REPORTS times in sequence.
+SEND_ALL_SECONDS = 1.0
+MAX_IDLE_REPORTS = 3
 
 # Requests, tokens and queued work, as in ``InstanceLoad``.
 _Figures = tuple[int, int, float]
@@ -27,37 +28,37 @@ _NOTHING: _Figures = (0, 0, 0.0)
 
 
 class SharedLoad(InstanceLoad):
-    """The load of all processes' requests on one instance."""
+    """The load on one instance, by the requests of all processes."""
 
-    __slots__ = ("_on_change", "is_told")
+    __slots__ = ("_on_change", "is_sent")
 
     def __init__(self, key: str, on_change: Callable[[SharedLoad], None]) -> None:
         super().__init__(key)
         self._on_change = on_change
-        self.is_told = True
-        """Whether the last change has been sent to the others."""
+        self.is_sent = True
+        """Whether the last change of this process has been sent to the other processes."""
 
     def add_request(self, tokens: int, work: float) -> None:
-        """See ``InstanceLoad.add_request``."""
+        """Add a request as ``InstanceLoad.add_request`` does, and report the change."""
         InstanceLoad.add_request(self, tokens, work)
-        if self.is_told:
+        if self.is_sent:
             self._on_change(self)
 
     def remove_prefill(self, tokens: int, work: float) -> None:
-        """See ``InstanceLoad.remove_prefill``."""
+        """Remove a prefill as ``InstanceLoad.remove_prefill`` does, and report the change."""
         InstanceLoad.remove_prefill(self, tokens, work)
-        if self.is_told:
+        if self.is_sent:
             self._on_change(self)
 
     def remove_request(self, tokens: int, work: float) -> None:
-        """See ``InstanceLoad.remove_request``."""
+        """Remove a request as ``InstanceLoad.remove_request`` does, and report the change."""
         InstanceLoad.remove_request(self, tokens, work)
-        if self.is_told:
+        if self.is_sent:
             self._on_change(self)
 
 
 class LoadSync:
-    """Adds the other processes' requests to the loads in ``registry``, and sends them this process's counts."""
+    """Adds the other processes' requests to the loads in ``registry``, and sends the others this process's counts."""
 
     def __init__(self, link: Link, registry: Registry) -> None:
         self._link = link
@@ -65,21 +66,25 @@ class LoadSync:
         self._others: dict[str, dict[str, _Figures]] = {}
         self._changed: list[SharedLoad] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._told_at = 0.0
+        self._sent_at = 0.0
+        self._num_idle_reports = 0
         if not link.is_alone:
             registry.make_load = self._make_load
-            link.subscribe_to_topic("load", self._on_load)
+            link.subscribe_to_topic("load", self._on_counts)
             link.subscribe_to_departures(self._forget_process)
 
     def __repr__(self) -> str:
         return f"<LoadSync with {list(self._others)}>"
 
-    async def keep_telling(self) -> None:
-        """Send all counts to the others periodically, until cancelled; return if there are no other processes."""
+    async def keep_sending(self) -> None:
+        """Send all counts to the other processes periodically, until cancelled. If this is the only process, return."""
         while not self._link.is_alone:
-            await asyncio.sleep(TELL_ALL_SECONDS)
-            told = {instance.key: self._own_figures(instance.load) for instance in self._registry}
-            self._link.publish_event("load", [True, told])
+            await asyncio.sleep(SEND_ALL_SECONDS)
+            own = ((instance.key, self._own_figures(instance.load)) for instance in self._registry)
+            counts = {key: figures for key, figures in own if figures[0]}
+            self._num_idle_reports = 0 if counts else self._num_idle_reports + 1
+            if self._num_idle_reports <= MAX_IDLE_REPORTS:
+                self._link.publish_event("load", [True, counts])
 
     def _make_load(self, key: str) -> InstanceLoad:
         load = SharedLoad(key, self._on_change)
@@ -88,38 +93,38 @@ class LoadSync:
         return load
 
     def _on_change(self, load: SharedLoad) -> None:
-        load.is_told = False
+        load.is_sent = False
         self._changed.append(load)
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(max(loop.time(), self._told_at + TELL_SECONDS), self._tell_changes)
+            self._timer = loop.call_at(max(loop.time(), self._sent_at + SEND_SECONDS), self._send_changes)
 
-    def _tell_changes(self) -> None:
+    def _send_changes(self) -> None:
         self._timer = None
-        self._told_at = asyncio.get_running_loop().time()
+        self._sent_at, self._num_idle_reports = asyncio.get_running_loop().time(), 0
         changed, self._changed = self._changed, []
-        told = {}
+        counts = {}
         for load in changed:
-            load.is_told = True
-            # Requests may outlive their instance, whose address another one has by then.
+            load.is_sent = True
+            # A request may end after its instance was removed, when another instance uses the same address.
             if (instance := self._registry.get(load.key)) is not None and instance.load is load:
-                told[load.key] = self._own_figures(load)
-        self._link.publish_event("load", [False, told])
+                counts[load.key] = self._own_figures(load)
+        self._link.publish_event("load", [False, counts])
 
     def _own_figures(self, load: InstanceLoad) -> _Figures:
-        """Return the part of ``load`` that belongs to this process."""
+        """Return the part of ``load`` that comes from this process's requests."""
         requests, tokens, queued = load.requests, load.tokens, load.queued
         for figures in self._others.values():
             theirs = figures.get(load.key, _NOTHING)
             requests, tokens, queued = requests - theirs[0], tokens - theirs[1], queued - theirs[2]
         return requests, tokens, queued
 
-    def _on_load(self, sender: str, content: list[Any]) -> None:
-        is_whole, told = content
+    def _on_counts(self, sender: str, content: list[Any]) -> None:
+        is_whole, counts = content
         known = self._others.setdefault(sender, {})
-        for key in set(known).difference(told) if is_whole else ():
+        for key in set(known).difference(counts) if is_whole else ():
             self._set_figures(known, key, _NOTHING)
-        for key, figures in told.items():
+        for key, figures in counts.items():
             self._set_figures(known, key, tuple(figures))
 
     def _set_figures(self, known: dict[str, _Figures], key: str, figures: _Figures) -> None:
@@ -127,7 +132,7 @@ class LoadSync:
         if figures[0]:
             known[key] = figures
         else:
-            figures = _NOTHING  # without requests there is no work, except for rounding errors
+            figures = _NOTHING  # without requests, tokens and queued work can only be rounding errors
         if (instance := self._registry.get(key)) is not None:
             _replace_figures(instance.load, before, figures)
 

@@ -1,4 +1,4 @@
-"""PrefixSync: one index of prefixes for all processes: a prompt placed by one is soon known to the others."""
+"""PrefixSync: keeps the same index of prefixes in all processes. Each process sends the others what it has placed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ __all__ = ["PrefixSync"]
 
 _log = logging.getLogger("router.sharing.prefix_sync")
 
-TELL_SECONDS = 0.1
-# As many are sent earlier: the peers add a message's chunks in one step, which takes 0.3 microseconds for each.
-MAX_CHUNKS_TOLD = 2048
+SEND_SECONDS = 0.1
+# If this many chunks wait, they are sent at once. (The peers add all chunks of a message in one step of their event
+# loop, which takes 0.3 microseconds for each chunk.)
+MAX_CHUNKS_WAITING = 2048
 
-# By role: how many chunks the policy knows, and its dump.
+# For each role: the number of chunks that the policy knows, and its dump.
 _Prefixes = Mapping[str, Sequence[Any]]
 
 
 class PrefixSync:
-    """Sends the other processes the placed prompts, and adds theirs to the policies."""
+    """Sends the prompts that this process has placed to the other processes, and adds theirs to the policies."""
 
     def __init__(self, link: Link, policies: Mapping[Role, Policy]) -> None:
         self._link = link
         self._policies = {role.value: each for role, each in policies.items() if isinstance(each, PrefixPolicy)}
-        # Keys are role, instance and last hash, which identifies all hashes before it.
+        # Keys are role, instance and the last hash, which depends on all hashes before it.
         self._placed: dict[tuple[str, str, int], bytes] = {}
         self._num_chunks = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -44,23 +45,23 @@ class PrefixSync:
             link.subscribe_to_topic("prefixes", self._on_prefixes)
             link.answer_topic("prefixes", self._dump_prefixes)
 
-    async def take_over(self) -> None:
-        """Load everything that another process knows, if there is one: this process is new."""
-        for prefixes in await self._link.ask_others("prefixes"):
+    async def load_from_peers(self) -> None:
+        """Load all prefixes that the other processes know. A new process calls this at its start."""
+        for prefixes in await self._link.ask_peers("prefixes"):
             self._load_prefixes(prefixes)
 
     def _on_chain(self, role: str, chunks: Sequence[int], key: str) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell_chains)
+            self._timer = asyncio.get_running_loop().call_later(SEND_SECONDS, self._send_chains)
         placed = (role, key, chunks[-1])
         if placed not in self._placed:
             self._placed[placed] = array("Q", chunks).tobytes()
             self._num_chunks += len(chunks)
-            if self._num_chunks >= MAX_CHUNKS_TOLD:
+            if self._num_chunks >= MAX_CHUNKS_WAITING:
                 self._timer.cancel()
-                self._tell_chains()
+                self._send_chains()
 
-    def _tell_chains(self) -> None:
+    def _send_chains(self) -> None:
         self._timer, self._num_chunks = None, 0
         placed, self._placed = self._placed, {}
         self._link.publish_event("chains", [(role, key, data) for (role, key, _), data in placed.items()])
@@ -71,17 +72,17 @@ class PrefixSync:
                 policy.note_chain(array("Q", data), key)
 
     def _on_prefixes(self, _: str, prefixes: _Prefixes) -> None:
-        """Load the prefixes that another router knows."""
+        """Load the prefixes of another router."""
         self._load_prefixes(prefixes)
 
     def _load_prefixes(self, prefixes: _Prefixes) -> None:
-        """Load the prefixes of each policy that knows fewer itself, because they replace its own."""
+        """Load the prefixes for each policy that knows fewer. They replace the policy's own prefixes."""
         for role, (num_chunks, dump) in prefixes.items():
             try:
                 if num_chunks > self._policies[role].num_chunks:
                     self._policies[role].load_dump(dump)
-            except Exception as exc:  # optional: without them this process works, too
-                _log.warning("the prefixes of another process are not taken over: %r", exc)
+            except Exception as exc:  # the process also works without these prefixes
+                _log.warning("prefixes from another process are ignored: %r", exc)
 
     async def _dump_prefixes(self, _: None) -> _Prefixes:
         dumps = {role: (policy.num_chunks, policy.prepare_dump()) for role, policy in self._policies.items()}

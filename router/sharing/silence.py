@@ -1,13 +1,14 @@
 """Silence: for how long a worker was able to send a message, and did not.
 
-A worker that gets no CPU is silent, too, but it does not hang. Killing it would lose its requests, and cost the machine
-the start of another process. So the time during which it waited for a CPU does not count, according to the kernel:
+A worker that gets no CPU is silent, too, but it does not hang. Killing this worker would lose its requests, and the
+machine would have to start another process. So the time during which the worker waited for a CPU does not count. The
+kernel reports this time:
 
 state in /proc                          counts as silence
 T (stopped), S (waits for an event)     yes
 R (runnable), with a CPU                yes: one piece of work blocks its event loop
 R, without a CPU                        no
-D (waits for a disk, or memory)         no: it could not even be killed
+D (waits for a disk, or memory)         no: such a process cannot even be killed
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ _NANOSECONDS = 1e9
 
 
 class ThreadTimes(NamedTuple):
-    """The kernel's counters for a process's main thread."""
+    """The state of a process's main thread, and for how long it has run and has waited, as the kernel counts."""
 
     state: str
     ran: float
-    """Seconds for which it had a CPU."""
+    """Seconds for which the thread had a CPU."""
     waited: float
-    """Seconds for which it was runnable without a CPU, up to the moment at which it last got one."""
+    """Seconds for which the thread was runnable without a CPU, until it last got one."""
 
 
 def read_thread_times(pid: int) -> ThreadTimes | None:
     """Return the times of a process's main thread; None if this system does not report them."""
     folder = Path(f"/proc/{pid}/task/{pid}")
     try:
-        # The program's name is in parentheses, and may contain some itself.
+        # The program's name is in parentheses, and may itself contain parentheses.
         state, *fields = (folder / "stat").read_text().rpartition(")")[2].split()
         ran = (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
@@ -49,7 +50,7 @@ def read_thread_times(pid: int) -> ThreadTimes | None:
 
 
 class Silence:
-    """Duration of one worker's silence."""
+    """Measures for how long one worker has been silent although it could run."""
 
     def __init__(
         self,
@@ -59,30 +60,31 @@ class Silence:
     ) -> None:
         """
         Args:
-            clock: clock in seconds that stops while the receiving process cannot receive.
-            read_times: returns the times of the worker's main thread, which serves.
+            pid: process id of the worker.
+            clock: clock in seconds. It stops while the receiving process cannot receive.
+            read_times: returns the times of the worker's main thread, which runs its event loop.
         """
         self._pid = pid
         self._clock = clock
         self._read_times = read_times
-        self.note_word()
+        self.note_message()
 
     def __repr__(self) -> str:
         return f"<Silence of {self._pid} since {self.began_at:.1f}>"
 
-    def note_word(self) -> None:
-        """Note that it has sent a message."""
+    def note_message(self) -> None:
+        """Record that the worker has sent a message."""
         self.began_at = self._clock()
-        """Time of its last message."""
+        """Time of the worker's last message."""
         self.is_reported = False
-        """Whether its silence has been logged."""
+        """Whether this silence has been logged."""
         self._first: ThreadTimes | None = None
         self._last: ThreadTimes | None = None
         self._last_at = self.began_at
         self._waited_unseen = 0.0
 
     def measure(self) -> float:
-        """Return the seconds in which it was able to send a message. Call this periodically while it is silent."""
+        """Return for how many seconds the worker could run but sent nothing. Call this only while it is silent."""
         now, times = self._clock(), self._read_times(self._pid)
         waited = 0.0
         if times is not None:
@@ -90,12 +92,12 @@ class Silence:
         return max(0.0, now - self.began_at - waited)
 
     def _count_waiting(self, times: ThreadTimes, now: float) -> float:
-        """Return the seconds for which it has waited for a CPU, or for a disk."""
+        """Return for how many seconds the worker has waited for a CPU or a disk since the first call of ``measure``."""
         if self._first is None or self._last is None:
             self._first = times
         elif times.state in "RD" and self._last.state in "RD":
-            # The kernel counts a wait when it is over. A wait in progress is detected by a CPU time that does not
-            # change.
+            # The kernel adds a wait to its count only at the end of the wait. A wait in progress shows in a CPU time
+            # that does not grow.
             self._waited_unseen += max(0.0, now - self._last_at - (times.ran - self._last.ran))
         self._last, self._last_at = times, now
         return max(self._waited_unseen, times.waited - self._first.waited)

@@ -1,7 +1,7 @@
 """Supervisor: starts workers, replaces those that die or hang, and passes each new connection to the least busy one.
 
-It accepts connections itself, so that a dying worker ends only the connections that it served. Further ones go to the
-others. While no worker lives, new connections wait in the listener's queue.
+The supervisor accepts connections itself. So if a worker dies, only the connections that it served end, and new ones go
+to the other workers. While no worker lives, new connections wait in the listener's queue.
 """
 
 from __future__ import annotations
@@ -35,49 +35,49 @@ __all__ = ["LEAVING", "Supervisor", "WorkerTask", "start_forkserver"]
 
 _log = logging.getLogger("router.sharing.supervisor")
 
-# A worker without a message for this time gets no new connections. A worker that was able to send one for this time,
-# and did not, is killed; see ``silence.py``.
+# QUIET: a worker that sends no message for this time gets no new connections. HUNG: a worker that could have sent a
+# message for this time, and did not, is killed; see ``silence.py``.
 QUIET_SECONDS = 2.0
 HUNG_SECONDS = 15.0
-# A worker that dies younger than this is replaced after a pause that doubles each time.
-YOUNG_SECONDS = 5.0
+# If a worker dies sooner than this after its start, the pause before the next start doubles, up to LAST_PAUSE_SECONDS.
+EARLY_DEATH_SECONDS = 5.0
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.05, 5.0
-# After the grace time, stopping workers get this additional time.
+# Stopping workers that are still running this time after the grace time are killed.
 STOP_SECONDS = 5.0
 CHECK_SECONDS = 0.5
 # Maximum number of connections accepted in one turn of the event loop.
 MAX_ACCEPTED_AT_ONCE = 64
-# If there is no file descriptor left for a connection, none is accepted for this time.
+# If a connection cannot be accepted because no file descriptor is left, none is accepted for this time.
 ACCEPT_PAUSE_SECONDS = 0.5
 
 
-LEAVING = "stopping: /ready says 503; requests are taken for %g s more, so that load balancers find out first"
+LEAVING = "stopping: /ready returns 503; requests are accepted for %g s more, so that load balancers notice it first"
 
 
 class WorkerTask(NamedTuple):
-    """All data that a new worker gets."""
+    """The data that a new worker gets."""
 
     settings: RouterSettings
     name: str
     is_first: bool
     is_replacement: bool
     num_replaced: int
-    """How many workers have replaced one that died, including this one."""
+    """Number of workers that have replaced a dead one, including this worker."""
     channel: socket.socket
-    """Its end of the channel to the supervisor."""
+    """The worker's end of the channel to the supervisor."""
     connections: socket.socket
-    """Receives clients' connections."""
+    """The socket over which the worker receives clients' connections."""
 
 
 def start_forkserver(module: str) -> None:
-    """Start the process from which workers are forked, in parallel with this one, with ``module`` preloaded."""
+    """Start the process from which workers are forked, without waiting for it. It imports ``module`` in advance."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
     forkserver.ensure_running()
 
 
 class Supervisor:
-    """The workers of one router."""
+    """Runs the workers of one router."""
 
     def __init__(
         self,
@@ -89,9 +89,10 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            listener: bound and listening.
-            run_worker: the main function of a new process; it sends ``ready`` or ``refuse``, and then ``count``.
-            graces: the seconds that running requests get at each signal that ends the router.
+            settings: the router's settings.
+            listener: a socket that is bound and listening.
+            run_worker: the main function of a worker. It sends the message ``ready`` or ``refuse``, and then ``count``.
+            graces: for each signal that ends the router, the seconds that running requests get.
             admission: the router's limits.
         """
         self._settings = settings
@@ -110,7 +111,7 @@ class Supervisor:
         self._num_started = 0
         self._was_ready = asyncio.Event()
         self._is_stopping = False
-        self._stop: asyncio.TimerHandle | None = None  # set when it has to end after a delay
+        self._stop: asyncio.TimerHandle | None = None  # set when the router has to end after a delay
         self._kills_at = 0.0
         self._refusal = ""
         self._starts: set[asyncio.Task[None]] = set()
@@ -120,7 +121,7 @@ class Supervisor:
         return f"<Supervisor {list(self._workers.values())}>"
 
     async def run_until_signal(self, on_ready: Callable[[], None]) -> str:
-        """Serve until a signal ends it; then all workers have ended.
+        """Serve until a signal arrives, and return when all workers have ended.
 
         Args:
             on_ready: called when all workers have started.
@@ -129,7 +130,7 @@ class Supervisor:
             SettingsError: the address of the shared state is invalid.
 
         Returns:
-            Why the workers cannot start, in one sentence; ``""`` after a normal end.
+            A sentence that says why the workers cannot start; ``""`` after a normal end.
         """
         loop = asyncio.get_running_loop()
         ticking = asyncio.ensure_future(self._clock.keep_ticking())
@@ -157,7 +158,7 @@ class Supervisor:
 
     async def _announce_ready(self, on_ready: Callable[[], None], shared_state: SharedState | None) -> None:
         await self._was_ready.wait()
-        if shared_state is not None:  # so that the first client finds the instances that the other routers know
+        if shared_state is not None:  # load the instances that the other routers know before the first client's request
             await shared_state.wait_for_records()
             await self._share_prefixes(shared_state)
         on_ready()
@@ -171,7 +172,7 @@ class Supervisor:
     async def _start_worker(self, place: int, *, is_replacement: bool) -> None:
         self._num_started += 1
         num_replaced = max(0, self._num_started - self._settings.num_workers)
-        # A name is never reused: messages about a dead worker must not apply to its successor.
+        # A name is never used again: messages about a dead worker must not apply to the next one.
         name = f"{self._prefix}-{place}-{self._num_started}"
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             channel, their_channel = socket.socketpair()
@@ -185,14 +186,14 @@ class Supervisor:
             )
             process = self._context.Process(target=self._run_worker, args=(task,), daemon=True)
             process.start()
-            ours.pop_all()  # they are closed with the worker
+            ours.pop_all()  # ``_Worker.close`` closes them
         worker = self._workers[name] = _Worker(name, place, process, connections, self._clock)
         worker.channel = await open_channel(
             channel, lambda message: self._on_message(worker, message), lambda: self._on_lost(worker)
         )
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, worker)
         self._hub.add_worker(name, worker.channel)
-        if self._is_stopping:  # the others were notified while this one started
+        if self._is_stopping:  # the other workers were notified while this one started
             worker.channel.send_message("stop", max(0.0, self._kills_at - STOP_SECONDS - self._clock.now()))
         elif self._stop is not None:
             self._hub.send_to_workers("leave")
@@ -201,13 +202,13 @@ class Supervisor:
         match message:
             case ["ready"]:
                 worker.is_ready = True
-                worker.silence.note_word()
+                worker.silence.note_message()
                 if self._was_ready.is_set() and len(self._workers) == 1 and self._hub.routers is not None:
-                    self._sharing = asyncio.ensure_future(self._share_prefixes(self._hub.routers))  # no other has them
+                    self._sharing = asyncio.ensure_future(self._share_prefixes(self._hub.routers))  # no worker has them
                 elif all(each.is_ready for each in self._workers.values()):
                     self._was_ready.set()
             case ["count", int(connections), int(taken)]:
-                worker.silence.note_word()
+                worker.silence.note_message()
                 worker.num_connections, worker.num_taken = connections, taken
             case ["log", level, logger, text]:
                 logging.getLogger(logger).log(level, "%s", text)
@@ -217,7 +218,7 @@ class Supervisor:
                 self._hub.on_message(worker.name, message)
 
     def _on_refusal(self, worker: _Worker, sentence: str) -> None:
-        """Handle that a worker cannot start."""
+        """Handle a worker that cannot start. During the first start, the router ends."""
         if self._was_ready.is_set():
             _log.error("worker %s cannot start: %s", worker.name, sentence)
         elif not self._refusal:
@@ -225,11 +226,11 @@ class Supervisor:
             self._stop_workers(0.0)
 
     def _on_lost(self, worker: _Worker) -> None:
-        """Handle that a worker has closed its channel, as it does at its end; ``_on_death`` handles its death."""
+        """Stop passing connections to a worker that has closed its channel. ``_on_death`` handles its end."""
         worker.is_ready = False
 
     def _on_death(self, worker: _Worker) -> None:
-        """Handle the end of a worker's process."""
+        """Handle the end of a worker's process, and start another worker."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(worker.process.sentinel)
         worker.process.join()
@@ -239,10 +240,10 @@ class Supervisor:
         if self._is_stopping:
             return
         code = worker.process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        _log.error("worker %s %s; another one takes its place", worker.name, how)
-        is_young = time.monotonic() - worker.started_at < YOUNG_SECONDS
-        self._pause = min(LAST_PAUSE_SECONDS, 2 * self._pause) if is_young else FIRST_PAUSE_SECONDS
+        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        _log.error("worker %s %s; another one replaces it", worker.name, ending)
+        died_early = time.monotonic() - worker.started_at < EARLY_DEATH_SECONDS
+        self._pause = min(LAST_PAUSE_SECONDS, 2 * self._pause) if died_early else FIRST_PAUSE_SECONDS
         start = asyncio.ensure_future(self._replace_worker(worker.place))
         self._starts.add(start)
         start.add_done_callback(self._starts.discard)
@@ -254,31 +255,31 @@ class Supervisor:
                 return
             try:
                 await self._start_worker(place, is_replacement=True)
-            except (OSError, EOFError) as exc:  # no memory, no file descriptors, or no fork server
-                _log.error("no worker can be started, which is tried again in %g s: %s", LAST_PAUSE_SECONDS, exc)
+            except (OSError, EOFError) as exc:  # no memory or file descriptor is left, or the fork server has died
+                _log.error("a worker cannot be started; the next attempt is in %g s: %s", LAST_PAUSE_SECONDS, exc)
                 self._pause = LAST_PAUSE_SECONDS
             else:
                 return
 
     def _check_workers(self) -> None:
-        """Kill workers that hang, or have not ended in time."""
+        """Kill workers that hang, and those that have not ended in time."""
         now = self._clock.now()
         for worker in self._workers.values():
             if self._is_stopping:
                 if now > self._kills_at:
                     worker.process.kill()
             elif now - worker.silence.began_at > QUIET_SECONDS:
-                self._judge_silence(worker, now - worker.silence.began_at)
+                self._handle_silence(worker, now - worker.silence.began_at)
 
-    def _judge_silence(self, worker: _Worker, seconds: float) -> None:
-        """Kill a worker that hangs, but not one that gets no CPU."""
+    def _handle_silence(self, worker: _Worker, seconds: float) -> None:
+        """Kill a worker that hangs. If it only waits for a CPU, log a warning."""
         counted = worker.silence.measure()
         if counted > HUNG_SECONDS:
-            _log.error("worker %s has said nothing for %.0f s and is killed", worker.name, counted)
+            _log.error("worker %s has not responded for %.0f s and is killed", worker.name, counted)
             worker.process.kill()
         elif seconds > HUNG_SECONDS and not worker.silence.is_reported:
             worker.silence.is_reported = True
-            message = "worker %s has said nothing for %.0f s, and had to wait for a CPU or a disk for %.0f s of them"
+            message = "worker %s has not responded for %.0f s; it waited for a CPU or a disk for %.0f s of this time"
             _log.warning(message, worker.name, seconds, seconds - counted)
 
     def _on_signal(self, sent: signal.Signals) -> None:
@@ -293,7 +294,7 @@ class Supervisor:
             self._stop_workers(grace)
 
     def _stop_workers(self, grace: float) -> None:
-        """Accept no new connections; let workers finish their requests within ``grace`` seconds."""
+        """Accept no new connections, and let the workers finish their requests within ``grace`` seconds."""
         if self._stop is not None:
             self._stop.cancel()
         if not self._is_stopping:
@@ -306,9 +307,9 @@ class Supervisor:
         self._hub.send_to_workers("stop", grace)
 
     def _accept_connections(self) -> None:
-        """Pass waiting connections to workers; while there is no worker, they wait in the listener's queue."""
+        """Pass waiting connections to workers. While there is no worker, connections wait in the listener's queue."""
         for _ in range(MAX_ACCEPTED_AT_ONCE):
-            workers = self._list_idlest()
+            workers = self._list_by_load()
             if not workers:
                 self._pause_accepting(FIRST_PAUSE_SECONDS)
                 return
@@ -321,7 +322,7 @@ class Supervisor:
                 self._pause_accepting(ACCEPT_PAUSE_SECONDS)
                 return
             taker = next((each for each in workers if send_connection(each.connections, connection)), None)
-            if taker is None:  # all have just died, or are full: the next worker gets it
+            if taker is None:  # all workers have just died, or their sockets are full: try again later
                 self._waiting = connection
                 self._pause_accepting(FIRST_PAUSE_SECONDS)
                 return
@@ -339,15 +340,15 @@ class Supervisor:
             asyncio.get_running_loop().add_reader(self._listener, self._accept_connections)
             self._accept_connections()
 
-    def _list_idlest(self) -> list[_Worker]:
-        """Return the workers that may get a connection, the one with the fewest first, silent ones last."""
+    def _list_by_load(self) -> list[_Worker]:
+        """Return the workers that may get a connection: the one with the fewest connections first, silent ones last."""
         quiet_before = self._clock.now() - QUIET_SECONDS
         ready = [worker for worker in self._workers.values() if worker.is_ready]
         return sorted(ready, key=lambda worker: (worker.silence.began_at < quiet_before, worker.load))
 
 
 class _Worker:
-    """One worker, as its supervisor sees it."""
+    """One worker, as its supervisor knows it."""
 
     channel: MessageChannel
 
@@ -359,7 +360,7 @@ class _Worker:
         self.process = process
         self.connections = connections
         self.started_at = time.monotonic()
-        assert process.pid is not None  # it was started
+        assert process.pid is not None  # because the process was started
         self.silence = Silence(process.pid, clock.now)
         self.is_ready = False
         self.num_connections = self.num_taken = self.num_given = 0
@@ -369,10 +370,10 @@ class _Worker:
 
     @property
     def load(self) -> int:
-        """Number of its connections: those in its last report, and those passed since."""
+        """Number of the worker's connections: those in its last report, and those passed since."""
         return self.num_connections + self.num_given - self.num_taken
 
     def close(self) -> None:
-        """Close this end of all connections to it."""
+        """Close the supervisor's ends of the worker's sockets."""
         self.channel.close()
         self.connections.close()

@@ -1,15 +1,15 @@
 """Telemetry: data about requests for operators.
 
-records.py   RequestRecord: data of one request at its end
-audit.py     Audit: one record per request, its line in the access log, and its explanation
-flight_recorder.py  FlightRecorder: the last minutes of records and of the fleet's changes, in files for after a crash
+records.py   RequestRecord: the data of one request at its end
+audit.py     Audit: stores the records, writes the access log, and explains requests
+flight_recorder.py  FlightRecorder: files with the last minutes of requests and changes of instances, for after a crash
 metrics.py   RouterMetrics: metrics for Prometheus
 tracing.py   Tracer: spans for OpenTelemetry
 merge.py     merges the metrics of several processes
-need.py      InstancesNeeded: how many instances the traffic needs, for autoscalers
+need.py      InstancesNeeded: the number of instances that the traffic needs, for autoscalers
 """
 
-from router.telemetry.audit import MAX_RECORDS, Audit
+from router.telemetry.audit import MAX_RECORDS, Audit, merge_sessions
 from router.telemetry.flight_recorder import FlightRecorder, RecordingError, find_recordings, find_ring, read_recording
 from router.telemetry.merge import add_counts
 from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
@@ -34,6 +34,7 @@ __all__ = [
     "add_counts",
     "find_recordings",
     "find_ring",
+    "merge_sessions",
     "open_tracer",
     "read_recording",
 ]

@@ -1,8 +1,8 @@
-"""Audit: one record per request, written as a JSON line to the access log, counted, and stored for explanations.
+"""Audit: receives one record for each request. It writes the access log, and stores the last records for explanations.
 
-A request only appends its record to a list. The event loop passes the records on in batches: to the subscribers that
-count them, and as lines to the log. If the log's reader has stopped reading, lines are dropped and counted, so that
-requests never wait for it.
+A request only adds its record to a list. The event loop passes the records on in batches: to the subscribers, which
+count them, and to the access log, as lines of JSON. If the reader of the log stops reading, lines are dropped and
+counted, so that requests never wait for the log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import select
 import stat
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -24,28 +24,29 @@ import orjson
 from router.settings import RouterSettings, SettingsError
 from router.telemetry.records import RequestRecord
 
-__all__ = ["Audit"]
+__all__ = ["Audit", "merge_sessions"]
 
 _log = logging.getLogger("router.telemetry.audit")
 
 MAX_RECORDS = 10_000
 FLUSH_SECONDS = 0.2
-# About 64 KB of lines. Longer batches would delay other requests.
+# Number of records in a batch, about 64 KB of lines. Longer batches would delay other requests.
 BATCH_RECORDS = 150
-# Maximum number of lines that a slow reader has not taken.
+# Maximum number of lines that wait for a slow reader.
 MAX_BACKLOG_LINES = 10_000
 _FILE_PIECE_BYTES = 65536
-# Longer values are cut, so that a line fits into PIPE_BUF even if every character is escaped.
+# Longer values are cut, so that a line is at most PIPE_BUF bytes long even if every character is escaped.
 PATH_CHARACTERS, ID_CHARACTERS = 300, 128
+_SESSION_SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 class Audit:
-    """Receives the records of ended requests: writes the access log, and stores the last records."""
+    """Receives the records of ended requests, writes the access log, and stores the last records."""
 
     def __init__(self, settings: RouterSettings) -> None:
         """
         Raises:
-            SettingsError: the access log's file cannot be written.
+            SettingsError: the file of the access log cannot be opened.
         """
         self._records: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
         self.lost_lines = 0
@@ -57,11 +58,11 @@ class Audit:
 
     @property
     def records(self) -> Sequence[RequestRecord]:
-        """The last requests, oldest first."""
+        """The records of the last requests, oldest first."""
         return self._records
 
     def add_record(self, record: RequestRecord) -> None:
-        """Store the record of an ended request; it is counted, and its line written, soon."""
+        """Store the record of an ended request. It is passed on with the next batch."""
         self._records.append(record)
         pending = self._pending
         pending.append(record)
@@ -71,11 +72,11 @@ class Audit:
             asyncio.get_running_loop().call_soon(self.flush_records)
 
     def subscribe_to_batches(self, callback: Callable[[Sequence[RequestRecord]], None]) -> None:
-        """Call ``callback`` with the records that were added since its last call, in order."""
+        """Call ``callback`` with each batch of records. Each record is in one batch, in the order of ``add_record``."""
         self._batch_callbacks.append(callback)
 
     def flush_records(self) -> None:
-        """Pass the added records on now: to the subscribers, and to the log as lines."""
+        """Pass the waiting records to the subscribers, and write them as lines to the access log."""
         batch, self._pending = self._pending, []
         for callback in self._batch_callbacks:
             callback(batch)
@@ -83,7 +84,7 @@ class Audit:
             self.lost_lines += self._output.write_lines([_format_line(record) for record in batch])
 
     def close(self) -> None:
-        """Pass on the remaining records, and close the file."""
+        """Pass the remaining records on, and close the access log."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -93,13 +94,32 @@ class Audit:
             self._output = None
 
     def explain_request(self, request_id: str) -> dict[str, Any] | None:
-        """Return the decisions that placed the last request with this id, and its result; None if it is not stored.
+        """Return how the instances of the last request with this id were chosen, and its result; None if it is unknown.
 
-        The id may be the request's own, or the one at engines (with the prefix ``chatcmpl-`` or ``cmpl-``).
+        The id may have the prefix ``chatcmpl-`` or ``cmpl-``, which engines add.
         """
         names = {request_id, request_id.removeprefix("chatcmpl-"), request_id.removeprefix("cmpl-")}
         record = next((r for r in reversed(self._records) if r.request_id and r.request_id in names), None)
         return None if record is None else _build_explanation(record)
+
+    def sum_session(self, named: Sequence[str]) -> dict[str, Any]:
+        """Return the sums over the stored requests of a session.
+
+        Args:
+            named: name of the client, and id of the session.
+        """
+        client, session = named
+        theirs = [record for record in self._records if record.client == client and "session_id" in record.client_ids]
+        records = [record for record in theirs if record.client_ids["session_id"] == session]
+        children = [record for record in theirs if record.client_ids.get("parent_session_id") == session]
+        return {
+            "requests": len(records),
+            "prompt_tokens": sum(record.prompt_tokens or 0 for record in records),
+            "cached_tokens": sum(record.cached_tokens or 0 for record in records),
+            "completion_tokens": sum(record.completion_tokens or 0 for record in records),
+            "instances": Counter(filter(None, (record.mixed or record.prefill for record in records))),
+            "children": sorted({record.client_ids["session_id"] for record in children}),
+        }
 
     def list_requests(self, count: int) -> list[dict[str, Any]]:
         """Return the ``count`` requests that ended last, newest first, in the format of the access log."""
@@ -113,27 +133,27 @@ class Audit:
 
 
 class _Output:
-    """A file or stream for lines; writing never blocks."""
+    """A file or stream for lines. Writing to it never blocks."""
 
     def __init__(self, descriptor: int, *, owned: bool) -> None:
         self._failed = False
         self._descriptor = descriptor
         self._owned = owned
         self._backlog: deque[bytes] = deque()
-        # A writable pipe accepts at least PIPE_BUF bytes; more might block.
+        # A pipe that is ready for writing accepts at least PIPE_BUF bytes. Writing more could block.
         self._piece_bytes = _FILE_PIECE_BYTES if stat.S_ISREG(os.fstat(descriptor).st_mode) else select.PIPE_BUF
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
 
     @property
     def holds_back(self) -> bool:
-        """Return whether there are lines that the reader has not taken yet."""
+        """Return whether lines are waiting for the reader."""
         return bool(self._backlog)
 
     def write_lines(self, lines: list[bytes]) -> int:
-        """Write lines. Those that the reader does not take now are buffered for the next time, up to a limit.
+        """Write lines. Lines that the reader does not accept now wait for the next call, up to a limit.
 
-        Return how many were lost.
+        Return the number of lines that were lost.
         """
         room = MAX_BACKLOG_LINES - len(self._backlog)
         self._backlog.extend(lines[:room])
@@ -150,7 +170,7 @@ class _Output:
         return lost
 
     def close(self) -> int:
-        """Close it if this object opened the file; return how many lines its reader has not taken."""
+        """Close the file if this object opened it. Return the number of waiting lines, which are lost."""
         if self._owned:
             os.close(self._descriptor)
         return len(self._backlog)
@@ -197,7 +217,7 @@ def _open_log(destination: str) -> _Output | None:
 
 def _format_line(record: RequestRecord) -> bytes:
     fields = {
-        # Faster than ``round``, which converts to text, and than ``int`` of a whole number.
+        # Rounds to milliseconds. ``round`` is slower, because it converts to text.
         "time": (record.started_unix * 1e3 + 0.5) // 1.0 / 1e3,
         "method": record.method,
         "path": record.path[:PATH_CHARACTERS],
@@ -223,6 +243,22 @@ def _format_line(record: RequestRecord) -> bytes:
     if record.client_ids:
         fields |= {name: value[:ID_CHARACTERS] for name, value in record.client_ids.items()}
     return encode_line(fields)
+
+
+def merge_sessions(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sums of a session over all processes.
+
+    Args:
+        parts: the result of ``Audit.sum_session`` in each process.
+    """
+    instances: Counter[str] = Counter()
+    for part in parts:
+        instances.update(part["instances"])
+    return {
+        **{name: sum(part[name] for part in parts) for name in _SESSION_SUMS},
+        "instances": dict(instances),
+        "children": sorted({child for part in parts for child in part["children"]}),
+    }
 
 
 def _build_explanation(record: RequestRecord) -> dict[str, Any]:
@@ -260,5 +296,5 @@ def _build_explanation(record: RequestRecord) -> dict[str, Any]:
 
 
 def _measure(record: RequestRecord, moment: float) -> float | None:
-    """Return milliseconds from the request's arrival to a time of ``time.perf_counter``; None if there is none."""
+    """Return the milliseconds from the request's arrival to a time of ``time.perf_counter``; None if that time is 0."""
     return round((moment - record.started) * 1e3, 2) if moment else None

@@ -1,11 +1,12 @@
-"""FlightRecorder: the last minutes of a process's decisions and outcomes in files, to be read after its end or death.
+"""FlightRecorder: records the last minutes of a process's decisions and outcomes in files, for reading after a crash.
 
-Each process writes a ring of its own: a file to which it appends, and the file before that (``.old.jsonl``). When the
-file is as old as the settings' minutes, or full, it becomes the old one, and the old one is removed. So a ring has at
-least those minutes, unless it is full earlier. A file is lines of JSON; the first has the settings and the instances.
+Each process has two files, which are called a ring: the file to which it appends, and the previous file
+(``.old.jsonl``). When the present file covers the configured minutes, or is full, it replaces the previous file. So a
+ring covers at least the configured minutes, unless a file is full earlier. Each line of a file is JSON. The first line
+has the settings and the instances.
 
-Entries are ids, times, sizes, addresses and codes: no prompts, no answers, no keys, no text of an instance's error.
-What the kernel has survives the death of the process; at most about half a second is lost.
+The files contain ids, times, sizes, addresses and codes. They contain no prompts, no responses, no keys, and no error
+texts of instances. If the process crashes, at most about half a second is lost.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ _log = logging.getLogger("router.telemetry.flight_recorder")
 
 FORMAT = "kvrouter flight 1"
 FLUSH_SECONDS = 0.2
-# A process that has nothing to record shows this often that it lives.
+# Interval for entries that show that the process is alive, while it has nothing else to record.
 ALIVE_SECONDS = 10.0
-# About 100,000 requests. A ring has two files.
+# Maximum size of a file, enough for about 100,000 requests. A ring has two files.
 MAX_FILE_BYTES = 64 * 1024 * 1024
-# Entries that a slow disk has not taken.
+# Maximum size of the entries that wait for a slow disk.
 MAX_BACKLOG_BYTES = 8 * 1024 * 1024
-# Rings of ended processes that a new process retains: those that ended last.
+# Number of rings of ended processes that a new process does not remove: those that ended last.
 KEPT_RINGS = 8
 _OLD, _SUFFIX = ".old.jsonl", ".jsonl"
 _REASON_CHARACTERS = 200
-# The ends of attempts that have no trouble. Other sentences may quote an instance or a client.
+# Values of ``AttemptRecord.ended`` that are recorded. Other values are sentences, which may quote an instance.
 _GOOD_ENDS = ("answered", "preempted")
 
 
 class RecordingError(ValueError):
-    """A file that cannot be read as a recording. The message is one sentence."""
+    """A file cannot be read as a recording. The message is one sentence."""
 
 
 class FlightRecorder:
-    """Writes the ring of one process. A failure of the disk ends the recording, and nothing else."""
+    """Writes the ring of one process. If the disk fails, the recording ends, and the router continues."""
 
     def __init__(
         self,
@@ -69,12 +70,14 @@ class FlightRecorder:
     ) -> None:
         """
         Args:
-            name: name of this process among the router's.
-            list_progress: returns the requests in progress that began, or were sent to an instance, since a time of
-                ``time.perf_counter``.
+            settings: the folder, and the minutes to record.
+            registry: the instances.
+            name: name of this process; each process of the router has another one.
+            list_progress: called with a time of ``time.perf_counter``. Returns the running requests that arrived, or
+                were sent to an instance, after this time.
 
         Raises:
-            SettingsError: the folder cannot be written.
+            SettingsError: a file cannot be created in the folder.
         """
         self._settings, self._registry, self._name = settings, registry, name
         self._list_progress = list_progress
@@ -85,7 +88,7 @@ class FlightRecorder:
         self._known: dict[str, dict[str, Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_noting = False
-        # If ``keep_recording`` is cancelled, its write continues in its thread while ``close`` begins.
+        # If ``keep_recording`` is cancelled, its thread may still be writing when ``close`` begins.
         self._one_at_a_time = threading.Lock()
         folder = Path(settings.flight_recorder_path)
         started = time.time()
@@ -106,11 +109,11 @@ class FlightRecorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether it still records."""
+        """Whether the recorder still writes; false after an error or ``close``."""
         return self._descriptor >= 0
 
     async def keep_recording(self) -> None:
-        """Record until cancelled, or until the file cannot be written."""
+        """Write entries until this task is cancelled, or the file cannot be written."""
         self._loop = asyncio.get_running_loop()
         self._registry.events.changes.subscribe(self._on_fleet_change)
         self._begin_file()
@@ -124,7 +127,7 @@ class FlightRecorder:
                     self._note("alive")
 
     def on_batch(self, records: Sequence[RequestRecord]) -> None:
-        """Record ended requests."""
+        """Record a batch of ended requests."""
         if self.is_recording:
             with self._end_at_failure():
                 for record in records:
@@ -139,7 +142,7 @@ class FlightRecorder:
         self._close_file()
 
     def _on_fleet_change(self) -> None:
-        """Compare the instances once the change is complete."""
+        """Schedule ``_add_fleet_changes``, which runs when the change is complete."""
         if self._loop is not None and self.is_recording and not self._is_noting:
             self._is_noting = True
             self._loop.call_soon(self._add_fleet_changes)
@@ -161,7 +164,7 @@ class FlightRecorder:
             self._add(_describe_running(running))
 
     def _note(self, kind: str, **members: Any) -> None:
-        """Add an entry about this moment."""
+        """Add an entry with the present time."""
         self._add({"kind": kind, "time": time.time(), **members})
 
     def _add(self, entry: Mapping[str, Any]) -> None:
@@ -173,7 +176,7 @@ class FlightRecorder:
         self._num_pending_bytes += len(line)
 
     def _take_pending(self) -> tuple[bytes, bool]:
-        """Return the entries to write, and whether they begin a new file."""
+        """Return the entries to write as bytes, and whether they begin a new file."""
         self._written_at = time.monotonic()
         age, num_bytes = self._written_at - self._started_at, self._num_file_bytes + self._num_pending_bytes
         begins = age >= 60 * self._settings.flight_recorder or num_bytes > MAX_FILE_BYTES
@@ -188,7 +191,7 @@ class FlightRecorder:
         return data, begins
 
     def _begin_file(self) -> None:
-        """Put the first line of a file before the entries."""
+        """Insert the first line of a new file before the pending entries."""
         self._started_at, self._num_file_bytes = time.monotonic(), 0
         self._known = self._describe_fleet()
         head = {
@@ -207,14 +210,15 @@ class FlightRecorder:
         return {instance.key: _describe_instance(instance) for instance in self._registry}
 
     def _write(self, data: bytes, begins: bool) -> None:
-        """Append ``data``; runs in a thread, so that a slow disk delays no request.
+        """Append ``data`` to the file. This runs in a thread, so that a slow disk delays no request.
 
         Args:
-            begins: whether it begins a new file.
+            data: entries as bytes.
+            begins: whether ``data`` begins a new file.
         """
         with self._one_at_a_time, self._end_at_failure():
             if begins:
-                with contextlib.suppress(FileNotFoundError):  # an operator has removed it
+                with contextlib.suppress(FileNotFoundError):  # an operator has removed the file
                     os.replace(self._path, self._path.with_name(find_ring(self._path) + _OLD))
                 self._close_file()
                 self._descriptor = _open_new(self._path)
@@ -240,10 +244,14 @@ class FlightRecorder:
 
 
 def find_recordings(paths: Iterable[Path]) -> list[Path]:
-    """Return the files of these recordings: of a folder all, of a ring's file also the older one.
+    """Return the files of the recordings at ``paths``.
+
+    Args:
+        paths: folders, of which all recordings are returned, and files. A file is returned with the previous file of
+            its ring.
 
     Raises:
-        RecordingError: there is no such file, or a folder has none.
+        RecordingError: a folder has no recording.
     """
     found: dict[Path, None] = {}
     for path in paths:
@@ -259,17 +267,17 @@ def find_recordings(paths: Iterable[Path]) -> list[Path]:
 
 
 def find_ring(path: Path) -> str:
-    """Return the name that both files of a ring have in common."""
+    """Return the name of a ring: the part that the names of its two files have in common."""
     return path.name.removesuffix(_SUFFIX).removesuffix(".old")
 
 
 def read_recording(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the entries of a file, in their order, and the number of damaged lines that were skipped.
+    """Return the entries of a file in order, and the number of damaged lines, which are skipped.
 
-    Each entry has a ``kind`` and a ``time`` in seconds since 1970; its other members are not checked.
+    Each entry has a ``kind`` and a ``time`` in seconds since 1970. The other members are not checked.
 
     Raises:
-        RecordingError: it cannot be read, or has no entry.
+        RecordingError: the file cannot be read, has no entry, or has another format.
     """
     entries, num_damaged = list[dict[str, Any]](), 0
     try:
@@ -305,23 +313,23 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _open_new(path: Path) -> int:
-    """Create a file that only this user can read, and lock it as long as this process lives.
+    """Create a file that only this user can read, and lock it until this process ends.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the file cannot be created.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with contextlib.suppress(OSError):  # a file system without locks
+    with contextlib.suppress(OSError):  # the file system has no locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
 
 def _remove_rings(folder: Path, prefix: str) -> None:
-    """Remove the rings of ended processes, except those that ended last."""
+    """Remove the rings of ended processes, except the ``KEPT_RINGS`` that ended last."""
     rings: dict[str, float] = {}
     for path in folder.glob(f"{prefix}*{_SUFFIX}"):
         ring = find_ring(path)
-        with contextlib.suppress(OSError):  # another process removes it
+        with contextlib.suppress(OSError):  # another process has removed the file
             rings[ring] = max(rings.get(ring, 0.0), path.stat().st_mtime)
     ended = sorted((ring for ring in rings if _has_ended(folder / f"{ring}{_SUFFIX}")), key=lambda ring: rings[ring])
     for ring in ended[: max(0, len(ended) - KEPT_RINGS)]:
@@ -331,9 +339,9 @@ def _remove_rings(folder: Path, prefix: str) -> None:
 
 
 def _has_ended(path: Path) -> bool:
-    """Return whether no process has this file locked."""
+    """Return whether the process that wrote this file has ended: it does not lock the file any more."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may be a pipe that nobody writes
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not wait if the file is a pipe
     except OSError as exc:
         return exc.errno == errno.ENOENT
     try:
@@ -373,7 +381,7 @@ def _describe_request(record: RequestRecord) -> dict[str, Any]:
         "status": record.status,
         "error": record.error,
         "streamed": record.streamed,
-        # Whole microseconds: ``round`` would take longer than everything else here.
+        # Cut to whole microseconds. ``round`` would take longer than all other work in this function.
         "queued_us": int(record.queued_ms * 1e3),
         "first_byte_us": int(record.first_byte_ms * 1e3),
         "total_us": int(record.total_ms * 1e3),
@@ -387,12 +395,13 @@ def _describe_request(record: RequestRecord) -> dict[str, Any]:
                 "ended": attempt.ended if attempt.ended in _GOOD_ENDS else attempt.trouble or "failed",
                 "began_us": int((attempt.began_at - started) * 1e6),
                 "ended_us": int((attempt.ended_at - started) * 1e6),
-                # instance, cost of its prefill in tokens, tokens expected in a cache, reasons
+                # instance, cost of the prefill in tokens, tokens that are expected in a cache, reasons
                 "choices": [
                     (decision.key, decision.work, decision.cached_tokens, decision.reasons)
                     for decision in attempt.decisions
                 ],
-                # instance, role, status, microseconds at which it was sent, had its first byte and ended; 0: it did not
+                # instance, role, status; times at which the request was sent, the first byte arrived and the leg ended,
+                # in microseconds after the arrival of the request; 0 if this did not happen
                 "legs": [
                     (
                         *(instance, role.value, exchange.status),
@@ -429,5 +438,5 @@ def _describe_running(running: RunningRequest) -> dict[str, Any]:
 
 
 def _measure(started: float, moment: float) -> int:
-    """Return microseconds from ``started`` to a time of ``time.perf_counter``; 0 if there is none."""
+    """Return the microseconds from ``started`` to a time of ``time.perf_counter``; 0 if that time is 0."""
     return int((moment - started) * 1e6) if moment else 0

@@ -1,7 +1,7 @@
-"""RouterMetrics: metrics for Prometheus, with the names of FastDeploy's Go router if it has them.
+"""RouterMetrics: metrics for Prometheus. Metrics that FastDeploy's Go router has, too, have its names.
 
-Requests are counted in plain numbers, in the batches from ``Audit``. Families and labels are created from them when
-Prometheus scrapes. prometheus_client's own counters acquire a lock for each increment.
+``Audit`` passes ended requests on in batches, and they are counted in plain integers. Metric families are created from
+these when Prometheus scrapes. The counters of prometheus_client are not used, because each increment needs a lock.
 """
 
 from __future__ import annotations
@@ -43,34 +43,35 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings", "/v1/responses"})
 _COMPLETIONS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 
-# Series of removed instances are dropped at a scrape. Without scrapes, they are dropped if there are more than this.
+# Series of removed instances are deleted at each scrape. If nobody scrapes, they are deleted when there are more series
+# than this.
 MAX_WORKER_SERIES = 10_000
 
-# The same quantiles as in the Go router, here over the last answers of each endpoint.
+# The quantiles of the Go router. They are computed over the last _QUANTILE_WINDOW responses of each endpoint.
 _QUANTILES = (0.95, 0.99)
 _QUANTILE_WINDOW = 1024
 
-# Buckets for whole requests, and for a single token; our own instances use the same (engine/telemetry/metrics.py).
+# Buckets for whole requests, and for single tokens. Our engine has the same buckets (engine/telemetry/metrics.py).
 _REQUEST_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0),
 )
 _OUTPUT_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 
-# Series that exist with 0 from the start: if a series begins with 1, Prometheus sees no increase.
+# Error codes whose series exist with 0 from the start. If a series began with 1, Prometheus would see no increase.
 _USUAL_FAILURES = ("instance_error", "no_instance", "request_timeout", "stream_stalled")
 
 _INFERENCE, _WORKERS = "inference_requests", ("mixed_worker", "prefill_worker", "decode_worker")
-# Labels whose values are instances.
+# Labels with an instance as value.
 _NAMING = frozenset({"instance", *_WORKERS})
 
 _OPENNESS = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
-# Policies' metrics are means over this many of the last requests.
+# Number of the last requests over which the metrics of policies are means.
 _DECISION_WINDOW = 500
 
 
-# All records of a batch are counted with C functions, because a Python call for each would be too slow.
+# The records of a batch are counted with C functions, because a Python call for each record would be too slow.
 _outcome_of = attrgetter("method", "path", "status", "error")
 _workers_of = attrgetter("mixed", "prefill", "decode", "status")
 _TOKENS_OF = {
@@ -82,16 +83,19 @@ _TOKENS_OF = {
 
 
 class RouterMetrics:
-    """All counters of the router. Metrics of other objects are read from them at a scrape."""
+    """All counters of the router. At a scrape, it also reads the values of other objects, such as the registry."""
 
     def __init__(
         self, registry: Registry, admission: Limits, audit: Audit, num_replaced: int = 0, dialect: str = "python"
     ) -> None:
         """
         Args:
-            num_replaced: how many of the router's processes had died and been replaced when this one started.
-            dialect: with ``go``, ``inference_requests_total`` has the instances' URLs and counts only answers of
-                instances, as in that router.
+            registry: the instances.
+            admission: the running and queued requests.
+            audit: the source of the records.
+            num_replaced: number of the router's processes that had died and been replaced when this one started.
+            dialect: with ``go``, ``inference_requests_total`` has the instances' URLs and counts only responses of
+                instances, as in FastDeploy's Go router.
         """
         self._registry = registry
         self._admission = admission
@@ -126,7 +130,7 @@ class RouterMetrics:
         audit.subscribe_to_batches(self.count_requests)
 
     def count_requests(self, records: Sequence[RequestRecord]) -> None:
-        """Count requests that have ended."""
+        """Count a batch of ended requests."""
         self._count_responses(records)
         completions = [record for record in records if record.path in _COMPLETIONS]
         self._count_workers(completions)
@@ -135,24 +139,24 @@ class RouterMetrics:
         self._time_completions(completions)
 
     def count_retry(self, instance: str) -> None:
-        """Count one attempt that failed because of ``instance``."""
+        """Count an attempt that failed because of ``instance``."""
         self._count_instance(self._retries, instance)
 
     def count_abort(self, instance: str) -> None:
-        """Count one request aborted at ``instance``."""
+        """Count a request that was aborted at ``instance``."""
         self._count_instance(self._aborts, instance)
 
     def count_preemption(self, instance: str) -> None:
-        """Count one request that ``instance`` preempted, to be resumed elsewhere."""
+        """Count a request that ``instance`` preempted, and that another instance continues."""
         self._count_instance(self._preemptions, instance)
 
     def count_computed_twice(self, decode: str) -> int:
-        """Count one prompt that ``decode`` computed although prefill had; return their number so far."""
+        """Count a prompt that ``decode`` computed although prefill had done so. Return the number of such prompts."""
         self._count_instance(self._computed_twice, decode)
         return self._computed_twice[decode]
 
     def count_resumption(self, instance: str) -> None:
-        """Count one stream to be resumed elsewhere because ``instance`` died, ended it early, or hung."""
+        """Count a stream that another instance continues, because ``instance`` died, ended it early, or hung."""
         self._count_instance(self._resumptions, instance)
 
     def _count_instance(self, counts: dict[str, int], instance: str) -> None:
@@ -161,7 +165,7 @@ class RouterMetrics:
         counts[instance] = counts.get(instance, 0) + 1
 
     def _count_responses(self, records: Sequence[RequestRecord]) -> None:
-        """Count by endpoint; the status is 499 if the client left before the response's end."""
+        """Count responses by endpoint and status. The status is 499 if the client disconnected before the end."""
         for (method, path, status, error), count in Counter(map(_outcome_of, records)).items():
             key = (method, path if path in _ENDPOINTS else "other", status)
             self._responses[key] = self._responses.get(key, 0) + count
@@ -181,7 +185,7 @@ class RouterMetrics:
             durations.last.extend(seconds)
 
     def _count_workers(self, completions: Sequence[RequestRecord]) -> None:
-        """Count by the instances of the last attempt; ``""`` for a role it did not use."""
+        """Count completions by the instances of the last attempt; ``""`` stands for a role that was not used."""
         for workers, added in Counter(map(_workers_of, completions)).items():
             count = self._inference.get(workers, 0)
             if not count and len(self._inference) >= self._max_series:
@@ -211,14 +215,14 @@ class RouterMetrics:
         self._first_token.observe_all([record.first_byte_ms / 1e3 for record in streams])
         token_seconds = []
         for record in streams:
-            # If the engine does not report the number of tokens, each received piece counts as one.
+            # If the engine does not report the number of tokens, each received piece counts as one token.
             later = (record.completion_tokens or record.chunks) - 1
             if later > 0:
                 token_seconds.append((record.total_ms - record.first_byte_ms) / 1e3 / later)
         self._output_token.observe_all(token_seconds)
 
     def dump(self) -> list[Any]:
-        """Return all metrics as plain values, for ``render_text`` in another process."""
+        """Return all metrics of this process as plain values, for ``render_text`` in another process."""
         self._audit.flush_records()
         return dump_families(self.collect())
 
@@ -226,8 +230,7 @@ class RouterMetrics:
         """Return all metrics in Prometheus's text format.
 
         Args:
-            dumps: the metrics of this process and the router's others, including ended ones; if empty, those of this
-                process.
+            dumps: the metrics of all processes of this router, including ended ones; if empty, of this process.
         """
         families = self._merge_known(dumps or [self.dump()])
         if self._need is not None:
@@ -235,7 +238,7 @@ class RouterMetrics:
         return _format_families(families)
 
     async def render_aside(self, *dumps: Sequence[Any]) -> bytes:
-        """Render as ``render_text``, while requests continue: in a thread, one rendering at a time.
+        """Return the same as ``render_text``. This runs in a thread, so that requests continue.
 
         Args:
             dumps: as in ``render_text``, at least one.
@@ -247,7 +250,7 @@ class RouterMetrics:
             return await asyncio.to_thread(_format_families, families)
 
     def _merge_known(self, dumps: Sequence[Sequence[Any]]) -> list[Metric]:
-        """Return the metrics of all processes, without those of removed instances."""
+        """Return the merged metrics of all processes, without the series of removed instances."""
         families = merge_families((), dumps)
         urls = {instance.key: instance.address.url for instance in self._registry}
         known = {"", *urls}
@@ -258,19 +261,19 @@ class RouterMetrics:
         return families
 
     def watch_shared_state(self, is_up: Callable[[], bool]) -> None:
-        """Include, from now on, whether the other routers can be reached, according to ``is_up``."""
+        """Add a metric that says whether other routers can be reached: the value of ``is_up`` at each scrape."""
         self._is_shared_state_up = is_up
 
     def watch_need(self, need: InstancesNeeded) -> None:
-        """Include, from now on, how many instances are needed."""
+        """Add a metric with the number of instances that the traffic needs."""
         self._need = need
 
     def watch_discovery(self, discovery: Discovery) -> None:
-        """Include, from now on, which pods were found."""
+        """Add metrics about the pods that service discovery has found."""
         self._discovery = discovery
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of this process."""
+        """Yield the metric families of this process."""
         self._forget_gone_instances()
         yield from self._collect_requests()
         yield from self._collect_tokens()
@@ -279,25 +282,25 @@ class RouterMetrics:
         yield from self._collect_admission()
         yield from self._collect_instances()
         if self._is_shared_state_up is not None:
-            text = "Whether other routers are reachable over Redis (1), or this one works alone (0)"
+            text = "1: other routers are reachable over Redis; 0: this router works alone"
             yield GaugeMetricFamily("router_shared_state_up", text, float(self._is_shared_state_up()))
         if self._discovery is not None:
-            text = "Whether the cluster's API server reports the pods (1), or the last known ones are used (0)"
+            text = "1: the cluster's API server reports the pods; 0: it does not, and the last known pods are used"
             yield GaugeMetricFamily("router_discovery_up", text, float(self._discovery.is_current))
-            pods = GaugeMetricFamily("router_discovered_pods", "Pods of the selector by their state", labels=["state"])
+            pods = GaugeMetricFamily("router_discovered_pods", "Pods of the selector by state", labels=["state"])
             for state, count in self._discovery.count_pods().items():
                 pods.add_metric([state], count)
             yield pods
         yield CounterMetricFamily(
-            "router_access_log_lost_lines", "Lines of the access log that its reader did not take",
+            "router_access_log_lost_lines", "Lines that could not be written to the access log",
             self._audit.lost_lines,
         )  # fmt: skip
-        yield GaugeMetricFamily("router_workers", "Processes of this router that serve and answer", 1.0)
+        yield GaugeMetricFamily("router_workers", "Processes of this router that serve requests", 1.0)
         text = "Processes of this router that died and were replaced"
         yield CounterMetricFamily("router_worker_restarts", text, self._num_replaced)
 
     def _forget_gone_instances(self) -> None:
-        """Drop the counters of removed instances, and of pairs with one. Restarting instances are still registered."""
+        """Delete the counters of removed instances, and of pairs with a removed one. A restart removes no instance."""
         known = {"", *(instance.key for instance in self._registry)}
         self._inference = {who: count for who, count in self._inference.items() if known.issuperset(who[:3])}
         for counts in (self._retries, self._aborts, self._preemptions, self._resumptions, self._computed_twice):
@@ -308,7 +311,7 @@ class RouterMetrics:
     def _collect_requests(self) -> Iterator[Metric]:
         responses = CounterMetricFamily(
             "http_requests",
-            "Total number of HTTP requests answered by the data plane",
+            "Total number of HTTP requests of the data plane",
             labels=["method", "endpoint", "status_code"],
         )
         for (method, endpoint, status), count in self._responses.items():
@@ -316,7 +319,7 @@ class RouterMetrics:
         name = "http_request_duration_seconds"
         durations = SummaryMetricFamily(
             name,
-            f"From a request's arrival to the end of its answer; quantiles of the last {_QUANTILE_WINDOW} answers",
+            f"Time from a request's arrival to the end of its response; quantiles of the last {_QUANTILE_WINDOW} ones",
             labels=["method", "endpoint"],
         )
         for (method, endpoint), observed in self._durations.items():
@@ -333,7 +336,7 @@ class RouterMetrics:
             inference.add_metric([mixed, prefill, decode, str(status)], count)
         failed = CounterMetricFamily(
             "router_failed_requests",
-            "Requests that ended with a 5xx, or with an incomplete answer, by error code",
+            "Requests that ended with status 5xx or with an incomplete response, by error code",
             labels=["code"],
         )
         for code, count in self._failed.items():
@@ -342,37 +345,43 @@ class RouterMetrics:
 
     def _collect_tokens(self) -> Iterator[Metric]:
         yield self._queue_time.build_family(
-            "router_queue_time_seconds", "Time that completion requests were queued; 0 for those that were not"
+            "router_queue_time_seconds", "Time that completion requests were queued; 0 if they were not queued"
         )
         yield self._request_time.build_family(
-            "router_request_duration_seconds", "From a completion request's arrival to the end of its successful answer"
+            "router_request_duration_seconds",
+            "Time from a completion request's arrival to the end of its successful response",
         )
         yield self._first_token.build_family(
-            "router_time_to_first_token_seconds", "From a streaming request's arrival to the first byte of its answer"
+            "router_time_to_first_token_seconds",
+            "Time from a streaming request's arrival to the first byte of its response",
         )
         yield self._output_token.build_family(
             "router_time_per_output_token_seconds",
-            "Mean time between a streaming request's later tokens, or pieces if the engine does not count tokens",
+            "Mean time between tokens of a streaming request; between pieces if the engine does not count tokens",
         )
         tokens = CounterMetricFamily("router_tokens", "Tokens as engines counted them", labels=["kind"])
         for kind, count in self._tokens.items():
             tokens.add_metric([kind], count)
         yield tokens
         for name, text, value in (
-            ("router_cache_request", "Completion requests placed by their prefix", self._placed_by_prefix),
-            ("router_cache_hit", "Those placed at an instance expected to have cached a part", self._placed_on_a_hit),
+            ("router_cache_request", "Completion requests whose instance was chosen by prefix", self._placed_by_prefix),
+            ("router_cache_hit", "Completion requests for which cached tokens were expected", self._placed_on_a_hit),
             ("router_predicted_cached_tokens", "Cached tokens predicted, if the engine reports them", self._predicted),
             ("router_actual_cached_tokens", "Cached tokens reported for the same requests", self._actual),
-            ("router_mispredicted_cached_tokens", "Sum of the absolute differences", self._missed_by),
+            (
+                "router_mispredicted_cached_tokens",
+                "Sum of the absolute difference of both per request",
+                self._missed_by,
+            ),
         ):
             yield CounterMetricFamily(name, text, value)
 
     def _collect_attempts(self) -> Iterator[Metric]:
         for name, text, counts in (
-            ("router_retries", "Attempts failed before the first byte, by instance", self._retries),
-            ("router_aborts", "Requests aborted at an instance without a waiting client", self._aborts),
+            ("router_retries", "Attempts that failed before the first byte, by instance", self._retries),
+            ("router_aborts", "Requests aborted at an instance, because no client waits", self._aborts),
             ("router_reschedules", "Requests preempted and resumed, by instance", self._preemptions),
-            ("router_prompts_computed_twice", "Prompts computed again by decode", self._computed_twice),
+            ("router_prompts_computed_twice", "Prompts that decode computed again after prefill", self._computed_twice),
             ("router_resumptions", "Streams resumed after a failure, by instance", self._resumptions),
         ):
             family = CounterMetricFamily(name, text, labels=["instance"])
@@ -382,9 +391,7 @@ class RouterMetrics:
             yield family
 
     def _collect_decisions(self) -> Iterator[Metric]:
-        """Yield means of the numbers in the last decisions' reasons, computed only now, not while requests are
-        served.
-        """
+        """Yield the mean of each number in the reasons of the last decisions."""
         sums: dict[tuple[str, str], list[float]] = {}
         last = (
             record.attempts[-1] for record in islice(reversed(self._audit.records), _DECISION_WINDOW) if record.attempts
@@ -430,7 +437,9 @@ class RouterMetrics:
             "router_instance_tokens", "Prompt tokens of the requests running, estimated", labels=labels
         )
         queued = GaugeMetricFamily(
-            "router_instance_queued_tokens", "Tokens to compute of requests without a first token", labels=labels
+            "router_instance_queued_tokens",
+            "Tokens that must be computed for requests without a first token",
+            labels=labels,
         )
         running = GaugeMetricFamily(
             "router_instance_reported_running", "Running requests reported by the instance", labels=labels
@@ -440,6 +449,11 @@ class RouterMetrics:
         )
         breakers = GaugeMetricFamily(
             "router_instance_breaker_open", "0: closed; 0.5: one request is being tried; 1: open", labels=labels
+        )
+        known = GaugeMetricFamily(
+            "router_instance_cache_exact",
+            "1: the instance's cache is known exactly; 0: KV events are missing",
+            labels=labels,
         )
         for instance in self._registry:
             role, state, load = instance.role.value, instance.state, instance.load
@@ -452,16 +466,21 @@ class RouterMetrics:
                 (running, load.running),
                 (waiting, load.waiting),
                 (breakers, _OPENNESS[instance.breaker.state]),
+                (known, None if instance.cache_known is None else float(instance.cache_known == "exact")),
             ):
                 if value is not None:  # add_metric would take three times as long, for thousands of instances
                     family.samples.append(Sample(family.name, named, value))
         for labels_of_count, count in counts.items():
             states.add_metric(labels_of_count, count)
-        yield from (states, requests, tokens, queued, running, waiting, breakers)
+        yield from (states, requests, tokens, queued, running, waiting, breakers, *([known] if known.samples else []))
 
 
 def _build_need(need: InstancesNeeded, families: Sequence[Metric]) -> Metric:
-    """Return the metric for the whole fleet; ``families`` are of all processes."""
+    """Return the metric with the number of instances that the traffic needs.
+
+    Args:
+        families: the merged metrics of all processes.
+    """
     waiting = [each.samples[0].value for each in families if each.name == "router_queued_requests"]
     family = GaugeMetricFamily(
         "router_instances_needed", "Instances that the present traffic needs, for the whole fleet", labels=["role"]
@@ -483,7 +502,7 @@ def _names_only(known: Container[str], labels: Mapping[str, str]) -> bool:
 
 
 def _name_by_url(samples: Sequence[Sample], urls: Mapping[str, str]) -> Iterator[Sample]:
-    """Yield the samples that name instances, with their URLs."""
+    """Yield the samples that name instances, with the instances' URLs instead of their keys."""
     for sample in samples:
         named = {name: urls.get(sample.labels[name], "") for name in _WORKERS}
         if any(named.values()):
@@ -491,13 +510,13 @@ def _name_by_url(samples: Sequence[Sample], urls: Mapping[str, str]) -> Iterator
 
 
 class _Families(Collector):
-    """A collector of existing families."""
+    """A collector for prometheus_client that returns existing families."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Sequence[Metric]:
-        """Return the families; called by prometheus_client."""
+        """Return the families. prometheus_client calls this."""
         return self._families
 
 

@@ -1,16 +1,16 @@
-"""InstancesNeeded: how many instances of each role the present traffic needs, for autoscalers.
+"""InstancesNeeded: the number of instances of each role that the present traffic needs, for autoscalers.
 
 ::
 
     needed = (busy + behind) / target utilisation, rounded up, and at least 1
 
-    busy     prefill: instances that compute a prompt
+    busy     prefill: number of instances that compute a prompt
              decode, mixed: running and queued requests, divided by the number that an instance runs concurrently
-    behind   for each instance with a queue of more than 10 s: 1 for each further 10 s; this time is known
-             once the role's policy has learned the cost of a token (``pool_aware``)
+    behind   sum over all instances: number of times that 10 s fit into the instance's queue, minus 1, at least 0;
+             it is 0 until the role's policy has learned the time of a token (only ``pool_aware`` does)
 
-Both are means over the last half minute, for the whole fleet: the loads include the requests of all workers and
-routers. Nothing is computed while requests are served: loads are sampled once per second.
+Both values are means over the last half minute, for the whole fleet: the loads include the requests of all workers and
+routers. The loads are sampled once per second, so that requests are not delayed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["InstancesNeeded"]
 SAMPLE_SECONDS = 1.0
 WINDOW_SAMPLES = 30
 PATIENCE_SECONDS = 10.0
-# Sums of added and removed work have a rounding error below this.
+# ``InstanceLoad.queued`` may differ from 0 by less than this because of rounding errors.
 _NO_WORK = 0.5
 
 
 class _Sample(NamedTuple):
-    """The load of a role at one moment."""
+    """The load of the instances of one role at one moment."""
 
     computing: int
     """Number of instances that have a prompt to compute."""
@@ -46,12 +46,14 @@ class _Sample(NamedTuple):
 
 
 class InstancesNeeded:
-    """Samples the fleet's load once per second, and computes how many instances it needs."""
+    """Samples the fleet's load once per second, and computes the number of instances that it needs."""
 
     def __init__(self, settings: RouterSettings, registry: Registry, token_seconds: Callable[[Role], float]) -> None:
         """
         Args:
-            token_seconds: returns the learned seconds per token of work of a role; 0 if unknown.
+            settings: the target utilisation, and the number of requests that an instance runs concurrently.
+            registry: the instances.
+            token_seconds: returns the seconds that a role's instance takes for a token of work; 0 if unknown.
         """
         self._utilization = settings.target_utilization
         self._requests_per_instance = settings.requests_per_instance
@@ -60,13 +62,13 @@ class InstancesNeeded:
         self._samples: dict[Role, deque[_Sample]] = {role: deque(maxlen=WINDOW_SAMPLES) for role in registry.roles}
 
     async def keep_sampling(self) -> None:
-        """Sample once per second, until cancelled."""
+        """Call ``take_sample`` once per second, until this task is cancelled."""
         while True:
             self.take_sample()
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def take_sample(self) -> None:
-        """Sample all instances' loads."""
+        """Store the present load of all instances as a sample."""
         for role, samples in self._samples.items():
             instances = self._list_instances(role)
             token_seconds = self._token_seconds(role)
@@ -82,10 +84,10 @@ class InstancesNeeded:
             )
 
     def compute(self, waiting: float = 0.0) -> dict[Role, int]:
-        """Return the number of instances that each role needs.
+        """Return the number of instances of each role that the traffic needs.
 
         Args:
-            waiting: number of requests in the router's queue, without an instance.
+            waiting: number of requests in the router's queue, which have no instance yet.
         """
         return {role: self._compute_role(role, samples, waiting) for role, samples in self._samples.items()}
 
@@ -100,16 +102,16 @@ class InstancesNeeded:
         return max(1, math.ceil((busy + behind) / self._utilization - 1e-9))
 
     def _find_capacity(self, role: Role) -> float:
-        """Return how many requests an instance of this role runs concurrently, as reported or as configured."""
-        told = [_read_capacity(instance) or self._requests_per_instance for instance in self._list_instances(role)]
-        return _mean(told) if told else self._requests_per_instance
+        """Return the mean number of requests that an instance of this role runs concurrently."""
+        numbers = [_read_capacity(instance) or self._requests_per_instance for instance in self._list_instances(role)]
+        return _mean(numbers) if numbers else self._requests_per_instance
 
     def _list_instances(self, role: Role) -> list[Instance]:
         return [instance for instance in self._registry if instance.role is role]
 
 
 def _read_capacity(instance: Instance) -> int:
-    """Return ``max_num_seqs`` of its registration; 0 if it has none."""
+    """Return ``max_num_seqs`` of the instance's registration; 0 if it has none."""
     value = instance.registration.fields.get("max_num_seqs")
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 

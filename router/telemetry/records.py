@@ -1,4 +1,4 @@
-"""Records of requests: the source of the access log, metrics, explanations and spans."""
+"""Records of requests. Access log, metrics, explanations and spans are made from them."""
 
 from __future__ import annotations
 
@@ -18,117 +18,121 @@ __all__ = ["AttemptRecord", "LegRecord", "RequestRecord", "RequestTrace", "Runni
 
 
 class RequestTrace:
-    """One request in its trace: the ids that are sent to others, and data in addition to its record. Read-only."""
+    """The trace of one request: the ids that are sent to instances, and data for spans that the record lacks."""
 
     __slots__ = ("attributes", "context", "is_sampled", "model", "parent")
 
     def __init__(self, context: SpanContext, parent: SpanContext | None, attributes: Mapping[str, Any]) -> None:
         """
         Args:
-            context: context of the request's own span.
-            parent: context of the client's span.
-            attributes: attributes that the sampler adds.
+            context: context of the request's span.
+            parent: context of the client's span; None if the client sent none.
+            attributes: attributes that the sampler adds to the request's span.
         """
         self.context = context
         self.parent = parent
         self.attributes = attributes
         self.is_sampled = context.trace_flags.sampled
-        """Whether spans are created for it."""
+        """Whether spans are created for this request."""
         self.model: object = ""
+        """The ``model`` in the request, as the client sent it."""
 
     @property
     def trace_id(self) -> str:
-        """The trace's id in the format of headers and logs."""
+        """The id of the trace, in the format of headers and logs."""
         return f"{self.context.trace_id:032x}"
 
     @staticmethod
     def make_span_id() -> int:
-        """Return a new span's id, which is not 0."""
+        """Return the id of a new span, a random number that is not 0."""
         return random.getrandbits(64) or 1
 
     def make_head_line(self, span_id: int) -> bytes:
-        """Return the header that sends an instance the id of its leg's span."""
+        """Return the header ``traceparent``, which sends the id of a leg's span to the instance of this leg."""
         context = self.context
         return b"traceparent: 00-%032x-%016x-%02x\r\n" % (context.trace_id, span_id, context.trace_flags)
 
 
 LegRecord: TypeAlias = "tuple[str, Role, ExchangeRecord, int]"
-"""One leg of an attempt: its instance with its role, its exchange, and the id of its span (0: none).
+"""One leg of an attempt: key and role of its instance, its exchange, and the id of its span (0 without a span).
 
-Prefill's leg may end later than the request. (A plain tuple, because two of them are created for each request.)
+The leg of a prefill instance may end later than the request. A leg is a plain tuple, because that is fastest, and each
+request to a pair creates two of them.
 """
 
 
 class AttemptRecord(NamedTuple):
-    """One attempt: the decisions that placed it (prefill's first, in a pair), its result, and its times."""
+    """One attempt of a request: how its instances were chosen, its result and its times."""
 
     decisions: Sequence[Decision]
+    """The decisions of the policies, in a pair prefill's first."""
     ended: str
-    """``answered``, or its failure in one sentence."""
+    """``answered``, ``preempted``, or in one sentence why the attempt failed."""
     began_at: float = 0.0
+    """Time at which the attempt began, a value of ``time.perf_counter``."""
     ended_at: float = 0.0
-    """Start time, from ``time.perf_counter``."""
+    """Time at which the attempt ended, a value of ``time.perf_counter``."""
     legs: Sequence[LegRecord] = ()
-    """Legs, prefill's first in a pair; empty if it failed before a request was sent."""
+    """The legs, in a pair prefill's first; empty if the attempt failed before a request was sent."""
     trouble: str = ""
-    """What kind of failure it was, without text of the instance or the client; ``""`` if it answered or preempted."""
+    """Kind of the failure, without texts from the instance or the client; ``""`` if the attempt did not fail."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Data of one request. The code that serves it fills this in; after it is added, it does not change any more."""
+    """The data of one request. The code that serves the request fills it in, until ``Audit.add_record`` is called."""
 
     method: str
     path: str
-    """Path without the query, which may be confidential."""
+    """Path without the query, because a query may be confidential."""
     started_unix: float
-    """Seconds since 1970 when its head had been read."""
+    """Time at which the head of the request had arrived, in seconds since 1970."""
     request_id: str = ""
     started: float = 0.0
-    """The same moment as ``started_unix``, from ``time.perf_counter``."""
+    """The same time as ``started_unix``, as a value of ``time.perf_counter``."""
     client: str = ""
-    """Name of the API key's client; ``""`` if no keys are configured."""
+    """Name of the client, which belongs to the API key; ``""`` if no keys are configured."""
     trace_id: str = ""
-    """Trace id of the W3C trace context in the request."""
+    """Trace id from the W3C trace context in the request."""
     client_ids: Mapping[str, str] = field(default_factory=dict)
-    """The ids by which its client finds it in logs, by their names there."""
+    """Ids from the client's headers, by their names in the access log, such as ``session_id``."""
     status: int = 499
-    """Status that the client got; 499 if the client left before it had the whole response."""
+    """Status that the client got; 499 if the client disconnected before the response was complete."""
     error: str = ""
-    """The code of the error that ended it; ``""`` if none did."""
+    """Code of the error that ended the request; ``""`` if there was no error."""
     model: object = ""
-    """The ``model`` in the request, as the client sent it; ``""`` if it names none."""
+    """The ``model`` in the request, as the client sent it; ``""`` if the request names none."""
     mixed: str = ""
     prefill: str = ""
     decode: str = ""
-    """``host:port`` of the instances of the last attempt, by role."""
+    """``mixed``, ``prefill`` and ``decode``: keys of the last attempt's instances, by role; ``""`` if there is none."""
     streamed: bool = False
-    """Whether the answer was an event stream, so that its first byte indicates the first token."""
+    """Whether the response was an event stream. Then its first byte shows the time of the first token."""
     first_byte_ms: float = 0.0
-    """Seconds from arrival to the first byte of the answer's body from the instance; 0 if there was none."""
+    """Milliseconds from the request's arrival to the first byte of the response's body; 0 if there was none."""
     total_ms: float = 0.0
     queued_ms: float = 0.0
-    """Seconds in the queue until it was admitted or refused."""
+    """Milliseconds in the queue until the request was admitted or refused."""
     bytes_sent: int = 0
     chunks: int = 0
-    """Number of pieces in which the answer's body arrived from the instance."""
+    """Number of pieces in which the response's body arrived from the instance."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    """Cached tokens from the usage, if the engine that computed the prompt reported them."""
+    """Cached tokens from the usage, if the engine that computed the prompt reported them; else None."""
     own_cached_tokens: int | None = None
-    """Cached tokens from the engine's own cache (the rest came from the pool). Reported by our engine only."""
+    """Cached tokens from the instance's own cache; the others came from the pool. Only our engine reports it."""
     decode_cached_tokens: int | None = None
-    """Cached tokens reported by a pair's decode instance; for it, everything that prefill computed counts as cached."""
+    """Cached tokens that a pair's decode instance reported. They include all tokens that prefill has computed."""
     predicted_cached_tokens: int | None = None
-    """Cached tokens that the policy expected; None if it does not use prefixes."""
+    """Cached tokens that the policy expected; None if the policy does not use prefixes."""
     attempts: list[AttemptRecord] = field(default_factory=list)
     trace: RequestTrace | None = None
-    """The request's trace, if it is traced."""
+    """The trace of the request; None if it is not traced."""
 
 
 class RunningRequest(NamedTuple):
-    """A request that has not ended."""
+    """The data of a request that has not ended."""
 
     request_id: str
     method: str
@@ -136,12 +140,12 @@ class RunningRequest(NamedTuple):
     client: str
     model: object
     started_unix: float
-    """Seconds since 1970 when its head had been read."""
+    """Time at which the head of the request had arrived, in seconds since 1970."""
     started: float
-    """The same moment, from ``time.perf_counter``."""
+    """The same time as ``started_unix``, as a value of ``time.perf_counter``."""
     attempt: int
-    """Number of its attempt; 0 before the first."""
+    """Number of the present attempt; 0 before the first one."""
     sent_at: float
-    """When that attempt was sent, from ``time.perf_counter``; 0 before."""
+    """Time at which the present attempt was sent to its instances, a value of ``time.perf_counter``; 0 before."""
     instances: Sequence[str]
-    """Keys of that attempt's instances, prefill's first in a pair."""
+    """Keys of the present attempt's instances, in a pair prefill's first."""

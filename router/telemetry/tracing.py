@@ -1,8 +1,8 @@
-"""Spans for OpenTelemetry: the request, its attempts and their legs, created from the records of ended requests.
+"""Spans for OpenTelemetry: one for each request, for each of its attempts, and for each leg of an attempt.
 
-While a request is served, only ids are created, for ``traceparent``, so that an instance's own spans are children of
-its leg. Spans are created with the audit's batches, a few records at a time, and sent by the SDK's own thread. If the
-receiver is gone or hangs, only spans are lost.
+While a request is served, the router only creates ids for the header ``traceparent``, so that the spans of an instance
+become children of its leg. The spans are created later from the records of ended requests, a few at a time. The thread
+of OpenTelemetry's SDK sends them. If the receiver ends or hangs, only spans are lost.
 """
 
 from __future__ import annotations
@@ -27,39 +27,45 @@ __all__ = ["Tracer", "open_tracer"]
 
 _log = logging.getLogger("router.telemetry.tracing")
 
-# Number of requests whose spans are created in one step: other requests are delayed by less than a millisecond.
+# Number of requests whose spans are created in one step, which takes less than a millisecond.
 RECORDS_AT_ONCE = 8
-# Prefill's leg may end after its request, but no later than this (see serving/attempt.py).
+# Maximum time between the end of a request and the end of its prefill leg (see serving/attempt.py).
 LATE_LEG_SECONDS = 6.0
 
 SERVICE_NAME = "kvrouter"
-# Attribute names by their names in the access log. For sessions, OpenTelemetry's conventions define a name.
-_ID_ATTRIBUTES = {"session_id": "session.id", "req_id": "router.req_id", "x_bd_logid": "router.x_bd_logid"}
+# Attributes of a span, by their names in the access log. "session.id" is a name of OpenTelemetry's conventions.
+_ID_ATTRIBUTES = {
+    "session_id": "session.id",
+    "parent_session_id": "router.parent_session_id",
+    "req_id": "router.req_id",
+    "x_bd_logid": "router.x_bd_logid",
+}
 _ID_CHARACTERS = 128
 
 
 def open_tracer(receiver: str) -> Tracer | None:
-    """Start tracing; return None and log a message if OpenTelemetry's packages are missing.
+    """Start tracing. If OpenTelemetry's packages are missing, log a message and return None.
 
     Args:
-        receiver: as the operator wrote it, for the log.
+        receiver: URL of the receiver of spans.
     """
     return open_sender(Tracer, receiver, _log)
 
 
 class Tracer(SpanSender):
-    """Begins traces, and creates the spans of ended requests. Call all methods in the event loop's thread."""
+    """Begins traces, and creates the spans of ended requests. All methods must be called in the event loop's thread."""
 
     def __init__(self, receiver: str) -> None:
         super().__init__(receiver, SERVICE_NAME, "router", _log)
-        self._pending: deque[RequestRecord] = deque()  # spans are created in the loop's next turns
-        self._late: list[RequestRecord] = []  # whose prefill has not ended
-        self._epoch = 0.0  # the moment when ``time.perf_counter`` was 0, in seconds since 1970
+        self._pending: deque[RequestRecord] = deque()  # their spans are created in the next turns of the event loop
+        self._late: list[RequestRecord] = []  # ended requests with a prefill leg that has not ended
+        self._epoch = 0.0  # the time at which ``time.perf_counter`` was 0, in seconds since 1970
 
     def begin_trace(self, request: ClientRequest) -> RequestTrace | None:
-        """Join the trace of a request, or begin one. Remove its header ``traceparent``, because each leg gets its own.
+        """Continue the trace of the client's request, or begin a new one.
 
-        Return None if the client has decided that it is not traced: then the instances get the client's header.
+        Remove the request's header ``traceparent``, because each leg gets its own. If the client's header says that the
+        request is not traced, return None. Then the instances get the client's header.
         """
         api = self._api
         parent, trace_id, result = self._sample(request.headers, f"{request.method} {request.path}")
@@ -67,7 +73,7 @@ class Tracer(SpanSender):
         is_sampled = result.decision.name == "RECORD_AND_SAMPLE"
         if has_parent and not is_sampled and not parent.trace_flags.sampled:
             return None
-        # A tracestate is meaningless without a valid traceparent.
+        # The header tracestate has no meaning without a valid traceparent.
         dropped = CONTEXT_HEADERS[:1] if has_parent else CONTEXT_HEADERS
         if any(name in CONTEXT_HEADERS for name, _ in request.headers):
             request.headers = [header for header in request.headers if header[0] not in dropped]
@@ -76,14 +82,14 @@ class Tracer(SpanSender):
         return RequestTrace(context, parent if has_parent else None, result.attributes or {})
 
     def on_batch(self, batch: Sequence[RequestRecord]) -> None:
-        """Receive ended requests: their spans are created soon."""
+        """Receive a batch of ended requests, and schedule the creation of their spans."""
         is_idle = not self._pending
         self._pending.extend(record for record in batch if record.trace is not None and record.trace.is_sampled)
         if is_idle and self._pending:
             asyncio.get_running_loop().call_soon(self._make_some)
 
     def close(self) -> None:
-        """Create the remaining spans, and give the receiver a short time to take them."""
+        """Create the remaining spans, and wait a short time until they are sent."""
         for record in (*self._pending, *self._late):
             self._make_spans(record)
         super().close()
@@ -114,13 +120,17 @@ class Tracer(SpanSender):
             trace.context,
             trace.parent,
             (record.started, end),
-            _describe_request(record, trace),
+            {**_describe_request(record, trace), **self._name_request_usage(record)},
             kind=self._api.SpanKind.SERVER,
             trouble=_find_trouble(record),
             events=events,
         )
         for number, attempt in enumerate(record.attempts, 1):
             self._make_attempt_spans(record, trace, number, attempt)
+
+    def _name_request_usage(self, record: RequestRecord) -> dict[str, Any]:
+        operation = _OPERATIONS.get(record.path, "")
+        return self._name_usage(record.prompt_tokens, record.completion_tokens, record.cached_tokens, operation)
 
     def _make_attempt_spans(
         self, record: RequestRecord, trace: RequestTrace, number: int, attempt: AttemptRecord
@@ -133,7 +143,7 @@ class Tracer(SpanSender):
         self._add("attempt", context, trace.context, times, attributes, trouble=trouble)
         for place, (instance, role, exchange, span_id) in enumerate(attempt.legs):
             if not exchange.sent_at and instance not in attempt.ended:
-                continue  # it was not sent yet
+                continue  # the request of this leg was not sent
             decision = attempt.decisions[place] if place < len(attempt.decisions) else None
             self._add(
                 f"{role.value} leg",
@@ -162,11 +172,21 @@ class Tracer(SpanSender):
         events: Sequence[tuple[str, float]] = (),
         **more: Any,
     ) -> None:
-        """Add a span with times of ``time.perf_counter``."""
+        """Add a span. ``times`` and ``events`` have values of ``time.perf_counter``."""
         epoch = self._epoch
         at = epoch + times[0], epoch + times[1]
         moments = [(what, epoch + moment) for what, moment in events]
         self._add_span(name, context, parent, at, attributes, events=moments, **more)
+
+
+# The values of gen_ai.operation.name.
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+}
 
 
 def _list_legs(record: RequestRecord) -> Iterator[LegRecord]:
@@ -182,8 +202,6 @@ def _describe_request(record: RequestRecord, trace: RequestTrace) -> dict[str, A
         "http.response.status_code": record.status,
         "error.type": record.error,
         "gen_ai.request.model": trace.model if isinstance(trace.model, str) else None,
-        "gen_ai.usage.input_tokens": record.prompt_tokens,
-        "gen_ai.usage.output_tokens": record.completion_tokens,
         "router.request_id": record.request_id,
         "router.client": record.client,
         "router.attempts": len(record.attempts),
@@ -194,7 +212,7 @@ def _describe_request(record: RequestRecord, trace: RequestTrace) -> dict[str, A
 
 
 def _find_trouble(record: RequestRecord) -> str:
-    """Return why the request failed, in one sentence; "" if it did not, or was refused because of a mistake in it."""
+    """Return why the request failed, in one sentence; "" if it succeeded, or was refused as a mistake of the client."""
     if not record.error and record.status < 500:
         return ""
     last = record.attempts[-1].ended if record.attempts else ""
@@ -224,7 +242,7 @@ def _describe_leg(instance: str, role: str, status: int, decision: Decision | No
 
 
 def _find_leg_trouble(attempt: AttemptRecord, leg: LegRecord) -> str:
-    """Return why a leg failed, in one sentence; "" if it did not."""
+    """Return why a leg failed, in one sentence; "" if it did not fail."""
     instance, _, exchange, _ = leg
     if exchange.status >= 400:
         return f"{instance} answered with {exchange.status}"

@@ -367,7 +367,20 @@ async def _read_request(reader: asyncio.StreamReader, ahead: bytes) -> Received:
     length = int(dict(headers).get("content-length", 0))
     if len(body) < length:
         body += await reader.readexactly(length - len(body))
+    if ("transfer-encoding", "chunked") in headers:
+        while not body.endswith(b"0\r\n\r\n"):
+            body += await reader.read(65536)
+        body = _join_chunks(body)
     return Received(method, target, headers, body)
+
+
+def _join_chunks(body: bytes) -> bytes:
+    joined = b""
+    while True:
+        size, _, rest = body.partition(b"\r\n")
+        if not (length := int(size, 16)):
+            return joined
+        joined, body = joined + rest[:length], rest[length + 2 :]
 
 
 async def _read_ahead(reader: asyncio.StreamReader, peer_left: asyncio.Event) -> bytes:

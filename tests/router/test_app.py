@@ -566,6 +566,6 @@ class TestReadiness:
         router = make_router(stand_in())
         assert "connection" not in router.chat().headers
         router.app.prepare_to_leave()
-        assert router.client.get("/ready").json()["reason"] == "the router is about to end"
+        assert router.client.get("/ready").json()["reason"] == "the router is stopping"
         answer = router.chat()
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")

@@ -18,11 +18,13 @@ import httpx
 import pytest
 
 from router.console import main
-from router.launch import INTERRUPT_GRACE_SECONDS, fd_router
+from router.launch import fd_router
+from router.settings import RouterSettings
 from tests.router.stand_in import Received, Responder, StandIn, stalls, streams_until
 from tests.support import plain_http
 from tests.support.certificates import make_certificate
 from tests.support.nursery import run_forked
+from tests.support.ports import free_port
 from tests.support.processes import Child, child
 from tests.support.waiting import wait_until
 
@@ -39,7 +41,8 @@ def launch(*flags: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Child]:
     """A router process in mixed mode at a free port."""
-    with child([*LAUNCH, "--host", "127.0.0.1", "--port", "0"], tmp_path / "router.log", is_forked=True) as process:
+    command = [*LAUNCH, "--host", "127.0.0.1", "--port", "0", "--workers", "1"]
+    with child(command, tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
         yield process
 
@@ -74,8 +77,8 @@ def test_help_names_every_flag_of_fastdeploys_router() -> None:
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid is not an address"),
         (["--host", "a..b"], "--host a..b is not an address"),
         (["--ssl-certfile", "/no/such"], "server.ssl-certfile /no/such: No such file or directory"),
-        (["--ssl-keyfile", "/no/such"], "but there is no certificate; name its file with server.ssl-certfile"),
-        (["--flight-recorder", "-1"], "log.flight-recorder is -1; it must be a number from 0 on"),
+        (["--ssl-keyfile", "/no/such"], "but no certificate is given; set server.ssl-certfile"),
+        (["--flight-recorder", "-1"], "log.flight-recorder is -1; it must be 0 or more"),
         (["--flight-recorder", "x"], "--flight-recorder is 'x'; it must be a number"),
         (
             ["--flight-recorder", "1", "--flight-recorder-path", "/no/such"],
@@ -85,7 +88,7 @@ def test_help_names_every_flag_of_fastdeploys_router() -> None:
     ],
 )
 def test_a_wrong_flag_is_one_sentence_on_stderr_and_a_failing_exit_code(flags: list[str], said: str) -> None:
-    ended = launch(*flags)
+    ended = launch("--workers", "1", *flags)
     assert ended.returncode != 0
     assert said in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
@@ -123,7 +126,7 @@ def test_the_log_goes_to_the_go_routers_file_and_names_settings_without_effect(
     config.write_text("server: {host: 127.0.0.1, mode: debug}\nlog: {output: file}\n")
     monkeypatch.chdir(tmp_path)
     log = tmp_path / "logs" / "router.log"
-    with child([*LAUNCH, "--port", "0", "--config_path", str(config)], tmp_path / "output") as process:
+    with child([*LAUNCH, "--port", "0", "--config_path", str(config)], tmp_path / "output", is_forked=True) as process:
         process.wait_for(lambda: log.exists() and "router listens at" in log.read_text(), "the startup line")
     assert "server.mode has no effect" in log.read_text()
     assert process.output == ""
@@ -138,14 +141,17 @@ def test_a_port_in_use_is_one_sentence_and_a_failing_exit_code() -> None:
 
 
 def test_a_port_that_a_closed_connection_has_is_waited_for(tmp_path: Path) -> None:
+    # Linux gives one port of its own choice to several connections, so that the end of this one would not release it.
+    here = ("127.0.0.1", free_port())
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as client,
+        socket.create_connection(server.getsockname(), source_address=here) as client,
     ):
         port = client.getsockname()[1]
         accepted, _ = server.accept()
-        with child([*LAUNCH, "--host", "127.0.0.1", "--port", str(port)], tmp_path / "router.log") as process:
-            process.wait_for(lambda: f"waiting for port {port}: a closed connection" in process.output, "waiting")
+        command = [*LAUNCH, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+        with child(command, tmp_path / "router.log", is_forked=True) as process:
+            process.wait_for(lambda: f"waiting for port {port}, which a closed connection" in process.output, "waiting")
             accepted.close()
             client.recv(1)  # the server's end closes first, so that this one keeps its port no longer
             client.close()
@@ -153,13 +159,13 @@ def test_a_port_that_a_closed_connection_has_is_waited_for(tmp_path: Path) -> No
 
 
 def test_workers_warn_once_of_what_is_the_same_for_all(tmp_path: Path) -> None:
-    with child([*LAUNCH, "--port", "0", "--workers", "2"], tmp_path / "router.log") as process:
+    with child([*LAUNCH, "--port", "0", "--workers", "2"], tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at" in process.output, "its start")
-        assert process.output.count("whoever reaches 0.0.0.0") == 1
+        assert process.output.count("any client that reaches 0.0.0.0") == 1
 
 
 def test_the_startup_line_says_where_in_which_mode_and_by_which_policies(tmp_path: Path) -> None:
-    flags = ["--host", "127.0.0.1", "--port", "0", "--splitwise", "--decode-policy", "random"]
+    flags = ["--host", "127.0.0.1", "--port", "0", "--workers", "1", "--splitwise", "--decode-policy", "random"]
     with child([*LAUNCH, *flags], tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at" in process.output, "the startup line")
         assert "prefill by pool_aware, decode by random" in process.output
@@ -171,7 +177,7 @@ def test_an_https_router_says_so_and_ends_at_a_signal_although_clients_stay_conn
 ) -> None:
     made = make_certificate(tmp_path)
     flags = ["--port", "0", "--ssl-certfile", str(made.certfile), "--ssl-keyfile", str(made.keyfile)]
-    with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log") as process:
+    with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at https://127.0.0.1:" in process.output, "the startup line")
         with httpx.Client(base_url=url_of(process), verify=made.trust(), trust_env=False) as client:
             assert client.get("/health").status_code == 200
@@ -194,7 +200,7 @@ def test_at_sigterm_a_running_stream_may_end_in_its_time(running: Child, stand_i
         await respond.start_stream()
         await respond.event("1")
         await must_go_on.wait()
-        await asyncio.sleep(INTERRUPT_GRACE_SECONDS + 0.5)  # longer than it would have at Ctrl-C
+        await asyncio.sleep(RouterSettings().graces[signal.SIGINT] + 0.5)  # longer than it would have at Ctrl-C
         await respond.event("[DONE]")
         await respond.end_stream()
 
@@ -222,7 +228,7 @@ def test_a_router_that_is_told_to_end_takes_requests_until_load_balancers_have_l
     tmp_path: Path, stand_in: MakeStandIn, workers: str
 ) -> None:
     flags = ["--port", "0", "--workers", workers, "--shutdown-delay-secs", "300", "--shutdown-grace-secs", "20"]
-    with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log") as process:
+    with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
         stand_in().register(url_of(process))
         wait_until(lambda: readiness(process) == 200, "the router to be ready")
@@ -230,13 +236,13 @@ def test_a_router_that_is_told_to_end_takes_requests_until_load_balancers_have_l
         wait_until(lambda: readiness(process) == 503, "the router to be ready no more")
         chat = plain_http.post(f"{url_of(process)}/v1/chat/completions", json={"messages": []})
         assert (chat.status_code, chat.headers["connection"]) == (200, "close")
-        assert "requests are taken for 300 s more" in process.output
+        assert "requests are accepted for 300 s more" in process.output
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
 
 
 def test_a_router_ends_when_its_delay_is_over(tmp_path: Path) -> None:
-    flags = ["--port", "0", "--shutdown-delay-secs", "0.1"]
+    flags = ["--port", "0", "--workers", "1", "--shutdown-delay-secs", "0.1"]
     with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
         process.signal(signal.SIGTERM)
@@ -250,7 +256,7 @@ def test_stopping_that_takes_long_says_what_it_waits_for(running: Child, stand_i
         pieces = response.iter_raw()
         next(pieces)
         running.signal(signal.SIGTERM)
-        wait_until(lambda: "stopping: waiting for 1 request that runs, for 2" in running.output, "the line")
+        wait_until(lambda: "stopping: waiting for 1 running request, for 2" in running.output, "the line")
         may_end.set()
         assert b"".join(pieces) == b"data: [DONE]\n\n"
     assert running.wait() == 0
@@ -300,7 +306,7 @@ def test_a_person_debugging_is_told_more(tmp_path: Path, stand_in: MakeStandIn, 
     for level in ("info", "debug"):
         flags = ["--log-level", level] if switch == "flag" else []
         environ = {**os.environ, "FD_DEBUG": "1" if level == "debug" else "0"}
-        command = [*LAUNCH, "--host", "127.0.0.1", "--port", "0", "--access-log", "off", *flags]
+        command = [*LAUNCH, "--host", "127.0.0.1", "--port", "0", "--workers", "1", "--access-log", "off", *flags]
         if switch == "flag":
             environ.pop("FD_DEBUG")
         with child(command, tmp_path / f"{level}.log", env=environ, is_forked=True) as process:

@@ -134,7 +134,7 @@ def test_a_role_that_an_sglang_server_does_not_have_is_told(
     info = {**SGLANG, "disaggregation_mode": "decode"}
     server, router = stand_in("decode", tells({"/server_info": info})), make_router(splitwise=True)
     with beside(router.url, server.port, "--role", "prefill") as sidecar:
-        said = "is a decode instance by its own account, but --role is prefill"
+        said = "reports that it is a decode instance, but --role is prefill"
         sidecar.wait_for(lambda: said in sidecar.output, "saying so")
     assert list(router.app.registry) == []
 
@@ -145,7 +145,7 @@ def test_a_server_that_wants_a_key_before_it_tells_needs_a_flag(
     server, router = stand_in("mixed", tells({"/server_info": 401, "/get_server_info": 401})), make_router()
     server.models_status = 401
     with beside(router.url, server.port) as sidecar:
-        sidecar.wait_for(lambda: "say so with --engine" in sidecar.output, "saying so")
+        sidecar.wait_for(lambda: "name the engine with --engine" in sidecar.output, "saying so")
         assert list(router.app.registry) == []
     with beside(router.url, server.port, "--engine", "sglang"):
         wait_until(lambda: len(list(router.app.registry)) == 1, "the registration")
@@ -164,6 +164,26 @@ def test_an_operator_may_say_what_engine_it_is(
         said = (registered.engine.value, registered.kv_connector.value, registered.bootstrap_port)
         assert said == ("vllm", "mooncake", 9001)
     assert server.received == []  # nobody asked it
+
+
+def test_a_router_is_told_where_the_server_publishes_kv_events(
+    stand_in: Callable[..., StandIn],
+    make_router: Callable[..., RouterUnderTest],
+    beside: Beside,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server, router = stand_in(), make_router()
+    flags = ("--kv-events-endpoint", "tcp://*:5557", "--kv-events-replay-endpoint", "tcp://10.0.0.1:5558")
+    with beside(router.url, server.port, "--engine", "vllm", *flags, "--kv-events-topic", "kv"):
+        wait_until(lambda: len(list(router.app.registry)) == 1, "the registration")
+        (instance,) = router.app.registry
+        told = {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://10.0.0.1:5558", "topic": "kv"}
+        assert instance.registration.kv_events == told
+    line = ["--router", router.url, "--port", "1"]
+    assert main([*line, "--kv-events-topic", "kv"]) == 2
+    assert "--kv-events-topic has no effect without --kv-events-endpoint; add it" in capsys.readouterr().err
+    assert main([*line, "--kv-events-endpoint", "5557"]) == 2
+    assert "'5557' is not tcp://HOST:PORT, such as tcp://*:5557" in capsys.readouterr().err
 
 
 def test_the_heartbeat_goes_on_and_ends_with_the_sidecar(
@@ -235,8 +255,8 @@ def test_a_server_and_a_router_may_both_speak_https(
     ):
         assert main(["--router", router.url, "--engine", "openai", *flags]) == 1  # trying again would not help
         told = capsys.readouterr().err.splitlines()[-1]
-        assert told.startswith(f"router.register: {refused} has a certificate of an authority that is not known here; ")
-        assert "name the authority's with --ca-file FILE" in told
+        assert told.startswith(f"router.register: {refused} has a certificate of an unknown authority; ")
+        assert "give the authority's certificate with --ca-file FILE" in told
     with beside(router.url, server.port, "--host", "https://127.0.0.1", "--ca-file", certfile):
         wait_until(lambda: list(healthy(router).values()) == [True], "the registration")
         assert router.chat().status_code == 200
@@ -268,7 +288,7 @@ def test_its_names_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
         (["--port", "0"], "'0' is not a port"),
         (
             ["--role", "both"],
-            "argument --role: 'both' is no kind of instance; it must be one of mixed, prefill, decode",
+            "argument --role: 'both' is not a role; it must be one of mixed, prefill, decode",
         ),
         (["--engine", "tgi"], "argument --engine: invalid choice: 'tgi'"),
         (["--kv-connector", "lmcache"], "argument --kv-connector: invalid choice: 'lmcache'"),

@@ -1,13 +1,15 @@
-"""Collector: periodically polls the router, its instances and the pool's masters, and fills a History."""
+"""Collector: regularly polls the router, its instances and the pool's masters, and stores the results in a History."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from router.console.client import ROLES, RouterClient, RouterError, TokenWanted
+from router.console.dashboard.events import Event, find_events
 from router.console.dashboard.figures import Listed, RouterFigures, read_listed, read_loads, read_router_figures
 from router.console.dashboard.history import History, InstanceReport, MasterReport, Moment
 from router.console.dashboard.scraper import ScrapeError, Scraper
@@ -17,13 +19,18 @@ __all__ = ["Collector"]
 _log = logging.getLogger("router.console.dashboard")
 
 MAX_AT_ONCE = 32
+MAX_EVENTS = 1000
 
 
 class Collector:
-    """Polls every ``seconds``. Views read the metrics from ``history``.
+    """Polls the router, its instances and the pool's masters every ``seconds``. The views read the results from
+    ``history``.
 
     Args:
-        pools: ``host:port`` of the HTTP endpoint of each of the pool's masters.
+        router: client of the router.
+        scraper: fetches the metrics of instances and masters.
+        pools: ``host:port`` of the HTTP endpoint of each master.
+        seconds: interval between two polls.
     """
 
     def __init__(self, router: RouterClient, scraper: Scraper, pools: Sequence[str], seconds: float) -> None:
@@ -31,23 +38,25 @@ class Collector:
         self.pools = pools
         self.seconds = seconds
         self.history = History()
+        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        """The last changes that were found, oldest first."""
         self._scraper = scraper
         self._listed: list[Listed] = []
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
-    async def keep_looking(self) -> None:
-        """Poll until cancelled."""
+    async def keep_polling(self) -> None:
+        """Poll every ``seconds``, until this task is cancelled."""
         while True:
             began = time.monotonic()
             try:
-                await self.look()
+                await self.poll()
             except Exception:
-                _log.exception("a look at the router failed; the next one follows")
+                _log.exception("polling failed; the next poll follows")
             await asyncio.sleep(max(0.1, self.seconds - (time.monotonic() - began)))
 
-    async def look(self) -> Moment:
+    async def poll(self) -> Moment:
         """Poll everything once, and store the result."""
-        masters = asyncio.gather(*(self._ask_master(address) for address in self.pools))
+        masters = asyncio.gather(*(self._fetch_master(address) for address in self.pools))
         figures: RouterFigures | None = None
         trouble = listing_trouble = ""
         try:
@@ -60,11 +69,9 @@ class Collector:
                 self._listed = read_loads(samples)
             self._listed.sort(key=lambda each: (ROLES.index(each.role), each.key))
         except (RouterError, ValueError, KeyError, TypeError) as exc:
-            trouble = (
-                str(exc) if isinstance(exc, RouterError) else f"{self.router.url} is not a router of ours: {exc!r}"
-            )
-        # Instances continue to work while the router does not answer.
-        reports = await asyncio.gather(*(self._ask_instance(each) for each in self._listed))
+            trouble = str(exc) if isinstance(exc, RouterError) else f"{self.router.url} is not a KV router: {exc!r}"
+        # The known instances are polled even if the router does not respond, because they may still work.
+        reports = await asyncio.gather(*(self._fetch_instance(each) for each in self._listed))
         moment = Moment(
             time=time.time(),
             router=figures,
@@ -73,26 +80,28 @@ class Collector:
             instances={report.listed.key: report for report in reports},
             masters=tuple(await masters),
         )
+        if self.history.last is not None:
+            self.events.extend(find_events(self.history.last, moment))
         self.history.add(moment)
         return moment
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the router, the instances and the masters."""
         try:
             await self.router.close()
         except Exception:
             _log.exception("the connections to the router were not closed")
         await self._scraper.close()
 
-    async def _ask_instance(self, listed: Listed) -> InstanceReport:
+    async def _fetch_instance(self, listed: Listed) -> InstanceReport:
         async with self._at_once:
             try:
-                return InstanceReport(listed, await self._scraper.ask_instance(listed))
+                return InstanceReport(listed, await self._scraper.fetch_instance(listed))
             except ScrapeError as exc:
                 return InstanceReport(listed, trouble=str(exc))
 
-    async def _ask_master(self, address: str) -> MasterReport:
+    async def _fetch_master(self, address: str) -> MasterReport:
         try:
-            return MasterReport(address, await self._scraper.ask_master(address))
+            return MasterReport(address, await self._scraper.fetch_master(address))
         except ScrapeError as exc:
             return MasterReport(address, trouble=str(exc))

@@ -1,6 +1,6 @@
-"""Metrics of the router, of instances and of the pool's masters as plain data; this module sends no requests.
+"""Metrics of the router, of instances and of the pool's masters as plain data. This module sends no requests.
 
-Counters grow during the lifetime of their process. ``history`` computes their increase between two polls.
+A counter increases during the lifetime of its process. ``history`` computes the increase between two polls.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ __all__ = [
 ]
 
 OWN_CACHE, POOL, HANDED_OVER, COMPUTED = ORIGINS = ("own_cache", "pool", "handed_over", "computed")
-"""Origins of the KV of a prompt token."""
+"""Where the KV of a prompt token may come from."""
 
 Samples = Mapping[str, Sequence[Sample]]
 
-# The same metric has three names: in our engine and FastDeploy, in vLLM, and in SGLang. An instance has at most one of
-# them.
+# The names of one metric in FastDeploy and our engine, in vLLM, and in SGLang. An instance reports at most one of them.
 _PROMPT = ("fastdeploy:prompt_tokens_total", "vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
 _OWN = (
     *("fastdeploy:prefix_gpu_cache_token_num_total", "vllm:prefix_cache_hits_total", "sglang:cached_tokens_total"),
@@ -44,25 +43,26 @@ _OWN = (
 _VLLM_OUTSIDE = "vllm:external_prefix_cache_hits_total"
 _POOL = ("kvstore_pool_cached_tokens_total", _VLLM_OUTSIDE)
 _GENERATED = ("fastdeploy:generation_tokens_total", "vllm:generation_tokens_total", "sglang:generation_tokens_total")
+_FIRST_TOKEN = tuple(f"{engine}:time_to_first_token_seconds" for engine in ("fastdeploy", "vllm", "sglang"))
 _RUNNING = ("fastdeploy:num_requests_running", "vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING = ("fastdeploy:num_requests_waiting", "vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _USAGE = ("fastdeploy:gpu_cache_usage_perc", "vllm:kv_cache_usage_perc", "sglang:token_usage")
 
 
 class Listed(NamedTuple):
-    """Instance as the router lists it."""
+    """An instance, as the router lists it."""
 
     key: str
-    """``host:port``."""
+    """Address of the instance as ``host:port``."""
     role: str
     metrics_url: str
     state: str = ""
-    """``""`` if unknown: the router reports it only with its admin token."""
+    """State of the instance; ``""`` if unknown, because the router reports it only to a client with its admin token."""
     trouble: str = ""
     breaker: str = "closed"
     weight: float | None = None
     running: int = 0
-    """Number of running requests, as counted by the router."""
+    """Number of running requests that the router has sent to the instance."""
     running_tokens: int = 0
     engine: str = ""
     kv_connector: str = ""
@@ -71,7 +71,8 @@ class Listed(NamedTuple):
 
 
 def describe_loss(listed: Sequence[Listed], drained: Collection[str]) -> str:
-    """Return a sentence with the model roles that would lose their last usable instance; ``""`` without any.
+    """Return a sentence that names the roles and models without a usable instance after a drain; ``""`` if there are
+    none.
 
     Args:
         listed: all instances.
@@ -81,58 +82,64 @@ def describe_loss(listed: Sequence[Listed], drained: Collection[str]) -> str:
     before = {(each.role, model) for each in open_to_requests for model in each.models or ("",)}
     left = [each for each in open_to_requests if each.key not in drained]
     lost = before - {(each.role, model) for each in left for model in each.models or ("",)}
-    told = sorted(f"no {role} instance{f' of {model}' if model else ''}" for role, model in lost)
-    return f"{' and '.join(told)} would take requests any more" if told else ""
+    missing = sorted(f"no {role} instance{f' of {model}' if model else ''}" for role, model in lost)
+    return f"{' and '.join(missing)} would take requests any more" if missing else ""
 
 
 class RouterFigures(NamedTuple):
     """Values from the router's ``/metrics``: counters, except ``running`` and ``queued``."""
 
     answers: Mapping[str, float]
-    """Number of requests by response status."""
+    """Number of requests, by the status of the response."""
     first_token: Mapping[float, float]
-    """Cumulative number of streams with a first token within each bound, in seconds."""
+    """For each bound in seconds, the number of streams whose first token came within this time."""
     output_token: Mapping[float, float]
-    """Cumulative number of streams with a time per later token within each bound, in seconds."""
+    """For each bound in seconds, the number of streams whose mean time per further token was within this time."""
     tokens: Mapping[str, float]
+    """Number of tokens, by kind: prompt, completion, cached, decode_cached."""
     retries: Mapping[str, float]
-    """Number of failed attempts by instance."""
+    """Number of failed attempts, by instance."""
     resumptions: Mapping[str, float]
-    """Number of streams that another instance continued after a failure."""
+    """Number of streams that another instance continued, by the instance that failed."""
     running: float
     queued: float
 
 
 class InstanceFigures(NamedTuple):
-    """Values from an instance's ``/metrics``; None for those that it does not report."""
+    """Values from an instance's ``/metrics``. A value that the instance does not report is None, 0 or empty."""
 
     origins: Mapping[str, float] | None
-    """Counters: prompt tokens by the origin of their KV."""
+    """Counters of prompt tokens, by the origin of their KV."""
     generated: float | None
     running: float | None
     waiting: float | None
     memory_used: float | None
-    """Fraction of its KV blocks in use, 0 to 1."""
+    """Fraction of the instance's KV blocks that are in use, from 0 to 1."""
     pool_open: bool | None
-    """Whether it has joined the pool."""
+    """Whether the instance has joined the pool."""
     pool_paused: bool
-    """Whether it has suspended the use of the pool after failed calls."""
+    """Whether the instance does not use the pool at present, because calls to it failed."""
     looked_up: Mapping[str, float]
-    """Counters: blocks looked up in the pool, by the results ``ok``, ``absent``, ``failed``."""
+    """Counters of blocks that were looked up in the pool, by result: ``ok``, ``absent``, ``failed``."""
     moved_bytes: Mapping[str, float]
-    """Counters: bytes written to the pool and read from it, as ``put`` and ``get``."""
+    """Counters of bytes that were written to the pool (``put``) and read from it (``get``)."""
     rejected: float
-    """Counter: blocks whose checksum did not match."""
+    """Counter of blocks from the pool whose checksum was wrong."""
+    first_tokens: float = 0.0
+    """Counter of requests with a first token."""
+    first_token_seconds: float = 0.0
+    """Sum of the times to first token of these requests, in seconds."""
 
 
 class MasterFigures(NamedTuple):
-    """Values reported by a ``mooncake_master``."""
+    """Values that a ``mooncake_master`` reports."""
 
     role: str
     """``leader`` or ``standby``."""
     serves: bool
+    """Whether the master serves requests at present."""
     leader: str
-    """Address of the leader that this master follows; ``""`` if unknown."""
+    """Address of the leader that this master follows; ``""`` if it is unknown."""
     capacity: float
     used: float
     keys: float
@@ -148,7 +155,7 @@ class MasterFigures(NamedTuple):
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """Return the values that only grow."""
+        """Return the values that are counters, by name."""
         return {
             "evicted_keys": self.evicted_keys,
             "evicted_bytes": self.evicted_bytes,
@@ -159,7 +166,7 @@ class MasterFigures(NamedTuple):
 
 
 def read_router_figures(samples: Samples) -> RouterFigures:
-    """Extract the values from the router's ``/metrics``."""
+    """Return the values from the samples of the router's ``/metrics``."""
     return RouterFigures(
         answers=_sum_by(samples.get("http_requests_total", ()), "status_code"),
         first_token=_read_buckets(samples, "router_time_to_first_token_seconds"),
@@ -173,7 +180,10 @@ def read_router_figures(samples: Samples) -> RouterFigures:
 
 
 def read_loads(samples: Samples) -> list[Listed]:
-    """List the instances from the router's ``/metrics``, which has less than ``/registered``, but needs no token."""
+    """Return the instances from the samples of the router's ``/metrics``.
+
+    ``/metrics`` says less about instances than ``/registered``, but needs no token.
+    """
     breakers = {each.labels.get("instance", ""): each.value for each in samples.get("router_instance_breaker_open", ())}
     openness = {0.0: "closed", 0.5: "half_open", 1.0: "open"}
     found = []
@@ -212,7 +222,7 @@ def read_listed(entry: Mapping[str, Any]) -> Listed:
 
 
 def read_instance_figures(samples: Samples, listed: Listed) -> InstanceFigures:
-    """Extract the values from an instance's ``/metrics``, for all engines."""
+    """Return the values from the samples of an instance's ``/metrics``, whatever its engine is."""
     joined = _sum_all(samples, ("kvstore_pool_open",))
     blocks = [each for each in samples.get("kvstore_blocks_total", ()) if each.labels.get("operation") == "exists"]
     return InstanceFigures(
@@ -226,13 +236,15 @@ def read_instance_figures(samples: Samples, listed: Listed) -> InstanceFigures:
         looked_up=_sum_by(blocks, "status"),
         moved_bytes=_sum_by(samples.get("kvstore_bytes_total", ()), "operation"),
         rejected=_sum_all(samples, ("kvstore_rejected_blocks_total",)) or 0.0,
+        first_tokens=_sum_all(samples, [f"{name}_count" for name in _FIRST_TOKEN]) or 0.0,
+        first_token_seconds=_sum_all(samples, [f"{name}_sum" for name in _FIRST_TOKEN]) or 0.0,
     )
 
 
 def read_master_figures(
     health: Mapping[str, Any], figures: Mapping[str, float], segments: Sequence[Segment] = ()
 ) -> MasterFigures:
-    """Extract the values from a master's ``/health``, ``/metrics`` and ``/get_segments_detail``."""
+    """Return the values from a master's ``/health``, ``/metrics`` and ``/get_segments_detail``."""
 
     def find_figure(name: str) -> float:
         return figures.get(name, 0.0)
@@ -257,7 +269,7 @@ def read_master_figures(
 
 
 def read_segments(page: Mapping[str, Any]) -> list[Segment]:
-    """Parse the entries of a master's ``/get_segments_detail``. Skip incomplete entries."""
+    """Parse the entries of a master's ``/get_segments_detail``. Incomplete entries are skipped."""
     found = []
     for each in page.get("segments", ()):
         try:
@@ -268,13 +280,13 @@ def read_segments(page: Mapping[str, Any]) -> list[Segment]:
 
 
 def _read_origins(samples: Samples, *, takes_over: bool) -> dict[str, float] | None:
-    """Count prompt tokens by origin.
+    """Return the number of prompt tokens by origin; None if the instance does not report its prompt tokens.
 
     Args:
-        takes_over: whether external tokens were transferred from a prefill instance, not read from the pool.
+        takes_over: whether tokens from outside were transferred from a prefill instance, not read from the pool.
     """
-    if told := samples.get("kvstore_prompt_tokens_total"):
-        by_origin = _sum_by(told, "origin")
+    if counted := samples.get("kvstore_prompt_tokens_total"):
+        by_origin = _sum_by(counted, "origin")
         return {origin: by_origin.get(origin, 0.0) for origin in ORIGINS}
     prompt = _sum_all(samples, _PROMPT)
     if prompt is None:
@@ -287,8 +299,8 @@ def _read_origins(samples: Samples, *, takes_over: bool) -> dict[str, float] | N
 def _takes_over(samples: Samples, listed: Listed) -> bool:
     """Return whether this is a decode instance of vLLM that gets KV from its prefill instance, not from the pool.
 
-    vLLM counts both as external hits. If an instance has a connector for each, all of them count as transferred,
-    because the prefill instance sends everything that the decode instance has not cached itself.
+    vLLM counts both as external hits. If an instance has a connector for the pool and one for a pair, all external hits
+    count as transferred, because the prefill instance sends everything that the decode instance has not cached.
     """
     if listed.role != "decode" or not samples.get(_VLLM_OUTSIDE):
         return False
@@ -311,7 +323,7 @@ def _sum_by(samples: Iterable[Sample], label: str) -> dict[str, float]:
 
 
 def _sum_all(samples: Samples, names: Iterable[str]) -> float | None:
-    """Sum all samples of the first of ``names`` that has any; return None if there are none."""
+    """Return the sum of all samples of the first name that has samples; None if none has."""
     for name in names:
         if found := samples.get(name):
             return sum(each.value for each in found)

@@ -1,4 +1,4 @@
-"""History: the last polls of all metrics, and the increase of counters between them."""
+"""History: the results of the last polls, and the increase of counters between them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ HISTORY_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class InstanceReport:
-    """Result of polling one instance: the router's entry for it, and the instance's own metrics if it reports them."""
+    """What a poll found about one instance: the router's entry, and the metrics that the instance reports."""
 
     listed: Listed
     figures: InstanceFigures | None = None
     trouble: str = ""
-    """Why there are no metrics, in one sentence."""
+    """Why the instance's metrics are missing, in one sentence; ``""`` if they are not."""
 
 
 @dataclass(frozen=True, slots=True)
 class MasterReport:
-    """Result of polling one master of the pool."""
+    """What a poll found about one master of the pool."""
 
     address: str
     figures: MasterFigures | None = None
@@ -43,22 +43,22 @@ class MasterReport:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Result of one poll of everything."""
+    """The result of one poll of the router, its instances and the masters."""
 
     time: float
-    """Seconds since 1970."""
+    """Time of the poll, in seconds since 1970."""
     router: RouterFigures | None = None
     trouble: str = ""
-    """Why there are no metrics of the router, in one sentence."""
+    """Why the router's metrics are missing, in one sentence; ``""`` if they are not."""
     listing_trouble: str = ""
-    """Why the router does not list its instances: it requires its admin token for this."""
+    """Why the router does not list its instances, in one sentence: it requires its admin token."""
     instances: Mapping[str, InstanceReport] = field(default_factory=dict)
     masters: tuple[MasterReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Time range that ends now, divided into pieces of equal length."""
+    """A time range that ends now, divided into pieces of equal length."""
 
     title: str
     seconds: float
@@ -70,7 +70,7 @@ class Span:
         return self.seconds / self.pieces
 
     def label_pieces(self) -> list[str]:
-        """Return for each piece how long ago it ended."""
+        """Return a label for each piece that says how long ago the piece ended."""
         labels = []
         for number in range(self.pieces - 1, -1, -1):
             ago = number * self.piece_seconds
@@ -79,7 +79,7 @@ class Span:
 
 
 class History:
-    """The last polls, oldest first."""
+    """The results of the last polls, oldest first."""
 
     def __init__(self, seconds: float = HISTORY_SECONDS) -> None:
         self._seconds = seconds
@@ -87,17 +87,17 @@ class History:
 
     @property
     def last(self) -> Moment | None:
-        """The last poll; None before the first."""
+        """The result of the last poll; None before the first poll."""
         return self._moments[-1] if self._moments else None
 
     def add(self, moment: Moment) -> None:
-        """Store a poll, and discard those that are too old."""
+        """Store the result of a poll, and delete results that are too old."""
         self._moments.append(moment)
         while self._moments[0].time < moment.time - self._seconds:
             self._moments.popleft()
 
     def list_moments(self, seconds: float) -> list[Moment]:
-        """Return the polls of the last ``seconds``, and the one before them."""
+        """Return the polls of the last ``seconds``, and the last poll before them."""
         moments: list[Moment] = []
         for moment in reversed(self._moments):
             moments.append(moment)
@@ -111,29 +111,38 @@ class History:
         """Return the increase of counters in each piece of a span.
 
         Args:
-            read: returns the counters of a poll by their source, so that a source that disappeared or restarted is not
-                confused with one with unchanged counters.
+            span: the time range.
+            read: returns the counters of a poll, by the router, instance or master that has reported them. So a restart
+                of one of these does not look like a decrease of the sum.
         """
         pieces: list[dict[K, float]] = [{} for _ in range(span.pieces)]
         if self.last is None:
             return pieces
-        # Pieces end at multiples of their length, so that a counted event stays in its piece.
+        # Pieces end at multiples of their length, so that an event is in the same piece at each call.
         end = -(-self.last.time // span.piece_seconds) * span.piece_seconds
-        for time, grown in _count_steps(self.list_moments(span.seconds), read):
+        for time, grown in _count_steps(_thin_moments(self.list_moments(span.seconds), span), read):
             number = span.pieces - 1 - int((end - time) // span.piece_seconds)
             if 0 <= number < span.pieces:
                 _add_counts(pieces[number], grown)
         return pieces
 
+    def count_unknown_pieces(self, span: Span) -> int:
+        """Return the number of pieces of a span that ended before the first poll."""
+        if self.last is None:
+            return span.pieces
+        end = -(-self.last.time // span.piece_seconds) * span.piece_seconds
+        known = int((end - self._moments[0].time) // span.piece_seconds) + 1
+        return max(0, span.pieces - known)
+
     def count_span(self, span: Span, read: Callable[[Moment], Mapping[str, Mapping[K, float]]]) -> dict[K, float]:
-        """Return the increase of counters in the whole span; ``read`` as in ``count_pieces``."""
+        """Return the increase of counters in a whole span. ``read`` is as in ``count_pieces``."""
         total: dict[K, float] = {}
         for grown in self.count_pieces(span, read):
             _add_counts(total, grown)
         return total
 
     def average_pieces(self, span: Span, read: Callable[[Moment], float | None]) -> list[float | None]:
-        """Return the mean of a metric in each piece of a span; None for pieces without values."""
+        """Return the mean of a metric in each piece of a span; None for a piece without values."""
         found: list[list[float]] = [[] for _ in range(span.pieces)]
         if self.last is None:
             return [None] * span.pieces
@@ -146,10 +155,31 @@ class History:
         return [sum(values) / len(values) if values else None for values in found]
 
 
+def _thin_moments(moments: Sequence[Moment], span: Span) -> list[Moment]:
+    """Return the first and the last poll in each piece of a span, and the polls before and after a change of sources.
+
+    The increase of counters between these polls is the same as over all polls. With fewer polls, the time for counting
+    depends little on the length of the span.
+    """
+    marks = [(-(-moment.time // span.piece_seconds), _list_sources(moment)) for moment in moments]
+    return [
+        moment
+        for moment, before, own, after in zip(moments, [None, *marks], marks, [*marks[1:], None], strict=False)
+        if before != own or own != after
+    ]
+
+
+def _list_sources(moment: Moment) -> list[str]:
+    """Return the names of the sources that responded in a poll: the router, instances and masters."""
+    found = [key for key, report in moment.instances.items() if report.figures is not None]
+    found += [master.address for master in moment.masters if master.figures is not None]
+    return found if moment.router is None else ["router", *found]
+
+
 def _count_steps(
     moments: Sequence[Moment], read: Callable[[Moment], Mapping[str, Mapping[K, float]]]
 ) -> Iterator[tuple[float, dict[K, float]]]:
-    """Yield for each poll the increase of counters since the last poll that had them."""
+    """Yield, for each poll, its time and the increase of counters since the last poll that had the same source."""
     known: dict[str, Mapping[K, float]] = {}
     for moment in moments:
         grown: dict[K, float] = {}
@@ -162,7 +192,9 @@ def _count_steps(
 
 
 def _grow(before: Mapping[K, float], after: Mapping[K, float]) -> dict[K, float]:
-    """Return the increase of each counter. If the counters were reset in between, it is their present value."""
+    """Return the increase of each counter. If a counter has decreased, its process has restarted: return the new
+    values.
+    """
     if any(after.get(name, 0.0) < count for name, count in before.items()):
         return dict(after)
     return {name: count - before.get(name, 0.0) for name, count in after.items()}

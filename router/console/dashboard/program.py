@@ -1,4 +1,4 @@
-"""The program ``kvrouter dashboard``: its flags, its port, and a one-sentence error if it cannot start."""
+"""The program ``kvrouter dashboard``: reads its flags, and opens its port."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _AUTHORITY = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", re.ASCII)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve the page until a signal arrives. Return 0, 1 if it cannot be served, 2 for a wrong command line."""
+    """Serve the page until a signal arrives. Return the exit status: 1 if that is impossible, 2 if the flags are
+    wrong.
+    """
     parser = make_parser()
     try:
         flags = parser.parse_args(argv)
@@ -53,19 +55,20 @@ def main(argv: Sequence[str]) -> int:
     port = listener.getsockname()[1]
     print(f"the dashboard of {flags.router} is at http://{_format_host(flags.host)}:{port}", flush=True)
     if flags.token_file and flags.host not in (LOOPBACK, "localhost", "::1"):
-        warning = "whoever reaches this page can drain and weigh instances, as it holds the router's admin token"
+        warning = "everybody who reaches this page can drain instances, because it has the router's admin token"
         print(f"kvrouter dashboard: {warning}", file=sys.stderr, flush=True)
     collector = Collector(router, Scraper(verify), flags.pool, flags.interval)
-    # Imported late: the import takes a second, and no other part of the router needs it.
+    # Imported only here, because the import takes a second.
     site = importlib.import_module("router.console.dashboard.site")
     site.serve_page(collector, listener, flags.host, api_key)
     return 0
 
 
 def make_parser() -> FlagParser:
-    """Build the parser of the flags."""
+    """Return the parser of the flags."""
     parser = FlagParser(
-        prog="kvrouter dashboard", description="Show what the router, its instances and the pool do, in a browser."
+        prog="kvrouter dashboard",
+        description="Shows the state of the router, its instances and the pool, in a browser.",
     )
     add_router_flags(parser)
     parser.add_argument(
@@ -78,7 +81,7 @@ def make_parser() -> FlagParser:
         "--host",
         default=LOOPBACK,
         metavar="ADDRESS",
-        help=f"address to listen at (default: {LOOPBACK}, this machine only; the page requires no password)",
+        help=f"address to listen at (default: {LOOPBACK}, only this machine, because the page requires no password)",
     )
     parser.add_argument(
         "--pool",
@@ -92,7 +95,7 @@ def make_parser() -> FlagParser:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="file with a client's API key, if the router requires one: for Try it",
+        help="file with a client's API key for the view Try it, if the router requires one",
     )
     parser.add_argument(
         "--interval",
@@ -106,7 +109,7 @@ def make_parser() -> FlagParser:
 
 def _parse_own_port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port, 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, a number from 0 to 65535")
     return int(text)
 
 

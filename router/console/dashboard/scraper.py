@@ -21,7 +21,7 @@ from router.console.dashboard.figures import (
 __all__ = ["ScrapeError", "Scraper"]
 
 TIMEOUT_SECONDS = 3.0
-# A master lists the memory of each client. If there are more clients, only the sum is useful.
+# Maximum number of clients whose memory is shown. A master lists the memory of each client.
 _MAX_SEGMENTS = 64
 
 
@@ -30,12 +30,12 @@ class ScrapeError(Exception):
 
 
 class Scraper:
-    """Fetches metrics over one connection pool."""
+    """Fetches metrics, with one pool of connections."""
 
     def __init__(self, verify: ssl.SSLContext | bool = True) -> None:
         """
         Args:
-            verify: trusted authorities for instances that use HTTPS.
+            verify: TLS context with the trusted authorities for instances that use HTTPS; True: those of the system.
         """
         self._http = httpx.AsyncClient(timeout=TIMEOUT_SECONDS, trust_env=False, verify=verify)
 
@@ -43,31 +43,34 @@ class Scraper:
         """Close the connections."""
         await self._http.aclose()
 
-    async def ask_instance(self, listed: Listed) -> InstanceFigures:
+    async def fetch_instance(self, listed: Listed) -> InstanceFigures:
         """Fetch the values from an instance's ``/metrics``.
 
         Raises:
-            ScrapeError: they cannot be fetched.
+            ScrapeError: the values cannot be fetched.
         """
         page = await self._fetch(listed.metrics_url)
         try:
             return read_instance_figures(parse_samples(page.text), listed)
         except ValueError as exc:
-            raise ScrapeError(f"{listed.metrics_url} is no page of figures: {exc}") from None
+            raise ScrapeError(f"{listed.metrics_url} is not in Prometheus's format: {exc}") from None
 
-    async def ask_master(self, address: str) -> MasterFigures:
-        """Fetch the values of the master with the HTTP endpoint ``address``.
+    async def fetch_master(self, address: str) -> MasterFigures:
+        """Fetch the values of a master.
+
+        Args:
+            address: ``host:port`` of the master's HTTP endpoint.
 
         Raises:
-            ScrapeError: they cannot be fetched.
+            ScrapeError: the values cannot be fetched.
         """
         health = await self._fetch_object(f"http://{address}/health")
         if "role" not in health:
-            raise ScrapeError(f"what answers at {address} is no mooncake_master: its /health does not tell its role")
+            raise ScrapeError(f"the server at {address} is not a mooncake_master: its /health reports no role")
         try:
             figures = parse_plain_metrics((await self._fetch(f"http://{address}/metrics")).text)
         except ValueError as exc:
-            raise ScrapeError(f"http://{address}/metrics is no page of figures: {exc}") from None
+            raise ScrapeError(f"http://{address}/metrics is not in Prometheus's format: {exc}") from None
         try:
             segments = read_segments(await self._fetch_object(f"http://{address}/get_segments_detail"))
         except ScrapeError:  # a standby master may not serve this path
@@ -80,14 +83,14 @@ class Scraper:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise ScrapeError(f"{url} is no JSON object")
+            raise ScrapeError(f"{url} is not a JSON object")
         return found
 
     async def _fetch(self, url: str) -> httpx.Response:
         try:
-            answer = await self._http.get(url)
+            response = await self._http.get(url)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise ScrapeError(f"{url} does not answer: {exc or type(exc).__name__}") from None
-        if answer.status_code != 200:
-            raise ScrapeError(f"{url} answers with status {answer.status_code}")
-        return answer
+        if response.status_code != 200:
+            raise ScrapeError(f"{url} answers with status {response.status_code}")
+        return response

@@ -1,4 +1,4 @@
-"""The web application: the view of each path, and which hosts are allowed. It imports NiceGUI."""
+"""The web application of the dashboard: its paths, and the host names that it accepts. It imports NiceGUI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.console.dashboard.collector import Collector
 from router.console.dashboard.views import VIEWS, Site, View, open_frame
-from router.console.dashboard.views.look import ICON
+from router.console.dashboard.views.style import ICON
 
 __all__ = ["serve_page"]
 
@@ -25,7 +25,14 @@ RECONNECT_SECONDS = 10.0
 
 
 def serve_page(collector: Collector, listener: socket.socket, host: str, api_key: str = "") -> None:
-    """Serve the page on ``listener``, which listens on ``host``, until SIGINT or SIGTERM."""
+    """Serve the page until SIGINT or SIGTERM.
+
+    Args:
+        collector: the source of the values.
+        listener: a socket that listens on ``host``.
+        host: an address, or the name under which browsers may open the page.
+        api_key: API key for the view Try it; ``""`` if the router requires none.
+    """
     app = build_app(collector, api_key)
     config = uvicorn.Config(_HostGuard(app, host), log_level="warning", access_log=False, lifespan="on")
     config.timeout_graceful_shutdown = 1  # open pages do not close their connections
@@ -34,13 +41,13 @@ def serve_page(collector: Collector, listener: socket.socket, host: str, api_key
 
 
 def build_app(collector: Collector, api_key: str) -> FastAPI:
-    """Register all views, and start the collector."""
+    """Return the application with all views. It runs the collector while it serves."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        looking = asyncio.ensure_future(collector.keep_looking())
+        polling = asyncio.ensure_future(collector.keep_polling())
         yield
-        looking.cancel()
+        polling.cancel()
         await collector.close()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -65,16 +72,16 @@ def _make_page(site: Site, view: View) -> Callable[[Request], None]:
     def show_page(request: Request) -> None:
         open_frame(site, view, request)
 
-    # NiceGUI inspects the annotations of a page. A string annotation would not be resolved.
+    # NiceGUI reads the annotations of this function, and cannot resolve annotations that are strings.
     show_page.__annotations__ = {"request": Request}
     return show_page
 
 
 class _HostGuard:
-    """Accepts only requests with an address of this machine, or its configured name, as host.
+    """Accepts only requests whose host is an IP address, ``localhost`` or the configured name.
 
-    Otherwise a page elsewhere could point its own host name here and read this page in its visitors' browsers (DNS
-    rebinding), because a browser regards both as one origin.
+    This prevents DNS rebinding: the owner of another site could let its host name point to this machine. The browser of
+    a visitor would then treat both as one origin, and the other site could read this page.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
@@ -102,7 +109,7 @@ class _HostGuard:
 
 
 def _read_host(scope: Scope) -> str:
-    """Return the host name in the request, in lower case and without its port."""
+    """Return the host name in the request's headers, in lower case and without the port."""
     header = next((value for name, value in scope["headers"] if name == b"host"), b"")
     host: str = header.decode("latin-1").lower()
     if host.startswith("["):

@@ -1,24 +1,35 @@
-"""Derived metrics: origins of prompts, outcomes of requests, quantiles. Plain functions on plain data."""
+"""Computes further metrics from polled values: origins of prompts, outcomes of requests, quantiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from router.console.dashboard.figures import COMPUTED, HANDED_OVER, ORIGINS, POOL, RouterFigures
+from router.console.dashboard.figures import HANDED_OVER, ORIGINS, RouterFigures
 from router.console.dashboard.history import Moment
 
-__all__ = ["count_origins", "estimate_quantile", "read_router", "share_origins", "sum_answers"]
+__all__ = [
+    "count_origins",
+    "count_work",
+    "estimate_quantile",
+    "pick_requests",
+    "read_router",
+    "share_origins",
+    "sum_answers",
+]
 
 K = TypeVar("K", bound=Hashable)
 
 
 def estimate_quantile(quantile: float, counts: Mapping[float, float]) -> float | None:
-    """Estimate the quantile as Prometheus does: the value that this fraction of observations does not exceed; None if
-    there are no observations.
+    """Estimate a quantile like Prometheus: the value that is not exceeded by this fraction of the observations.
 
     Args:
-        counts: number of observations that do not exceed each bound, including infinity.
+        quantile: the fraction, from 0 to 1.
+        counts: for each bound, including infinity, the number of observations that do not exceed it.
+
+    Returns:
+        The value; None if there are no observations.
     """
     bounds = sorted(counts)
     if not bounds or counts[bounds[-1]] <= 0:
@@ -36,10 +47,10 @@ def estimate_quantile(quantile: float, counts: Mapping[float, float]) -> float |
 
 
 def count_origins(moment: Moment, instance: str = "") -> dict[str, Mapping[str, float]]:
-    """Count prompt tokens by origin, of one instance or, with ``""``, of all. Each prompt counts once.
+    """Return the counters of prompt tokens by origin, of one instance or, with ``""``, of all instances.
 
-    The prefill instance has already counted a decode instance's prompt. So of a decode instance only those tokens count
-    that it read from the pool or computed itself.
+    The prompt of a pair is counted at its prefill instance. So in the counters of all instances, those of a decode
+    instance only include tokens that were handed over.
     """
     counted: dict[str, Mapping[str, float]] = {}
     for key, report in moment.instances.items():
@@ -47,24 +58,62 @@ def count_origins(moment: Moment, instance: str = "") -> dict[str, Mapping[str, 
             continue
         origins = report.figures.origins
         if not instance and report.listed.role == "decode":
-            origins = {origin: origins[origin] for origin in (POOL, HANDED_OVER, COMPUTED)}
+            origins = {HANDED_OVER: origins[HANDED_OVER]}
         counted[key] = origins
     return counted
 
 
+def count_work(moment: Moment) -> dict[str, Mapping[tuple[str, str], float]]:
+    """Return the counters of each instance's work, by the instance's key and a name.
+
+    The names are ``ORIGINS``, ``generated``, ``first_tokens`` and ``first_token_seconds``.
+    """
+    counted: dict[str, Mapping[tuple[str, str], float]] = {}
+    for key, report in moment.instances.items():
+        if (figures := report.figures) is not None:
+            counts = {
+                **(figures.origins or {}),
+                "generated": figures.generated or 0.0,
+                "first_tokens": figures.first_tokens,
+                "first_token_seconds": figures.first_token_seconds,
+            }
+            counted[key] = {(key, name): count for name, count in counts.items()}
+    return counted
+
+
 def share_origins(tokens: Mapping[str, float], *, with_handed_over: bool) -> dict[str, float]:
-    """Return the fraction of each origin, 0 to 1; empty if there are no tokens.
+    """Return the fraction of tokens from each origin, from 0 to 1; empty if there are no tokens.
 
     Args:
-        with_handed_over: whether transferred tokens are part of the total.
+        tokens: number of tokens by origin.
+        with_handed_over: whether tokens that were handed over are part of the total.
     """
     wanted = [origin for origin in ORIGINS if with_handed_over or origin != HANDED_OVER]
     total = sum(tokens.get(origin, 0.0) for origin in wanted)
     return {origin: tokens.get(origin, 0.0) / total for origin in wanted} if total > 0 else {}
 
 
+def pick_requests(requests: Sequence[Mapping[str, Any]], chosen: str) -> list[Mapping[str, Any]]:
+    """Return the requests of one kind.
+
+    Args:
+        requests: the requests, in the format of the access log.
+        chosen: the kind. ``slow``: all requests, sorted by the time to the first byte, longest first. ``failed``: those
+            that were refused, failed, or ended with an error. ``missed``: those of which less than half of the prompt
+            tokens came from a cache. Any other value: all requests.
+    """
+    if chosen == "slow":
+        return sorted(requests, key=lambda each: float(each.get("first_byte_ms") or 0.0), reverse=True)
+    if chosen == "failed":
+        return [each for each in requests if each.get("error") or (each["status"] >= 400 and each["status"] != 499)]
+    if chosen == "missed":
+        counted = [each for each in requests if each.get("prompt_tokens") and each.get("cached_tokens") is not None]
+        return [each for each in counted if each["cached_tokens"] * 2 < each["prompt_tokens"]]
+    return list(requests)
+
+
 def sum_answers(by_status: Mapping[str, float]) -> dict[str, float]:
-    """Count requests by outcome: ``answered``, ``refused``, ``left`` (the client disconnected) and ``failed``."""
+    """Return the number of requests by outcome: ``answered``, ``refused``, ``left`` (by the client) and ``failed``."""
     sums = {"answered": 0.0, "refused": 0.0, "left": 0.0, "failed": 0.0}
     for status, count in by_status.items():
         if status == "499":
@@ -81,7 +130,7 @@ def sum_answers(by_status: Mapping[str, float]) -> dict[str, float]:
 def read_router(
     read: Callable[[RouterFigures], Mapping[K, float]],
 ) -> Callable[[Moment], Mapping[str, Mapping[K, float]]]:
-    """Return a reader of the router's counters for a ``History``."""
+    """Return a function that reads some of the router's counters from a poll, for the methods of ``History``."""
 
     def read_counters(moment: Moment) -> Mapping[str, Mapping[K, float]]:
         return {} if moment.router is None else {"router": read(moment.router)}

@@ -1,19 +1,19 @@
 """Discovery: registers the instances of ready pods, and removes those of pods that are not ready.
 
-A terminating pod drains: it gets no new requests, and stays listed with its running requests until it is gone, so that
-its own hook can wait for them. For instances that register themselves, heartbeats decide, not the state of their pods;
-only the drain is applied.
+The instance of a terminating pod is drained: it gets no new requests, and is listed with its running requests until the
+pod is gone, so that a hook of the pod can wait for them. This also applies to instances that register themselves. Apart
+from that, their heartbeats decide, not the state of their pods.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvcommon.waiting import wait_for_event
 from router.fleet.discovery.identity import ask_identity
 from router.fleet.discovery.pod_watch import PodWatch
 from router.fleet.discovery.pods import READY, TERMINATING, UNREADY, Pod
@@ -30,12 +30,12 @@ __all__ = ["Discovery"]
 
 _log = logging.getLogger("router.fleet.discovery")
 
-# After this time, retry an instance that failed its first probe or was removed since.
+# Interval for registering instances again that failed their first probe or were removed.
 RECONCILE_SECONDS = 5.0
 
 
 class Discovery:
-    """Updates the registry to match the cluster's pods."""
+    """Registers and removes instances so that the registry matches the cluster's pods."""
 
     def __init__(
         self,
@@ -50,9 +50,13 @@ class Discovery:
     ) -> None:
         """
         Args:
-            announce: reports an added instance to the router's other processes.
-            announce_orders: reports the operator commands of an instance to them.
-            announce_removal: reports a removed instance to them.
+            settings: the settings of service discovery.
+            registry: the instances.
+            health: probes new instances.
+            upstream: the connections to instances.
+            announce: reports an added instance to the other processes.
+            announce_orders: reports the operator commands of an instance to the other processes.
+            announce_removal: reports a removed instance to the other processes.
 
         Raises:
             SettingsError: the credentials for the API server cannot be used.
@@ -65,32 +69,31 @@ class Discovery:
         self._announce_removal = announce_removal
         self._is_changed = asyncio.Event()
         self._watch = PodWatch(settings, self._is_changed.set)
-        self._troubles: dict[str, str] = {}  # of pods that are ready, but cannot be registered
+        self._troubles: dict[str, str] = {}  # for each ready pod that cannot be registered, the reason
 
     @property
     def is_current(self) -> bool:
-        """Whether the API server reports the state of the pods at present."""
+        """Whether the API server is reachable, so that the known state of the pods is current."""
         return not self._watch.trouble
 
     def count_pods(self) -> dict[str, int]:
-        """Return the number of pods by state."""
+        """Return the number of pods in each state."""
         counts = Counter(pod.state for pod in self._watch.pods.values())
         return {state: counts[state] for state in (READY, UNREADY, TERMINATING)}
 
     async def keep_discovering(self) -> None:
-        """Watch and reconcile until cancelled."""
+        """Watch the pods and update the registry, until this task is cancelled."""
         await asyncio.gather(self._watch.keep_current(), self._keep_reconciling())
 
     async def _keep_reconciling(self) -> None:
         while True:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._is_changed.wait(), RECONCILE_SECONDS)
+            await wait_for_event(self._is_changed, RECONCILE_SECONDS)
             self._is_changed.clear()
             try:
                 if self._watch.was_listed:
                     await self._reconcile()
             except Exception:
-                _log.exception("the fleet was not brought in line with the pods; the next try follows")
+                _log.exception("updating the instances from the pods failed; it is tried again")
 
     async def _reconcile(self) -> None:
         pods = dict(self._watch.pods)
@@ -106,12 +109,12 @@ class Discovery:
         await asyncio.gather(*map(self._add_instance, ready))
 
     async def _check_instance(self, instance: Instance, pods: Mapping[str, Pod]) -> None:
-        """Remove an instance that was added here, if its pod has changed."""
+        """Remove an instance that service discovery has added, if its pod has changed."""
         name = instance.registration.fields.get("pod")
         if name is None or instance.has_heartbeat:
             return
         pod = pods.get(name)
-        is_same = pod is not None and _find_key(pod) == instance.key and _is_told(pod, instance)
+        is_same = pod is not None and _find_key(pod) == instance.key and _has_fields_of(pod, instance)
         if pod is None or not is_same or pod.state == UNREADY:
             why = "is gone" if pod is None else "is not ready" if pod.state == UNREADY else "has changed"
             _log.info("%s instance %s is removed: its pod %s %s", instance.role.value, instance.key, name, why)
@@ -135,32 +138,32 @@ class Discovery:
         await self._announce(instance)
 
     async def _complete(self, fields: Mapping[str, Any]) -> Registration:
-        """Return the registration of an instance, completed by the fields that only the instance itself knows.
+        """Return the registration of an instance. Fields that the pod does not specify are queried from the instance.
 
         Raises:
-            RegistrationError: it cannot be registered like this.
+            RegistrationError: the instance cannot be registered with these fields.
         """
         known = Registration.from_fields({"role": "mixed", **fields})
         if "engine" not in fields:
-            told = await ask_identity(self._upstream, known.address)
+            queried = await ask_identity(self._upstream, known.address)
         else:
-            told = {}
-        if "role" not in fields and "role" not in told and self._registry.splitwise:
-            raise RegistrationError("it has no role: label it kvrouter/role=prefill or kvrouter/role=decode")
-        registration = Registration.from_fields({"role": "mixed", **told, **fields})
+            queried = {}
+        if "role" not in fields and "role" not in queried and self._registry.splitwise:
+            raise RegistrationError("it has no role; label it kvrouter/role=prefill or kvrouter/role=decode")
+        registration = Registration.from_fields({"role": "mixed", **queried, **fields})
         self._registry.check_role(registration.role)
         return registration
 
 
 def _find_key(pod: Pod) -> str:
-    """Return the key of the pod's instance; ``""`` if it cannot have one."""
+    """Return the key of the pod's instance; ``""`` if the pod's fields are invalid."""
     try:
         return Registration.from_fields({"role": "mixed", **pod.fields}).key
     except RegistrationError:
         return ""
 
 
-def _is_told(pod: Pod, instance: Instance) -> bool:
-    """Return whether the instance is registered as the pod describes it now."""
+def _has_fields_of(pod: Pod, instance: Instance) -> bool:
+    """Return whether the instance's registration has the fields that the pod specifies now."""
     fields = instance.registration.fields
     return all(fields.get(name) == value for name, value in pod.fields.items())

@@ -1,4 +1,4 @@
-"""Identity: which engine answers at an address. ``router.register`` uses it, too, for the server next to it."""
+"""Identity: finds out which engine runs at an address. Used by service discovery and by ``router.register``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from router.http import Address, ConnectionPool, Response, UpstreamError
 __all__ = ["ask_identity"]
 
 ASK_SECONDS = 4.0
-# Owner of our own engine's models. FastDeploy's models have an owner without the second word.
+# ``owned_by`` of the models of our own engine. FastDeploy's models have "fastdeploy".
 OUR_OWNER = "fastdeploy-kvstore"
 
 
 async def ask_identity(upstream: ConnectionPool, address: Address) -> dict[str, Any]:
-    """Query the engine at ``address``; return the fields ``engine`` and, for SGLang, ``role`` and ``bootstrap_port``.
+    """Query the engine at ``address``, and return fields of its registration: ``engine`` and others.
+
+    Our engine also gets ``cache_salt``, SGLang ``role`` and ``bootstrap_port``.
 
     Raises:
-        RegistrationError: it does not answer.
+        RegistrationError: the engine does not respond, or requires an API key.
     """
     try:
         models = await _ask(upstream, address, "/v1/models")
@@ -35,9 +37,11 @@ async def ask_identity(upstream: ConnectionPool, address: Address) -> dict[str, 
             if "disaggregation_mode" in info:
                 return _read_sglang(info)
     except UpstreamError as exc:
-        raise RegistrationError(f"it does not tell what it is: {exc}") from exc
+        raise RegistrationError(f"its server does not report its engine: {exc}") from exc
     if models.status in (401, 403):
-        raise RegistrationError("it wants a key before it tells what it is; say so with the label kvrouter/engine")
+        raise RegistrationError(
+            "its server requires an API key, so its engine is not known; set the label kvrouter/engine"
+        )
     return {"engine": "openai"}
 
 
@@ -46,7 +50,7 @@ async def _ask(upstream: ConnectionPool, address: Address, path: str) -> Respons
 
 
 def _find_owner(models: Response) -> str:
-    """Return the owner of the first model that the engine lists."""
+    """Return ``owned_by`` of the first model that the engine lists; ``""`` if it lists none."""
     try:
         listed = parse_models(models.body) if models.status == 200 else []
     except ValueError:
@@ -54,10 +58,10 @@ def _find_owner(models: Response) -> str:
     return str((listed[0].get("owned_by") if listed else "") or "").lower()
 
 
-def _read_object(answer: Response) -> dict[str, Any]:
-    """Return the JSON object of a successful response; an empty one otherwise."""
+def _read_object(response: Response) -> dict[str, Any]:
+    """Return the JSON object in a successful response; an empty object if there is none."""
     try:
-        found = orjson.loads(answer.body) if answer.status == 200 else {}
+        found = orjson.loads(response.body) if response.status == 200 else {}
     except orjson.JSONDecodeError:
         found = {}
     return found if isinstance(found, dict) else {}

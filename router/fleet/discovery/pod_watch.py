@@ -1,8 +1,8 @@
-"""PodWatch: the current pods of a selector, watched through the cluster's API server.
+"""PodWatch: the pods that match a label selector, as the cluster's API server reports them.
 
-It lists them, then watches changes from there on (https://kubernetes.io/docs/reference/using-api/api-concepts/). A
-watch that ends is continued where it ended. If it is too far behind (410 Gone), or after any failure, the pods are
-listed again. While the API server does not answer, the last known pods remain.
+PodWatch lists the pods, then watches changes (https://kubernetes.io/docs/reference/using-api/api-concepts/). When a
+watch ends, the next one continues from the same version. If the API server does not have this version any more (410
+Gone), or after any failure, the pods are listed again. While the API server does not respond, the last known pods stay.
 """
 
 from __future__ import annotations
@@ -25,42 +25,43 @@ __all__ = ["PodWatch"]
 
 _log = logging.getLogger("router.fleet.discovery")
 
-# A watch ends after this time, so that a dead connection is noticed.
+# A watch ends after this time, so that a lost connection is noticed.
 WATCH_SECONDS = 120
 LATE_SECONDS = 10.0
 ANSWER_SECONDS = 30.0
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1.0, 30.0
 PAGE_PODS = 250
 ERROR_BYTES = 64 * 1024
-# Limit for one event; a pod has a few KB.
+# Limit for the size of one event. The description of a pod has a few KB.
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 ALL_NAMESPACES = "all"
 _API_URL = re.compile(r"https?://(?P<host>[\w.-]+|\[[\da-fA-F:.]+\])(?::(?P<port>\d{1,5}))?/?", re.ASCII)
 
 
 class ApiFailure(Exception):
-    """The API server does not answer, or its answer is invalid. The message is one sentence."""
+    """The API server does not respond, or its response is invalid. The message is one sentence."""
 
 
 class Gone(Exception):
-    """The API server no longer has the version at which the watch was to begin: list again."""
+    """The API server no longer has the version at which a watch should begin. The pods must be listed again."""
 
 
 class PodWatch:
-    """The pods of a selector."""
+    """List of the pods that match a label selector, updated by a watch of the Kubernetes API."""
 
     def __init__(self, settings: RouterSettings, on_change: Callable[[], None]) -> None:
         """
         Args:
+            settings: the settings of service discovery.
             on_change: called when the pods have changed.
 
         Raises:
             SettingsError: the credentials cannot be read, or the address of the API server is invalid.
         """
         self.pods: dict[str, Pod] = {}
-        """Pods by namespace and name."""
+        """The pods by namespace and name."""
         self.trouble = "the API server has not been asked yet"
-        """Why the known pods may be outdated; ``""`` if they are current."""
+        """Why the known pods may be outdated, in one sentence; ``""`` if they are current."""
         self.was_listed = False
         """Whether the pods have been listed at least once."""
         self._on_change = on_change
@@ -74,36 +75,38 @@ class PodWatch:
         if namespace != ALL_NAMESPACES:
             self._path = f"/api/v1/namespaces/{_encode(namespace)}/pods"
         self._pool = ConnectionPool()
-        self._version = ""  # the version after which to watch
-        self._was_heard = False  # since the last failure
+        self._version = ""  # the version of the pods after which the next watch begins
+        self._has_response = False  # whether a watch has worked since the last failure
 
     async def keep_current(self) -> None:
-        """List and watch, until cancelled."""
+        """List and watch the pods, until this task is cancelled."""
         pause = FIRST_PAUSE_SECONDS
         while True:
-            self._was_heard = False
+            self._has_response = False
             try:
                 await self._list_pods()
                 while True:
                     await self._watch_pods()
             except Gone:
                 _log.debug("the watch is too far behind; the pods are listed again")
-                if self._was_heard:
+                if self._has_response:
                     continue
             except (ApiFailure, UpstreamError, SettingsError) as exc:
                 self._note_trouble(str(exc))
             except Exception:
-                _log.exception("the API server's answer was not understood; it is asked again")
-                self.trouble = "the API server's answer was not understood"
+                _log.exception("the API server's response could not be read; the request is repeated")
+                self.trouble = "the API server's response could not be read"
             finally:
                 self._pool.close()
-            if self._was_heard:
+            if self._has_response:
                 pause = FIRST_PAUSE_SECONDS
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # spreads several routers
+            await asyncio.sleep(
+                pause * random.uniform(0.5, 1.0)
+            )  # so that several routers do not retry at the same time
             pause = min(LAST_PAUSE_SECONDS, 2 * pause)
 
     async def _list_pods(self) -> None:
-        """List the pods, and replace the known ones."""
+        """List the pods, which replace the known pods."""
         tls = self._read_credentials()[1]
         self._pool = ConnectionPool(tls)
         documents: list[dict[str, Any]] = []
@@ -129,17 +132,17 @@ class PodWatch:
         pods = {pod.name: pod for pod in (read_pod(document, self._port) for document in documents)}
         self._version = version
         if self.trouble and self.was_listed:
-            _log.info("service discovery: the API server %s answers again", self._address.url)
+            _log.info("service discovery: the API server %s responds again", self._address.url)
         is_changed = pods != self.pods or not self.was_listed
         self.pods, self.trouble, self.was_listed = pods, "", True
         if is_changed:
             self._on_change()
 
     async def _watch_pods(self) -> None:
-        """Apply changes until the API server ends the watch.
+        """Apply changes of the pods until the API server ends the watch.
 
         Raises:
-            Gone: the watch is too far behind.
+            Gone: the API server does not have the version at which the watch should begin.
         """
         query = {
             "labelSelector": self._selector,
@@ -171,17 +174,17 @@ class PodWatch:
                     self._on_event(_parse_object(line))
                 if len(unread) > MAX_EVENT_BYTES:
                     raise ApiFailure(f"the API server sent an event of more than {MAX_EVENT_BYTES} bytes")
-            self._was_heard = True
+            self._has_response = True
         finally:
             timer.cancel()
             exchange.close()
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        """Check the status of an answer or event.
+        """Apply one event of a watch.
 
         Raises:
-            Gone: the watch is too far behind.
-            ApiFailure: another failure, or an invalid answer.
+            Gone: the API server does not have the version at which the watch should continue.
+            ApiFailure: the event reports another failure, or is invalid.
         """
         kind, document = event.get("type"), event.get("object")
         if not isinstance(document, dict):
@@ -190,7 +193,7 @@ class PodWatch:
             if document.get("code") == 410:
                 raise Gone
             raise ApiFailure(f"the API server ended the watch: {document.get('message') or document.get('code')}")
-        self._was_heard = True
+        self._has_response = True
         self._version = str((document.get("metadata") or {}).get("resourceVersion") or self._version)
         if kind == "BOOKMARK":
             return
@@ -204,17 +207,17 @@ class PodWatch:
             self._on_change()
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
-        token = self._read_credentials()[0]  # it is renewed about once an hour
+        token = self._read_credentials()[0]  # read each time, because Kubernetes renews it about once an hour
         accept = [(b"accept", b"application/json")]
         return [*accept, (b"authorization", f"Bearer {token}".encode())] if token else accept
 
     def _read_credentials(self) -> tuple[str, Any]:
-        """Return the token, and the TLS context with the trusted authorities; both are empty without TLS.
+        """Return the token and the TLS context with the trusted authorities; ``""`` and None if TLS is not used.
 
         Raises:
             SettingsError: a file cannot be used.
         """
-        if not self._address.tls:  # kubectl proxy
+        if not self._address.tls:  # as with kubectl proxy
             return "", None
         token = read_token(self._account / "token", "manager.kubernetes-account")
         return token, read_authorities(str(self._account / "ca.crt"), "manager.kubernetes-account")
@@ -223,21 +226,22 @@ class PodWatch:
         return read_token(self._account / "namespace", "manager.kubernetes-account")
 
     def _note_trouble(self, sentence: str) -> None:
-        """Log that the watch fails, once per cause."""
+        """Record why the watch failed. Log it if it is the first failure, or a new one before the first list."""
         if self.trouble != sentence and (not self.trouble or not self.was_listed):
-            known = f"; the {len(self.pods)} pods that are known are kept" if self.was_listed else ""
+            known = f"; the {len(self.pods)} known pods stay registered" if self.was_listed else ""
             _log.error("service discovery: %s%s; trying again", sentence, known)
         self.trouble = sentence
 
     def _explain_status(self, status: int, body: bytes) -> ApiFailure:
         try:
-            said = str(_parse_object(body).get("message") or "")
+            message = str(_parse_object(body).get("message") or "")
         except ApiFailure:
-            said = ""
+            message = ""
         remedy = ""
         if status == 403:
             remedy = "; the router's service account must be allowed to list and watch pods"
-        return ApiFailure(f"the API server {self._address.url} answered with {status}{said and f': {said}'}{remedy}")
+        reason = f": {message}" if message else ""
+        return ApiFailure(f"the API server {self._address.url} answered with {status}{reason}{remedy}")
 
 
 def _parse_object(data: bytes) -> dict[str, Any]:
@@ -246,15 +250,15 @@ def _parse_object(data: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         found = None
     if not isinstance(found, dict):
-        raise ApiFailure(f"the API server sent something that is no JSON object: {data[:100]!r}")
+        raise ApiFailure(f"the API server sent data that is not a JSON object: {data[:100]!r}")
     return found
 
 
 def _parse_address(url: str) -> Address:
-    """Parse the address of the API server.
+    """Parse the URL of the API server.
 
     Raises:
-        SettingsError: it is invalid.
+        SettingsError: the URL is invalid.
     """
     found = _API_URL.fullmatch(url)
     is_tls = url.startswith("https")
@@ -269,7 +273,7 @@ def _format_query(members: Mapping[str, str]) -> str:
 
 
 def _encode(text: str) -> str:
-    """Return the text percent-encoded for a part of a path or of a query."""
+    """Return the text percent-encoded, for use in a path or a query."""
     kept = b"-._~"
     return "".join(
         chr(byte) if byte in kept or (byte < 128 and chr(byte).isalnum()) else f"%{byte:02X}" for byte in text.encode()

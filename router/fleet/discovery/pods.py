@@ -1,4 +1,4 @@
-"""Pod: a pod and its instance, read from its labels, its annotations and its state.
+"""Pod: a pod and its instance, read from labels, annotations and state of the pod.
 
 =============================== ======================================================================================
 label ``kvrouter/role``         mixed, prefill or decode; else llm-d's ``llm-d.ai/role``, or the first of ``role``,
@@ -40,23 +40,24 @@ _PORT_NAME = "http"
 
 
 class Pod(NamedTuple):
-    """A pod, and the registration of its instance."""
+    """A pod, and the registration fields of its instance."""
 
     name: str
-    """The pod's namespace and name."""
+    """Namespace and name of the pod, separated by ``/``."""
     state: str
     """``READY``, ``UNREADY`` or ``TERMINATING``."""
     fields: Mapping[str, Any]
-    """Fields of the registration, without ``role`` and ``engine`` if the pod does not specify them."""
+    """Fields of the instance's registration. ``role`` and ``engine`` are missing if the pod does not specify them."""
     trouble: str = ""
-    """Why its instance cannot be registered, in one sentence."""
+    """Why the instance cannot be registered, in one sentence; ``""`` if it can."""
 
 
 def read_pod(document: Mapping[str, Any], port: int) -> Pod:
-    """Parse a pod as returned by the API server.
+    """Parse the description of a pod from the API server.
 
     Args:
-        port: the port of its instance; 0 if the pod itself specifies it.
+        document: the description.
+        port: the port of the instance; 0 if the pod specifies it.
     """
     metadata, status = _get_object(document, "metadata"), _get_object(document, "status")
     name = f"{metadata.get('namespace')}/{metadata.get('name')}"
@@ -73,16 +74,17 @@ def read_pod(document: Mapping[str, Any], port: int) -> Pod:
         fields["bootstrap_port"] = bootstrap_port
     if text := annotations.get(_REGISTRATION):
         try:
-            told = orjson.loads(text)
+            registration = orjson.loads(text)
         except orjson.JSONDecodeError:
-            told = None
-        if isinstance(told, dict):
-            fields.update(told)
+            registration = None
+        if isinstance(registration, dict):
+            fields.update(registration)
         else:
             trouble = f"its annotation {_REGISTRATION} is {text!r}; it must be a JSON object"
     if not trouble and "port" not in fields:
         trouble = (
-            f"it names no port: call one {_PORT_NAME!r}, annotate it with {_REGISTRATION}: '{{\"port\": 8000}}', or "
+            f"it has no known port: name a port {_PORT_NAME!r}, annotate the pod with {_REGISTRATION}: "
+            f"'{{\"port\": 8000}}', or "
             "use --service-discovery-port"
         )
     return Pod(name, _find_state(metadata, status), fields, trouble)
@@ -96,20 +98,23 @@ def _find_state(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> str:
 
 
 def _name_process(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> str:
-    """Return a name that changes with each start of the pod's containers."""
+    """Return a name of the instance's process. It changes with each start of the pod's containers."""
     restarts = sum(int(each.get("restartCount") or 0) for each in _list(status, "containerStatuses"))
     return f"{metadata.get('uid')}-{restarts}"
 
 
 def _find_role(labels: Mapping[str, Any]) -> str:
-    """Return its role, or the invalid text given as role; ``""`` if no label specifies one."""
+    """Return the role that the pod's labels specify; ``""`` if they specify none.
+
+    An invalid value of the label ``kvrouter/role`` is returned unchanged.
+    """
     if own := labels.get(_OWN_ROLE_LABEL):
         return _ROLES.get(str(own), str(own))
     return next((_ROLES[value] for label in _ROLE_LABELS if (value := labels.get(label)) in _ROLES), "")
 
 
 def _find_port(spec: Mapping[str, Any]) -> int:
-    """Return the port named ``http``, or the only one; 0 if there is neither."""
+    """Return the port of the pod that is named ``http``, or its only port; 0 if there is neither."""
     ports = [port for container in _list(spec, "containers") for port in _list(container, "ports")]
     named = [port for port in ports if port.get("name") == _PORT_NAME]
     chosen = named or (ports if len(ports) == 1 else [])

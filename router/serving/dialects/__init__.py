@@ -1,8 +1,8 @@
-"""Dialects: requests to the instances of each engine, alone or as a pair.
+"""Dialects: how a request is sent to the instances of each engine, alone or as a pair.
 
-dialect.py     the parts of a dialect: a pair, and the changes to a request for each leg
+dialect.py     the base of pairs, and the changes of a request for each leg
 fastdeploy.py  FastDeploy, and our own engine
-vllm.py        vLLM, with the connector that its instances use to transfer KV
+vllm.py        vLLM, with each connector for the KV transfer
 sglang.py      SGLang
 in_order.py    any engine whose instances share a pool: prefill first, then decode
 """

@@ -1,4 +1,4 @@
-"""Dialects of pairs: the members and headers that give each leg of a request its part."""
+"""The base of pairs, and the changes of the client's request for each leg."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = [
     *("members_to_strip", "request_id_header"),
 ]
 
-# More than a prefill instance generates, even if it speculates several tokens ahead.
+# Maximum number of tokens that a prefill instance generates, even with speculative decoding.
 MAX_PREFILL_TOKENS = 8
 MIN_HANDED_OVER_TOKENS = 256
-"""A prompt of this many tokens has blocks to transfer, for any block size."""
+"""A prompt with this number of tokens has at least one whole block, whatever the block size is."""
 
 NO_MEMBERS: Mapping[str, bytes] = {}
-# With its own values of these members, a client could make an instance transfer KV with any other.
+# Members that only the router may set. With its own values, a client could make an instance exchange KV with any host.
 OF_PAIRS = (
     *("disaggregate_info", "kv_transfer_params", "ec_transfer_params"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
@@ -30,18 +30,18 @@ OF_PAIRS = (
 
 
 class LegPlan(NamedTuple):
-    """Changes to the client's request for one leg."""
+    """The changes of the client's request for one leg."""
 
     members: Mapping[str, bytes]
     """Members to set, each encoded by ``encode_member``."""
     dropped: Collection[str] = ()
-    """Members of the client that are removed for this leg."""
+    """Members of the client's request that are removed for this leg."""
     head: bytes = b""
-    """Additional header lines."""
+    """Header lines that are added."""
 
 
 class NotAsPair(Exception):
-    """This pair cannot serve the request together. The message has the reason."""
+    """A pair cannot serve the request. The message is the reason."""
 
     def __init__(self, message: str, *, decode_serves_alone: bool) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class NotAsPair(Exception):
 
 
 class NotReady(Exception):
-    """A fact about a pair must be learned before it can be used. ``learn`` raises ``UpstreamError`` if it cannot."""
+    """A pair cannot be used before a fact about it is known. ``learn`` asks for it or raises ``UpstreamError``."""
 
     def __init__(self, learn: Callable[[ConnectionPool], Awaitable[None]]) -> None:
         super().__init__("a pair is not ready")
@@ -57,54 +57,55 @@ class NotReady(Exception):
 
 
 class Pair(ABC):
-    """A prefill and a decode instance, and how the two are used for one answer."""
+    """A prefill and a decode instance, and how both are used for one response."""
 
     is_prefill_first = False
-    """Whether decode's request is sent after prefill has answered; otherwise both are sent together."""
+    """Whether decode's request is sent after prefill has responded. If false, both are sent together."""
     merges_segments = False
-    """Whether decode may preempt a request in the middle of the answer, which another instance then continues."""
+    """Whether decode may preempt a request in the middle of the response, so that another instance continues it."""
     may_err_late = False
-    """Whether decode reports missing prefill KV in an event of a stream that has already begun."""
+    """Whether decode reports missing KV of prefill in an event of a stream that has already begun."""
 
     def __init__(self, prefill: Instance, decode: Instance) -> None:
         self.registrations = prefill.registration, decode.registration
-        """Registrations of the two at the creation of the pair."""
+        """The registrations of the two instances."""
 
     @abstractmethod
     def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, EngineIds | None]:
-        """Return the changes for prefill and for decode (one object twice if they are equal), and the ids for an abort.
+        """Return the changes for prefill, the changes for decode, and the ids for an abort.
 
-        The ids are those by which the request is aborted at the engines; None if closing the connections is sufficient.
+        If the changes are equal, both are the same object. The ids are those with which the request is aborted at the
+        engines; None if closing the connections is enough.
 
         Raises:
-            NotAsPair: these instances cannot serve the request together.
-            NotReady: a fact about them has to be learned first.
+            NotAsPair: this pair cannot serve the request.
+            NotReady: a fact about the pair must be learned first.
         """
 
     def plan_decode(self, answer: bytes) -> Mapping[str, bytes]:
-        """Return the members of decode's request that depend on prefill's answer, if prefill comes first."""
+        """Return the members of decode's request that depend on prefill's response. Called if prefill is sent first."""
         return NO_MEMBERS
 
     def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
-        """Return why decode seems to have computed the prompt itself; "" if there is no sign of it.
+        """Return why decode seems to have computed the prompt again; ``""`` if there is no sign of it.
 
         Args:
-            answer: prefill's answer.
-            prefill: usage of prefill's answer.
-            decode: usage of decode's answer.
+            answer: prefill's response.
+            prefill: usage in prefill's response.
+            decode: usage in decode's response.
         """
         if (prefill.completion_tokens or 0) > MAX_PREFILL_TOKENS and prefill is not decode:
-            return f"prefill generated {prefill.completion_tokens} tokens, as if it were alone"
+            return f"prefill generated {prefill.completion_tokens} tokens, as if it served the request alone"
         return ""
 
 
 def members_to_strip(parsed: ParsedRequest, *more: str) -> list[str]:
-    """Return the members sent by the client that no instance gets: those that connect the two legs of a pair."""
+    """Return the members in the client's request that no instance may get, because they connect the legs of a pair."""
     assert parsed.body is not None
     given = parsed.body.members
     return [name for name in (*OF_PAIRS, *more) if name in given]
 
 
 def request_id_header(request_id: str) -> bytes:
-    """Return the header line with a request's id for engines with OpenAI's API."""
+    """Return the header line with a request's id, for engines with OpenAI's API."""
     return b"%s: %s\r\n" % encode_request_id(request_id)

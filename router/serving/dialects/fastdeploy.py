@@ -1,6 +1,6 @@
-"""FastDeploy, and our own engine: both legs are sent together, with one body that contains the addresses of both.
+"""FastDeploy, and our own engine: both legs are sent together, with the same body.
 
-A pair's members, and the addresses in ``disaggregate_info``, are those of FastDeploy's own router.
+The body contains the addresses of both instances in ``disaggregate_info``, as with FastDeploy's own router.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["FastDeployPair", "disaggregate_info", "plan_fastdeploy"]
 
 
 def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, Any]:
-    """Return the member of a request that gives a pair's two engines each other's addresses."""
+    """Return the member ``disaggregate_info``, with which each engine of a pair knows the other's addresses."""
     one_host = prefill.address.host == decode.address.host
     shared = set(prefill.transfer_protocol) & set(decode.transfer_protocol)
     use_ipc = one_host and "ipc" in shared and prefill.tp_size == decode.tp_size
-    # FastDeploy knows "ipc" and "rdma", with rdma as default; tcp is set only if both instances support only tcp.
+    # FastDeploy knows only "ipc" and "rdma"; rdma is its default. "tcp" is for instances that support nothing else.
     network = "tcp" if shared == {"tcp"} else "rdma"
     return {
         "prefill_ip": prefill.address.host,
@@ -36,7 +36,7 @@ def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, 
 
 
 class FastDeployPair(Pair):
-    """Prefill opens the connection to decode, and transfers the prompt's KV while it answers the router."""
+    """A pair of FastDeploy instances: both get the request at once, and prefill transfers the KV to decode."""
 
     merges_segments = True
 
@@ -52,5 +52,5 @@ class FastDeployPair(Pair):
 
 
 def plan_fastdeploy(parsed: ParsedRequest, request_id: str) -> LegPlan:
-    """Return the changes for a single instance."""
+    """Return the changes for an instance that serves the request alone."""
     return LegPlan({"request_id": encode_member("request_id", request_id)}, OF_PAIRS)

@@ -1,6 +1,6 @@
-"""Any engine whose instances share a pool of KV: prefill generates one token, and decode finds the blocks in the pool.
+"""Any engine whose instances share a pool: prefill generates one token, then decode finds the blocks in the pool.
 
-It needs no parameters, only the order. Our own connector for vLLM works in the same way, with one additional mark
+The requests have no further parameters. Our own connector for vLLM works in the same way, with one additional parameter
 (``vllm.py``).
 """
 
@@ -19,13 +19,13 @@ from router.serving.reading.parsed_request import ParsedRequest
 
 __all__ = ["InOrderPair", "cut_to_one_token", "plan_by_header"]
 
-# Members that make sense only for streams or several tokens. A background answer would only be announced.
+# Members that have no meaning for a response of one token. With "background", the response would not have a token.
 _NOT_OF_ONE_TOKEN = ("stream_options", "min_tokens", "best_of", "background")
 _ONE_ANSWER = {"stream": b'"stream":false'}
 
 
 class InOrderPair(Pair):
-    """Sends prefill a request for one token first, then sends decode the client's request."""
+    """Sends prefill a request for one token. When prefill has responded, sends decode the client's request."""
 
     is_prefill_first = True
 
@@ -35,12 +35,12 @@ class InOrderPair(Pair):
 
     def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
         if decode.cached_tokens == 0 and (decode.prompt_tokens or 0) >= MIN_HANDED_OVER_TOKENS:
-            return f"decode found nothing cached of a prompt of {decode.prompt_tokens} tokens"
+            return f"decode had no cached token of a prompt of {decode.prompt_tokens} tokens"
         return ""
 
 
 def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegPlan:
-    """Return the changes that turn the client's request into one for a single token, not streamed."""
+    """Return the changes that turn the client's request into a request for one token, which is not streamed."""
     assert parsed.body is not None
     given = parsed.body.members
     one = dict(_ONE_ANSWER)
@@ -53,5 +53,5 @@ def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegPlan:
 
 
 def plan_by_header(parsed: ParsedRequest, request_id: str) -> LegPlan:
-    """Return the changes for a single instance of an engine that takes the id from a header."""
+    """Return the changes for an instance that serves the request alone, and reads its id from a header."""
     return LegPlan(NO_MEMBERS, members_to_strip(parsed), request_id_header(request_id))

@@ -1,7 +1,7 @@
-"""SGLang: both legs are sent together, with one body that contains a common room number.
+"""SGLang: both legs are sent together, with the same body, which contains a room number.
 
-``bootstrap_room`` is a number that no other request has. A batch of prompts has lists of host, port and room. An
-instance of a pair rejects requests without a room. Source: SGLang 0.5, ``srt/disaggregation`` and its router.
+``bootstrap_room`` is a number that no other request has. For a batch of prompts, the body has lists of host, port and
+room. An instance of a pair rejects requests without a room. Source: SGLang 0.5, ``srt/disaggregation`` and its router.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROOM_BITS = 63
 
 
 class SglangPair(Pair):
-    """Decode queries prefill's bootstrap server for the room, and the two exchange KV under its number."""
+    """A pair of SGLang instances. Decode connects to prefill's bootstrap server, to get the KV from prefill."""
 
     def __init__(self, prefill: Instance, decode: Instance) -> None:
         super().__init__(prefill, decode)
@@ -28,7 +28,9 @@ class SglangPair(Pair):
 
     def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, EngineIds | None]:
         if parsed.samples > 1:
-            message = "n is more than 1, and a pair of SGLang's serves one answer a request: send as many requests"
+            message = (
+                "n is more than 1, but a pair of SGLang instances generates one answer per request; send n requests"
+            )
             raise NotAsPair(message, decode_serves_alone=False)
         host, port = self._place
         members = dict(plan_sglang(parsed, request_id).members)
@@ -45,7 +47,7 @@ class SglangPair(Pair):
 
 
 def plan_sglang(parsed: ParsedRequest, request_id: str) -> LegPlan:
-    """Return the changes for a single instance, which identifies the request by ``rid`` if the API has that member."""
+    """Return the changes for an instance that serves the request alone. ``rid`` is its id, if the API has ``rid``."""
     dropped = members_to_strip(parsed, "request_id")
     if not parsed.api.takes_rid:
         return LegPlan(NO_MEMBERS, dropped)
@@ -54,5 +56,5 @@ def plan_sglang(parsed: ParsedRequest, request_id: str) -> LegPlan:
 
 
 def name_sglang_sequences(parsed: ParsedRequest, request_id: str) -> EngineIds | None:
-    """Return the values of ``rid``. If there is none, SGLang stops an abandoned request later."""
+    """Return the values of ``rid``, for an abort; None if the API has no ``rid``. Then SGLang stops a request later."""
     return EngineIds("", request_id, parsed.num_prompts) if parsed.api.takes_rid else None

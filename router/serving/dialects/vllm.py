@@ -1,12 +1,14 @@
-"""vLLM: ``kv_transfer_params``, in a format that depends on the connector.
+"""vLLM: the legs of a pair have ``kv_transfer_params``, in a format that depends on the connector.
 
-Our own connector: prefill first, and decode finds the blocks in the pool. Prefill's request announces a decode instance
-(``do_remote_decode``), so that it answers when its blocks can be read. Decode's request has no such member.
+- Our own connector: prefill first, then decode finds the blocks in the pool. Prefill's request announces that decode
+  follows (``do_remote_decode``), so that prefill responds when its blocks can be read. Decode's request has no such
+  parameters.
+- NixlConnector: prefill first. Its response says where its blocks are, and this is copied into decode's request.
+  Prefill stores the blocks until decode fetches them, for at most 30 s.
+- MooncakeConnector: both together. The router creates a ``transfer_id`` for both, and gets the id of prefill's engine
+  from prefill's bootstrap server before.
 
-NixlConnector: prefill's answer contains the position of its blocks, which is copied into decode's request. Prefill
-retains the blocks for 30 s unless decode fetches them. MooncakeConnector: the router creates a ``transfer_id`` for
-both, and queries prefill's bootstrap server for the id of its engine, so both legs may be sent together. Source: vLLM
-0.32, ``distributed/kv_transfer/kv_connector/v1`` and its example proxies; observed in runs of it.
+Source: vLLM 0.32, ``distributed/kv_transfer/kv_connector/v1`` and its example proxies; observed in runs of it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ _PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*\{')
 
 
 class KvstorePair(InOrderPair):
-    """Sends prefill's request first, which answers when its blocks are in the pool; then decode's."""
+    """Sends prefill's request first. Prefill responds when its blocks are in the pool; decode's request follows."""
 
     def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, None]:
         prefill, decode, ids = super().plan(parsed, request_id)
@@ -64,7 +66,7 @@ class KvstorePair(InOrderPair):
 
 
 class NixlPair(Pair):
-    """Sends prefill's request first; decode fetches the blocks that prefill's answer names."""
+    """Sends prefill's request first. Decode fetches the blocks that prefill's response names."""
 
     is_prefill_first = True
     may_err_late = True
@@ -81,31 +83,32 @@ class NixlPair(Pair):
             params = orjson.loads(answer)["kv_transfer_params"]
         except (ValueError, KeyError, TypeError):
             params = None
-        # Without parameters, as for a prompt shorter than a block, decode computes the prompt.
+        # Without parameters (for example if the prompt is shorter than a block), decode computes the prompt.
         return {"kv_transfer_params": encode_member("kv_transfer_params", params)} if params else NO_MEMBERS
 
     def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
         if _PARAMS.search(answer) or (prefill.prompt_tokens or 0) < MIN_HANDED_OVER_TOKENS:
             return ""
-        return "prefill's answer has no kv_transfer_params (was it started with NixlConnector?)"
+        return "prefill's response has no kv_transfer_params; was it started with NixlConnector?"
 
 
 class BootstrapServer:
-    """The server at which a prefill instance with MooncakeConnector reports its engines' ids; all its pairs share
-    it.
+    """The bootstrap server of a prefill instance with MooncakeConnector, which reports the ids of its engines.
+
+    All pairs with this prefill instance share this object.
     """
 
     def __init__(self, prefill: Instance) -> None:
         self.address = Address(prefill.address.host, prefill.registration.bootstrap_port)
         self.engines: dict[str, str] = {}
-        """Ids of prefill's engines, by data-parallel rank; empty until they are learned."""
+        """The ids of prefill's engines, by data-parallel rank; empty until they are learned."""
         self._learning: asyncio.Task[str] | None = None
 
     async def learn_engines(self, upstream: ConnectionPool) -> None:
-        """Query the ids, once for all requests that wait for them.
+        """Query the ids of the engines. Requests that wait for them at the same time share one query.
 
         Raises:
-            ConnectFailed: the server does not report them.
+            ConnectFailed: the server does not report the ids.
         """
         if self._learning is None or self._learning.done():
             self._learning = asyncio.create_task(self._query_engines(upstream))
@@ -113,12 +116,12 @@ class BootstrapServer:
             raise ConnectFailed(trouble)
 
     async def _query_engines(self, upstream: ConnectionPool) -> str:
-        """Query the ids; return why they are missing, or '' on success."""
-        no_server = f"{self.address} does not tell an engine's id at /query: it is no bootstrap server"
+        """Query the ids of the engines. Return why the server does not report them; ``""`` if it does."""
+        no_server = f"{self.address} reports no engine id at /query, so it is not a bootstrap server"
         try:
             response = await upstream.fetch(self.address, "GET", "/query", timeout=QUERY_SECONDS)
-            told = orjson.loads(response.body)
-            self.engines = {rank: str(told[rank]["engine_id"]) for rank in told}
+            ranks = orjson.loads(response.body)
+            self.engines = {rank: str(ranks[rank]["engine_id"]) for rank in ranks}
         except UpstreamError as exc:
             return str(exc)
         except (ValueError, KeyError, TypeError):
@@ -127,7 +130,7 @@ class BootstrapServer:
 
 
 class MooncakePair(Pair):
-    """Sends both requests together: decode waits for the blocks that prefill sends under one ``transfer_id``."""
+    """Sends both requests together. Decode waits for the blocks that prefill sends under the same ``transfer_id``."""
 
     may_err_late = True
 
@@ -138,8 +141,8 @@ class MooncakePair(Pair):
     def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, None]:
         _require_one_sequence(parsed)
         if parsed.api.may_end_early:
-            # Prefill transfers nothing if its single token ends the answer, and this API cannot force it to continue.
-            raise NotAsPair("an API without ignore_eos", decode_serves_alone=True)
+            # If prefill's only token ends the response, it transfers nothing, and this API has no ``ignore_eos``.
+            raise NotAsPair("a request to an API without ignore_eos", decode_serves_alone=True)
         engines = self._bootstrap.engines
         if not engines:
             raise NotReady(self._bootstrap.learn_engines)
@@ -167,9 +170,9 @@ def _encode_params(params: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _require_one_sequence(parsed: ParsedRequest) -> None:
-    """Raise ``NotAsPair`` for several sequences: prefill reports only the first, and decode fails (vLLM 0.32)."""
+    """Raise ``NotAsPair`` for several sequences: vLLM 0.32 transfers only the first one, and decode fails."""
     assert parsed.body is not None
-    embedded = parsed.body.members.get("prompt_embeds")  # additional prompts besides those of ``prompt``
+    embedded = parsed.body.members.get("prompt_embeds")  # prompts in addition to those in ``prompt``
     embeds_several = isinstance(embedded, list) or (embedded and parsed.body.members.get("prompt"))
     if parsed.samples > 1 or parsed.num_prompts > 1 or embeds_several:
-        raise NotAsPair("several answers to one request", decode_serves_alone=True)
+        raise NotAsPair("a request for several answers", decode_serves_alone=True)

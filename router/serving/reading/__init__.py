@@ -1,5 +1,6 @@
-"""Reading a client's request: the endpoints and their bodies, including large ones.
+"""Parses a client's request: its head, and the body of an endpoint that generates tokens.
 
-api.py             the endpoints that generate answers, and the ids that engines give to their sequences
-parsed_request.py  the request as the router serves it: parsed, identified, with the head for instances
+api.py             the endpoints that generate tokens, and the ids of a request's sequences at engines
+parsed_request.py  ParsedRequest: a client's request, parsed, with its ids and with the head for instances
+sessions.py        SessionHeaders: the headers in which clients name a session and its parent
 """

@@ -1,4 +1,4 @@
-"""The endpoints that generate answers, and how their bodies differ."""
+"""The endpoints that generate tokens, and how their bodies differ."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ __all__ = ["GENERATING", "Api", "EngineIds"]
 
 
 class Api(NamedTuple):
-    """An endpoint that generates an answer: a pair may serve its requests."""
+    """An endpoint that generates tokens. A pair may serve its requests."""
 
     id_prefix: str
-    """Prefix in the ids of FastDeploy's engines for a request's sequences: ``<prefix><request_id>_<number>``."""
+    """Prefix of a sequence's id at FastDeploy's engines: ``<prefix><request_id>_<number>``."""
     token_limits: tuple[str, ...]
-    """Members that limit the tokens of an answer: the first always, the others if a client sends them."""
+    """Members that limit the number of generated tokens. The first is always set, the others if a client sends them."""
     may_end_early: bool = False
-    """Whether generation cannot be forced to continue after an end-of-text token (``ignore_eos``)."""
+    """Whether the API lacks ``ignore_eos``, which makes an engine continue after an end-of-text token."""
     takes_rid: bool = False
-    """Whether SGLang accepts an id from the client (``rid``)."""
+    """Whether SGLang accepts a request's id (``rid``) at this endpoint."""
     is_chat: bool = False
     stores_answers: bool = False
-    """Whether the instance may store its answers, so that later requests can continue them."""
+    """Whether the instance may store its responses, so that later requests can continue them."""
     is_continuable: bool = False
-    """Whether another instance can continue its answer, and the parts can be merged into one."""
+    """Whether another instance can continue a response, and the segments can be merged into one response."""
 
 
 GENERATING: Mapping[str, Api] = {
@@ -34,11 +34,11 @@ GENERATING: Mapping[str, Api] = {
     "/v1/responses": Api("resp_", ("max_output_tokens",), stores_answers=True),
     "/v1/messages": Api("msg_", ("max_tokens",), may_end_early=True),
 }
-"""The endpoints by path."""
+"""The endpoints that generate tokens, by path."""
 
 
 class EngineIds(NamedTuple):
-    """The ids that engines give to the sequences of one request: ``<prefix><request id>_<number>``."""
+    """The ids of one request's sequences at engines: ``<prefix><request id>_<number>``."""
 
     prefix: str
     request_id: str
@@ -50,9 +50,9 @@ class EngineIds(NamedTuple):
         return self.request_id if self.request_id.startswith(self.prefix) else self.prefix + self.request_id
 
     def list_ids(self) -> list[str]:
-        """Return the id of each sequence."""
+        """Return the ids of all sequences."""
         return [f"{self.whole}_{number}" for number in range(self.sequences)]
 
     def matching_ids(self, asked: Collection[str]) -> Collection[str]:
-        """Return those of the ids ``asked`` that mean this request: its own id, or its sequences'."""
+        """Return the ids in ``asked`` that are an id of this request or of one of its sequences."""
         return {self.request_id, self.whole, *self.list_ids()}.intersection(asked)

@@ -1,29 +1,32 @@
-"""Resumption: the segments of one answer's generation, merged into the one response that the client gets.
+"""Resumption: merges the response segments that several instances generate into the one response of the client.
 
-A segment is the part that one instance generated before it preempted the request (FastDeploy's ``pd_reschedule``), died
-or hung, or ended the answer. The router then sends the request again, with the tokens generated so far as the end of
-the prompt. The engine continues, and answers with the text of the new tokens only; its usage counts the resent ids as
-prompt, and its ``max_tokens`` starts from 0 again. The mergers turn segments into one response: pure functions of
-bytes, without I/O.
+A segment ends when its instance preempts the request (FastDeploy's ``pd_reschedule``), dies or hangs, or completes the
+response. After an interruption, the router sends the request again, with the tokens generated so far as the end of the
+prompt. The next engine responds with the text of new tokens only. Its usage counts the tokens that were sent again as
+prompt tokens, and its ``max_tokens`` starts from 0 again. The mergers turn the segments into one response. They are
+pure functions of bytes, without I/O.
 
-If a seam cannot be exact, nothing is guessed. A complete response starts again from the beginning, because the client
-has seen nothing of it; a stream that has shown text and cannot continue exactly is ended with an error.
+The merged response must be exact. If a response that is not streamed cannot be continued exactly, it is generated again
+from the beginning, because the client has received nothing of it. If a stream has shown text and cannot be continued
+exactly, it ends with an error.
 
-A router without a tokenizer does not see everything, so a preempted stream may differ from an undisturbed run in two
-ways. If the first part of a stop string was shown before the seam, the engine does not recognise it after the seam.
-Presence and frequency penalties, and a seed, start again at the seam. After the death of its instance, a stream is not
-resumed if one of these may apply (``resumability.py``). Engines hold back a token that ends within a character, but one
-event may contain several tokens: then the router queries an instance for the text of the last ones (``/detokenize``),
-and the tokens of an incomplete character are generated again. If no instance can answer, a stream is not resumed after
-the death of its instance, and a preempted one may lose that character.
+The router has no tokenizer, so a preempted stream may differ from an uninterrupted one in two cases. If the client has
+already received the first part of a stop string, the next engine does not recognise the stop string. And presence and
+frequency penalties, and a seed, start again with each segment. If an instance dies, a stream is not resumed if one of
+these cases is possible (``resumability.py``).
 
-events.py          server-sent events and their chunks: parsing, and removing ids that the client did not request
-event_template.py  the pattern of a stream's usual event, by which others of it are recognised without parsing
-resumability.py    why a stream cannot continue exactly after its instance died
-continuation.py    the request for the next instance, in the format of its engine
-stream.py          the merger of streams
-json_merger.py     the merger of complete responses
-resumption.py      how often a request was interrupted, and whether it is resumed
+An engine does not send the text of a token that ends within a character. But one event may contain several tokens, of
+which only the last ends within a character. Then the router asks an instance for the text of the last tokens
+(``/detokenize``), and the tokens of an incomplete character are generated again. If no instance responds, a stream
+whose instance has died is not resumed, and a preempted stream may lose this character.
+
+events.py          parses and writes server-sent events, and removes ids that the client did not request
+event_template.py  learns the pattern of a stream's usual event, to recognise further events without parsing
+resumability.py    finds out why a stream cannot continue exactly after its instance has died
+continuation.py    makes the request for the next instance, in the format of its engine
+stream.py          merges the segments of a stream
+json_merger.py     merges the segments of a response that is not streamed
+resumption.py      counts the interruptions of a request, and decides whether it is resumed
 """
 
 from router.serving.resume.continuation import CannotContinue, continue_stream, needs_prompt

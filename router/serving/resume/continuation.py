@@ -1,9 +1,10 @@
-"""The request for the next instance: the client's request with the tokens so far, in the format of its engine.
+"""Makes the request for the next instance: the client's request with the tokens so far, in the format of its engine.
 
-FastDeploy, and our own engine, append ``completion_token_ids`` to the prompt. Completions of vLLM and SGLang take the
-ids of prompt and answer as the prompt. vLLM's chat takes them in ``kv_transfer_params``, instead of the prompt that it
-would create from the messages; a version without this feature creates the prompt from the messages, the last of which
-is the text so far. The merger compares the prompt that the instance then reports with the expected one.
+- FastDeploy, and our own engine, append ``completion_token_ids`` to the prompt.
+- For completions of vLLM and SGLang, the prompt consists of the ids of the prompt and of the tokens so far.
+- For vLLM's chat, these ids are in ``kv_transfer_params``, and replace the prompt that vLLM would create from the
+  messages. The text so far is also the last message, for versions of vLLM that ignore the ids. The merger compares the
+  prompt that the instance reports with the expected prompt.
 """
 
 from __future__ import annotations
@@ -21,46 +22,49 @@ _COMPLETION_TOKENS = 16
 
 
 class Merger(Protocol):
-    """The content that the client's stream has shown so far (``StreamMerger``)."""
+    """The part of the response that the client has received so far: a ``StreamMerger``."""
 
     @property
     def members(self) -> Mapping[str, Any]:
-        """Members of the client's request."""
+        """The members of the client's request."""
 
     @property
     def num_reasoning(self) -> int:
-        """Number of ``shown_ids`` that are reasoning."""
+        """Number of the ``shown_ids`` that are reasoning."""
 
     @property
     def prompt_ids(self) -> list[int] | None:
-        """The prompt's tokens, if the instance reported them."""
+        """The token ids of the prompt; None if the instance did not report them."""
 
     @property
     def shown_ids(self) -> Sequence[int]:
-        """The tokens that the client has received."""
+        """The ids of the tokens whose text the client has received."""
 
     @property
     def text(self) -> str:
-        """Text of these tokens."""
+        """The text of ``shown_ids``."""
 
     def expect_prompt(self, ids: Sequence[int] | None) -> None:
-        """Compare the prompt that the next instance reports with this one."""
+        """Set the prompt that the next instance must report; None: it need not report any."""
 
 
 class CannotContinue(Exception):
-    """The stream cannot continue exactly. The message has the reason."""
+    """The stream cannot be continued exactly. The message is the reason."""
 
 
 def needs_prompt(engine: EngineKind) -> bool:
-    """Return whether such engines continue only from ids of prompt and answer: then the prompt's ids must be stored."""
+    """Return whether an engine of this kind needs the token ids of the prompt to continue a response.
+
+    If so, the merger must store these ids.
+    """
     return engine is not EngineKind.FASTDEPLOY
 
 
 def continue_stream(merger: Merger, engine: EngineKind, is_chat: bool) -> dict[str, Any]:
-    """Return the members to set in the request to an instance of ``engine``; empty if it begins again.
+    """Return the members to set in the request for an instance of ``engine``; empty if it begins again.
 
     Raises:
-        CannotContinue: this engine cannot continue.
+        CannotContinue: this engine cannot continue the stream exactly.
     """
     members, shown = merger.members, merger.shown_ids
     merger.expect_prompt(None)
@@ -70,7 +74,7 @@ def continue_stream(merger: Merger, engine: EngineKind, is_chat: bool) -> dict[s
         return {**resume_by_ids(members, shown), **_count_reasoning(merger)}
     prompt = merger.prompt_ids
     if prompt is None:
-        raise CannotContinue("the ids of its prompt are not known")
+        raise CannotContinue("the token ids of its prompt are not known")
     ids = [*prompt, *shown]
     merger.expect_prompt(ids)
     if not is_chat:
@@ -79,13 +83,13 @@ def continue_stream(merger: Merger, engine: EngineKind, is_chat: bool) -> dict[s
             limits["max_tokens"] = max(1, _COMPLETION_TOKENS - len(shown))
         return {"prompt": ids, **limits}
     if merger.num_reasoning:
-        raise CannotContinue("it has shown reasoning, whose parser would begin again")
-    # With continue_final_message, the last message is the beginning of the answer, given by the client.
+        raise CannotContinue("the client already has reasoning, and the reasoning parser would start again")
+    # If the client has set continue_final_message, its last message is the beginning of the response.
     messages = list(members["messages"])
     given = messages.pop() if members.get("continue_final_message") else {}
     text = given.get("content")
     if not isinstance(text, str | None):
-        raise CannotContinue("its last message is in parts")
+        raise CannotContinue("its last message has content parts")
     messages.append({"role": "assistant", **given, "content": (text or "") + merger.text})
     return {
         "messages": messages,
@@ -97,25 +101,26 @@ def continue_stream(merger: Merger, engine: EngineKind, is_chat: bool) -> dict[s
 
 
 def resume_by_ids(members: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
-    """Return FastDeploy's members: the ids generated so far."""
+    """Return the members with which FastDeploy continues after these generated tokens."""
     sent = members.get("completion_token_ids")
     added: dict[str, Any] = {"completion_token_ids": [*(sent if isinstance(sent, list) else ()), *ids]}
     added |= _count_limits(members, ids)
     if members.get("echo"):
-        added["echo"] = False  # the first segment contains the echo
+        added["echo"] = False  # the first segment already contains the echo
     return added
 
 
 def count_remaining(members: Mapping[str, Any], generated: int) -> int | None:
-    """Return how many tokens are still to be generated; None if there is no limit."""
+    """Return the number of tokens that remain to be generated; None if there is no limit."""
     limit = whole_number(members.get("max_completion_tokens")) or whole_number(members.get("max_tokens"))
     return None if limit is None else max(0, limit - generated)
 
 
 def _count_reasoning(merger: Merger) -> dict[str, int]:
-    """Return FastDeploy's limits of reasoning, and of the answer after it, minus the tokens already generated.
+    """Return FastDeploy's limits of reasoning and of the text after it, minus the tokens that were already generated.
 
-    FastDeploy counts a request's tokens from its first one on, and detects at the end of the prompt whether it reasons.
+    FastDeploy counts only tokens that the request itself generates. Whether it reasons depends on the end of the
+    prompt.
 
     Raises:
         CannotContinue: the remaining limits are not known exactly.
@@ -126,18 +131,18 @@ def _count_reasoning(merger: Merger) -> dict[str, int]:
     limit = whole_number(members.get("reasoning_max_tokens"))
     if limit is not None and reasoning and is_reasoning:
         if shown >= limit:
-            raise CannotContinue("it has reasoned for as long as it may, and the end of its reasoning was not shown")
+            raise CannotContinue("its reasoning reached its limit, and the end of the reasoning was not sent")
         limits["reasoning_max_tokens"] = limit - shown
     limit = whole_number(members.get("response_max_tokens"))
     if limit is not None and not is_reasoning:
-        if reasoning:  # the tokens that separate the two are unknown
-            raise CannotContinue("it has a limit of tokens behind its reasoning, of which some were shown")
+        if reasoning:  # the tokens that end the reasoning are not known
+            raise CannotContinue("it limits the tokens after its reasoning, and some of them were already sent")
         limits["response_max_tokens"] = max(1, limit - shown)
     return limits
 
 
 def _count_limits(members: Mapping[str, Any], ids: Sequence[int]) -> dict[str, int]:
-    """Return the client's token limits, minus the tokens already generated."""
+    """Return the client's token limits, minus the tokens that were already generated."""
     limits = {}
     for name, least in (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0)):
         limit = whole_number(members.get(name))

@@ -1,8 +1,7 @@
-"""The shape of a stream's usual event: the next tokens' text and ids are new, the rest equals the previous event.
+"""EventTemplate: the pattern of a stream's usual event, which contains the text and the ids of the next tokens.
 
-Most events of a stream differ only in these. After one of them was parsed, a pattern recognises the others, removes
-their ids and stores them for later. Parsing each event would cost the router more than everything else that it does
-with it.
+Most events of a stream differ only in this text and these ids. After one event was parsed, a pattern recognises the
+other events, and finds their text and ids. Parsing each event would take longer than all other work for it.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ __all__ = ["EventTemplate", "learn_template"]
 _STRING = rb'[^"\\\n]*(?:\\.[^"\\\n]*)*'
 _TEXT = re.compile(rb'"(?:content|text|(reasoning_content|reasoning))"\s*:\s*"(?!")(' + _STRING + rb')"')
 _IDS = re.compile(rb'(?<=token_ids")(\s*:\s*\[)\d[\d, ]*\]')
-# FastDeploy's strings and numbers that differ from event to event.
+# Further strings and numbers of FastDeploy that are different in each event.
 _SECOND_TEXT = re.compile(rb'"(completion_tokens|raw_prediction|text_after_process)"\s*:\s*"' + _STRING + rb'"')
 _TIME = re.compile(rb'"(arrival_time)"\s*:\s*[-+.\deE]+')
 
 
 class EventTemplate(NamedTuple):
-    """A usual event: its constant beginning, and a pattern of the rest.
+    """The constant beginning of a usual event, and a pattern for the rest.
 
-    The pattern's groups are the text, as JSON; the members to remove for the client; and in these the ids, separated by
-    commas.
+    The groups of the pattern are: the text, as JSON; the members that the client should not get; and the ids in these
+    members, separated by commas.
     """
 
     beginning: bytes
@@ -43,7 +42,10 @@ class EventTemplate(NamedTuple):
 
 
 def learn_template(event: bytes) -> EventTemplate | None:
-    """Return the shape of an event; None if it has more than one answer's next tokens, or another order."""
+    """Return the template of an event; None if the event is not a usual one.
+
+    A usual event has the next tokens of one sequence, and its members have a certain order.
+    """
     chunk = parse_event(event)
     choices = find_choices(chunk or {})
     if chunk is None or len(choices) != 1 or chunk.get("usage") or chunk.get("error"):
@@ -73,14 +75,14 @@ def learn_template(event: bytes) -> EventTemplate | None:
 
 
 def _find_difference(event: bytes, stripped: bytes) -> tuple[int, int]:
-    """Return the position of the bytes that the stripped event lacks, if they are one range."""
+    """Return start and end of the bytes of ``event`` that ``stripped`` lacks, if they are one range."""
     pairs = enumerate(zip(event, stripped, strict=False))
     start = next((at for at, (one, other) in pairs if one != other), len(stripped))
     return start, start + len(event) - len(stripped)
 
 
 def _loosen(part: bytes) -> bytes:
-    """Return a pattern of a part of an event in which some values may differ."""
+    """Return a pattern for a part of an event, which also matches other token ids, another text and another time."""
     forms: list[tuple[re.Pattern[bytes], Callable[[re.Match[bytes]], bytes]]] = [
         (_IDS, lambda found: re.escape(found[1]) + rb"(\d[\d, ]*)\]"),
         (_SECOND_TEXT, lambda found: rb'"' + found[1] + rb'"\s*:\s*"' + _STRING + b'"'),

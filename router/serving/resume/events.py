@@ -1,4 +1,4 @@
-"""Server-sent events and their chunks: reading, writing, and removing ids that the client did not request."""
+"""Server-sent events and their chunks: parses and writes them, and removes ids that the client did not request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import orjson
 from router.http import UpstreamError, hide_escapes, show_escapes, whole_number
 
 __all__ = [
-    "CACHE_TOLD",
+    "CACHE_COUNTS",
     "DONE",
     "IDS_MARK",
     "PROMPT_IDS",
@@ -36,17 +36,17 @@ __all__ = [
 
 DONE = b"data: [DONE]\n\n"
 
-CACHE_TOLD = "prompt_cache"
-"""The member in which our engine reports the cached prompt tokens before its usage, next to the prompt's ids."""
+CACHE_COUNTS = "prompt_cache"
+"""Name of the member in which our engine reports the number of cached prompt tokens before the usage."""
 
 _PREEMPTED = "pd_reschedule"
 _PREEMPTION_MESSAGE = re.compile(r"pd.error|pd_reschedule|preempt", re.IGNORECASE)
 _DATA = re.compile(rb"^data: ?(.*?)\s*$", re.MULTILINE)
 
-# The members that return_token_ids adds: FastDeploy's in the delta or the choice, vLLM's (token_ids) in the choice and
-# at the top, and CACHE_TOLD. Usage also has members named prompt_tokens and completion_tokens, but those are numbers.
-# In valid JSON, a quote after "{", "," or space that is followed by a letter opens a string, so no text can look like a
-# member. Escapes must be hidden.
+# The members that return_token_ids adds. FastDeploy adds them to the delta or the choice, vLLM adds token_ids to the
+# choice and to the chunk, our engine adds CACHE_COUNTS. (In the usage, prompt_tokens and completion_tokens are numbers,
+# which this pattern does not match.) A text of a user cannot match by mistake: in valid JSON, a quote that follows
+# "{", "," or a space and precedes a letter begins a string. Escaped quotes must be hidden before the search.
 _CACHED_NAME = re.compile(r"\w*cached?_(?:write_)?tokens")
 _MEMBER = (
     rb'"(?:(?:prompt_|completion_)?token_ids"\s*:\s*(?:\[[-\d,\s]*\]|null)'
@@ -54,11 +54,11 @@ _MEMBER = (
     rb'(?:"[^"]*"|null)'
     rb'|prompt_cache"\s*:\s*\{[^{}]*\})'
 )
-# Two patterns, because each alone begins with a constant, which makes the search ten times as fast.
+# Two patterns, because a pattern that begins with a constant is found ten times as fast.
 _LATER_MEMBER = re.compile(rb",\s*" + _MEMBER)
 _FIRST_MEMBER = re.compile(rb"\{\s*" + _MEMBER + rb"(?:\s*,\s*)?")
 PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*(\[[-\d,\s]*\])')
-# Every event with one of the members has one whose name ends like this.
+# Each event with one of these members contains this text.
 IDS_MARK = b'token_ids"'
 _USAGE_MARK = b'"usage"'
 _NULL_USAGE = re.compile(rb',\s*"usage"\s*:\s*null')
@@ -66,14 +66,14 @@ _QUOTED_CHARACTERS = 500
 
 
 class EngineFailed(UpstreamError):
-    """An event of a stream reports that the engine failed: the stream ends early, although its connection is open."""
+    """The engine failed and reported this in an event of a stream. The stream ends early, with its connection open."""
 
 
 def find_engine_failure(events: bytes) -> tuple[int, str] | None:
-    """Return the start of the first event that reports an engine failure, and its message; None if there is none.
+    """Return the position of the first event that reports an engine failure, and its message; None if there is none.
 
-    That is an error with code 500 or more and without choices, as vLLM writes it when its engine has died. An error of
-    the request itself (4xx), and one that reports a preemption, do not count.
+    An engine failure is an error with code 500 or more and without choices, as vLLM sends it when its engine has died.
+    Errors of the request (4xx) and preemptions are not engine failures.
     """
     place = 0
     for event in split_events(events):
@@ -86,15 +86,16 @@ def find_engine_failure(events: bytes) -> tuple[int, str] | None:
 
 
 def strip_token_ids(events: bytes) -> bytes:
-    """Return the events without the members that ``return_token_ids`` adds; every other byte is unchanged."""
+    """Return the events without the members that ``return_token_ids`` adds. All other bytes are unchanged."""
     return show_escapes(_FIRST_MEMBER.sub(b"{", _LATER_MEMBER.sub(b"", hide_escapes(events))))
 
 
 def strip_usage(events: bytes, *, has_nulls: bool) -> bytes:
-    """Return the events without the parts that ``stream_options.include_usage`` adds; every other byte is unchanged.
+    """Return the events without the parts that ``stream_options.include_usage`` adds. All other bytes are unchanged.
 
     Args:
-        has_nulls: whether the other events have a null usage because of this option.
+        events: complete events.
+        has_nulls: whether the option also adds a null usage to the other events.
     """
     if events.find(_USAGE_MARK) < 0:
         return events
@@ -109,10 +110,13 @@ def _is_usage(event: bytes) -> bool:
 
 
 def merge_usage(response: dict[str, Any], resent: int, cached: Mapping[str, int], reasoning: int = 0) -> None:
-    """Count resent ids in the usage, if there is one, as completion, not as prompt.
+    """Correct the usage of a later segment: count the tokens that were sent again as completion, not as prompt.
 
     Args:
-        cached: cached-token counts of the client's own prompt, by name; other counts are removed.
+        response: the response, or a chunk of it, which may have no usage.
+        resent: number of tokens that were sent again.
+        cached: cached-token counts of the client's prompt, by name. They replace those in the usage.
+        reasoning: number of reasoning tokens among those that were sent again.
     """
     usage = response.get("usage")
     if not isinstance(usage, dict):
@@ -132,7 +136,7 @@ def merge_usage(response: dict[str, Any], resent: int, cached: Mapping[str, int]
 
 
 def is_preemption(response: dict[str, Any]) -> bool:
-    """Return whether a response, or one of its events, reports that the request was preempted."""
+    """Return whether a response, or a chunk of it, reports that the request was preempted."""
     error = response.get("error")
     if error:
         message = error.get("message") if isinstance(error, dict) else error
@@ -146,7 +150,7 @@ def find_choices(response: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def find_message(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return the object in which a choice stores its text: a chat's delta or message, or itself."""
+    """Return the object that contains the text of a choice: its ``delta`` or ``message`` in chat, else the choice."""
     for name in ("delta", "message"):
         message = choice.get(name)
         if isinstance(message, dict):
@@ -160,7 +164,7 @@ def find_text(message: dict[str, Any]) -> str:
 
 
 def find_ids(choice: dict[str, Any]) -> list[int]:
-    """Return the ids of a choice's tokens. FastDeploy's negative ones are internal signals, not tokens."""
+    """Return the token ids in a choice. FastDeploy's negative ids are signals, not tokens, and are left out."""
     ids = (
         find_message(choice).get("completion_token_ids")
         or choice.get("completion_token_ids")
@@ -175,26 +179,26 @@ def has_content(choice: dict[str, Any]) -> bool:
 
 
 def count_integers(array: bytes) -> int:
-    """Return the number of integers in a JSON array of them."""
+    """Return the number of integers in a JSON array of integers."""
     return array.count(b",") + 1 if len(array.strip(b"[] \t\r\n")) else 0
 
 
 def split_events(events: bytes) -> list[bytes]:
-    """Split events. Each retains its end; an engine uses only one kind of end."""
+    """Split bytes into events. Each event includes its end. An engine uses only one kind of end."""
     end = b"\r\n\r\n" if b"\r\n\r\n" in events else b"\n\n"
     *whole, rest = events.split(end)
     return [event + end for event in whole] + ([rest] if rest else [])
 
 
 def parse_event(event: bytes) -> dict[str, Any] | None:
-    """Return the object in an event; None if it has none, like [DONE] and comments."""
+    """Return the JSON object in an event; None if there is none, as in ``[DONE]`` and comments."""
     if event.startswith(b"data: {"):
-        return parse_object(event[6:])  # orjson treats the line's end as white space
+        return parse_object(event[6:])  # the end of the line is white space for orjson
     return parse_object(b"\n".join(_DATA.findall(event)))
 
 
 def is_comment(event: bytes) -> bool:
-    """Return whether an event contains nothing for the client."""
+    """Return whether an event has no data for the client."""
     return not _DATA.search(event)
 
 

@@ -1,4 +1,4 @@
-"""The merger of complete (not streamed) responses."""
+"""ResponseMerger: merges the segments of a response that is not streamed."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_UNFINISHED_TOKENS", "UNFINISHED", "ResponseMerger"]
 
-# A character has at most four bytes, and a token at least one: this many tokens may contain an incomplete one.
+# Maximum number of tokens in an incomplete character: a character has up to four bytes, and a token at least one.
 MAX_UNFINISHED_TOKENS = 3
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-# Markup that an engine removes from its responses, but a detokenizer may leave in the text of the ids.
+# Markup that an engine removes from its responses, but a detokenizer may not remove from the text of token ids.
 _MARKUP = re.compile(r"</?think>|<[|\uff5c]|</?s>")
 
 
 class ResponseMerger:
-    """One client's complete (not streamed) response, from one or several segments.
+    """Merges the segments of one response that is not streamed.
 
-    ``feed`` takes a segment's response, and returns the client's, or None if the segment was preempted. Then, as long
-    as ``ids_to_detokenize`` contains ids, an instance is queried for their text, which is passed to ``take_text``.
-    After that, if ``complete``, ``make_end`` returns the response; otherwise ``resume_members`` are added to the next
-    request's body.
+    ``feed`` takes the response of a segment. It returns the response for the client, or None if the segment was
+    preempted. After a preemption, while ``ids_to_detokenize`` is not None, the caller asks an instance for the text of
+    these ids, and passes the text to ``take_text``. Then, if ``complete`` is true, ``make_end`` returns the response;
+    otherwise the caller adds ``resume_members`` to the body of the next request.
     """
 
     __slots__ = ("_body", "_cached", "_first", "_ids", "_last", "_resent", "_restarts", "_text", "ids_to_detokenize")
 
     def __init__(self, body: InferenceBody) -> None:
         self.ids_to_detokenize: list[int] | None = None
-        """Ids whose text is needed; queried with ``POST /detokenize {"tokens": [...]}``, vLLM's format."""
+        """Token ids whose text is needed; None if no text is needed."""
         self._body = body
-        self._restarts = False  # whether merging would be wrong, so that each segment begins again
+        self._restarts = False  # whether segments cannot be merged, so that each one begins again
         self._ids: list[int] = []
         self._text = ""
         self._first: dict[str, Any] | None = None
-        self._resent = 0  # ids that were sent to the last preempted segment
+        self._resent = 0  # number of ids that were sent with the request of the last preempted segment
         self._last: dict[str, Any] = {}
         self._cached: Mapping[str, int] = {}
 
     def feed(self, status: int, body: bytes) -> bytes | None:
-        """Process one segment's response; return the client's complete response, or None after a preemption."""
-        # ``find``, because ``in`` first tries bytes as a number, and the internal exception costs half a microsecond.
+        """Process the response of one segment. Return the response for the client, or None after a preemption."""
+        # ``find`` is faster than ``in``, which first tries to use bytes as a number (half a microsecond).
         if body.find(b"pd_reschedule") >= 0 or body.find(b"PD Error") >= 0:
             response = parse_object(body)
             if response is not None and is_preemption(response):
@@ -68,7 +68,7 @@ class ResponseMerger:
         return self._merge(body)
 
     def take_text(self, text: str | None) -> None:
-        """Set the text of the ids in ``ids_to_detokenize``; None if no instance could provide it."""
+        """Set the text of the ids in ``ids_to_detokenize``; None if no instance reports it."""
         ids = self.ids_to_detokenize or []
         self.ids_to_detokenize = None
         if text is None or _MARKUP.search(text):
@@ -81,16 +81,16 @@ class ResponseMerger:
 
     @property
     def complete(self) -> bool:
-        """Whether the preempted segment had already generated the requested number of tokens."""
+        """Whether the preempted segments have all requested tokens."""
         return bool(self._ids) and count_remaining(self._body.members, len(self._ids)) == 0
 
     @property
     def has_earlier_segments(self) -> bool:
-        """Whether the next segment continues earlier ones, rather than begin again."""
+        """Whether the next segment continues earlier segments. If false, the response begins again."""
         return bool(self._ids)
 
     def note_cached(self, figures: Mapping[str, int]) -> None:
-        """Note how much of the client's prompt was cached where it was first computed."""
+        """Record the numbers of prompt tokens that were cached at the first instance, by name."""
         self._cached = figures
 
     def resume_members(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class ResponseMerger:
         return resume_by_ids(self._body.members, self._ids) if self._ids else {}
 
     def make_end(self) -> bytes:
-        """Return the response that is ``complete``."""
+        """Return the response, if ``complete``."""
         response = self._last
         choice = find_choices(response)[0]
         choice["finish_reason"] = "length"
@@ -112,10 +112,10 @@ class ResponseMerger:
         return self._as_first_segment(response)
 
     def _take_segment(self, response: dict[str, Any]) -> None:
-        """Note the tokens that a preempted segment has generated."""
+        """Store the tokens of a preempted segment."""
         choices = find_choices(response)
         if not choices:
-            return  # an error: nothing of this segment is known
+            return  # an error, which contains no tokens
         self._first = self._first or response
         self._last = response
         message = find_message(choices[0])
@@ -153,14 +153,14 @@ class ResponseMerger:
         self._ids, self._text = [], ""
 
     def _drop_last(self, ids: list[int]) -> None:
-        """Request the text of one id less, if the rest may be correct: the ids end within a character."""
+        """Drop the last id, because the text ends within a character. After too many dropped ids, begin again."""
         if len(self._ids) - len(ids) < MAX_UNFINISHED_TOKENS and len(ids) > 1:
             self.ids_to_detokenize = ids[:-1]
         else:
             self._begin_again()
 
     def _rule_out_stops(self) -> None:
-        """Begin again if a stop string may have begun before the seam: the next segment would not recognise it."""
+        """Begin again if the text ends with the start of a stop string, because the next engine would miss the stop."""
         stop = self._body.members.get("stop")
         strings = stop if isinstance(stop, list) else [stop]
         if any(self._text.endswith(s[:length]) for s in strings if isinstance(s, str) for length in range(1, len(s))):

@@ -1,4 +1,4 @@
-"""Why a stream cannot continue exactly after its instance died: because of the request, or the engine."""
+"""Finds out why a stream cannot continue exactly after its instance has died: because of the request or the engine."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ if TYPE_CHECKING:
 
 __all__ = ["find_obstacle", "follows_grammar", "streams_token_ids"]
 
-# Members of a request that make the engine follow a grammar; it would begin again at the seam.
+# Members that make the engine follow a grammar, which would begin again with the next segment.
 _GRAMMARS = (
     *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object"),
     *("structural_tag", "structured_outputs"),
 )
-# Options for which an engine counts only tokens that it generated itself; zero and empty values have no effect.
+# Options for which an engine counts only tokens that it has generated itself. Zero and empty values have no effect.
 _COUNTED_OVER_THE_ANSWER = ("presence_penalty", "frequency_penalty", "bad_words")
-# SGLang refuses return_token_ids in streams of chat, and another engine may refuse it anywhere.
-_TELLING = {
+# Engines that accept return_token_ids in streams, for chat and for completions. SGLang refuses it for chat.
+_WITH_IDS = {
     True: frozenset({EngineKind.FASTDEPLOY, EngineKind.VLLM}),
     False: frozenset({EngineKind.FASTDEPLOY, EngineKind.VLLM, EngineKind.SGLANG}),
 }
-_MAY_CALL_TOOLS = "it may call tools, whose parser would begin again"
+_MAY_CALL_TOOLS = "it may call tools, and the tool parser would start again"
 
 
 def streams_token_ids(engine: EngineKind, is_chat: bool) -> bool:
-    """Return whether ``return_token_ids`` adds the tokens' ids to streams, and the engine can continue from ids."""
-    return engine in _TELLING[is_chat]
+    """Return whether this engine can add token ids to its streams and can continue a stream from token ids."""
+    return engine in _WITH_IDS[is_chat]
 
 
 def follows_grammar(members: Mapping[str, Any]) -> bool:
-    """Return whether the answer must follow a grammar."""
+    """Return whether the generated text must follow a grammar."""
     return any(members.get(name) not in (None, {"type": "text"}) for name in _GRAMMARS)
 
 
 def find_obstacle(body: InferenceBody, engine: EngineKind, is_chat: bool) -> str:
-    """Return why a stream of this answer cannot be resumed once it has shown text; "" if it can."""
+    """Return why a stream that has shown text cannot be resumed; "" if it can."""
     members = body.members
     if not streams_token_ids(engine, is_chat):
         where = "in chat" if engine is EngineKind.SGLANG else ""
-        return f"engines of kind {engine.value} tell no ids of tokens {where}".rstrip()
+        return f"the engine {engine.value} reports no token ids {where}".rstrip()
     if body.choices > 1:
-        return "it has several answers at once"
+        return "it generates several answers at once"
     if follows_grammar(members):
-        return "its answer follows a grammar, which would begin again"
+        return "its answer follows a grammar, which would start again"
     if members.get("logprobs") not in (None, False) or members.get("prompt_logprobs") is not None:
         return "it has logprobs"
     if members.get("seed") is not None and members.get("temperature") != 0:
-        return "its sampling has a seed, whose sequence would begin again"
+        return "its sampling has a seed, and the random sequence would start again"
     if any(members.get(name) for name in _COUNTED_OVER_THE_ANSWER):
-        return "it has a penalty on tokens that were generated, which would count them anew"
+        return "it has a penalty on generated tokens, whose count would start again"
     if members.get("stop"):
-        return "it has a stop string, of which the engine may hold a part back"
+        return "it has a stop string, and the engine may hold back a part of it"
     if engine is EngineKind.FASTDEPLOY:
         return ""
     return _find_obstacle_in_chat(members) if is_chat else _find_obstacle_in_completions(members, engine)
@@ -68,7 +68,7 @@ def _find_obstacle_in_chat(members: Mapping[str, Any]) -> str:
     messages = members.get("messages")
     listed = messages if isinstance(messages, list) else []
     if not all(isinstance(message, dict) and _is_text(message.get("content")) for message in listed):
-        return "its messages are not text alone"
+        return "its messages contain more than text"
     return ""
 
 
@@ -76,9 +76,9 @@ def _find_obstacle_in_completions(members: Mapping[str, Any], engine: EngineKind
     if members.get("echo"):
         return "it echoes its prompt"
     if members.get("suffix") or members.get("prompt_embeds"):
-        return "its prompt is more than a text"
+        return "its prompt is not one text"
     if engine is EngineKind.SGLANG and members.get("max_tokens") is None:
-        return "it has no max_tokens, and the engine's own limit would begin again"
+        return "it has no max_tokens, and the engine's own limit would start again"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Resumption: how often instances interrupted a request, and whether it is resumed."""
+"""Resumption: counts the interruptions of a request, and decides whether it is resumed."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Resumption:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._preemptions = self._breaks = 0
-        self._broken_by: ApiError | None = None  # error that ends the request if no instance continues it
+        self._broken_by: ApiError | None = None  # the error that ends the request if no instance continues it
 
     async def prepare_after_preemption(
         self, merger: StreamMerger | ResponseMerger, decode: Instance, upstream: ConnectionPool
     ) -> ApiError | None:
-        """Prepare the next segment of a request that decode preempted; return an error if that is impossible."""
+        """Prepare the next segment after decode preempted a request. Return an error if it cannot be continued."""
         self._preemptions += 1
         self._broken_by = None
         if isinstance(merger, ResponseMerger):
@@ -51,48 +51,69 @@ class Resumption:
             message = f"decode instances preempted the request {self._preemptions} times; the last was {decode.key}"
             return ApiError(503, message, "preempted")
         if merger.resume_members() is None:
-            message = f"decode instance {decode.key} preempted the request, whose answer cannot be continued elsewhere"
+            message = (
+                f"decode instance {decode.key} preempted the request, and no other instance can continue its response"
+            )
             return ApiError(503, message, "preempted")
         if isinstance(merger, StreamMerger):
             merger.begin_segment()
-            await self.remove_unfinished_character(
-                merger, decode, upstream
-            )  # if this fails, the stream continues anyway
+            if why := await self.remove_unfinished_character(merger, decode, upstream, may_guess=True):
+                return self.explain(why)
         return None
 
     async def remove_unfinished_character(
-        self, merger: StreamMerger | ResponseMerger | None, instance: Instance, upstream: ConnectionPool
+        self,
+        merger: StreamMerger | ResponseMerger | None,
+        instance: Instance,
+        upstream: ConnectionPool,
+        *,
+        may_guess: bool = False,
     ) -> str:
-        """Remove the ids of an incomplete character at a stream's end; return why that is impossible, or ``""``.
+        """Remove the ids of an incomplete character at the end of a stream.
 
         Args:
-            instance: the instance that is queried for the ids' text.
+            merger: the merger of the stream.
+            instance: the instance that is asked for the text of the ids.
+            upstream: the connections to instances.
+            may_guess: whether the stream continues if ``instance`` does not report the text.
+
+        Returns:
+            Why the stream cannot continue; ``""`` if it can.
         """
         ids = merger.doubtful_ids if isinstance(merger, StreamMerger) else ()
         if not ids or not isinstance(merger, StreamMerger):
             return ""
         for unfinished in range(min(MAX_UNFINISHED_TOKENS + 1, len(ids))):
             text = await _detokenize(upstream, instance, list(ids[: len(ids) - unfinished]))
+            if text is None and may_guess:
+                break
             if text is None:
                 return (
-                    f"several tokens came at once, and {instance.key} does not tell whether they end with a character"
+                    f"several tokens arrived at once, and {instance.key} does not report whether they end "
+                    "with a complete character"
                 )
             if not text.endswith(UNFINISHED):
                 if unfinished and merger.client_reads_ids:
-                    return "its client has the id of a token that ends within a character"
+                    return "its client has the id of a token that ends with an incomplete character"
                 merger.drop_last(unfinished)
-                break
-        return ""  # or the text contains such a mark itself
+                return ""
+        merger.drop_last(0)  # the text is unknown, or really contains this character
+        return ""
 
     def prepare_after_failure(
         self, merger: StreamMerger | None, body: InferenceBody, instance: Instance, error: ApiError, *, is_chat: bool
     ) -> ApiError | None:
-        """Prepare the next segment after an instance died, ended the stream early, or hung; return an error if
-        impossible.
+        """Prepare the next segment after an instance has died, has ended the stream early, or hangs.
 
         Args:
-            merger: None if the client has seen nothing of the answer, or the answer cannot be merged.
-            error: ends the request unless it continues.
+            merger: the merger of the stream; None if the client has received nothing, or the stream cannot be merged.
+            body: the body of the request.
+            instance: the instance that has failed.
+            error: the error that ends the request if it is not resumed.
+            is_chat: whether the API is chat.
+
+        Returns:
+            An error if there can be no next segment; else None.
         """
         self._breaks += 1
         self._broken_by = error
@@ -104,27 +125,29 @@ class Resumption:
         if merger is None:
             return None
         if merger.has_content_without_ids:
-            return self.explain("its client has seen more of it than its tokens' ids tell")
+            return self.explain("its client has more text than the known token ids")
         if merger.shown_ids and (obstacle := find_obstacle(body, instance.registration.engine, is_chat)):
             return self.explain(obstacle)
-        _log.info("%s; the stream goes on elsewhere behind %d tokens", error.message, len(merger.shown_ids))
+        _log.info("%s; another instance continues the stream after %d tokens", error.message, len(merger.shown_ids))
         merger.begin_segment()
         return None
 
     def explain(self, why: str) -> ApiError:
-        """Return the error of an interrupted or preempted stream, with the reason why it was not resumed."""
+        """Return the error of an interrupted or preempted stream, with the reason why it is not resumed."""
         if self._broken_by is None:
-            return ApiError(503, f"a decode instance preempted the request, which cannot go on: {why}", "preempted")
+            return ApiError(
+                503, f"a decode instance preempted the request, which cannot be continued: {why}", "preempted"
+            )
         return self._broken_by._replace(message=f"{self._broken_by.message}; the stream was not resumed: {why}")
 
     @property
     def is_broken(self) -> bool:
-        """Whether an instance that died, ended the stream early or hung interrupted it."""
+        """Whether the last interruption was a failure of an instance (it died, hung, or ended the stream early)."""
         return self._broken_by is not None
 
 
 async def _detokenize(upstream: ConnectionPool, instance: Instance, ids: list[int]) -> str | None:
-    """Query an instance for the text of ``ids``; return None if it cannot answer."""
+    """Ask an instance for the text of ``ids``. Return None if it does not report the text."""
     try:
         response = await upstream.fetch(
             instance.address,
@@ -134,8 +157,8 @@ async def _detokenize(upstream: ConnectionPool, instance: Instance, ids: list[in
             body=orjson.dumps({"tokens": ids}),
             timeout=DETOKENIZE_SECONDS,
         )
-        told = orjson.loads(response.body) if response.status == 200 else {}
-        text = told["prompt"] if "prompt" in told else told["text"]  # the second is SGLang's name
+        found = orjson.loads(response.body) if response.status == 200 else {}
+        text = found["prompt"] if "prompt" in found else found["text"]  # "text" is SGLang's name
     except (UpstreamError, ValueError, KeyError, TypeError):
         return None
     return text if isinstance(text, str) else None

@@ -199,7 +199,7 @@ def test_a_full_line_has_room_for_a_higher_priority() -> None:
         guests.ask("x")
         low = guests.ask("a")
         guests.ask("a", "high", priority=1)
-        assert "others have a higher priority" in refusal(low).error.message
+        assert "a request of higher priority arrived" in refusal(low).error.message
         guests.leave("x")
         assert guests.order == ["x", "high"]
 
@@ -357,10 +357,10 @@ def test_a_request_that_is_let_in_runs_until_it_leaves_with_its_tokens() -> None
 
 def test_a_refusal_of_the_other_process_is_raised_and_counted_here() -> None:
     async def refuse(*_: Any) -> list[Any]:
-        return [429, "no more may wait", "queue_full", 4]
+        return [429, "the queue is full", "queue_full", 4]
 
     admission = AdmissionClient(refuse, lambda *_: None)
-    with pytest.raises(Refused, match="no more may wait") as refused:
+    with pytest.raises(Refused, match="the queue is full") as refused:
         asyncio.run(admission.enter("c"))
     assert (refused.value.error.status, refused.value.retry_after) == (429, 4)
     assert (admission.running, admission.waiting, admission.refused) == (0, 0, {"queue_full": 1, "queue_timeout": 0})
@@ -406,7 +406,7 @@ def test_bodies_of_waiting_requests_have_a_bounded_size(is_shared: bool, monkeyp
         assert refused.value.error.status == 429
         assert refused.value.error.code == "queue_full"
         assert refused.value.error.message == (
-            "1 requests wait, with bodies of 101 bytes, and this one has 1; 100 may wait"
+            "1 requests wait, with bodies of 101 bytes, and this one has 1 bytes; at most 100 bytes may wait"
         )
         assert refused.value.retry_after >= 1
         assert gate.refused["queue_full"] == 1

@@ -182,7 +182,7 @@ def test_without_an_admin_token_the_rest_stays_open(
     router = make_router(register_token_file=written(tmp_path / "token", "t"))
     assert router.client.get("/registered").status_code == 200
     assert router.client.post("/admin/drain", json={"instance": "h:1"}).status_code == 404
-    assert "whoever reaches 0.0.0.0 can drain its instances" in caplog.text
+    assert "any client that reaches 0.0.0.0 can drain instances" in caplog.text
 
 
 def test_a_holders_priority_is_the_keys_and_a_request_may_lower_it(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_caches_are_kept_apart_only_where_the_operator_says_so(tmp_path: Path) -
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files with secrets are looked at all the time."""
-    monkeypatch.setattr(auth_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(auth_module, "CHECK_SECONDS", 0.01)
 
 
 def lists_models(router: RouterUnderTest, key: str) -> int:
@@ -231,7 +231,7 @@ def test_a_changed_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
     router = make_router(api_keys_file=written(keys, "alice: sk-1\n"))
 
     def refusals() -> list[str]:
-        return [record.getMessage() for record in caplog.records if "is not taken" in record.getMessage()]
+        return [record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()]
 
     written(keys, text)
     wait_until(refusals, "the sentence")
@@ -240,7 +240,9 @@ def test_a_changed_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
     wait_until(lambda: lists_models(router, "sk-9") == 200, "the repaired file")
     assert lists_models(router, "sk-1") == 401
     (said,) = refusals()
-    assert said.startswith("a changed file is not taken, and the keys and tokens before it stay: server.api-keys-file ")
+    assert said.startswith(
+        "the changed keys and tokens cannot be used, so the previous ones stay valid: server.api-keys-file "
+    )
     assert "sk-1" not in said
 
 

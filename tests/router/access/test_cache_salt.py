@@ -48,9 +48,9 @@ class TestInstancesThatTakeNone:
         [
             ({}, "FastDeploy has no cache_salt"),
             ({"engine": "fastdeploy"}, "FastDeploy has no cache_salt"),
-            ({"engine": "sglang"}, "SGLang keeps salts apart since its pull request 23300 only (2026)"),
-            ({"engine": "openai"}, "whether its engine takes cache_salt is not known"),
-            ({"engine": "vllm", "cache_salt": False}, "it says so itself"),
+            ({"engine": "sglang"}, "SGLang separates salts only since its pull request 23300 (2026)"),
+            ({"engine": "openai"}, "it is not known whether its engine uses cache_salt"),
+            ({"engine": "vllm", "cache_salt": False}, "its registration says so"),
         ],
     )
     def test_one_that_is_not_known_to_take_salts_is_told_once(
@@ -65,8 +65,10 @@ class TestInstancesThatTakeNone:
         for _ in range(3):
             instance.register(router.url, **fields)
         (told,) = told_of_salts(caplog)
-        start = f"mixed instance {instance.key} may keep all clients in one cache in spite of --cache-salt-per-key: "
-        assert told.startswith(f"{start}{why}; ")
+        start = (
+            f"--cache-salt-per-key may have no effect at mixed instance {instance.key}, so clients may share its cache"
+        )
+        assert told.startswith(f"{start}: {why}. ")
 
     @pytest.mark.parametrize(
         "fields", [{"cache_salt": True}, {"engine": "vllm"}, {"engine": "sglang", "cache_salt": 1}]

@@ -237,7 +237,7 @@ def test_a_handler_whose_path_is_not_listed_is_not_reached(make_router: MakeRout
 
     response = router.client.get("/admin/unlisted")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_path")
-    assert "docs/operations/security.md lists those" in response.json()["error"]["message"]
+    assert "docs/operations/security.md lists its paths" in response.json()["error"]["message"]
 
 
 def test_a_path_is_listed_once() -> None:

@@ -62,7 +62,9 @@ def test_instances_of_all_roles_are_listed(make_router: MakeRouter, stand_in: Ma
 def test_a_certificate_of_an_unknown_authority_is_told_with_its_remedy(make_router: MakeRouter, tmp_path: Path) -> None:
     made = make_certificate(tmp_path)
     router = make_router(ssl_certfile=str(made.certfile), ssl_keyfile=str(made.keyfile))
-    with pytest.raises(UntrustedCertificate, match="not known here; name the authority's with --ca-file FILE"):
+    with pytest.raises(
+        UntrustedCertificate, match="unknown authority; give the authority's certificate with --ca-file FILE"
+    ):
         ask(router.url, RouterClient.list_instances)
 
 
@@ -95,7 +97,9 @@ def test_a_refusal_is_passed_on_with_its_sentence(make_router: MakeRouter) -> No
 def test_a_router_with_an_admin_token_wants_it(make_router: MakeRouter, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     router = make_router(admin_token_file=str(tmp_path / "token"))
-    with pytest.raises(TokenWanted, match="wants its admin token for /registered: give it with --token-file"):
+    with pytest.raises(
+        TokenWanted, match="requires its admin token for /registered; give the token's file with --token-file"
+    ):
         ask(router.url, RouterClient.list_instances)
     assert ask(router.url, RouterClient.list_instances, "secret") == []
 
@@ -130,8 +134,8 @@ def test_a_chat_is_read_as_it_comes(make_router: MakeRouter, stand_in: MakeStand
     ("behave", "sentence"),
     [
         (answers(400, b'{"error": {"message": "too long"}}'), "refused the request: too long"),
-        (streams_then('{"error": {"message": "out of memory"}}'), "the answer broke off: out of memory"),
-        (streams_then("{half"), "sent an event that is no JSON: "),
+        (streams_then('{"error": {"message": "out of memory"}}'), "the router ended its response early: out of memory"),
+        (streams_then("{half"), "sent an event that is not JSON: "),
     ],
     ids=["a refusal", "an error on the way", "no JSON"],
 )
@@ -154,6 +158,6 @@ def test_a_chat_needs_a_clients_key_where_there_are_keys(
 ) -> None:
     (tmp_path / "keys").write_text("somebody: key\n")
     router = make_router(stand_in(behave=streams("Hi")), api_keys_file=str(tmp_path / "keys"))
-    with pytest.raises(RouterError, match="wants a client's API key: give it with --api-key-file"):
+    with pytest.raises(RouterError, match="requires an API key; give the key's file with --api-key-file"):
         ask(router.url, talk)
     assert ask(router.url, lambda client: talk(client, "key"))[1] == "Hi"

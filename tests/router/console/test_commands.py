@@ -19,13 +19,13 @@ def test_without_a_command_it_is_the_router_with_its_flags(capsys: pytest.Captur
 def test_its_help_names_the_commands_and_the_routers_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^ +drain +send instances no new requests", printed, re.MULTILINE)
+    assert re.search(r"^ +drain +stops new requests to instances", printed, re.MULTILINE)
     assert "--splitwise" in printed
 
 
 def test_a_mistyped_command_is_told_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drian", "127.0.0.1:1"]) == 2
-    said = "kvrouter: drian is not a command; did you mean drain?; without one the router starts\n"
+    said = "kvrouter: drian is not a command; did you mean drain?; without a command, kvrouter starts the router\n"
     assert capsys.readouterr().err == said
 
 
@@ -58,9 +58,9 @@ def test_bash_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -
 
 def test_zsh_is_told_what_commands_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--print-completion=zsh"]) == 0
-    assert "top:'the state of the router and its instances, in a terminal" in capsys.readouterr().out
+    assert "top:'shows the state of the router and its instances in a terminal" in capsys.readouterr().out
 
 
 def test_a_shell_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--print-completion", "fish"]) == 2
-    assert capsys.readouterr().err == "kvrouter: --print-completion is followed by bash or zsh\n"
+    assert capsys.readouterr().err == "kvrouter: --print-completion must be followed by bash or zsh\n"

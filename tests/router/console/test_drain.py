@@ -132,8 +132,8 @@ def test_undrain_takes_the_order_back(
 @pytest.mark.parametrize(
     ("registers", "says"),
     [
-        pytest.param(True, "takes requests again: it was started anew, or the order was taken back", id="undrained"),
-        pytest.param(False, "is gone: the router knows it no more", id="gone"),
+        pytest.param(True, "takes requests again: it was restarted, or somebody cancelled the drain", id="undrained"),
+        pytest.param(False, "is no longer registered at the router", id="gone"),
     ],
 )
 def test_one_that_is_not_what_it_was_is_not_waited_for(
@@ -210,9 +210,9 @@ def test_a_router_that_is_away_for_a_while_is_asked_again_by_those_who_wait(
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "name an instance as HOST:PORT, or this machine's with --self-port PORT"),
-        (["h:1", "--undrain", "--wait"], "--undrain takes an order back, and --wait gives one; leave out one"),
-        (["--wait", "h:1"], "'h:1' is not a number of seconds above 0; instances stand before --wait"),
+        ([], "name an instance as HOST:PORT, or the one on this machine with --self-port PORT"),
+        (["h:1", "--undrain", "--wait"], "--undrain cancels a drain and --wait is for a drain; leave out one"),
+        (["--wait", "h:1"], "'h:1' is not a number of seconds above 0; write the instances before --wait"),
         (["--self-port", "0"], "'0' is not a port, a number from 1 to 65535"),
     ],
 )
@@ -235,7 +235,7 @@ def test_the_last_instance_of_its_role_is_drained_by_force_only(
     told = capsys.readouterr().err
     assert told == (
         "kvrouter drain: no decode instance of m and no prefill instance of m would take requests any more; nothing "
-        "was drained: start another one first, or say --force\n"
+        "was drained. Start another instance first, or use --force\n"
     )
     assert (state(router, prefill), state(router, other)) == ("healthy", "healthy")
     assert main([other.key, *flags, *there, "--force"]) == 0
@@ -257,7 +257,7 @@ def test_on_a_terminal_the_last_instance_is_drained_when_somebody_says_yes(
     monkeypatch.setattr("builtins.input", reply)
     monkeypatch.setattr("router.console.drain._is_terminal", lambda: True)
     assert main([instance.key, "--router", router.url]) == status
-    assert asked == ["no mixed instance of m would take requests any more: drain all the same? [y/N] "]
+    assert asked == ["no mixed instance of m would take requests any more; drain anyway? [y/N] "]
     assert state(router, instance) == ("draining" if status == 0 else "healthy")
 
 

@@ -152,7 +152,7 @@ def test_the_table_says_by_how_many_routers_requests_are_placed(
 ) -> None:
     flags = ["--routers", "2", "--propagation-ms", "50", "--prefix-propagation-ms", "200", "--spread", "--seed", "5"]
     assert main(["--trace", str(trace), "--policy", "pool_aware", *flags]) == 0
-    assert capsys.readouterr().out.splitlines()[0].endswith(", placed by 2 routers")
+    assert capsys.readouterr().out.splitlines()[0].endswith(", 2 routers")
 
 
 def test_how_far_it_is_stands_on_standard_error(
@@ -162,7 +162,7 @@ def test_how_far_it_is_stands_on_standard_error(
     assert main(["--trace", str(trace), "--policy", "random", "--policy", "pool_aware"]) == 0
     said = capsys.readouterr()
     assert "left" not in said.out
-    assert "kvrouter simulate: pool_aware, 50%, some " in said.err
+    assert "kvrouter simulate: pool_aware, 50%, about " in said.err
 
 
 def test_one_policy_may_be_asked_for(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,8 +185,8 @@ def test_one_policy_may_be_asked_for(trace: Path, capsys: pytest.CaptureFixture[
         ),
         (["--tracee=TRACE"], "--tracee is not a flag of this program; did you mean --trace?"),
         (["--trace", "TRACE", "--policy", "best"], "invalid choice: 'best'"),
-        (["--trace", "BROKEN"], "line 2 is no request; it must be a JSON object with a number timestamp"),
-        (["--trace", "EMPTY"], "has no requests over some time"),
+        (["--trace", "BROKEN"], "line 2 is not a request; it must be a JSON object with a number timestamp"),
+        (["--trace", "EMPTY"], "must have at least two requests with different timestamps"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(

@@ -67,7 +67,7 @@ def test_once_it_tells_of_the_router_of_prompts_and_of_each_instance(
     assert " failed 0  refused 0  of 1 in " in head
     assert quantiles == "first token: no streams  each further token: no streams"
     assert bar.split()[1] == "▓" * 15 + "░" * 45
-    assert legend.split("  ")[-2:] == ["▒ handed over 0 %", "░ computed 75 %"]
+    assert legend.split("  ")[-2:] == ["▓ pool 25 %", "░ computed 75 %"]
     assert titles.split()[:6] == ["instance", "role", "state", "running", "tokens", "waiting"]
     assert [row.split() for row in rows] == [
         [busy.key, "mixed", "healthy", "0", "0", "7", "\u2013", "25", "%", "closed", "1"],
@@ -90,7 +90,8 @@ def test_without_the_admin_token_it_tells_loads_and_what_it_lacks(
     said = capsys.readouterr().out
     lines = " ".join(said.split())
     assert (
-        "wants its admin token for /registered: give it with --token-file. Without it loads alone are known." in lines
+        "requires its admin token for /registered; give the token's file with --token-file. Without it "
+        "only loads are known." in lines
     )
     assert [line.split()[:4] for line in said.splitlines()][-1] == [instance.key, "mixed", "\u2013", "0"]
 
@@ -115,7 +116,7 @@ def test_once_a_router_that_does_not_answer_is_told_in_a_sentence(capsys: pytest
 
 def test_a_mistake_on_the_command_line_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--interval", "0"]) == 2
-    assert capsys.readouterr().err.endswith("'0' is no number of seconds from 0.1 to 60\n")
+    assert capsys.readouterr().err.endswith("'0' is not a number of seconds from 0.1 to 60\n")
 
 
 class Terminal:
@@ -183,7 +184,7 @@ def test_in_a_terminal_keys_sort_a_router_that_goes_is_told_and_q_ends_it(
     terminal.wait_for("by address; keys: ")
     router.stop()
     terminal.wait_for(f"the router at {router.url} does not answer")
-    terminal.wait_for("It is asked again.")
+    terminal.wait_for("The next poll follows.")
     terminal.type_key("w")
     terminal.wait_for("by waiting; keys: ")
     assert instance.key in terminal.shown, "instances go on without the router"

@@ -102,7 +102,7 @@ def test_an_instance_that_answers_again_gets_few_requests_at_first_and_one_that_
         instance.record_failure(60.0, "it answered with 500")
     instance.record_success(70.0)
     assert registry.events.generation == before + 2
-    assert "answers requests again" in caplog.text
+    assert "responds to requests again" in caplog.text
     assert instance.weight(70.0) == FIRST_WEIGHT
     assert instance.weight(70.0 + SLOW_START_SECONDS / 2) == 0.5
     assert instance.weight(70.0 + SLOW_START_SECONDS) == 1.0

@@ -74,12 +74,12 @@ def test_a_name_means_a_model_where_there_are_several(models: ServedModels, name
     ],
 )
 def test_names_are_told_apart_only_where_there_are_or_were_several(models: ServedModels, told_apart: bool) -> None:
-    assert models.are_told_apart is told_apart
+    assert models.are_several is told_apart
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"data": 5}', b"null", b"<html>"])
 def test_what_is_no_list_of_models_is_told(data: bytes) -> None:
-    with pytest.raises(ValueError, match="it is no list of models: "):
+    with pytest.raises(ValueError, match="the response is not a list of models: "):
         parse_models(data)
 
 
@@ -201,7 +201,7 @@ def test_prefill_and_decode_of_two_models_are_no_pair(make_router: MakeRouter, s
     prefill.models, decode.models = ("a",), ("b",)
     router = make_router(prefill, decode, splitwise=True)
     response = router.chat()
-    said = "prefill and decode must serve one model, by one name; registered are prefill 'a' and decode 'b'"
+    said = "prefill and decode must serve the same model under the same name; registered are prefill 'a' and decode 'b'"
     assert (response.status_code, response.json()["error"]["message"]) == (503, said)
     response = router.chat(model="a")
     assert response.status_code == 503
@@ -289,7 +289,7 @@ def test_what_only_instances_that_are_gone_served_goes_to_no_other(
     wait_until(lambda: len(names_served(router)) == 1, "it to be forgotten")
     error = router.chat(model="b").json()["error"]
     assert (error["message"], error["code"]) == (
-        "no instance serves the model 'b' any more; all that did are gone",
+        "no instance serves the model 'b' any more; the instances that served it are gone",
         "no_instance",
     )
     assert router.chat(model="misspelt").status_code == 200

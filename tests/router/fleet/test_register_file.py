@@ -69,7 +69,7 @@ def test_names_that_nobody_knows_are_told_once_and_have_no_effect(
     # Routers of earlier tests may still be ending, and log it.
     (record,) = [each for each in caplog.records if each.name == "router.fleet.register_file"]
     assert record.getMessage().endswith(
-        "register.yaml: these are no fields of an instance and have no effect: owner, conector_port "
+        "register.yaml: unknown fields of an instance have no effect: owner, conector_port "
         "(did you mean connector_port?)"
     )
 
@@ -94,7 +94,7 @@ def test_a_file_may_name_no_instances(tmp_path: Path, text: str) -> None:
             "instances[1] has the host_ip and port of instances[0], a:1",
         ),
         ("instances: [", "is not YAML"),
-        ("instances:\n- {role: mixed, host_ip: a, port: 1, port: 2}", "line 2: 'port' is given a second time"),
+        ("instances:\n- {role: mixed, host_ip: a, port: 1, port: 2}", "line 2: 'port' is given twice"),
         ("instances: [{role: mixed, host_ip: a, port: %s}]" % ("1" * 5000), "a whole number of 5000 digits"),
         ("instances: " + "[" * 10_000, "it is nested too deep"),
         ("instances: [{role: mixed, host_ip: a, port: 1, version: !!binary AAAA}]", "instances[0]: 'version' cannot"),
@@ -120,7 +120,7 @@ def test_the_go_router_starts_without_the_file_and_says_so(
     path = tmp_path / "register.yaml"
     router = make_router(dialect="go", register_path=str(path))
     assert list(router.app.registry) == []
-    assert f"manager.register-path {path}: No such file or directory; no instances are listed" in caplog.messages
+    assert f"manager.register-path {path} does not exist, so no instances are read from it" in caplog.messages
     with pytest.raises(SettingsError, match=r"register\.yaml: No such file or directory"):
         make_router(register_path=str(path))
 

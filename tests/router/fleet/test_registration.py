@@ -90,6 +90,10 @@ def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understoo
         ({"host_ip": "ftp://10.0.0.1"}, "host_ip is 'ftp://10.0.0.1'"),
         ({"host_ip": "https://10.0.0.1/v1"}, "host_ip is 'https://10.0.0.1/v1'"),
         ({"metrics_port": "x"}, "metrics_port is 'x'"),
+        ({"kv_events": {"endpoint": "tcp://*:1"}}, "kv_events is {'endpoint': 'tcp://*:1'}; it must be an object such"),
+        ({"kv_events": {"endpoint": "tcp://-:1"}}, "kv_events is {'endpoint': 'tcp://-:1'}"),
+        ({"kv_events": {"endpoint": "ipc://" + "x" * 101}}, "kv_events is {'endpoint': 'ipc://xxx"),
+        ({"kv_events": {"endpoint": "tcp://a:1", "replay_endpoint": 5}}, "kv_events is {'endpoint': 'tcp://a:1'"),
         ({"connected_decodes": [5]}, "connected_decodes has 5; an entry must be 'host:port', or an object with"),
         ({"connected_decodes": ["d"]}, "connected_decodes has"),
         ({"connected_decodes": [{"host_ip": "a"}]}, "connected_decodes has {'host_ip': 'a'}"),
@@ -115,11 +119,11 @@ def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understoo
         ({"engine": 1}, "engine is 1; it must be one of"),
         ({"bootstrap_port": 70000}, "bootstrap_port is 70000; it must be a port, 1 to 65535"),
         ({"kv_connector": "lmcache"}, "kv_connector is 'lmcache'; it must be one of 'nixl', 'mooncake', 'kvstore'"),
-        ({"version": "\ud800x"}, "'version' cannot be passed on as JSON: str is not valid UTF-8"),
-        ({"\ud800": 1}, r"'\ud800' cannot be passed on as JSON"),
-        ({"gpu": 2**64}, "'gpu' cannot be passed on as JSON: Integer exceeds 64-bit range"),
-        ({"port": 16**5000}, "'port' cannot be passed on as JSON"),
-        ({"gpu": _nested(252)}, "'gpu' cannot be passed on as JSON: Recursion limit reached"),
+        ({"version": "\ud800x"}, "'version' cannot be encoded as JSON: str is not valid UTF-8"),
+        ({"\ud800": 1}, r"'\ud800' cannot be encoded as JSON"),
+        ({"gpu": 2**64}, "'gpu' cannot be encoded as JSON: Integer exceeds 64-bit range"),
+        ({"port": 16**5000}, "'port' cannot be encoded as JSON"),
+        ({"gpu": _nested(252)}, "'gpu' cannot be encoded as JSON: Recursion limit reached"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
@@ -134,7 +138,7 @@ def test_what_makes_no_sense_is_refused_by_name(changes: dict[str, Any], said: s
         *(("role", "prefill"), ("connector_port", 9), ("rdma_ports", ["9"]), ("device_ids", ["9"]), ("tp_size", 4)),
         *(("transfer_protocol", ["tcp"]), ("version", "v2"), ("metrics_port", 9), ("host_ip", "https://10.0.0.1")),
         *(("engine_worker_queue_port", 9), ("engine", "vllm"), ("bootstrap_port", 9), ("kv_connector", "mooncake")),
-        ("start_id", "another"),
+        *(("start_id", "another"), ("kv_events", {"endpoint": "tcp://10.0.0.1:5557"})),
     ],
 )
 def test_a_registration_that_differs_in_what_a_process_keeps_is_of_another_one(field: str, given: Any) -> None:

@@ -134,7 +134,7 @@ def test_a_change_is_said_once_by_whoever_says_it_first(caplog: pytest.LogCaptur
     instance = registry.register(registration(), now=0.0)
     instance.log_change("health", 30, "is unhealthy", "why")
     instance.log_change("health", 30, "is unhealthy", "why else")
-    instance.log_change("drain", 20, "drains", is_told=True)
+    instance.log_change("drain", 20, "drains", is_remote=True)
     instance.log_change("health", 20, "is healthy again")
     instance.log_change("health", 30, "is unhealthy")
     assert [(record.levelno, record.getMessage()) for record in caplog.records[1:]] == [

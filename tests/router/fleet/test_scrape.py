@@ -1,4 +1,8 @@
-"""What instances say of their own load."""
+"""What instances say of their own load.
+
+The names are those of FastDeploy (``fastdeploy/metrics/metrics.py``), vLLM (``vllm/v1/metrics/loggers.py``) and SGLang
+(``python/sglang/srt/observability/metrics_collector.py``).
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,9 @@ vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
 vllm:num_requests_waiting{engine="1",model_name="m"} 1e+01
 vllm:num_requests_waiting_by_reason{engine="1"} 99.0
 """
+SGLANG = b"""sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="0"} 5.0
+sglang:num_queue_reqs{engine_type="unified",model_name="m",tp_rank="0"} 6.0
+"""
 
 
 def load_of(router: RouterUnderTest, instance: StandIn) -> InstanceLoad:
@@ -51,12 +58,14 @@ def test_figures_are_read_in_the_background_where_a_policy_wants_them(
     [
         (answers(200, FASTDEPLOY), (3, 4)),
         (answers(200, TWO_RANKS), (3, 10)),
+        (answers(200, FASTDEPLOY + TWO_RANKS), (3, 4)),
+        (answers(200, SGLANG), (5, 6)),
         (answers(200, b"fastdeploy:num_requests_running 3.0\n"), (None, None)),
         (answers(200, b"fastdeploy:num_requests_running NaN\nfastdeploy:num_requests_waiting 1\n"), (None, None)),
         (answers(200, b"fastdeploy:num_requests_running 1e999\nfastdeploy:num_requests_waiting 1\n"), (None, None)),
         (answers(200, b"fastdeploy:num_requests_running 1.1.1\nfastdeploy:num_requests_waiting 1\n"), (None, None)),
     ],
-    ids=["fastdeploy", "vllm-two-ranks", "half", "nan", "infinite", "no-number"],
+    ids=["fastdeploy", "vllm-two-ranks", "same-figures-twice", "sglang", "half", "nan", "infinite", "no-number"],
 )
 def test_figures_of_each_engine_are_read_and_anything_else_is_not_known(
     make_router: MakeRouter, stand_in: MakeStandIn, behave: Behaviour, read: tuple[int | None, int | None]

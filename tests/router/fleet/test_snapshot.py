@@ -115,7 +115,7 @@ def test_a_file_with_an_impossible_weight_is_left_aside(
     path.write_bytes(orjson.dumps({**GOOD, "instances": [entry], "policies": {}}))
     registry = Registry(splitwise=False)
     snapshot(path, registry).restore(now=0.0)
-    assert "is left aside: " in caplog.text
+    assert "is not used: " in caplog.text
     assert not list(registry)
 
 
@@ -170,7 +170,7 @@ def test_a_damaged_memory_does_not_cost_the_instances(path: Path, caplog: pytest
     snapshot(path, before, Remembers(b"\x00damaged")).save()
     snapshot(path, after, Remembers()).restore(now=0.0)
     assert len(list(after)) == 1
-    assert "of the mixed policy is left aside: it is damaged" in caplog.text
+    assert "of the mixed policy is not used: it is damaged" in caplog.text
 
 
 def test_a_memory_that_fails_in_an_unforeseen_way_ends_no_start(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -183,7 +183,7 @@ def test_a_memory_that_fails_in_an_unforeseen_way_ends_no_start(path: Path, capl
     snapshot(path, before, Fails(b"forged")).save()
     snapshot(path, after, Fails()).restore(now=0.0)
     assert len(list(after)) == 1
-    assert "of the mixed policy is left aside" in caplog.text
+    assert "of the mixed policy is not used" in caplog.text
 
 
 def test_it_is_readable_to_its_user_alone_and_nothing_that_stands_in_its_way_is_followed(

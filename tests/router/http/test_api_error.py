@@ -97,7 +97,10 @@ def test_a_body_that_is_encoded_is_refused_as_such(router: RouterUnderTest, path
     headers = {"authorization": "Bearer sk-1", "content-encoding": "gzip"}
     answer = router.client.post(path, content=gzip.compress(b"{}"), headers=headers)
     assert answer.status_code == 415
-    assert "the body is encoded (gzip); this router takes bodies as they are" in answer.json()["error"]["message"]
+    assert (
+        "the body has the content encoding gzip; this router accepts only bodies without one"
+        in answer.json()["error"]["message"]
+    )
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages_of_another_api", ""])

@@ -125,7 +125,7 @@ def test_a_certificate_that_nobody_vouches_for_is_a_clear_refusal(
 ) -> None:
     instance = stand_in(tls=made.serve())
     answer = instance.register(make_router().url)
-    said = f"cannot connect to {instance.url}: its certificate is not accepted: self-signed certificate"
+    said = f"cannot connect to {instance.url}: its certificate was rejected: self-signed certificate"
     assert (answer.status_code, answer.json()["detail"]) == (400, f"instance {instance.key} is not healthy: {said}")
     assert [line for line in caplog.messages if said in line]
 
@@ -135,7 +135,7 @@ def test_a_certificate_of_another_host_is_not_accepted(
 ) -> None:
     other = make_certificate(tmp_path, "DNS:engine.example", "IP:10.0.0.1")
     answer = stand_in(tls=other.serve()).register(make_router(instance_ca_file=str(other.certfile)).url)
-    said = "its certificate is not accepted: IP address mismatch, certificate is not valid for '127.0.0.1'"
+    said = "its certificate was rejected: IP address mismatch, certificate is not valid for '127.0.0.1'"
     assert answer.json()["detail"].endswith(said)
 
 
@@ -144,7 +144,7 @@ def test_an_instance_that_speaks_no_tls_is_named_so(
 ) -> None:
     server = make_router()  # any HTTP server would do
     answer = stand_in().register(make_trusting_router().url, host_ip="https://127.0.0.1", port=server.port)
-    assert answer.json()["detail"].endswith("what answers there speaks no TLS; it must be registered without https://")
+    assert answer.json()["detail"].endswith("the server there does not use TLS; register it without https://")
 
 
 def test_a_listed_instance_shows_what_is_wrong_with_its_certificate(
@@ -154,7 +154,7 @@ def test_a_listed_instance_shows_what_is_wrong_with_its_certificate(
     listed = tmp_path / "instances.yaml"
     listed.write_text(f"instances: [{{role: mixed, host_ip: 'https://127.0.0.1', port: {instance.port}}}]")
     router = make_router(register_path=str(listed), health_check_interval_secs=0.05)
-    said = f"cannot connect to {instance.url}: its certificate is not accepted: self-signed certificate"
+    said = f"cannot connect to {instance.url}: its certificate was rejected: self-signed certificate"
     wait_until(lambda: trouble_of(router) == said, "the trouble")
     assert said in router.chat().json()["error"]["message"]
 

@@ -22,8 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
+from kvcommon.http_limits import HEAD_BYTES, MAX_HEADERS
 from router.http.api_error import ApiError
-from router.http.server import HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, PIECE_BYTES, RouterProtocol, _Flow, path_of
+from router.http.server import MAX_PIPELINED, PIECE_BYTES, RouterProtocol, _Flow, path_of
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
 from tests.support import plain_http
@@ -296,6 +297,27 @@ def test_an_upgrade_is_declined_and_the_request_served(
     asks = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: " + upgrade, b"http2-settings: AAEAAEAAAAIAAAAB")
     client.send(request(b'{"number": 6}', *asks) + request(b'{"number": 7}'))
     assert [client.answer()[2] for _ in range(2)] == [b"6", b"7"]
+
+
+def test_a_body_that_turns_unreadable_after_its_response_ends_the_connection(
+    router: RouterUnderTest, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = connect(router)
+    client.send(head(b"transfer-encoding: chunked") + b"%x\r\n%s\r\n" % (LIMIT + 1, b" " * (LIMIT + 1)))
+    assert client.answer()[0] == 413
+    client.send(b"no number of bytes\r\n")
+    assert client.rest() == b""
+    wait_until(lambda: is_reset(client), "the end of the connection")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def is_reset(client: Client) -> bool:
+    """Whether the router has closed its end for reading, too."""
+    try:
+        client.sock.sendall(b"x")
+    except ConnectionError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("target", ["x:80", CHAT])

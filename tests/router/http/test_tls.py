@@ -104,9 +104,9 @@ def test_plain_http_is_told_to_speak_https(
     answer = curl(f"http://127.0.0.1:{router.port}{CHAT}", "--data", "{}")
     body, status = answer.stdout.splitlines()
     assert (status, json.loads(body)["error"]["code"]) == ("400", "plain_http")
-    assert "this port speaks HTTPS" in json.loads(body)["error"]["message"]
+    assert "this port serves HTTPS" in json.loads(body)["error"]["message"]
     assert [record.getMessage() for record in caplog.records if record.name == "router.http.tls"] == [
-        "a client spoke plain HTTP to this port, which speaks HTTPS"
+        "a client sent plain HTTP to this HTTPS port"
     ]
     assert router.client.get("/health").status_code == 200
 

@@ -1,9 +1,15 @@
-"""Usage figures are found in answers without parsing these."""
+"""Usage figures are found in answers without parsing these.
+
+The names are those of ``openai.types.CompletionUsage``, ``openai.types.responses.ResponseUsage`` and
+``anthropic.types.Usage``, and of FastDeploy (``created_cache_tokens``).
+"""
 
 from __future__ import annotations
 
 import json
 
+import anthropic
+import openai
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,6 +62,23 @@ def test_what_prefill_had_cached_is_set_in_the_answer_of_decode() -> None:
     prefill = b'{"usage": {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}}'
     decode = b'data: {"usage":{"prompt_tokens":9,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":8}}}'
     assert set_figures(decode, read_cached_figures(prefill)) == decode.replace(b":8", b":4")
+
+
+def test_what_prefill_wrote_to_the_cache_is_set_in_the_answer_of_decode() -> None:
+    """OpenAI: ``usage.prompt_tokens_details.cache_write_tokens``, "prompt tokens written to cache"."""
+    assert "cache_write_tokens" in openai.types.completion_usage.PromptTokensDetails.model_fields
+    prefill = b'{"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 5}}}'
+    decode = b'{"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8, "cache_write_tokens": 0}}}'
+    assert set_figures(decode, read_cached_figures(prefill)) == prefill
+
+
+def test_anthropics_counts_are_those_of_its_client() -> None:
+    counts = {"input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"}
+    assert counts <= anthropic.types.Usage.model_fields.keys()
+    for count in counts:
+        assert read_usage(json.dumps({"usage": dict.fromkeys(counts, 0) | {count: 5}}).encode()) == Usage(
+            5, None, 5 if count == "cache_read_input_tokens" else 0
+        )
 
 
 def test_of_messages_the_tokens_that_were_not_cached_are_set_with_those_that_were() -> None:

@@ -60,8 +60,8 @@ FLOW_CONTROL = {"pause_reading", "read_paused", "resume_reading", "write_paused"
 # Members of a request of uvicorn's own (the control plane's) that the router reads or sets.
 CYCLE = {"disconnected", "more_body", "response_complete", "response_started"}
 SERVER = {
-    *("config", "handle_exit", "lifespan", "on_tick", "serve", "server_state", "should_exit", "shutdown", "started"),
-    "startup",
+    *("config", "handle_exit", "lifespan", "main_loop", "on_tick", "serve", "server_state", "should_exit", "shutdown"),
+    *("started", "startup"),
 }
 SERVER_STATE = {"connections"}
 
@@ -121,7 +121,7 @@ def test_uvicorn_calls_what_the_router_overrides() -> None:
     """What httptools and asyncio call apart, which they name themselves."""
     called = attributes_of(parse(IMPLEMENTATION.HttpToolsProtocol), "self")
     assert "_start_asgi_task" in called
-    assert {"handle_exit", "shutdown"} <= attributes_of(parse(uvicorn.Server), "self")
+    assert {"handle_exit", "main_loop", "shutdown"} <= attributes_of(parse(uvicorn.Server), "self")
 
 
 def test_the_server_shuts_down_with_the_arguments_that_the_router_takes() -> None:
@@ -173,7 +173,7 @@ def test_all_that_the_router_borrows_of_a_request_is_listed() -> None:
 def test_all_that_the_router_borrows_of_the_server_is_listed() -> None:
     tree = ast.Module([parse(router.launch.server), parse(router.launch.worker), parse(router.launch.program)], [])  # type: ignore[list-item]
     theirs = members(uvicorn.Server)
-    used = attributes_of(tree, "self", "server", "super()") | {"handle_exit", "shutdown"}
+    used = attributes_of(tree, "self", "server", "super()") | {"handle_exit", "main_loop", "shutdown"}
     theirs |= {"lifespan"}  # which it has once it serves
     assert (used & theirs) - {"__init__"} == SERVER
     assert attributes_of(tree, "self.server_state", "server.server_state") == SERVER_STATE

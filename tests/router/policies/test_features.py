@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies.base import TOKENS_PER_CHUNK, _clip_members, chunk_hashes, find_session, request_features
+from router.policies.base import TOKENS_PER_CHUNK, _clip_members, chunk_hashes, request_features
+from router.serving.reading.sessions import SessionHeaders
 from tests.router.calls import calls_in_router
 
 _text = st.text(max_size=40).map(lambda text: text * 40)
@@ -113,12 +114,19 @@ def test_a_prompt_is_hashed_only_when_asked_for() -> None:
         ({"user": "ann", "extra_body": {"session_id": 7}}, [], "ann"),
         ({"user": "ann", "extra_body": "e"}, [], "ann"),
         ({"user": 7}, [(b"x-other", b"h")], ""),
+        # OpenAI: openai.types.chat.completion_create_params.CompletionCreateParamsBase.prompt_cache_key, "Replaces the
+        # `user` field".
+        ({"user": "ann", "prompt_cache_key": "k"}, [], "k"),
+        ({"prompt_cache_key": "k", "session_id": "s"}, [], "s"),
+        ({"prompt_cache_key": "k"}, [(b"session-id", b"h")], "h"),
+        ({"user": "ann", "prompt_cache_key": None}, [], "ann"),
+        ({"prompt_cache_key": ["k"]}, [], ""),
     ],
 )
 def test_a_session_is_named_before_a_user(
     members: dict[str, Any], headers: list[tuple[bytes, bytes]], key: str
 ) -> None:
-    features = request_features(members, 2, find_session(headers))
+    features = request_features(members, 2, SessionHeaders().find_session(headers).id)
     assert features.key == key
 
 

@@ -67,6 +67,24 @@ def test_candidates_that_cost_nearly_the_same_take_turns() -> None:
     assert choose_from(600.0) == ["a"] * 6
 
 
+def test_a_sessions_turns_and_its_childrens_use_the_same_one_of_equal_candidates() -> None:
+    policy, candidates = PoolAware(), [InstanceLoad(key) for key in "abcdefgh"]
+
+    def choose(home: str) -> str:
+        return policy.choose_instance(RequestFeatures(100, home=home), candidates).key
+
+    assert len({choose("one") for _ in range(8)}) == 1
+    assert len({choose(str(number)) for number in range(50)}) == len(candidates)
+
+
+def test_a_session_leaves_an_instance_where_it_would_wait() -> None:
+    policy, candidates = PoolAware(), [InstanceLoad(key) for key in "abcd"]
+    request = RequestFeatures(1000, home="one")
+    home = policy.choose_instance(request, candidates).key
+    next(each for each in candidates if each.key == home).queued = 5000
+    assert policy.choose_instance(request, candidates).key != home
+
+
 def test_a_prompt_shorter_than_its_chunks_say_has_no_more_cached_than_it_has() -> None:
     policy, candidates = PoolAware(), [InstanceLoad("a")]
     policy.choose_instance(prompt(1, 2, tokens=1500), candidates)

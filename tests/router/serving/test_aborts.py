@@ -186,10 +186,10 @@ def test_a_client_aborts_its_own_waiting_request_and_no_other(
     ("body", "said"),
     [
         (b'{"req_ids": [%s]}' % b",".join([b'"a"'] * (MAX_IDS + 1)), "req_ids has 1001 ids; one request may have 1000"),
-        (b'{"req_ids": ["\\ud800"]}', "the body cannot be passed on: str is not valid UTF-8"),
+        (b'{"req_ids": ["\\ud800"]}', "the body cannot be encoded as JSON: str is not valid UTF-8"),
         (b'{"req_ids": [["a"]]}', "req_ids has a list or an object in it"),
-        (b'{"req_ids": ["a"], "more": %s}' % (b"[" * 400 + b"]" * 400), "the body cannot be passed on: Recursion"),
-        (b'{"req_ids": ["a"], "more": [NaN, %d]}' % 2**70, "the body cannot be passed on: Integer exceeds 64-bit"),
+        (b'{"req_ids": ["a"], "more": %s}' % (b"[" * 400 + b"]" * 400), "cannot be encoded as JSON: Recursion"),
+        (b'{"req_ids": ["a"], "more": [NaN, %d]}' % 2**70, "cannot be encoded as JSON: Integer exceeds 64-bit"),
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2])
@@ -262,7 +262,7 @@ def test_what_engines_are_told_names_the_clients_request_alone(request_id: str, 
     tag = "-k0123456789ab"
     at_engine = EngineIds("chatcmpl-", request_id + tag, number + 1).list_ids()[number]
     for name in (f"chatcmpl-{request_id}_{number}", at_engine):
-        told = AbortScope(tag, [name]).tell_engines({"req_ids": [name], "abort_all": False}, ["found"])
+        told = AbortScope(tag, [name]).make_members({"req_ids": [name], "abort_all": False}, ["found"])
         assert at_engine in told["req_ids"]
         assert all(tag in each for each in told["req_ids"][:-1])
         assert told.keys() == {"req_ids"}

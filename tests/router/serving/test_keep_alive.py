@@ -114,7 +114,7 @@ def test_another_instance_may_still_serve_it(make_router: MakeRouter, stand_in: 
         (answers(400, b'{"error": {"message": "too long",\n "code": "context_length"}}'), "context_length", "too long"),
         (answers(400, b"no JSON"), "instance_refused", "no JSON"),
         (answers(500, b'{"error": {"message": "broken", "code": "oom"}}'), "oom", "broken"),
-        (answers(200), "cannot_continue", "did not answer with a stream"),
+        (answers(200), "cannot_continue", "did not respond with a stream"),
         (answers(307, b"", ("location", "/")), "instance_redirects", "answered with 307"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_stream_that_stalls_is_given_up_and_aborted(make_router: MakeRouter, s
     router = make_router(instance, stream_stall_secs=0.2)
     first, error, done, nothing = router.chat(stream=True, request_id="r").text.split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"] == {
-        "message": f"{instance.key} has sent nothing of the stream for 0.2 s; the stream was not resumed: no other "
+        "message": f"{instance.key} has sent no data of the stream for 0.2 s; the stream was not resumed: no other "
         "instance can take it",
         "type": "timeout",
         "param": None,

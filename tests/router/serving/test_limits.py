@@ -83,7 +83,7 @@ def test_a_client_that_has_used_its_tokens_gets_openais_429(
     assert refused.status_code == 429
     error = refused.json()["error"]
     assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
-    assert error["message"].startswith("this API key may use 10 tokens a second, and has used them; try again in 9")
+    assert error["message"].startswith("this API key has used its 10 tokens per second; try again in 9")
     assert 90 < int(refused.headers["retry-after"]) <= 100  # 100 to begin with, 1090 used
     client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="sk-1", max_retries=0)
     with client, pytest.raises(openai.RateLimitError):

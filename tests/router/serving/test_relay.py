@@ -369,7 +369,7 @@ def test_a_router_without_room_for_a_connection_blames_no_instance(
     router = make_router(stand_in("prefill"), stand_in("decode"), splitwise=True, health_failure_threshold=1)
 
     async def no_room(upstream: ConnectionPool, address: Address) -> None:
-        raise NoRoom("the router cannot open one more connection: Too many open files")
+        raise NoRoom("the router cannot open another connection: Too many open files")
 
     monkeypatch.setattr("router.http.pool.ConnectionPool.connect", no_room)
     response = router.chat()

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from router.serving.attempt import Reached, Trouble
-from router.serving.retry_loop import MAX_ATTEMPTS, MAX_DEATHS, Sent, classify, find_limit
+from router.serving.retry_loop import MAX_ATTEMPTS, MAX_DEATHS, Retries, Sent, classify, find_limit
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers
 from tests.support.waiting import wait_until
@@ -180,8 +180,15 @@ def test_deaths_before_and_within_an_answer_count_together(make_router: MakeRout
 
     instances = [stand_in("mixed", dies) for _ in range(INSTANCES)]
     text = make_router(*instances).chat(stream=True).text
-    assert "2 instances have failed under the request, so it is not sent again" in text
+    assert "instances failed 2 times while they served this request, so it is not sent again" in text
     assert count_sent(instances) == MAX_DEATHS
+
+
+def test_the_death_of_one_of_a_pair_counts_although_the_other_was_not_reached() -> None:
+    retries = Retries(Sent.GENERATION)
+    for _ in range(MAX_DEATHS - 1):
+        assert not retries.find_end(Reached.UNSENT, Trouble.UNREACHABLE, deaths=1)
+    assert "instances failed 2 times" in retries.find_end(Reached.UNSENT, Trouble.UNREACHABLE, deaths=1)
 
 
 @pytest.mark.parametrize(("status", "code"), [(500, "500"), (429, "429")])

@@ -127,12 +127,12 @@ def test_a_prefill_whose_only_partner_is_excluded_is_not_chosen() -> None:
     ("prefill", "decode", "status", "said"),
     [
         ({"tp_size": 1}, {"tp_size": 4}, 400, "registered are prefill [1] and decode [4]"),
-        ({"engine": "sglang"}, {}, 503, "must be of one engine"),
+        ({"engine": "sglang"}, {}, 503, "must run the same engine"),
         ({"engine": "sglang", "tp_size": 1}, {"tp_size": 4}, 503, "prefill sglang and decode fastdeploy"),
         (
             {"engine": "vllm"},
             {"engine": "vllm", "kv_connector": "mooncake"},
-            *(503, "of vLLM's of one kv_connector; registered are prefill vllm (nixl) and decode vllm (mooncake)"),
+            *(503, "with vLLM the same kv_connector; registered are prefill vllm (nixl) and decode vllm (mooncake)"),
         ),
         ({"version": "a"}, {}, 503, "registered are prefill 'a' and decode without a version"),
         ({"connected_decodes": ["d:2"]}, {}, 503, "connected to"),
@@ -155,7 +155,7 @@ def test_a_change_of_what_an_instance_registers_is_seen_by_the_next_request() ->
     fleet.add(*DECODE, version="a")
     assert fleet.chosen()
     fleet.add(*DECODE, version="b")
-    assert "of one version" in fleet.refusal().error.message
+    assert "have the same version" in fleet.refusal().error.message
     fleet.add(*PREFILL, version="b")
     assert fleet.chosen()
     fleet.add(*DECODE, version="b", is_paused=True)

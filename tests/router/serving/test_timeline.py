@@ -52,7 +52,7 @@ def test_registrations_are_told(
     router = make_router(instance)
     instance.register(router.url)
     told = "\n".join(lines_of(caplog))
-    assert "it says of itself: {'role': 'mixed'" in told
+    assert "its registration: {'role': 'mixed'" in told
     assert f"mixed instance {instance.key} registered again: <Instance mixed" in told
 
 

@@ -27,15 +27,15 @@ def test_a_preempted_request_is_continued_three_times_by_default() -> None:
         ("policy", "randon", "scheduler.policy is 'randon'; it must be one of"),
         ("policy", "randon", "did you mean random?"),
         ("shutdown_grace_secs", 0.0, "server.shutdown-grace-secs is 0; it must be a number of seconds above 0"),
-        ("target_utilization", 1.5, "scheduler.target-utilization is 1.5; it must be a part, above 0 and up to 1"),
+        ("target_utilization", 1.5, "scheduler.target-utilization is 1.5; it must be a fraction above 0 and at most 1"),
         ("requests_per_instance", 0, "scheduler.requests-per-instance is 0; it must be at least 1"),
         ("service_discovery", "k9s", "did you mean k8s?"),
-        ("service_discovery", "kubernetes", "but no pods are named; say which are instances with manager.selector"),
-        ("selector", ("app=kv",), "manager.selector is 'app=kv', but nobody looks for pods"),
+        ("service_discovery", "kubernetes", "but no pods are selected; set manager.selector"),
+        ("selector", ("app=kv",), "manager.selector is 'app=kv', but service discovery is off"),
         ("service_discovery_port", 65536, "it must be a port, 1 to 65535, or 0 for the one that a pod names"),
         ("request_timeout_secs", 0.0, "server.request-timeout-secs is 0; it must be a number of seconds above 0"),
         ("eviction_duration_mins", 0.0, "it must be a number of minutes above 0"),
-        ("waiting_weight", float("inf"), "scheduler.waiting-weight is inf; it must be a number from 0 on"),
+        ("waiting_weight", float("inf"), "scheduler.waiting-weight is inf; it must be 0 or more"),
         ("max_queued_requests", -1, "server.max-queued-requests is -1; it must be at least 0"),
         ("prefix_index_entries", 1, "scheduler.prefix-index-entries is 1; it must be at least 2"),
         ("health_check_endpoint", "health", "manager.health-check-endpoint is 'health'; a path begins with '/'"),
@@ -44,14 +44,16 @@ def test_a_preempted_request_is_continued_three_times_by_default() -> None:
             ("chat.example.com",),
             "server.cors-allowed-origins has 'chat.example.com'; an origin",
         ),
-        ("cors_allowed_origins", ("https://a.example/",), "is scheme://host or scheme://host:port with nothing behind"),
+        ("cors_allowed_origins", ("https://a.example/",), "is scheme://host or scheme://host:port without a path"),
         ("cors_allowed_origins", ("https://*.example",), "has 'https://*.example'"),
+        ("session_headers", ("x chat",), "scheduler.session-headers has 'x chat'; it takes the name of a header"),
+        ("session_headers", ("a:b:c",), "scheduler.session-headers has 'a:b:c'"),
         ("model_alias", ("chat",), "server.model-alias has 'chat'; an alias is NAME=MODEL, such as chat=Qwen3-8B"),
         ("model_alias", ("=m",), "server.model-alias has '=m'"),
         ("model_alias", ("a=m", "a=n"), "server.model-alias has 'a' twice, for 'm' and for 'n'"),
-        ("model_alias", ("a=m", "b=a"), "server.model-alias has 'b' for 'a', which is an alias itself; name the model"),
-        ("ssl_keyfile", "key.pem", "server.ssl-keyfile is 'key.pem', but there is no certificate"),
-        ("max_concurrent_requests_per_key", 1, "there are no keys to tell clients apart"),
+        ("model_alias", ("a=m", "b=a"), "server.model-alias: 'b' is for 'a', which is an alias; name the model"),
+        ("ssl_keyfile", "key.pem", "server.ssl-keyfile is 'key.pem', but no certificate is given"),
+        ("max_concurrent_requests_per_key", 1, "but clients have no API keys"),
     ],
 )
 def test_a_value_out_of_bounds_is_one_sentence_that_names_the_key(setting: str, value: object, message: str) -> None:
@@ -68,7 +70,9 @@ def test_every_port_and_none_is_taken(port: int) -> None:
 
 @pytest.mark.parametrize("seconds", [5.0, 1.0])
 def test_with_other_routers_heartbeats_may_not_expire_before_a_router_that_died_is_noticed(seconds: float) -> None:
-    message = "manager.heartbeat-expiry-secs is .*; with server.shared-state it must be more than 5, after which"
+    message = (
+        "manager.heartbeat-expiry-secs is .*; with server.shared-state it must be more than 5, the time after which"
+    )
     with pytest.raises(SettingsError, match=message):
         RouterSettings(shared_state="redis://127.0.0.1:6379/0", heartbeat_expiry_secs=seconds)
     assert RouterSettings(heartbeat_expiry_secs=seconds).heartbeat_expiry_secs == seconds

@@ -78,7 +78,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 def test_new_connections_get_the_renewed_certificate(
     first: Certificate, renewed: Certificate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_certificate, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(served_certificate, "CHECK_SECONDS", 0.01)
     old, new = first.trust(), renewed.trust()
 
     async def run() -> None:
@@ -94,11 +94,11 @@ def test_new_connections_get_the_renewed_certificate(
 def test_one_that_cannot_be_used_is_told_and_the_one_before_it_stays(
     first: Certificate, renewed: Certificate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(served_certificate, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(served_certificate, "CHECK_SECONDS", 0.01)
     old, new = first.trust(), renewed.trust()
 
     async def is_told() -> bool:
-        return "the renewed certificate is not taken, and the one before it stays: the key in" in caplog.text
+        return "the renewed certificate cannot be used, so the previous one stays in use: the key in" in caplog.text
 
     async def run() -> None:
         async with serving(first) as is_believed:
@@ -114,7 +114,7 @@ def test_one_that_cannot_be_used_is_told_and_the_one_before_it_stays(
 def test_files_that_are_away_for_a_moment_do_no_harm(
     first: Certificate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(served_certificate, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(served_certificate, "CHECK_SECONDS", 0.01)
     old = first.trust()
 
     async def is_told() -> bool:

@@ -386,7 +386,7 @@ def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> Non
         (["--health-failure-threshold", "0"], "manager.health-failure-threshold is 0; it must be at least 1"),
         (["--preempt-retry-count", "-1"], "server.preempt-retry-count is -1; it must be at least 0"),
         (["--prefix-index-entries", "1"], "scheduler.prefix-index-entries is 1; it must be at least 2"),
-        (["--waiting-weight", "-1"], "scheduler.waiting-weight is -1; it must be a number from 0 on"),
+        (["--waiting-weight", "-1"], "scheduler.waiting-weight is -1; it must be 0 or more"),
         (["--eviction-duration-mins", "0"], "eviction-duration-mins is 0; it must be a number of minutes above 0"),
         (["--max-body-bytes", "0"], "server.max-body-bytes is 0; it must be at least 1"),
         (["--log-output", "syslog"], "log.output is 'syslog'; it must be one of stderr, stdout, file"),
@@ -395,7 +395,7 @@ def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> Non
         (["--max-queued-requests", "-1"], "server.max-queued-requests is -1; it must be at least 0"),
         (["--queue-timeout-secs", "0"], "server.queue-timeout-secs is 0; it must be a number of seconds above 0"),
         (["--queue-timeout-secs", "inf"], "server.queue-timeout-secs is inf; it must be a number of seconds above 0"),
-        (["--max-concurrent-requests-per-key", "4"], "there are no keys to tell clients apart"),
+        (["--max-concurrent-requests-per-key", "4"], "but clients have no API keys"),
         (["--config-path", "/no/such/file"], "--config_path /no/such/file: No such file or directory"),
     ],
 )
@@ -428,8 +428,8 @@ def test_a_wrong_flag_is_one_sentence(argv: list[str], said: str) -> None:
         ("manager: {health-check-timeout-secs: soon}", "it must be a number"),
         ("[1, 2]", "has no sections"),
         ("server: {port: 1", "is not YAML"),
-        ("server:\n  port: 1\n  port: 2\n", "line 3: 'port' is given a second time"),
-        ("server: {port: 1}\nserver: {host: a}\n", "line 2: 'server' is given a second time"),
+        ("server:\n  port: 1\n  port: 2\n", "line 3: 'port' is given twice"),
+        ("server: {port: 1}\nserver: {host: a}\n", "line 2: 'server' is given twice"),
         ("server: {port: %s}" % ("1" * 5000), "line 1 has a whole number of 5000 digits"),
         ("server: {request-timeout-secs: %s}" % ("1" * 400), "line 1 has a whole number of 400 digits"),
         ("server: {port: 0x%s}" % ("f" * 5000), "line 1 has a whole number of 5002 digits"),
@@ -450,7 +450,7 @@ def test_a_wrong_file_is_one_sentence_that_names_the_key(tmp_path: Path, text: s
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("KVROUTER__PROT", "1", "KVROUTER__PROT is no setting of the router; did you mean KVROUTER__PORT?"),
+        ("KVROUTER__PROT", "1", "KVROUTER__PROT is not a setting of the router; did you mean KVROUTER__PORT?"),
         ("KVROUTER__PORT", "x", "environment variable KVROUTER__PORT is 'x'; it must be a whole number"),
     ],
 )
@@ -487,7 +487,7 @@ def test_a_flat_file_with_a_name_that_may_protect_the_router_is_refused(tmp_path
 def test_a_setting_of_a_flat_file_is_given_once_however_it_is_written(tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
     file.write_text("admin_token_file: /k\nadmin-token-file: /z\n")
-    with pytest.raises(SettingsError, match="admin-token-file is given a second time"):
+    with pytest.raises(SettingsError, match="admin-token-file is given twice"):
         load_settings(["--config", str(file)], {})
 
 

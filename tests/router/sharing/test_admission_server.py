@@ -77,7 +77,9 @@ def test_a_refusal_is_the_same_as_of_one_process() -> None:
     async def run(hub: LinkedHub) -> None:
         limited = await Limited.start(hub, 1, queue_timeout_secs=0.05)
         await limited.enter(0)
-        with pytest.raises(Refused, match=r"it was not this request's turn within 0.05 s; 1 requests run") as refused:
+        with pytest.raises(
+            Refused, match=r"this request waited in the queue for 0.05 s; 1 requests are running"
+        ) as refused:
             await limited.enter(1)
         assert (refused.value.error.status, refused.value.error.code) == (429, "queue_timeout")
         assert refused.value.retry_after == 1
@@ -151,7 +153,7 @@ def test_requests_at_another_router_count_until_it_is_gone() -> None:
 def test_other_routers_are_told_of_the_requests_of_all_workers_and_of_each_token_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission_server, "TELL_SECONDS", 0.05)
+    monkeypatch.setattr(admission_server, "SEND_SECONDS", 0.05)
     told: list[tuple[dict[str, int], dict[str, int]]] = []
 
     async def run(hub: LinkedHub) -> None:

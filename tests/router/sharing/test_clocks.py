@@ -133,18 +133,3 @@ def test_a_drain_takes_effect_everywhere_and_no_instance_is_gone_whatever_the_ro
     wait_for_state("draining", first, second, third)
     for router in (first, second, third):
         assert f"{instance.key} is gone" not in router.process.output
-
-
-def test_a_drain_takes_effect_at_all_workers_of_a_router_whose_clock_is_set_back(
-    start_router: StartRouter, stand_in: MakeStandIn
-) -> None:
-    router = start_router("only")
-    instance = stand_in()
-    instance.register(router.url)
-    heartbeats(instance)
-    router.clock.set_ahead(-45.0)
-    router.order(instance)
-    wait_for_state("draining", router)
-    router.order(instance, undrain=True)
-    wait_for_state("healthy", router)
-    assert f"{instance.key} is gone" not in router.process.output

@@ -70,7 +70,7 @@ def test_sums_do_not_fall_where_a_worker_dies_or_hangs(monkeypatch: pytest.Monke
 
         async def read(count: int) -> float:
             own = figures(count)
-            return added([own, *await first.ask_others("figures", own)])["requests_total"]
+            return added([own, *await first.ask_peers("figures", own)])["requests_total"]
 
         assert await read(1) == 321
         counts["1"] += 20
@@ -85,6 +85,6 @@ def test_sums_do_not_fall_where_a_worker_dies_or_hangs(monkeypatch: pytest.Monke
         late = await hub.join("3")
         first.answer_topic("figures", lambda _: ["0", figures(5)])
         own = figures(1000)
-        assert added([own, *await late.ask_others("figures", own)])["requests_total"] == 1345
+        assert added([own, *await late.ask_peers("figures", own)])["requests_total"] == 1345
 
     run_linked(run)

@@ -49,7 +49,7 @@ class Parts:
             "asked": sum(len(link._asked) for link in self.links),
             "entering": sum(len(link._entering) for link in self.links),
             "answering": sum(len(link._answering) for link in self.links),
-            "questions": len(self.hub.hub._questions),
+            "questions": len(self.hub.hub._queries),
             "entering the gate": len(gate._entering),
             "running": self.admission.running + sum(each.running for each in self.limits),
             "waiting": self.admission.waiting + sum(each.waiting for each in self.limits),
@@ -57,7 +57,7 @@ class Parts:
 
 
 async def ask(parts: Parts) -> None:
-    await parts.links[0].ask_others("sum", 1)
+    await parts.links[0].ask_peers("sum", 1)
 
 
 async def enter_and_leave(parts: Parts) -> None:
@@ -136,9 +136,9 @@ def test_content_that_no_message_can_have_is_refused_and_leaves_nothing() -> Non
         parts = await Parts.start(hub)
         for content in (object(), 1 << 70, -(1 << 70)):
             with pytest.raises((ValueError, TypeError)):
-                await parts.links[0].ask_others("sum", content)
+                await parts.links[0].ask_peers("sum", content)
         assert not any(parts.counted().values())
-        assert await parts.links[0].ask_others("sum", "\ud800") == [3]
+        assert await parts.links[0].ask_peers("sum", "\ud800") == [3]
 
     run_linked(run)
 
@@ -147,7 +147,7 @@ def test_a_supervisor_that_hangs_leaves_a_worker_no_questions() -> None:
     async def run(hub: LinkedHub) -> None:
         parts = await Parts.start(hub)
         parts.hub.hub.on_message = lambda *_: None  # type: ignore[method-assign]
-        assert await parts.links[0].ask_others("sum", 1) == []
+        assert await parts.links[0].ask_peers("sum", 1) == []
         assert not any(parts.counted().values())
 
     run_linked(run)

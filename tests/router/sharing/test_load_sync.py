@@ -12,6 +12,7 @@ import pytest
 from router.fleet import Registry
 from router.policies import InstanceLoad
 from router.sharing import LoadSync
+from router.sharing.load_sync import MAX_IDLE_REPORTS
 from tests.router.fleet.registrations import registration
 from tests.router.sharing.links import LinkedHub, run_linked, until
 
@@ -124,15 +125,35 @@ def test_what_is_told_of_one_instance_leaves_the_others_and_what_is_told_of_all_
 
 
 def test_one_that_comes_later_learns_the_load_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.sharing.load_sync.TELL_ALL_SECONDS", 0.01)
+    monkeypatch.setattr("router.sharing.load_sync.SEND_ALL_SECONDS", 0.01)
 
     async def run(hub: LinkedHub) -> None:
         first = await join(hub, "0", 8000)
         first.load().add_request(100, 80.0)
-        telling = asyncio.ensure_future(first.sync.keep_telling())
+        telling = asyncio.ensure_future(first.sync.keep_sending())
         await asyncio.sleep(0.05)
         second = await join(hub, "1", 8000)
         await until(lambda: figures(second.load()) == (1, 100, 80.0))
+        telling.cancel()
+
+    run_linked(run)
+
+
+def test_a_process_without_requests_says_so_a_few_times_and_is_silent_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.sharing.load_sync.SEND_ALL_SECONDS", 0.005)
+
+    async def run(hub: LinkedHub) -> None:
+        busy, heard, others = await join(hub, "0", 8000), [], await hub.join("1")
+        others.subscribe_to_topic("load", lambda _, content: heard.append(content))
+        telling = asyncio.ensure_future(busy.sync.keep_sending())
+        busy.load().add_request(100, 80.0)
+        await until(lambda: heard.count([True, {"10.0.0.1:8000": [1, 100, 80.0]}]) > MAX_IDLE_REPORTS)
+        busy.load().remove_request(100, 80.0)
+        await until(lambda: heard.count([True, {}]) == MAX_IDLE_REPORTS)
+        num_heard = len(heard)
+        busy.load().add_request(10, 10.0)
+        await until(lambda: [True, {"10.0.0.1:8000": [1, 10, 10.0]}] in heard)
+        assert [True, {}] not in heard[num_heard:]
         telling.cancel()
 
     run_linked(run)

@@ -50,17 +50,17 @@ def test_a_renewal_of_the_same_version_says_how_the_instance_is_now() -> None:
 
 def test_a_version_is_later_than_all_that_its_writer_knew_of() -> None:
     first, second = Versions("a"), Versions("b")
-    given = [first.give() for _ in range(3)]
+    given = [first.make_next() for _ in range(3)]
     assert given == sorted(given) == [(1, "a"), (2, "a"), (3, "a")]
-    assert first.give() > second.give() > NEVER
+    assert first.make_next() > second.make_next() > NEVER
     second.note((9, "a"), (4, "c"))
-    assert second.give() == (10, "b")
+    assert second.make_next() == (10, "b")
     second.note((3, "a"))
-    assert second.give() == (11, "b")
+    assert second.make_next() == (11, "b")
 
 
 def test_of_two_writers_that_did_not_know_of_each_other_the_names_decide() -> None:
-    assert Versions("a").give() < Versions("b").give()
+    assert Versions("a").make_next() < Versions("b").make_next()
 
 
 @pytest.mark.parametrize(
@@ -72,5 +72,5 @@ def test_of_two_writers_that_did_not_know_of_each_other_the_names_decide() -> No
     ],
 )
 def test_what_is_no_record_of_this_form_is_refused_with_a_sentence(record: Any) -> None:
-    with pytest.raises(ValueError, match=r"no record of an instance|no version|unpack"):
+    with pytest.raises(ValueError, match=r"not a record of an instance|not a version|unpack"):
         read_versions(record)

@@ -74,7 +74,7 @@ def test_a_wait_that_is_over_does_not_count_for_what_follows() -> None:
 def test_with_its_next_word_its_silence_is_over() -> None:
     worker = Worker()
     worker.pass_seconds(10.0, "R", ran=0.1, waited=0.9)
-    worker.silence.note_word()
+    worker.silence.note_message()
     assert worker.silence.measure() == 0.0
     assert worker.pass_seconds(3.0, "S") == pytest.approx(3.0)
 
@@ -184,7 +184,7 @@ def test_a_supervisor_kills_a_worker_that_hangs_and_none_that_gets_no_cpu(
         supervisor._check_workers()
     assert process.is_killed is is_killed
     assert ("is killed" in caplog.text) is is_killed
-    assert caplog.text.count("had to wait for a CPU or a disk") == (not is_killed)
+    assert caplog.text.count("it waited for a CPU or a disk") == (not is_killed)
 
 
 def test_a_supervisor_that_did_not_run_itself_kills_nobody() -> None:

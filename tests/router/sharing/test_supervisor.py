@@ -14,15 +14,20 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import httpx
 import pytest
 
 from router.access import Admission
+from router.app import RouterApp
+from router.launch import worker
+from router.launch.server import RouterServer
 from router.settings import RouterSettings
-from router.sharing.channels import send_connection
+from router.sharing import Link
+from router.sharing.channels import open_channel, send_connection
 from router.sharing.supervisor import Supervisor
+from tests.router.sharing.links import until
 from tests.router.stand_in import Received, Responder, StandIn
 from tests.support import plain_http
 from tests.support.processes import Child, child
@@ -56,7 +61,7 @@ def children(pid: int) -> list[int]:
 @pytest.fixture
 def router(tmp_path: Path) -> Iterator[Router]:
     argv = [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", "0", "--workers", "2"]
-    with child(argv, tmp_path / "router.log") as process:
+    with child(argv, tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at" in process.output, "its start")
         found = re.search(r"router listens at (http://\S+:\d+), 2 workers", process.output)
         assert found, process.output
@@ -107,13 +112,13 @@ def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
     assert during.count("whole") + during.count("connection lost") == NUM_STREAMS
     assert after == ["whole"] * NUM_STREAMS
     wait_until(lambda: len(router.workers()) == 2, "another worker")
-    assert "was killed by SIGKILL; another one takes its place" in router.process.output
+    assert "was killed by SIGKILL; another one replaces it" in router.process.output
 
 
 def test_a_worker_that_is_told_to_end_alone_does_and_is_replaced(router: Router) -> None:
     ended = router.workers()[0]
     os.kill(ended, signal.SIGTERM)
-    wait_until(lambda: "ended with status 0; another one takes its place" in router.process.output, "its end")
+    wait_until(lambda: "ended with status 0; another one replaces it" in router.process.output, "its end")
     wait_until(lambda: len(router.workers()) == 2 and ended not in router.workers(), "another worker")
 
 
@@ -226,7 +231,7 @@ def test_sigterm_lets_streams_end_and_then_all_processes(router: Router, stand_i
     assert asyncio.run(run()) == ["whole"] * 4
     assert router.process.wait() == 0
     wait_until(lambda: not any(map(is_alive, processes)), "all processes to end")
-    assert "another one takes its place" not in router.process.output
+    assert "another one replaces it" not in router.process.output
 
 
 @pytest.mark.parametrize(("delay", "graces"), [(0.0, [60.0, 0.0]), (30.0, [0.0])])
@@ -245,6 +250,38 @@ def test_a_second_signal_lets_no_request_go_on(
 
     asyncio.run(run())
     assert given == graces
+
+
+def test_a_worker_reports_its_connections_when_they_change_and_else_only_that_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "COUNT_SECONDS", 0.001)
+    reports: list[list[object]] = []
+
+    async def run() -> None:
+        (ours, theirs), (connections, given) = socket.socketpair(), socket.socketpair(type=socket.SOCK_DGRAM)
+        is_lost = asyncio.Event()
+        channel = await open_channel(ours, reports.append, is_lost.set)
+        channel.send_message("state", "")
+        link, server = Link("0"), RouterServer(RouterApp(RouterSettings()))
+        await link.connect(theirs)
+        server.started = True
+        taking = asyncio.ensure_future(worker._take_connections(connections, server, link))
+        await until(lambda: len(reports) >= 2)
+        server.server_state.connections.add(cast(Any, "a connection"))
+        await until(lambda: len(reports) >= 3)
+        assert reports == [["ready"], ["count", 0, 0], ["count", 1, 0]]
+        monkeypatch.setattr(worker, "ALIVE_SECONDS", 0.01)
+        await until(lambda: len(reports) >= 5)
+        assert reports[3:5] == 2 * [["count", 1, 0]]
+        taking.cancel()
+        await asyncio.wait([taking])
+        link.disconnect()
+        await is_lost.wait()
+        connections.close()
+        given.close()
+
+    asyncio.run(run())
 
 
 def test_workers_end_with_their_supervisor(router: Router) -> None:

@@ -287,7 +287,7 @@ def test_without_a_worker_clients_wait_and_the_supervisor_looks_only_now_and_the
         await supervised.start_ready()
         supervised.workers[0].end(1)
         worker = await supervised.wait_for_worker(1)
-        with counted_calls(supervised.supervisor, "_list_idlest") as calls:
+        with counted_calls(supervised.supervisor, "_list_by_load") as calls:
             monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 3600.0)
             client = supervised.connect()
             await until(lambda: len(calls) > 0)
@@ -384,8 +384,8 @@ def test_a_worker_that_has_ended_is_replaced_by_one_for_its_place(caplog: pytest
     run_supervised(work)
     ends = [record.getMessage().partition(" ")[2].partition(" ")[2] for record in caplog.records]
     assert ends == [
-        "ended with status 0; another one takes its place",
-        "was killed by SIGSEGV; another one takes its place",
+        "ended with status 0; another one replaces it",
+        "was killed by SIGSEGV; another one replaces it",
     ]
 
 
@@ -406,7 +406,7 @@ def test_the_pause_before_a_replacement_doubles_while_workers_die_young_and_then
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses = []
-    monkeypatch.setattr(module, "YOUNG_SECONDS", 3600.0)
+    monkeypatch.setattr(module, "EARLY_DEATH_SECONDS", 3600.0)
 
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
@@ -414,7 +414,7 @@ def test_the_pause_before_a_replacement_doubles_while_workers_die_young_and_then
             supervised.workers[number].end(1)
             await supervised.wait_for_worker(number + 1)
             pauses.append(supervised.supervisor._pause)
-        monkeypatch.setattr(module, "YOUNG_SECONDS", 0.0)
+        monkeypatch.setattr(module, "EARLY_DEATH_SECONDS", 0.0)
         supervised.workers[5].end(1)
         await supervised.wait_for_worker(6)
         pauses.append(supervised.supervisor._pause)
@@ -450,7 +450,7 @@ def test_a_replacement_that_cannot_be_started_is_tried_again(
         supervised.workers[0].end(1)
         worker = await supervised.wait_for_worker(1)
         assert supervised.supervisor._pause == 0.04
-        assert f"no worker can be started, which is tried again in 0.04 s: {failure}" in caplog.text
+        assert f"a worker cannot be started; the next attempt is in 0.04 s: {failure}" in caplog.text
         worker.say("ready")
         await serves(worker, supervised.connect())
 
@@ -635,7 +635,7 @@ def test_a_supervisor_that_stops_gives_no_client_to_a_worker() -> None:
         await supervised.start_ready()
         supervised.supervisor._pause_accepting(0.0)
         supervised.supervisor._stop_workers(10.0)
-        with counted_calls(supervised.supervisor, "_list_idlest") as calls:
+        with counted_calls(supervised.supervisor, "_list_by_load") as calls:
             await let_loop_run()
             assert calls == []
 

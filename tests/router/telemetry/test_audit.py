@@ -338,6 +338,17 @@ def test_the_last_requests_are_listed_the_newest_first(make_router: MakeRouter, 
     )
 
 
+def test_predicted_cached_tokens_are_in_the_tokens_that_the_engine_counts(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    answer = {"choices": [], "usage": {"prompt_tokens": 300, "completion_tokens": 1}}
+    router = make_router(stand_in(behave=answers(200, json.dumps(answer).encode())))
+    for _ in range(2):
+        router.chat(messages=[{"role": "user", "content": "word " * 2000}])
+    listed = router.client.get("/admin/requests").json()["requests"]
+    assert [each["predicted_cached_tokens"] for each in listed] == [291, 0]  # 19 of 19.6 chunks
+
+
 def test_what_the_instance_itself_had_cached_is_told_apart(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     details = {"cached_tokens": 192, "own_cached_tokens": 128, "pool_cached_tokens": 64}
     answer = {"choices": [], "usage": {"prompt_tokens": 200, "completion_tokens": 1, "prompt_tokens_details": details}}
@@ -347,13 +358,32 @@ def test_what_the_instance_itself_had_cached_is_told_apart(make_router: MakeRout
     assert (told["prompt_tokens"], told["cached_tokens"], told["own_cached_tokens"]) == (200, 192, 128)
 
 
+def test_a_sessions_figures_are_those_of_all_its_requests(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    usage = {"prompt_tokens": 200, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 128}}
+    instance = stand_in(behave=answers(200, json.dumps({"choices": [], "usage": usage}).encode()))
+    router = make_router(instance)
+    turns = [("1", "s", ""), ("2", "s", ""), ("3", "child", "s"), ("4", "other", "")]
+    for request_id, session, parent in turns:
+        headers = {"X-Session-Id": session, "X-Parent-Session-Id": parent}
+        router.client.post(CHAT, json={"messages": [], "request_id": request_id}, headers=headers)
+    assert router.client.get("/admin/explain/1").json()["session"] == {
+        "requests": 2,
+        "prompt_tokens": 400,
+        "cached_tokens": 256,
+        "completion_tokens": 6,
+        "instances": {f"127.0.0.1:{instance.port}": 2},
+        "children": ["child"],
+    }
+    assert router.client.get("/admin/explain/3").json()["parent_session_id"] == "s"
+
+
 def test_explain_over_http(make_router: MakeRouter) -> None:
     router = make_router()
     router.thread.run(_write(router.app.audit))
     assert router.client.get("/admin/explain/a/b").json()["status"] == 200
     unknown = router.client.get("/admin/explain/z")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_request")
-    assert "request 'z' is none of the last 10000 that have ended" in unknown.text
+    assert "request 'z' is not among the last 10000 that have ended" in unknown.text
 
 
 def test_each_attempt_and_its_legs_have_their_times(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -16,7 +17,14 @@ from router.telemetry import Tracer, open_tracer
 from tests.router.conftest import RouterUnderTest
 from tests.router.serving.test_attempt import MakeRouter, MakeStandIn, cuts, hangs
 from tests.router.stand_in import Received, Responder, answers, streams
-from tests.support.otlp import OtlpReceiver, ReceivedSpan, hide_opentelemetry, receive_spans
+from tests.support.otlp import (
+    NAMES_OF_OPENTELEMETRY,
+    OtlpReceiver,
+    ReceivedSpan,
+    hide_opentelemetry,
+    list_genai_names,
+    receive_spans,
+)
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -265,7 +273,7 @@ def test_a_receiver_that_takes_nothing_delays_nobody_and_is_told_of_once(
     assert time.monotonic() - start < 15  # the SDK itself would take half a minute
     goes_on.set()
     (said,) = warnings(caplog)
-    assert "does not take the spans sent to it by OTLP over HTTP" in said
+    assert "does not accept spans by OTLP over HTTP" in said
 
 
 def test_it_says_when_the_receiver_takes_spans_again(
@@ -275,10 +283,10 @@ def test_it_says_when_the_receiver_takes_spans_again(
     receiver.answer = lambda: 400
     router = make_router(stand_in())
     chat(router)
-    wait_until(lambda: "does not take the spans" in caplog.text, "the warning")
+    wait_until(lambda: "does not accept spans" in caplog.text, "the warning")
     receiver.answer = lambda: 200
     chat(router)
-    wait_until(lambda: "takes spans again; 3 were lost" in caplog.text, "the good news")
+    wait_until(lambda: "accepts spans again; 3 were lost" in caplog.text, "the good news")
 
 
 def test_without_the_packages_one_sentence_says_what_to_install(
@@ -298,3 +306,34 @@ def test_beginning_a_trace_needs_no_more_than_its_headers(receiver: OtlpReceiver
     assert trace is not None
     assert (trace.parent, request.headers) == (None, [])
     tracer.close()
+
+
+@pytest.mark.parametrize("opted_in", ["gen_ai_latest_experimental", "http, gen_ai_latest_experimental"])
+def test_the_newest_names_for_genai_are_sent_to_those_who_opt_in(
+    monkeypatch: pytest.MonkeyPatch,
+    receiver: OtlpReceiver,
+    make_router: MakeRouter,
+    stand_in: MakeStandIn,
+    opted_in: str,
+) -> None:
+    monkeypatch.setenv("OTEL_SEMCONV_STABILITY_OPT_IN", opted_in)
+    usage = {"prompt_tokens": 300, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 128}}
+    router = make_router(stand_in(behave=answers(200, json.dumps({"choices": [], "usage": usage}).encode())))
+    assert chat(router, TRACED).status_code == 200
+    (request,) = receiver.wait_for(1, kind="server")
+    told = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "kvrouter",
+        "gen_ai.usage.input_tokens": 300,
+        "gen_ai.usage.cache_read.input_tokens": 128,
+    }
+    assert told.items() <= request.attributes.items()
+    assert set(told) <= list_genai_names(request) <= NAMES_OF_OPENTELEMETRY
+
+
+def test_the_newest_names_for_genai_are_not_sent_to_others(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    assert chat(make_router(stand_in()), TRACED).status_code == 200
+    (request,) = receiver.wait_for(1, kind="server")
+    assert not {"gen_ai.operation.name", "gen_ai.usage.cache_read.input_tokens"} & request.attributes.keys()

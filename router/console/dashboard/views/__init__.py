@@ -1,15 +1,15 @@
-"""The views of the dashboard, one per file, and the frame that all views share. They import NiceGUI.
+"""The views of the dashboard, one for each file, and the frame that all views share. They import NiceGUI.
 
-frame.py     open_frame: navigation, freshness, light or dark, the clock; Context: a view in one browser
-parts.py     texts, tables, bars of origins
-charts.py    values over time
-look.py      colours and the style sheet
-prompts.py   where prompts come from
-traffic.py   requests, times, the queue, errors
-fleet.py     the instances, and operator commands for them
-pool.py      the pool and its masters
-request.py   one request: its attempts, reasons and times
-chat.py      a conversation through the router, and where each of its prompts came from
+frame.py     open_frame: navigation, state of the router, light or dark colours; Context: a view in one browser
+parts.py     elements of views: texts, tables, bars
+charts.py    charts of values over time
+style.py     colours and the style sheet
+prompts.py   view: where prompts come from
+traffic.py   view: requests, their times, the queue, errors
+fleet.py     view: the instances, and operator commands for them
+pool.py      view: the pool and its masters
+request.py   view: one request, with its attempts, reasons and times
+chat.py      view: a conversation through the router, and where its prompts came from
 """
 
 from router.console.dashboard.views.chat import CHAT

@@ -1,4 +1,4 @@
-"""Charts of values over time. ECharts draws them as SVG, so that style sheets set their colours."""
+"""Charts of values over time. ECharts draws them as SVG, so that style sheets can set their colours."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 
 from nicegui import ui
 
+from router.console.dashboard.history import History, Span
 from router.console.dashboard.views.parts import put_text
 
-__all__ = ["Chart", "Series", "put_chart"]
+__all__ = ["Chart", "Series", "Trend", "draw_trend", "put_chart"]
 
 AXIS_LINE = "rgba(128, 140, 155, 0.28)"
+TREND_HEIGHT = 30
+SHADE = "rgba(128, 140, 155, 0.12)"
+BEFORE_START = "before the start"
 _FORMAT_AXIS = "value => value >= 1000 ? (value / 1000) + ' k' : +value.toPrecision(3)"
 _FORMAT_VALUE = (
     "value => value == null ? '\\u2013' : (+value).toLocaleString('en', {maximumSignificantDigits: 3}) + '%s'"
@@ -22,7 +26,7 @@ _FORMAT_VALUE = (
 
 @dataclass(frozen=True)
 class Series:
-    """Values of a chart, one per piece of time."""
+    """The values of one line or bar colour in a chart, one for each piece of time."""
 
     name: str
     colour: str
@@ -30,14 +34,26 @@ class Series:
     is_dashed: bool = False
 
 
+@dataclass(frozen=True)
+class Trend:
+    """The values of a small line without axes, one for each piece of time."""
+
+    name: str
+    text: str
+    """The value for the whole time range, as text."""
+    values: Sequence[float | None]
+    highest: float = 0.0
+    """The value at the top of the line; 0: the highest of the values."""
+
+
 class Chart:
-    """Chart of values over time, as stacked bars or as lines; a sentence if there are no values.
+    """A chart of values over time, with stacked bars or with lines. Without values, it shows a sentence.
 
     Args:
         title: description for screen readers.
         unit: text after the numbers in the tooltip.
         kind: ``bars`` or ``lines``.
-        is_whole: whether the axis has whole numbers only.
+        is_whole: whether the axis has only whole numbers.
     """
 
     def __init__(self, title: str, unit: str, kind: str = "lines", *, is_whole: bool = False) -> None:
@@ -49,16 +65,16 @@ class Chart:
             self._element.props(f'role="img" aria-label="{escape(title)}"')
             self._empty = put_text("div", "Nothing in this time.", "chart-empty")
 
-    def draw(self, labels: Sequence[str], series: Sequence[Series]) -> None:
-        """Show these values from now on."""
-        made = self._make_options(labels, series)
+    def draw(self, history: History, span: Span, series: Sequence[Series]) -> None:
+        """Show these values. The pieces of the time range before the first poll are shaded."""
+        made = self._make_options(span.label_pieces(), series, history.count_unknown_pieces(span))
         if made != self._element.options:
             self._element.options.clear()
             self._element.options.update(made)
             self._element.update()
         self._empty.set_visibility(_is_empty(series, self._kind))
 
-    def _make_options(self, labels: Sequence[str], series: Sequence[Series]) -> dict[str, Any]:
+    def _make_options(self, labels: Sequence[str], series: Sequence[Series], unknown: int = 0) -> dict[str, Any]:
         is_empty = _is_empty(series, self._kind)
         legend_text = {"color": "var(--muted)", "fontSize": 13}
         box_text = {"color": "var(--text)", "fontSize": 13}
@@ -67,7 +83,7 @@ class Chart:
         every_fifth = f"index => ({len(labels)} - 1 - index) % {max(1, len(labels) // 5)} === 0"
         return {
             "animation": False,
-            "grid": {"left": 4, "right": 8, "top": 36, "bottom": 4, "containLabel": True},
+            "grid": {"left": 4, "right": 8, "top": 36, "bottom": 9, "containLabel": True},
             "legend": {
                 "top": 0,
                 "left": 0,
@@ -104,7 +120,9 @@ class Chart:
                 "axisLabel": {"show": not is_empty, "fontSize": 12, ":formatter": _FORMAT_AXIS},
                 "splitLine": {**axis_line, "show": not is_empty},
             },
-            "series": [self._make_series(each) for each in series],
+            # On a phone, the names of four series need two lines.
+            "media": [{"query": {"maxWidth": 400}, "option": {"grid": {"top": 60 if len(series) > 3 else 36}}}],
+            "series": [*(self._make_series(each) for each in series), _make_shade(unknown)],
         }
 
     def _make_series(self, series: Series) -> dict[str, Any]:
@@ -113,7 +131,7 @@ class Chart:
         if self._kind == "bars":
             return {**common, "data": values, "type": "bar", "stack": "all", "barCategoryGap": "18%"}
         around = [None, *values, None]
-        # A value without neighbours draws no line, so it is shown as a point.
+        # A value without neighbours would not be visible in a line, so it is shown as a point.
         points = [
             {"value": value, "symbolSize": 6 if around[number] is None and around[number + 2] is None else 0}
             for number, value in enumerate(values)
@@ -122,8 +140,20 @@ class Chart:
         return {**common, "data": points, "type": "line", "lineStyle": line, "symbol": "circle"}
 
 
+def _make_shade(unknown: int) -> dict[str, Any]:
+    """Return a series without values that shades the first ``unknown`` pieces."""
+    label = {"show": unknown > 20, "position": "inside", "color": "var(--muted)", "fontSize": 12}
+    area = [[{"name": BEFORE_START, "xAxis": 0}, {"xAxis": unknown - 1}]] if unknown else []
+    style = {"color": SHADE}
+    return {
+        "type": "line",
+        "data": [],
+        "markArea": {"silent": True, "itemStyle": style, "label": label, "data": area},
+    }
+
+
 def put_chart(title: str, unit: str, kind: str = "lines", note: str = "", *, is_whole: bool = False) -> Chart:
-    """Put a chart into its own card, with its unit, and a sentence below."""
+    """Put a chart into a card of its own, with its unit in the head and the sentence ``note`` below."""
     with ui.element("section").classes("card"):
         with ui.element("div").classes("card-head"):
             put_text("h2", title)
@@ -134,6 +164,35 @@ def put_chart(title: str, unit: str, kind: str = "lines", note: str = "", *, is_
     return chart
 
 
+def draw_trend(trend: Trend, unknown: int) -> str:
+    """Return the HTML of a small line of values over time, with its name and its value for the whole time range.
+
+    Args:
+        trend: the values.
+        unknown: number of pieces before the first poll.
+    """
+    known = [value for value in trend.values if value is not None]
+    highest = trend.highest or max(known, default=0.0) or 1.0
+    runs: list[list[tuple[int, float]]] = [[]]
+    for number, value in enumerate(trend.values):
+        if value is None:
+            runs.append([])
+        else:
+            runs[-1].append((number, TREND_HEIGHT * (1 - min(1.0, value / highest))))
+    lines = "".join(
+        f'<polyline points="{" ".join(f"{x},{y:.1f}" for x, y in [*run, (run[-1][0] + 1, run[-1][1])])}"/>'
+        for run in runs
+        if run
+    )
+    shade = f'<rect width="{unknown}" height="{TREND_HEIGHT}" fill="{SHADE}"/>' if unknown else ""
+    box = f'viewBox="0 -1 {len(trend.values)} {TREND_HEIGHT + 2}" preserveAspectRatio="none"'
+    words = f"{escape(trend.name)}, over time: {escape(trend.text)}"
+    return (
+        f'<div class="trend"><div class="note">{escape(trend.name)} <b>{escape(trend.text)}</b></div>'
+        f'<svg {box} role="img" aria-label="{words}">{shade}{lines}</svg></div>'
+    )
+
+
 def _is_empty(series: Sequence[Series], kind: str) -> bool:
-    """Return whether there is nothing to draw: no line, or only bars of height 0."""
+    """Return whether the chart shows nothing: it has no line, and all bars have height 0."""
     return not any(value is not None and (value or kind == "lines") for each in series for value in each.values)

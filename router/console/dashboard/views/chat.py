@@ -1,4 +1,4 @@
-"""Try it: a conversation through the router, and where each of its prompts came from."""
+"""The view "Try it": a conversation through the router, and where each of its prompts came from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.console.dashboard.words import ORIGIN_NAMES, format_count, format_se
 __all__ = ["CHAT", "split_usage"]
 
 MAX_TOKENS = 120
-# A longer question gets a scroll bar.
+# A question that is longer than this gets a scroll bar.
 LONG_CHARACTERS = 600
 SAMPLE = (
     "Here are the house rules of a library. Please keep them in mind for all that follows. "
@@ -32,17 +32,18 @@ SAMPLE = (
 
 
 class _Conversation:
-    """Conversation in one browser: the input form, and each question with its answer.
+    """The conversation in one browser: the input form, and each question with its answer.
 
-    Each new conversation has a new ``_messages`` list, so that an answer in progress stays with its own conversation.
+    Each new conversation has a new list ``_messages``. So an answer that is still running stays in its own
+    conversation.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._messages: list[dict[str, str]] = []
         self._reading: asyncio.Future[None] | None = None
-        said = "Ask through the router, and see where each prompt came from. The next prompt finds this one cached."
-        put_head("Try it", said)
+        text = "Ask a question through the router, and see where its prompt came from. The next prompt finds it cached."
+        put_head("Try it", text)
         self._banner = Banner()
         with ui.element("section").classes("card").props('aria-label="Conversation"'):
             self._turns = ui.element("div").classes("turns")
@@ -53,17 +54,17 @@ class _Conversation:
             with ui.element("div").classes("ask"):
                 put_button("Use a long question", lambda: self._field.set_value(SAMPLE))
                 put_button("New chat", self._begin_anew)
-                said = f"Enter sends, Shift and Enter begin a new line. Answers end after {MAX_TOKENS} tokens."
-                put_text("span", said, "note")
+                text = f"Enter sends, Shift+Enter begins a new line. Answers end after {MAX_TOKENS} tokens."
+                put_text("span", text, "note")
         context.on_leave(self._drop_answer)
 
     def _put_empty(self) -> Markup:
         with self._turns:
-            said = "No messages yet. Only whole blocks are shared: a long question shows the most."
-            return put_html(said).classes("empty")
+            text = "No messages yet. Only whole blocks are shared: a long question shows the most."
+            return put_html(text).classes("empty")
 
     def _put_question(self) -> None:
-        """Put the input field, and the buttons that send a question and stop its answer."""
+        """Put the input field, the button that sends a question, and the button that stops its answer."""
         self._field = ui.textarea("Your question").classes("grow")
         self._field.props("outlined autogrow autofocus input-style=max-height:180px")
         sends = "(e) => { if (!e.shiftKey) { e.preventDefault(); emit(); } }"
@@ -77,7 +78,7 @@ class _Conversation:
             self._reading.cancel()
 
     def _drop_answer(self) -> None:
-        """Stop the answer, and have ``_send_question`` discard it."""
+        """Stop the answer, and make ``_send_question`` ignore it."""
         self._stop_answer()
         self._reading = None
 
@@ -104,13 +105,13 @@ class _Conversation:
         self._messages.append({"role": "user", "content": question})
         with self._turns:
             turn = _Turn(question)
-        # A separate task, so that it can be cancelled while it waits for the next token.
+        # A separate task can be cancelled while it waits for the next token.
         reading = self._reading = asyncio.ensure_future(self._read_answer(self._messages, turn))
         self._show_buttons()
         await asyncio.wait([reading])
         trouble = None if reading.cancelled() else reading.exception()
         if self._reading is not reading:
-            return  # a new conversation was started, or the browser has left
+            return  # the user has begun a new conversation, or left the page
         self._reading = None
         self._show_buttons()
         if trouble is not None:
@@ -121,7 +122,7 @@ class _Conversation:
         """Send the question, and show the answer while it is generated.
 
         Raises:
-            RouterError: there is no answer, or it is incomplete.
+            RouterError: there is no answer, or the answer is incomplete.
         """
         body = {"model": "default", "messages": messages, "max_tokens": MAX_TOKENS}
         site = self._context.site
@@ -131,7 +132,7 @@ class _Conversation:
                 turn.take_event(event)
 
     def _end_turn(self, turn: _Turn, question: str) -> None:
-        """Store the answer, even if it is incomplete. If there is none, put the question back into the field."""
+        """Store the answer, even if it is incomplete. If there is none, put the question back into the input field."""
         if turn.answer:
             self._messages.append({"role": "assistant", "content": turn.answer})
         else:
@@ -154,13 +155,13 @@ class _Turn:
             put_text("span", "You", "unseen")
             bubble = put_text("div", question, "bubble mine long" if is_long else "bubble mine")
             if is_long:
-                bubble.props('tabindex="0"')  # it scrolls
+                bubble.props('tabindex="0"')  # so that the keyboard can scroll it
             put_text("span", "Answer", "unseen")
             self._answer = put_text("div", "\u2026", "bubble theirs")
             self._origin = put_html("")
 
     def take_event(self, event: Mapping[str, Any]) -> None:
-        """Show the tokens of one stream event."""
+        """Show the text of one event of the stream."""
         self._usage = event.get("usage") or self._usage
         piece = "".join((each.get("delta") or {}).get("content") or "" for each in event.get("choices") or ())
         if piece:
@@ -169,16 +170,16 @@ class _Turn:
             self._answer.set_text(self.answer.lstrip())
 
     def show_end(self) -> None:
-        """Show where the prompt came from, and how long it took."""
+        """Show how many prompt tokens were cached and how many computed, and how long the answer took."""
         if not self.answer:
             self._answer.set_text("No answer.")
         self._origin.show(_draw_end(self._usage, self._first, time.monotonic() - self._began, self.request_id))
 
 
 def split_usage(usage: Mapping[str, Any]) -> dict[str, float]:
-    """Return a prompt's tokens by origin, from the ``usage`` of an answer.
+    """Return the number of prompt tokens by origin, from the ``usage`` of a response.
 
-    If the engine reports only the total of cached tokens, these have the origin ``cached``.
+    If the engine reports only the total number of cached tokens, their origin is ``cached``.
     """
     prompt = usage.get("prompt_tokens") or 0
     details = usage.get("prompt_tokens_details") or {}
@@ -202,8 +203,8 @@ def _draw_end(usage: Mapping[str, Any] | None, first: float | None, seconds: flo
         many = f"{format_count(usage.get('prompt_tokens') or 0)} prompt tokens; a square is {format_count(size)}"
         parts.append(f'{squares}<ul class="from-words">{words}<li class="note">of {many}</li></ul>')
     else:
-        parts.append('<p class="note">The engine did not say where the prompt came from.</p>')
-    link = f' · <a href="{escape(link_request(request_id))}">see its way</a>' if request_id else ""
+        parts.append('<p class="note">The engine did not report where the prompt came from.</p>')
+    link = f' · <a href="{escape(link_request(request_id))}">timeline</a>' if request_id else ""
     generated = (
         f" for {format_count(usage['completion_tokens'])} tokens" if usage and usage.get("completion_tokens") else ""
     )

@@ -1,23 +1,39 @@
-"""The fleet: instances by role with their state and load, and the operator's commands for them."""
+"""The view "Fleet": instances by role with their state and load, and operator commands for them."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from html import escape
+from itertools import islice
 from typing import Any
 
 from nicegui import ui
 
 from router.console.client import ROLES, RouterError
-from router.console.dashboard.figures import describe_loss
-from router.console.dashboard.history import InstanceReport, Moment
+from router.console.dashboard.events import Event
+from router.console.dashboard.figures import COMPUTED, ORIGINS, describe_loss
+from router.console.dashboard.history import History, InstanceReport, Moment, Span
+from router.console.dashboard.summaries import count_work
+from router.console.dashboard.views.charts import Trend, draw_trend
 from router.console.dashboard.views.frame import Context, View
-from router.console.dashboard.views.parts import Banner, put_button, put_head, put_html, put_text, put_tiles
-from router.console.dashboard.words import NOTHING, describe_trouble, format_count, format_share, make_sentence
+from router.console.dashboard.views.parts import Banner, draw_table, put_button, put_head, put_html, put_text, put_tiles
+from router.console.dashboard.words import (
+    NOTHING,
+    describe_trouble,
+    format_count,
+    format_rate,
+    format_seconds,
+    format_share,
+    make_sentence,
+)
 
 __all__ = ["FLEET"]
 
+LISTED_EVENTS = 50
+# Interval for drawing the small lines, because they take long: half a second for 64 instances.
+REDRAW_SECONDS = 5.0
 _ROLE_NAMES = {"mixed": "Prefill and decode in one", "prefill": "Prefill", "decode": "Decode"}
 _ROLE_TEXTS = {
     "mixed": "compute requests from the prompt to the last token",
@@ -38,30 +54,46 @@ class _FleetView:
 
     def __init__(self, context: Context) -> None:
         self._collector = context.site.collector
-        put_head("Fleet", "The instances that serve requests, and what each of them does now.")
+        self._context = context
+        with put_head("Fleet", "The instances that serve requests, with their state and load."):
+            context.put_span_choice()
+        self._trends: dict[str, str] = {}
+        self._trends_basis: object = None
         self._banner = Banner()
         self._tiles = put_tiles("Instances", "Ready for requests", "Requests running", "Trouble")
         self._groups = {role: _Group(context, role) for role in ROLES}
         self._empty = put_html("").classes("card")
+        with ui.element("section").classes("card"):
+            put_text("h2", "Events")
+            self._events = put_html("")
         context.refreshers.append(self.refresh)
 
     def refresh(self) -> None:
-        """Show the present values."""
+        """Show the values of the last poll."""
         last = self._collector.history.last
         if last is None:
             return
         reports = list(last.instances.values())
         if last.listing_trouble:
-            said = make_sentence(last.listing_trouble)
-            self._banner.show("warn", f"{said} Until then only loads are known, and no orders are taken.")
+            text = make_sentence(last.listing_trouble)
+            self._banner.show("warn", f"{text} Without it only loads are known, and operator commands are disabled.")
         else:
             self._banner.hide()
+        self._draw_trends(reports, last)
         for role, group in self._groups.items():
-            group.place_rows([report for report in reports if report.listed.role == role], last)
-        self._say_if_empty(bool(reports or last.trouble))
+            group.place_rows([report for report in reports if report.listed.role == role], last, self._trends)
+        self._events.show(_draw_events(self._collector.events))
+        self._show_if_empty(bool(reports or last.trouble))
         self._count_instances(reports, is_known=not last.listing_trouble and not last.trouble)
 
-    def _say_if_empty(self, is_any_known: bool) -> None:
+    def _draw_trends(self, reports: Sequence[InstanceReport], last: Moment) -> None:
+        span = self._context.span
+        basis = (span, tuple(last.instances), last.time // REDRAW_SECONDS)
+        if basis != self._trends_basis:
+            self._trends_basis = basis
+            self._trends = draw_trends(self._collector.history, span, reports)
+
+    def _show_if_empty(self, is_any_known: bool) -> None:
         if is_any_known:
             self._empty.classes(add="hidden")
             return
@@ -69,7 +101,7 @@ class _FleetView:
         address = escape(self._collector.router.url.partition("://")[2])
         self._empty.show(
             '<div class="empty">The router has no instances. Start one with '
-            f"<code>--router {address}</code>, and it shows here.</div>"
+            f"<code>--router {address}</code>, and it appears here.</div>"
         )
 
     def _count_instances(self, reports: Sequence[InstanceReport], *, is_known: bool) -> None:
@@ -82,7 +114,7 @@ class _FleetView:
 
 
 class _Group:
-    """The instances of one role."""
+    """The instances of one role, in a card."""
 
     def __init__(self, context: Context, role: str) -> None:
         self._context = context
@@ -105,8 +137,8 @@ class _Group:
                     put_text("span", "", "buttons")
                 self._list = ui.element("ul")
 
-    def place_rows(self, reports: list[InstanceReport], moment: Moment) -> None:
-        """Show exactly these instances."""
+    def place_rows(self, reports: list[InstanceReport], moment: Moment, trends: Mapping[str, str]) -> None:
+        """Show these instances, with their values over time, and remove all others."""
         self._card.classes(remove="hidden") if reports else self._card.classes(add="hidden")
         keys = {report.listed.key for report in reports}
         for gone in self._rows.keys() - keys:
@@ -116,11 +148,12 @@ class _Group:
             if key not in self._rows:
                 with self._list:
                     self._rows[key] = _Row(self._context, key)
-            self._rows[key].show_report(report, is_open=not moment.listing_trouble and not moment.trouble)
+            is_open = not moment.listing_trouble and not moment.trouble
+            self._rows[key].show_report(report, trends[key], is_open=is_open)
 
 
 class _Row:
-    """One instance. Its elements are reused, so that a button keeps the keyboard focus."""
+    """One instance. Its elements are updated, not replaced, so that a button keeps the keyboard focus."""
 
     def __init__(self, context: Context, key: str) -> None:
         self._context = context
@@ -143,13 +176,20 @@ class _Row:
                 self._go = put_button("Resume", self._ask_to_resume).props(f'aria-label="Resume {key}"')
                 self._weigh = put_button("Weight", self._ask_for_weight).props(f'aria-label="Weight of {key}"')
             self._trouble = put_text("div", "", "trouble hidden")
+            self._trends = put_html("").classes("trends")
 
     def delete(self) -> None:
-        """Remove it from the page."""
+        """Remove the instance from the page."""
         self._row.delete()
 
-    def show_report(self, report: InstanceReport, *, is_open: bool) -> None:
-        """Show its present state. Enable the command buttons if ``is_open``."""
+    def show_report(self, report: InstanceReport, trends: str, *, is_open: bool) -> None:
+        """Show the state of the instance, and its values over time.
+
+        Args:
+            report: what the last poll found.
+            trends: HTML of the values over time.
+            is_open: whether the command buttons are enabled.
+        """
         listed, figures = report.listed, report.figures
         colour, state = _STATES.get(listed.state, ("bad", listed.state))
         self._dot.classes(replace=f"dot {colour}")
@@ -170,28 +210,29 @@ class _Row:
         self._go.set_visibility(is_out)
         for button in (self._stop, self._go, self._weigh):
             button.set_enabled(is_open)
+        self._trends.show(trends)
         trouble = describe_trouble(report)
         self._trouble.set_text(trouble)
         self._trouble.classes(remove="hidden") if trouble else self._trouble.classes(add="hidden")
 
     def _ask_to_drain(self) -> None:
-        said = "It takes no new requests from then on; those it runs go on to their end."
+        text = "It gets no new requests. Its running requests continue to their end."
         last = self._context.site.collector.history.last
         listed = [report.listed for report in last.instances.values()] if last else []
         if loss := describe_loss(listed, [self._key]):
-            said += f" After that {loss}."
-        self._confirm(f"Drain {self._key}?", said, "Drain", partial(self._order, "drain"), kind="danger")
+            text += f" After that {loss}."
+        self._confirm(f"Drain {self._key}?", text, "Drain", partial(self._order, "drain"), kind="danger")
 
     def _ask_to_resume(self) -> None:
-        said = "It gets its share of new requests again."
-        self._confirm(f"Let {self._key} take requests again?", said, "Resume", partial(self._order, "resume"))
+        text = "It gets its share of new requests again."
+        self._confirm(f"Let {self._key} take requests again?", text, "Resume", partial(self._order, "resume"))
 
     def _ask_for_weight(self) -> None:
         with ui.dialog() as dialog, ui.element("div").classes("dialog"):
             put_text("h2", f"Weight of {self._key}")
             put_text(
                 "p",
-                "The part of its share that it gets: 1 is all of it, 0 only what no other instance can take.",
+                "Factor for its share of the requests. With 0, it gets only requests that no other instance can serve.",
                 "note",
             )
             number = ui.number("Weight, 0 to 1", value=self._weight, min=0, max=1, step=0.05, format="%.2f").props(
@@ -201,11 +242,11 @@ class _Row:
         dialog.open()
 
     def _confirm(
-        self, question: str, said: str, verb: str, act: Callable[[], Awaitable[None]], kind: str = "strong"
+        self, question: str, text: str, verb: str, act: Callable[[], Awaitable[None]], kind: str = "strong"
     ) -> None:
         with ui.dialog() as dialog, ui.element("div").classes("dialog"):
             put_text("h2", question)
-            put_text("p", said)
+            put_text("p", text)
             self._put_answers(dialog, verb, act, kind)
         dialog.open()
 
@@ -227,11 +268,83 @@ class _Row:
 
     async def _order(self, order: str, **members: Any) -> None:
         await self._context.site.collector.router.give_order(order, self._key, **members)
-        await self._context.site.collector.look()
+        await self._context.site.collector.poll()
+
+
+def draw_trends(history: History, span: Span, reports: Sequence[InstanceReport]) -> dict[str, str]:
+    """Return the HTML of small lines with the values of each instance over time, by key; ``""`` without its metrics."""
+    pieces, unknown = history.count_pieces(span, count_work), history.count_unknown_pieces(span)
+    drawn = {}
+    for report in reports:
+        if report.figures is None:
+            drawn[report.listed.key] = ""
+            continue
+        trends = _find_trends(history, span, pieces, report)
+        drawn[report.listed.key] = "".join(draw_trend(trend, unknown) for trend in trends)
+    return drawn
+
+
+def _find_trends(
+    history: History, span: Span, pieces: Sequence[Mapping[tuple[str, str], float]], report: InstanceReport
+) -> list[Trend]:
+    key = report.listed.key
+
+    def read(name: str) -> list[float]:
+        return [piece.get((key, name), 0.0) for piece in pieces]
+
+    def read_memory(moment: Moment) -> float | None:
+        found = moment.instances.get(key)
+        return found.figures.memory_used if found and found.figures else None
+
+    prompts, computed = [sum(found) for found in zip(*map(read, ORIGINS), strict=True)], read(COMPUTED)
+    hits = [prompt - each for prompt, each in zip(prompts, computed, strict=True)]
+    # A prefill instance generates hardly any tokens.
+    is_prefill = report.listed.role == "prefill"
+    name, tokens = ("Prompt tokens/s", prompts) if is_prefill else ("Tokens/s", read("generated"))
+    unknown = history.count_unknown_pieces(span)
+    rates = [None if number < unknown else count / span.piece_seconds for number, count in enumerate(tokens)]
+    known_seconds = (span.pieces - unknown) * span.piece_seconds
+    memory = history.average_pieces(span, read_memory)
+    used = [value for value in memory if value is not None]
+    seconds, first_tokens = read("first_token_seconds"), read("first_tokens")
+    return [
+        Trend(
+            "TTFT, mean", format_seconds(_divide(sum(seconds), sum(first_tokens))), _divide_all(seconds, first_tokens)
+        ),
+        Trend(f"{name}, mean", format_rate(sum(tokens) / known_seconds), rates),
+        Trend("Hit share", _format_share(_divide(sum(hits), sum(prompts))), _divide_all(hits, prompts), 1.0),
+        Trend("Memory, mean", _format_share(_divide(sum(used), len(used))), memory, 1.0),
+    ]
+
+
+def _divide(amount: float, count: float) -> float | None:
+    return amount / count if count else None
+
+
+def _divide_all(amounts: Sequence[float], counts: Sequence[float]) -> list[float | None]:
+    return list(map(_divide, amounts, counts))
+
+
+def _format_share(share: float | None) -> str:
+    return NOTHING if share is None else format_share(share)
+
+
+def _draw_events(events: Sequence[Event]) -> str:
+    rows = [
+        [
+            time.strftime("%H:%M:%S", time.localtime(event.time)),
+            f'<span class="state"><span class="dot {event.kind}"></span>{escape(event.subject)}</span>',
+            escape(event.text),
+        ]
+        for event in islice(reversed(events), LISTED_EVENTS)
+    ]
+    if not rows:
+        return '<div class="empty">Nothing has changed since the dashboard started.</div>'
+    return draw_table(["Time", "Subject", "Event"], rows)
 
 
 def _shorten_model(name: str) -> str:
-    """Return the last part of a path."""
+    """Return the last part of a model name that is a path; other names are returned unchanged."""
     return name.rpartition("/")[2] if name.startswith("/") else name
 
 

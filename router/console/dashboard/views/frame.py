@@ -1,4 +1,4 @@
-"""The frame of every view: navigation, freshness of the data, light or dark mode, and the clock."""
+"""The frame of every view: navigation, state of the router, light or dark colours, and a timer for updates."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from starlette.datastructures import URL
 
 from router.console.dashboard.collector import Collector
 from router.console.dashboard.history import History, Span
-from router.console.dashboard.views.look import ICON, STYLE
 from router.console.dashboard.views.parts import Banner, put_html, put_text
+from router.console.dashboard.views.style import ICON, STYLE
 from router.console.dashboard.words import make_sentence
 
-__all__ = ["SPANS", "Context", "Site", "View", "link_request", "open_frame"]
+__all__ = ["SPANS", "TOGGLE_PROPS", "Context", "Site", "View", "link_request", "open_frame"]
 
 SPANS = (Span("5 min", 300, 60), Span("15 min", 900, 60), Span("1 hour", 3600, 60))
+TOGGLE_PROPS = "unelevated no-caps toggle-color=chosen toggle-text-color=chosen text-color=plain"
 REFRESH_SECONDS = 0.5
-# After this many missing polls, the page shows a warning.
-MAX_LATE_LOOKS = 5
+# Number of missing polls after which the page shows a warning.
+MAX_LATE_POLLS = 5
 COOKIE = "kvrouter_look"
 _SPAN_COOKIE = "kvrouter_span"
 
 
 @dataclass
 class Site:
-    """Objects that all views share."""
+    """The objects that all views share."""
 
     collector: Collector
     api_key: str = ""
@@ -40,17 +41,17 @@ class Site:
 
 @dataclass
 class Context:
-    """One view in one browser."""
+    """A view in one browser."""
 
     site: Site
     request: Request
     span: Span
     refreshers: list[Callable[[], None]] = field(default_factory=list)
-    """Called when there are new values."""
+    """Functions that are called after each new poll."""
 
     @property
     def history(self) -> History:
-        """The polls from which values are computed."""
+        """The results of the polls."""
         return self.site.collector.history
 
     def on_leave(self, callback: Callable[[], None]) -> None:
@@ -58,17 +59,14 @@ class Context:
         ui.context.client.on_delete(callback)
 
     def refresh_now(self) -> None:
-        """Show the present values."""
+        """Show the values of the last poll."""
         for refresh in self.refreshers:
             refresh()
 
     def put_span_choice(self) -> None:
         """Put the selector of the time range here."""
         toggle = ui.toggle([span.title for span in SPANS], value=self.span.title, on_change=self._on_span)
-        toggle.classes("choice").props(
-            "unelevated no-caps toggle-color=chosen toggle-text-color=chosen text-color=plain "
-            'aria-label="Length of time shown"'
-        )
+        toggle.classes("choice").props(f'{TOGGLE_PROPS} aria-label="Length of time shown"')
 
     def _on_span(self, change: ValueChangeEventArguments[Any]) -> None:
         self.span = next(span for span in SPANS if span.title == change.value)
@@ -85,11 +83,11 @@ class View:
     """Title in the navigation."""
     title: str
     build: Callable[[Context], object]
-    """Puts the view into the page. A view that shows metrics sets the context's ``refresh``."""
+    """Puts the view into the page. A view that shows metrics adds a function to the context's ``refreshers``."""
 
 
 def link_request(request_id: str) -> str:
-    """Return the URL at which the page shows this request."""
+    """Return the URL of the view that shows this request."""
     return str(URL("/request").include_query_params(id=request_id))
 
 
@@ -119,26 +117,26 @@ def open_frame(site: Site, view: View, request: Request) -> None:
 
 
 class _News:
-    """Updates the view after each new poll, and shows a banner with the reason if the router does not answer."""
+    """Updates the view after each new poll, and shows a banner with the reason if the router does not respond."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._banner = Banner()
-        self._shown: object = self  # different from any poll, and from None, before the first update
+        self._shown: object = self  # before the first update, a value that is neither None nor the result of a poll
 
     def update(self) -> None:
-        """Show the last poll, unless it is already shown."""
+        """Show the result of the last poll, unless it is shown already."""
         last = self._context.history.last
         if last is self._shown:
             return
         self._shown = last
         if last is None:
             self._banner.show(
-                "plain", f"Asking the router at {self._context.site.collector.router.url} for its figures …"
+                "plain", f"Waiting for the metrics of the router at {self._context.site.collector.router.url} …"
             )
         elif last.trouble:
-            said = make_sentence(f"No answer from the router: {last.trouble}")
-            self._banner.show("bad", f"{said} Instances and pool are still queried.")
+            text = make_sentence(f"No answer from the router: {last.trouble}")
+            self._banner.show("bad", f"{text} Instances and pool are still polled.")
         else:
             self._banner.hide()
         self._context.refresh_now()
@@ -153,7 +151,7 @@ def _put_navigation(site: Site, view: View) -> None:
 
 
 class _Liveness:
-    """The router's address, and whether it answers."""
+    """Shows the router's address, and whether the router responds."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -162,22 +160,22 @@ class _Liveness:
             self._words = put_text("span", "", "words")
 
     def update(self) -> None:
-        """Show the present state."""
+        """Show the present state of the router."""
         collector = self._collector
         last, address = collector.history.last, collector.router.url.partition("://")[2]
-        late = last is not None and time.time() - last.time > collector.seconds * MAX_LATE_LOOKS + 5
+        late = last is not None and time.time() - last.time > collector.seconds * MAX_LATE_POLLS + 5
         if last is None:
-            colour, said = "warn", "starting"
+            colour, text = "warn", "starting"
         elif last.trouble or late:
-            colour, said = "bad", f"no answer from {address}"
+            colour, text = "bad", f"no answer from {address}"
         else:
-            colour, said = "good", address
+            colour, text = "good", address
         self._dot.classes(replace=f"dot {colour}")
-        self._words.set_text(said)
+        self._words.set_text(text)
 
 
 class _Switch:
-    """The button that switches from the system's colours to light, dark, and back."""
+    """The button that switches between the system's colours, light and dark."""
 
     _NAMES: Mapping[bool | None, tuple[str, str]] = {
         None: ("As the system", "contrast"),
@@ -195,8 +193,8 @@ class _Switch:
     def _turn(self) -> None:
         self._dark.value = self._FOLLOWING[self._dark.value]
         self._name_choice()
-        kept = self._COOKIES[self._dark.value]
-        ui.run_javascript(f"document.cookie = '{COOKIE}={kept};path=/;SameSite=Strict;max-age=31536000'")
+        choice = self._COOKIES[self._dark.value]
+        ui.run_javascript(f"document.cookie = '{COOKIE}={choice};path=/;SameSite=Strict;max-age=31536000'")
 
     def _name_choice(self) -> None:
         name, icon = self._NAMES[self._dark.value]
@@ -204,5 +202,5 @@ class _Switch:
 
 
 def _read_span(request: Request) -> Span:
-    kept = request.cookies.get(_SPAN_COOKIE, "")
-    return SPANS[int(kept)] if kept.isdecimal() and int(kept) < len(SPANS) else SPANS[0]
+    number = request.cookies.get(_SPAN_COOKIE, "")
+    return SPANS[int(number)] if number.isdecimal() and int(number) < len(SPANS) else SPANS[0]

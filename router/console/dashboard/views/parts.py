@@ -1,4 +1,4 @@
-"""Elements of views: texts, tables, bars of origins. All text from elsewhere is escaped."""
+"""Elements of views: texts, tables, bars. All text that comes from outside this package is escaped."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = [
 
 
 class Markup(ui.html):
-    """HTML from this package, in which all external text is escaped."""
+    """An element with HTML from this package. All text that comes from outside this package is escaped in it."""
 
     def __init__(self, content: str = "", tag: str = "div") -> None:
         super().__init__(content, sanitize=False, tag=tag)
 
     def show(self, content: str) -> None:
-        """Show this from now on."""
+        """Show this HTML, unless it is shown already."""
         if content != self.content:
             self.set_content(content)
 
 
 def put_html(content: str, tag: str = "div") -> Markup:
-    """Put HTML from this package."""
+    """Put an element with HTML from this package."""
     return Markup(content, tag)
 
 
@@ -51,7 +51,7 @@ def put_text(tag: str, text: str, classes: str = "") -> TextElement:
 
 
 def put_button(text: str, on_click: Any, kind: str = "") -> ui.button:
-    """Put a button; ``kind`` is ``strong`` for the main action, ``danger`` for one that removes something."""
+    """Put a button. ``kind`` is ``strong`` for the main action, ``danger`` for an action that removes something."""
     return ui.button(text, on_click=on_click, color=None).classes(f"button {kind}").props("flat no-caps")
 
 
@@ -64,7 +64,7 @@ def put_head(title: str, lead: str) -> ui.element:
 
 
 def put_tiles(*names: str) -> dict[str, Markup]:
-    """Put metrics in a row, by name."""
+    """Put a row of tiles for values. Return the element for each value, by name."""
     tiles = {}
     with ui.element("dl").classes("tiles"):
         for name in names:
@@ -75,7 +75,7 @@ def put_tiles(*names: str) -> dict[str, Markup]:
 
 
 class Banner:
-    """One sentence across the page, shown only if there is one."""
+    """A sentence across the page, which can be hidden."""
 
     def __init__(self) -> None:
         self._box = ui.element("div").classes("banner plain hidden").props('role="status"')
@@ -83,7 +83,7 @@ class Banner:
             self._text = put_text("span", "")
 
     def show(self, kind: str, text: str) -> None:
-        """Show a sentence as ``bad``, ``warn`` or ``plain``."""
+        """Show a sentence. ``kind`` is ``bad``, ``warn`` or ``plain``."""
         self._text.set_text(text)
         self._box.classes(replace=f"banner {kind}")
 
@@ -93,7 +93,7 @@ class Banner:
 
 
 def draw_parts(shares: Mapping[str, float], *, is_thin: bool = False) -> str:
-    """Return a bar of the fractions of origins. Their sum may be less than one."""
+    """Return the HTML of a bar that shows the fraction of each origin. The sum of fractions may be less than one."""
     words = ", ".join(
         f"{ORIGIN_NAMES.get(each, each)} {format_share(share)}" for each, share in shares.items() if share
     )
@@ -105,15 +105,18 @@ def draw_parts(shares: Mapping[str, float], *, is_thin: bool = False) -> str:
 
 
 def draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Put a table. Its cells are HTML already.
+    """Return the HTML of a table.
 
     Args:
-        numbers: the columns that contain numbers.
+        heads: the names of the columns, as text.
+        rows: the cells, as HTML.
+        numbers: indices of the columns that contain numbers.
     """
 
     def draw_cell(tag: str, column: int, content: str) -> str:
-        scope = ' scope="col"' if tag == "th" else ""
-        return f"<{tag}{scope}{' class=num' if column in numbers else ''}>{content}</{tag}>"
+        # On a phone, a row is shown as a card, in which each cell has the name of its column.
+        label = ' scope="col"' if tag == "th" else f' data-name="{escape(heads[column])}"'
+        return f"<{tag}{label}{' class=num' if column in numbers else ''}>{content}</{tag}>"
 
     head = "".join(draw_cell("th", column, escape(name)) for column, name in enumerate(heads))
     body = "".join(
@@ -124,7 +127,7 @@ def draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seq
 
 
 def draw_facts(facts: Mapping[str, str]) -> str:
-    """Put a row of facts by name, without the empty ones."""
+    """Return the HTML of a row of facts, by name. Empty facts are omitted."""
     listed = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items() if value
     )
@@ -132,7 +135,7 @@ def draw_facts(facts: Mapping[str, str]) -> str:
 
 
 def draw_blocks(tokens: Mapping[str, float], at_most: int = 96) -> tuple[str, int]:
-    """Return a prompt as a row of squares in the colours of its tokens' origins, and the number of tokens per square.
+    """Return the HTML of a prompt as a row of squares, coloured by origin, and the number of tokens in a square.
 
     The order is that in which an instance finds tokens: those in its own cache, those in the pool, the rest.
     """

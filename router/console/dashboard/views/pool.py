@@ -1,4 +1,4 @@
-"""The pool: its capacity, its masters, evicted blocks, and the blocks that instances find in it."""
+"""The view "Pool": capacity, masters, evicted blocks, and blocks that instances look up and move."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from router.console.dashboard.figures import MasterFigures
 from router.console.dashboard.history import MasterReport, Moment
 from router.console.dashboard.views.charts import Series, put_chart
 from router.console.dashboard.views.frame import Context, View
-from router.console.dashboard.views.look import COLOURS
 from router.console.dashboard.views.parts import Banner, draw_table, put_head, put_html, put_text, put_tiles
+from router.console.dashboard.views.style import COLOURS
 from router.console.dashboard.words import format_count, format_share, make_sentence
 
 __all__ = ["POOL"]
 
 MIB, GIB = 1024.0**2, 1024.0**3
-# Titles, names of the counters, and colours.
+# For each part of a chart: its title, the name of its counter, and its colour.
 _OUTCOMES = (("Found", "ok", "pool"), ("Not found", "absent", "computed"), ("No answer", "failed", "bad"))
 _WAYS = (("Read", "get", "pool"), ("Written", "put", "accent"))
 
@@ -29,15 +29,15 @@ class _PoolView:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        with put_head("Pool", "Memory that all instances share: each can read what another one has computed."):
+        with put_head("Pool", "Memory that all instances share: each can read blocks that another one has computed."):
             context.put_span_choice()
         self._banner = Banner()
         self._tiles = put_tiles("Used", "Capacity", "Blocks", "Clients with memory", "Evicted")
         with ui.element("div").classes("grid"):
             self._room = put_chart("Memory", "GiB")
             self._blocks = put_chart("Blocks", "blocks", is_whole=True)
-            said = "Blocks that prompts needed, by whether the pool had them."
-            self._found = put_chart("Looked up by instances", "blocks/s", "bars", said)
+            text = "Blocks of prompts that instances looked up, by result."
+            self._found = put_chart("Looked up by instances", "blocks/s", "bars", text)
             self._moved = put_chart("Moved", "MiB/s", "bars", "Between instances and the pool.")
         with ui.element("section").classes("card"):
             put_text("h2", "Masters")
@@ -45,12 +45,12 @@ class _PoolView:
         with ui.element("section").classes("card"):
             put_text("h2", "Memory by client")
             self._segments = put_html("")
-            said = "Masters do not report the models of blocks: the command kvstore stats counts them."
-            put_text("p", said, "note")
+            text = "Masters do not report the models of blocks. The command kvstore stats counts blocks by model."
+            put_text("p", text, "note")
         context.refreshers.append(self.refresh)
 
     def refresh(self) -> None:
-        """Show the present values."""
+        """Show the values of the last poll."""
         last = self._context.history.last
         serving = _find_serving(last)
         _show_trouble(self._banner, last, len(self._context.site.collector.pools))
@@ -64,13 +64,13 @@ class _PoolView:
     def _show_tiles(self, serving: MasterFigures) -> None:
         history, span = self._context.history, self._context.span
         share = serving.used / serving.capacity if serving.capacity else 0.0
-        thrown = history.count_span(span, _read_masters).get("evicted_keys", 0.0)
+        evicted = history.count_span(span, _read_masters).get("evicted_keys", 0.0)
         for name, content in (
             ("Used", f"{format_bytes(serving.used)} <small>{format_share(share)}</small>"),
             ("Capacity", format_bytes(serving.capacity)),
             ("Blocks", format_count(serving.keys)),
             ("Clients with memory", format_count(serving.clients)),
-            ("Evicted", f"{format_count(thrown)} <small>blocks, last {escape(span.title)}</small>"),
+            ("Evicted", f"{format_count(evicted)} <small>blocks, last {escape(span.title)}</small>"),
         ):
             self._tiles[name].show(content)
 
@@ -79,10 +79,9 @@ class _PoolView:
         capacity = history.average_pieces(span, _read_serving(lambda each: each.capacity / GIB))
         used = history.average_pieces(span, _read_serving(lambda each: each.used / GIB))
         keys = history.average_pieces(span, _read_serving(lambda each: each.keys))
-        labels = span.label_pieces()
         in_all = Series("Capacity", COLOURS["muted"], capacity, is_dashed=True)
-        self._room.draw(labels, [in_all, Series("Used", COLOURS["pool"], used)])
-        self._blocks.draw(labels, [Series("Blocks", COLOURS["pool"], keys)])
+        self._room.draw(history, span, [in_all, Series("Used", COLOURS["pool"], used)])
+        self._blocks.draw(history, span, [Series("Blocks", COLOURS["pool"], keys)])
 
     def _draw_traffic(self) -> None:
         """Draw the blocks that instances look up in the pool, and the bytes that they read and write."""
@@ -93,7 +92,8 @@ class _PoolView:
         ):
             each_second = unit * span.piece_seconds
             chart.draw(
-                span.label_pieces(),
+                history,
+                span,
                 [
                     Series(name, COLOURS[colour], [piece.get(part, 0.0) / each_second for piece in pieces])
                     for name, part, colour in parts
@@ -103,16 +103,16 @@ class _PoolView:
 
 def _show_trouble(banner: Banner, last: Moment | None, number: int) -> None:
     if not number:
-        said = "No master of the pool is configured: start the dashboard with --pool HOST:PORT"
-        banner.show("plain", f"{said}, the metrics port of a mooncake_master.")
+        text = "No master of the pool is configured: start the dashboard with --pool HOST:PORT"
+        banner.show("plain", f"{text}, the metrics port of a mooncake_master.")
     elif last is not None and not any(each.figures for each in last.masters):
-        said = make_sentence("The pool is unreachable: " + "; ".join(each.trouble for each in last.masters))
-        banner.show("bad", f"{said} Instances continue without it, and compute what they have not cached.")
+        text = make_sentence("The pool is unreachable: " + "; ".join(each.trouble for each in last.masters))
+        banner.show("bad", f"{text} Instances continue without it, and compute what they have not cached.")
     elif last is not None and _find_serving(last) is None:
         banner.show("warn", "No master of the pool serves at the moment: one is being elected.")
     elif last is not None and any(each.trouble for each in last.masters):
         troubles = "; ".join(each.trouble for each in last.masters if each.trouble)
-        banner.show("warn", make_sentence(f"A master is away: {troubles}"))
+        banner.show("warn", make_sentence(f"A master is unreachable: {troubles}"))
     else:
         banner.hide()
 
@@ -121,17 +121,17 @@ def _draw_masters(masters: tuple[MasterReport, ...]) -> str:
     rows = []
     for each in masters:
         if each.figures is None:
-            dot, role, said = "bad", "unreachable", each.trouble
+            dot, role, text = "bad", "unreachable", each.trouble
         else:
             dot = "good" if each.figures.serves or each.figures.role == "standby" else "warn"
             role = each.figures.role
-            said = f"follows {each.figures.leader}" if each.figures.leader and each.figures.role != "leader" else ""
-            said = said or ("serves" if each.figures.serves else "does not serve")
+            text = f"follows {each.figures.leader}" if each.figures.leader and each.figures.role != "leader" else ""
+            text = text or ("serves" if each.figures.serves else "does not serve")
         rows.append(
             [
                 f'<span class="state"><span class="dot {dot}"></span>{escape(each.address)}</span>',
                 escape(role),
-                escape(said),
+                escape(text),
             ]
         )
     if not rows:
@@ -171,7 +171,7 @@ def _read_bytes(moment: Moment) -> Mapping[str, Mapping[str, float]]:
 
 
 def _read_serving(read: Callable[[MasterFigures], float]) -> Callable[[Moment], float | None]:
-    """Return a reader of a metric of the leading master, for a ``History``."""
+    """Return a function that reads a metric of the leading master from a poll, for the methods of ``History``."""
 
     def read_figure(moment: Moment) -> float | None:
         serving = _find_serving(moment)

@@ -1,4 +1,4 @@
-"""Origins of prompts: the fraction of their tokens that did not have to be computed, over time and by instance."""
+"""The view "Prompts": the fraction of prompt tokens that were not computed, over time and for each instance."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from router.console.dashboard.history import History, Moment, Span
 from router.console.dashboard.summaries import count_origins, share_origins
 from router.console.dashboard.views.charts import Chart, Series
 from router.console.dashboard.views.frame import Context, View
-from router.console.dashboard.views.look import COLOURS
 from router.console.dashboard.views.parts import draw_parts, draw_table, put_head, put_html, put_text
+from router.console.dashboard.views.style import COLOURS
 from router.console.dashboard.words import NOTHING, ORIGIN_NAMES, ORIGIN_TEXTS, format_count, format_share
 
 __all__ = ["PROMPTS"]
@@ -30,8 +30,8 @@ class _PromptsView:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._instance = ""
-        """Instance shown in the chart over time; ``""`` for all."""
-        lead = "A prompt's tokens that some cache still has need not be computed again."
+        """The instance in the chart over time; ``""`` for all instances."""
+        lead = "Prompt tokens that are in a cache need not be computed again."
         with put_head("Where prompts come from", lead):
             context.put_span_choice()
         with ui.element("section").classes("card"):
@@ -50,7 +50,7 @@ class _PromptsView:
         context.refreshers.append(self.refresh)
 
     def refresh(self) -> None:
-        """Show the present values."""
+        """Show the values of the last poll."""
         history, span = self._context.history, self._context.span
         last = history.last
         tokens = history.count_span(span, count_origins)
@@ -60,8 +60,8 @@ class _PromptsView:
         self._draw_chart()
         self._table.show(_draw_instances(history, span))
         silent = [each.listed.key for each in last.instances.values() if each.figures is None] if last else []
-        said = f"Without figures: {', '.join(silent)}. They do not answer, or are no instances that count."
-        self._note.set_text(said if silent else "")
+        text = f"No metrics of {', '.join(silent)}: they do not respond, or do not report prompt tokens."
+        self._note.set_text(text if silent else "")
 
     def _on_instance(self, change: ValueChangeEventArguments[Any]) -> None:
         self._instance = change.value or ""
@@ -77,7 +77,8 @@ class _PromptsView:
         read = partial(count_origins, instance=self._instance)
         pieces = self._context.history.count_pieces(span, read)
         self._chart.draw(
-            span.label_pieces(),
+            self._context.history,
+            span,
             [
                 Series(
                     ORIGIN_NAMES[origin],
@@ -93,11 +94,11 @@ class _PromptsView:
 def _draw_hero(tokens: Mapping[str, float], title: str, last: Moment | None) -> str:
     shares = share_origins(tokens, with_handed_over=False)
     if not shares:
-        said = "No prompt has been answered in this time. "
-        said += "Ask something under <a href='/try'>Try it</a>, and it shows here."
+        text = "No prompt has been answered in this time. "
+        text += "Ask something under <a href='/try'>Try it</a>, and it appears here."
         if last is not None and not last.trouble and not last.instances:
-            said = "The router has no instances yet. They show here once they have registered."
-        return f'<div class="empty">{said}</div>'
+            text = "The router has no instances yet. They appear here when they have registered."
+        return f'<div class="empty">{text}</div>'
     saved = 1 - shares[COMPUTED]
     total = sum(tokens.get(origin, 0.0) for origin in shares)
     found = f"{format_count(total - tokens.get(COMPUTED, 0.0))} of {format_count(total)}"
@@ -114,10 +115,10 @@ def _draw_legend(tokens: Mapping[str, float]) -> str:
     for origin in (OWN_CACHE, POOL, COMPUTED, HANDED_OVER):
         count = f"{format_count(tokens.get(origin, 0.0))} tokens"
         share = f"<b>{format_share(shares[origin])}</b> " if origin in shares else ""
-        beside = ", beside these" if origin == HANDED_OVER else ""
+        addition = ", not in the total" if origin == HANDED_OVER else ""
         entries.append(
             f'<li><span class="swatch {origin}"></span><span class="name">{ORIGIN_NAMES[origin]}</span>'
-            f'<span class="figure">{share}<small>{count}{beside}</small></span>'
+            f'<span class="figure">{share}<small>{count}{addition}</small></span>'
             f'<span class="note">{ORIGIN_TEXTS[origin]}</span></li>'
         )
     return "".join(entries)

@@ -1,4 +1,4 @@
-"""One request: its attempts with their reasons and times, and where its prompt came from."""
+"""The view "Request": one request, with its attempts, their reasons and times, and where its prompt came from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from nicegui import ui
 
 from router.console.client import RouterError
 from router.console.dashboard.figures import COMPUTED, OWN_CACHE, POOL
-from router.console.dashboard.views.frame import Context, View, link_request
+from router.console.dashboard.summaries import pick_requests
+from router.console.dashboard.views.frame import TOGGLE_PROPS, Context, View, link_request
 from router.console.dashboard.views.parts import (
     Banner,
     draw_blocks,
@@ -22,11 +23,21 @@ from router.console.dashboard.views.parts import (
     put_html,
     put_text,
 )
-from router.console.dashboard.words import NOTHING, format_count, format_seconds, make_sentence
+from router.console.dashboard.words import NOTHING, REASON_TEXTS, format_count, format_seconds, make_sentence
 
 __all__ = ["REQUEST", "draw_request"]
 
 LISTED = 30
+ESTIMATES = {"own tokens", "pool tokens", "cached tokens expected"}
+# Number of last requests in which requests of one kind are searched: the maximum that the router lists.
+SEARCHED = 1000
+KINDS = {"": "All", "slow": "Slow", "failed": "Failed", "missed": "Missed"}
+_MEANINGS = {
+    "": f"The {LISTED} that ended last.",
+    "slow": f"Of the last {SEARCHED:,}, those with the latest first byte.",
+    "failed": f"Of the last {SEARCHED:,}, those with status 4xx or 5xx, but not 499, or with an error.",
+    "missed": f"Of the last {SEARCHED:,}, those with less than half of the prompt from a cache.",
+}
 
 
 class _RequestView:
@@ -34,7 +45,7 @@ class _RequestView:
 
     def __init__(self, context: Context) -> None:
         self._router = context.site.collector.router
-        put_head("One request", "How a request was placed, why there, and how long each part of its way took.")
+        put_head("One request", "Which instance served a request, why, and how long each part took.")
         with ui.element("form").classes("ask").on("submit.prevent", self._look_up):
             self._field = ui.input("Id of the request", placeholder="as in its answer").classes("grow")
             self._field.props("outlined dense autofocus").value = context.request.query_params.get("id", "")
@@ -44,7 +55,12 @@ class _RequestView:
         with ui.element("section").classes("card"):
             with ui.element("div").classes("card-head"):
                 put_text("h2", "The last requests")
-                put_button("Refresh", self._list_last)
+                with ui.element("div").classes("ask"):
+                    chosen = context.request.query_params.get("show", "")
+                    self._kind = ui.toggle(KINDS, value=chosen if chosen in KINDS else "", on_change=self._list_last)
+                    self._kind.classes("choice").props(f'{TOGGLE_PROPS} aria-label="Requests shown"')
+                    put_button("Refresh", self._list_last)
+            self._meaning = put_text("p", "", "note")
             self._last = put_html("")
         ui.timer(0.05, self._look_at_all, once=True)
 
@@ -67,8 +83,11 @@ class _RequestView:
         ui.run_javascript(f"history.replaceState(null, '', '{link_request(wanted)}')")
 
     async def _list_last(self) -> None:
+        kind = str(self._kind.value)
+        self._meaning.set_text(_MEANINGS[kind])
         try:
-            self._last.show(_draw_list(await self._router.list_requests(LISTED)))
+            found = await self._router.list_requests(SEARCHED if kind else LISTED)
+            self._last.show(_draw_list(pick_requests(found, kind)[:LISTED]))
         except RouterError as exc:
             self._last.show(f'<div class="empty">{escape(make_sentence(exc))}</div>')
 
@@ -92,45 +111,51 @@ def _draw_list(requests: Sequence[Mapping[str, Any]]) -> str:
             ]
         )
     if not rows:
-        return '<div class="empty">No request has ended since the router started.</div>'
+        return '<div class="empty">There are none.</div>'
     heads = ["Id", "When", "Status", "Served by", "Prompt tokens", "Cached", "First byte", "Total"]
     return draw_table(heads, rows, numbers=(4, 5, 6, 7))
 
 
-def draw_request(told: Mapping[str, Any]) -> str:
-    """Render one request from the answer of ``/admin/explain``. Other versions may send other members."""
-    return "".join((_draw_outcome(told), _draw_origin(told), _draw_times(told), _draw_attempts(told)))
+def draw_request(explanation: Mapping[str, Any]) -> str:
+    """Return the HTML of one request.
+
+    Args:
+        explanation: the response of ``/admin/explain``. In other versions of the router, it may have other members.
+    """
+    return "".join(
+        (_draw_outcome(explanation), _draw_origin(explanation), _draw_times(explanation), _draw_attempts(explanation))
+    )
 
 
-def _draw_outcome(told: Mapping[str, Any]) -> str:
-    status = told.get("status")
+def _draw_outcome(explanation: Mapping[str, Any]) -> str:
+    status = explanation.get("status")
     end = "Answered" if status == 200 else "The client left before the end" if status == 499 else f"Status {status}"
-    if told.get("error"):
-        end += f": {told['error']}"
-    arrived = told.get("time")
+    if explanation.get("error"):
+        end += f": {explanation['error']}"
+    arrived = explanation.get("time")
     facts = {
         "Arrived": "" if arrived is None else time.strftime("%d %b %Y, %H:%M:%S", time.localtime(float(arrived))),
-        "First byte after": _format_ms(told.get("first_byte_ms")),
-        "Ended after": _format_ms(told.get("total_ms")),
-        "Prompt": _format_tokens(told.get("prompt_tokens")),
-        "Answer": _format_tokens(told.get("completion_tokens")),
-        "Path": str(told.get("path", "")),
-        "Client": str(told.get("client", "")),
-        "Trace": str(told.get("trace_id", "")),
+        "First byte after": _format_ms(explanation.get("first_byte_ms")),
+        "Ended after": _format_ms(explanation.get("total_ms")),
+        "Prompt": _format_tokens(explanation.get("prompt_tokens")),
+        "Answer": _format_tokens(explanation.get("completion_tokens")),
+        "Path": str(explanation.get("path", "")),
+        "Client": str(explanation.get("client", "")),
+        "Trace": str(explanation.get("trace_id", "")),
     }
     colour = "good" if status == 200 else "warn" if status == 499 else "bad"
     return (
         f'<section class="card"><div><h2 class="state"><span class="dot {colour}"></span>{escape(end)}</h2>'
-        f'<p class="note code">{escape(str(told.get("request_id", "")))}</p></div>'
+        f'<p class="note code">{escape(str(explanation.get("request_id", "")))}</p></div>'
         f"{draw_facts(facts)}</section>"
     )
 
 
-def _draw_origin(told: Mapping[str, Any]) -> str:
-    prompt, cached = told.get("prompt_tokens"), told.get("cached_tokens")
+def _draw_origin(explanation: Mapping[str, Any]) -> str:
+    prompt, cached = explanation.get("prompt_tokens"), explanation.get("cached_tokens")
     if not prompt or cached is None:
         return ""
-    own, computed = told.get("own_cached_tokens"), max(0, prompt - cached)
+    own, computed = explanation.get("own_cached_tokens"), max(0, prompt - cached)
     if own is None:
         tokens: dict[str, float] = {"cached": cached, COMPUTED: computed}
         parts = f"{format_count(cached)} came from a cache"
@@ -140,32 +165,32 @@ def _draw_origin(told: Mapping[str, Any]) -> str:
             f"{format_count(own)} came from the instance's own cache, "
             f"{format_count(max(0, cached - own))} from the pool"
         )
-    said = f"Of {format_count(prompt)} prompt tokens {parts}, and {format_count(computed)} were computed."
-    if (expected := told.get("predicted_cached_tokens")) is not None:
-        said += f" The router had expected {format_count(expected)} in that cache."
+    text = f"Of {format_count(prompt)} prompt tokens {parts}, and {format_count(computed)} were computed."
+    if (expected := explanation.get("predicted_cached_tokens")) is not None:
+        text += f" The router had expected {format_count(expected)} in that cache."
     squares, size = draw_blocks(tokens)
     a_square = f"A square is {format_count(size)} token{'s' if size > 1 else ''}."
     return (
         f'<section class="card"><h2>Where its prompt came from</h2>{squares}'
-        f'<p>{said}</p><p class="note">{a_square}</p></section>'
+        f'<p>{text}</p><p class="note">{a_square}</p></section>'
     )
 
 
-def _draw_times(told: Mapping[str, Any]) -> str:
-    """Render the legs of all attempts on one time scale; without legs, the request's own times."""
-    total = float(told.get("total_ms") or 0.0)
+def _draw_times(explanation: Mapping[str, Any]) -> str:
+    """Return the HTML of the legs of all attempts on one time scale; without legs, the times of the request."""
+    total = float(explanation.get("total_ms") or 0.0)
     if total <= 0:
         return ""
     legs: list[tuple[str, float, float | None, float | None]] = []
-    for attempt in told.get("attempts", ()):
+    for attempt in explanation.get("attempts", ()):
         for leg in attempt.get("legs") or ():
             if leg.get("sent_ms") is not None:
                 name = " ".join(filter(None, (str(leg.get("role", "")), str(leg.get("instance", "")))))
                 legs.append((name, float(leg["sent_ms"]), leg.get("first_byte_ms"), leg.get("ended_ms")))
-    note = "Dark: until the first byte came. Light: from there to the last."
+    note = "Strong colour: until the first byte. Weak colour: from the first byte to the last."
     if not legs:
-        note += " This router does not tell the times of single attempts."
-    legs.insert(0, ("whole request", 0.0, told.get("first_byte_ms") or None, total))
+        note += " This router does not report the times of single attempts."
+    legs.insert(0, ("whole request", 0.0, explanation.get("first_byte_ms") or None, total))
     end = max([total, *(leg[3] or 0.0 for leg in legs)])
     rows = "".join(_draw_leg(name, sent, first, ended, end) for name, sent, first, ended in legs)
     scale = "".join(f"<span>{format_seconds(end * step / 4e3) if step else '0'}</span>" for step in range(5))
@@ -196,15 +221,16 @@ def _draw_leg(name: str, sent: float, first: float | None, ended: float | None, 
     )
 
 
-def _draw_attempts(told: Mapping[str, Any]) -> str:
-    attempts: Sequence[Mapping[str, Any]] = told.get("attempts", ())
-    parts = [_draw_attempt(number, attempt) for number, attempt in enumerate(attempts, start=1)]
-    said = "".join(parts) or '<p class="empty">It was sent to no instance.</p>'
-    return f'<section class="card"><h2>Attempts, with reasons</h2>{said}</section>'
+def _draw_attempts(explanation: Mapping[str, Any]) -> str:
+    attempts: Sequence[Mapping[str, Any]] = explanation.get("attempts", ())
+    prompt = explanation.get("prompt_tokens")
+    parts = [_draw_attempt(number, attempt, prompt) for number, attempt in enumerate(attempts, start=1)]
+    text = "".join(parts) or '<p class="empty">It was sent to no instance.</p>'
+    return f'<section class="card"><h2>Attempts, with reasons</h2>{text}</section>'
 
 
-def _draw_attempt(number: int, attempt: Mapping[str, Any]) -> str:
-    decisions = "".join(_draw_decision(each) for each in attempt.get("decisions", ()))
+def _draw_attempt(number: int, attempt: Mapping[str, Any], prompt_tokens: int | None) -> str:
+    decisions = "".join(_draw_decision(each, prompt_tokens) for each in attempt.get("decisions", ()))
     begun, ended = attempt.get("began_ms"), attempt.get("ended_ms")
     times = ""
     if begun is not None and ended is not None:
@@ -214,16 +240,24 @@ def _draw_attempt(number: int, attempt: Mapping[str, Any]) -> str:
     return f'<div class="attempt"><h3>{number}. {outcome}{times}</h3>{decisions}</div>'
 
 
-def _draw_decision(decision: Mapping[str, Any]) -> str:
-    told = dict(decision.get("reasons") or {})
+def _draw_decision(decision: Mapping[str, Any], prompt_tokens: int | None) -> str:
+    shown = {str(name).replace("_", " "): value for name, value in (decision.get("reasons") or {}).items()}
     if (expected := decision.get("predicted_cached_tokens")) is not None:
-        told["cached tokens expected"] = expected
-    reasons = "".join(
-        f"<li>{escape(str(name).replace('_', ' '))} <b>{escape(_format_reason(value))}</b></li>"
-        for name, value in told.items()
-    )
+        shown["cached tokens expected"] = expected
+    # The policy's number is an estimate, which may be larger than the engine's count.
+    for name in shown.keys() & ESTIMATES if prompt_tokens is not None else ():
+        shown[name] = min(shown[name], prompt_tokens)
+    reasons = "".join(_draw_reason(name, value) for name, value in shown.items())
     name = escape(str(decision.get("instance", "")))
     return f'<div><span class="name-line">{name}</span><ul class="reasons">{reasons}</ul></div>'
+
+
+def _draw_reason(name: str, value: Any) -> str:
+    """Return the HTML of a reason. Its meaning is shown under the mouse, and when it has the focus or is touched."""
+    words = f"{escape(name)} <b>{escape(_format_reason(value))}</b>"
+    if (text := REASON_TEXTS.get(name)) is None:
+        return f"<li>{words}</li>"
+    return f'<li tabindex="0">{words}<span class="meaning" role="tooltip">{escape(text)}</span></li>'
 
 
 def _draw_age(unix: float) -> str:

@@ -25,8 +25,8 @@ def look(url: str, pools: list[str] | None = None, token: str = "") -> Moment:
     async def look_once() -> Moment:
         collector = Collector(RouterClient(url, token), Scraper(verify=False), pools or [], 1.0)
         try:
-            looking: Awaitable[Moment] = collector.look()
-            return await looking
+            polling: Awaitable[Moment] = collector.poll()
+            return await polling
         finally:
             await collector.close()
 
@@ -56,10 +56,10 @@ def test_who_does_not_answer_is_told_in_a_sentence(make_router: MakeRouter, stan
     router, nobody = make_router(first, second), free_port()
     seen = look(router.url, [f"127.0.0.1:{nobody}", router.url.partition("//")[2]])
     assert "answers with status 404" in seen.instances[first.key].trouble
-    assert "is no page of figures" in seen.instances[second.key].trouble
+    assert "is not in Prometheus's format" in seen.instances[second.key].trouble
     assert list(seen.instances) == sorted([first.key, second.key])
     assert seen.masters[0].trouble.startswith(f"http://127.0.0.1:{nobody}/health does not answer: ")
-    assert "/health is no JSON object" in seen.masters[1].trouble
+    assert "/health is not a JSON object" in seen.masters[1].trouble
 
 
 def test_a_router_that_is_gone_leaves_a_look_with_a_sentence() -> None:
@@ -71,7 +71,7 @@ def test_a_router_that_is_gone_leaves_a_look_with_a_sentence() -> None:
 
 def test_what_is_no_router_is_told(stand_in: MakeStandIn) -> None:
     instance = stand_in(behave=answers(200, b"figure 1\n"))
-    assert look(instance.url).trouble.startswith(f"{instance.url} is not a router of ours: ")
+    assert look(instance.url).trouble.startswith(f"{instance.url} is not a KV router: ")
 
 
 def test_without_the_admin_token_loads_are_known(
@@ -83,7 +83,7 @@ def test_without_the_admin_token_loads_are_known(
     headers = {"authorization": "Bearer secret"}
     router.client.post("/register", json=instance.registration(), headers=headers).raise_for_status()
     seen = look(router.url)
-    assert "wants its admin token for /registered" in seen.listing_trouble
+    assert "requires its admin token for /registered" in seen.listing_trouble
     (report,) = seen.instances.values()
     assert (report.listed.key, report.listed.state) == (instance.key, "")
     assert report.figures is not None

@@ -109,11 +109,15 @@ kvstore_blocks_total{operation="exists",status="ok"} 5
 kvstore_blocks_total{operation="get",status="ok"} 4
 kvstore_bytes_total{operation="get"} 100
 kvstore_rejected_blocks_total{reason="checksum"} 1
+fastdeploy:time_to_first_token_seconds_bucket{le="+Inf"} 4
+fastdeploy:time_to_first_token_seconds_count 4
+fastdeploy:time_to_first_token_seconds_sum 0.5
 """
     figures = read_instance_figures(parse_samples(page), MIXED)
     assert (figures.pool_open, figures.pool_paused, figures.rejected) == (True, True, 1)
     assert (figures.looked_up, figures.moved_bytes) == ({"ok": 5}, {"get": 100})
     assert (figures.running, figures.memory_used) == (None, None)
+    assert (figures.first_tokens, figures.first_token_seconds) == (4, 0.5)
 
 
 def test_a_masters_figures_need_no_endings_of_prometheus() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from router.console.dashboard.history import History, Moment, Span
+from router.console.dashboard.figures import InstanceFigures, Listed
+from router.console.dashboard.history import History, InstanceReport, Moment, Span
 
 SPAN = Span("20 s", 20, 4)
 
@@ -35,6 +36,18 @@ def test_an_instance_that_comes_later_or_is_missed_once_is_told_from_the_others(
     assert grown(look(1010, a=10), look(1012, b=100), look(1020, a=13, b=101)) == [0, 0, 0, 4]
 
 
+def test_an_instance_that_comes_and_counts_between_other_looks_is_counted() -> None:
+    history = History()
+    figures = InstanceFigures(None, None, None, None, None, None, False, {}, {}, 0.0)
+    counts = {1016.0: None, 1017.0: 0.0, 1018.0: 0.0, 1019.0: 2.0, 1020.0: 3.0}
+    for time, count in counts.items():
+        reports = {} if count is None else {"a": InstanceReport(Listed("a", "mixed", ""), figures)}
+        history.add(Moment(time, instances=reports))
+    assert history.count_span(SPAN, lambda each: {key: {"n": counts[each.time] or 0.0} for key in each.instances}) == {
+        "n": 3
+    }
+
+
 def test_a_counter_that_begins_anew_counts_from_nothing() -> None:
     assert grown(look(1018, a=50), look(1020, a=3)) == [0, 0, 0, 3]
 
@@ -49,6 +62,14 @@ def test_an_hour_is_kept_and_no_more() -> None:
         history.add(Moment(time))
     assert [each.time for each in history.list_moments(100)] == list(range(9, 20))
     assert [each.time for each in history.list_moments(2)] == [17, 18, 19]
+
+
+def test_pieces_before_the_first_look_are_unknown() -> None:
+    history = History()
+    assert history.count_unknown_pieces(SPAN) == 4
+    for time, unknown in ((1012, 3), (1016, 2), (1031, 0)):
+        history.add(Moment(time))
+        assert history.count_unknown_pieces(SPAN) == unknown
 
 
 def test_an_empty_history_has_nothing() -> None:

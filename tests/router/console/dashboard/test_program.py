@@ -14,9 +14,9 @@ from router.console.dashboard import main
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--port", "x"], "argument --port: 'x' is no port, 0 to 65535"),
+        (["--port", "x"], "argument --port: 'x' is not a port, a number from 0 to 65535"),
         (["--pool", "15003"], "argument --pool: '15003' is not host:port, such as 127.0.0.1:15003"),
-        (["--interval", "0"], "argument --interval: '0' is no number of seconds from 0.1 to 60"),
+        (["--interval", "0"], "argument --interval: '0' is not a number of seconds from 0.1 to 60"),
         (["--rooter", "a:1"], "--rooter is not a flag of this program; did you mean --router?"),
     ],
     ids=["port", "pool", "interval", "flag"],

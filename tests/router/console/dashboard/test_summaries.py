@@ -9,7 +9,13 @@ import pytest
 
 from router.console.dashboard.figures import InstanceFigures, Listed
 from router.console.dashboard.history import InstanceReport, Moment
-from router.console.dashboard.summaries import count_origins, estimate_quantile, share_origins, sum_answers
+from router.console.dashboard.summaries import (
+    count_origins,
+    estimate_quantile,
+    pick_requests,
+    share_origins,
+    sum_answers,
+)
 
 INFINITE = float("inf")
 
@@ -42,7 +48,7 @@ def test_a_pairs_prompt_counts_once_in_the_whole_fleet() -> None:
     look = Moment(1, instances={"p": prefill, "d": decode, "silent": report("silent", "mixed", None)})
     assert count_origins(look) == {
         "p": {"own_cache": 10, "pool": 20, "handed_over": 0, "computed": 30},
-        "d": {"pool": 0, "handed_over": 50, "computed": 5},
+        "d": {"handed_over": 50},
     }
     assert partial(count_origins, instance="d")(look)["d"]["own_cache"] == 5
 
@@ -57,3 +63,17 @@ def test_shares_add_up_to_one_with_or_without_what_was_handed_over() -> None:
 def test_answers_are_told_by_who_ended_them() -> None:
     answers = {"200": 5.0, "429": 2.0, "499": 1.0, "502": 1.0, "504": 1.0}
     assert sum_answers(answers) == {"answered": 5, "refused": 2, "left": 1, "failed": 2}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "picked"),
+    [("", "abcd"), ("slow", "bacd"), ("failed", "bd"), ("missed", "a")],
+)
+def test_the_last_requests_are_picked_by_what_became_of_them(chosen: str, picked: str) -> None:
+    requests = [
+        {"request_id": "a", "status": 200, "first_byte_ms": 2.0, "prompt_tokens": 10, "cached_tokens": 4},
+        {"request_id": "b", "status": 200, "first_byte_ms": 3.0, "error": "instance_lost"},
+        {"request_id": "c", "status": 499, "first_byte_ms": 0.0, "prompt_tokens": None, "cached_tokens": None},
+        {"request_id": "d", "status": 429, "first_byte_ms": 0.0, "prompt_tokens": 10, "cached_tokens": 5},
+    ]
+    assert "".join(each["request_id"] for each in pick_requests(requests, chosen)) == picked

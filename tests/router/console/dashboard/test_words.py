@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcommon.formats import format_bytes
-from router.console.dashboard.words import format_count, format_rate, format_seconds, format_share
+from router.console.dashboard.words import REASON_TEXTS, format_count, format_rate, format_seconds, format_share
+from router.policies import POLICIES, InstanceLoad, RequestFeatures
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,16 @@ from router.console.dashboard.words import format_count, format_rate, format_sec
 )
 def test_a_figure_reads_with_its_unit(said: str, expected: str) -> None:
     assert said == expected
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_reason_of_a_policy_has_a_meaning(name: str) -> None:
+    policy, candidates = POLICIES[name](), [InstanceLoad("a"), InstanceLoad("b", requests=1000, tokens=1000)]
+    for request in (
+        RequestFeatures(100),
+        RequestFeatures(100, lambda: (1, 2), tokens_per_chunk=50),
+        RequestFeatures(100, key="k"),
+    ):
+        for loads in (candidates, candidates[:1]):
+            reasons = policy.choose_instance(request, loads).reasons
+            assert {each.replace("_", " ") for each in reasons} <= REASON_TEXTS.keys()

@@ -113,7 +113,7 @@ def test_a_pod_without_a_role_is_told_of_once(
     instance = stand_in()
     api.put(pod_of(instance, labels={"kvrouter/engine": "vllm"}))
     router = discovering(splitwise=True)
-    says = "pod ns/a is not registered: it has no role: label it kvrouter/role=prefill or kvrouter/role=decode"
+    says = "pod ns/a is not registered: it has no role; label it kvrouter/role=prefill or kvrouter/role=decode"
     wait_until(lambda: says in caplog.messages, "the sentence")
     api.put(pod_of(instance, labels={"kvrouter/engine": "vllm", "kvrouter/role": "decode"}))
     wait_for(router, {"ns/a": "healthy"})

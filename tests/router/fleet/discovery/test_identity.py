@@ -45,14 +45,14 @@ def test_one_that_wants_a_key_does_not_tell(stand_in: Callable[..., StandIn]) ->
 
     instance = stand_in(behave=refuse)
     instance.models_status = 401
-    with pytest.raises(RegistrationError, match="say so with the label kvrouter/engine"):
+    with pytest.raises(RegistrationError, match="set the label kvrouter/engine"):
         ask(instance)
 
 
 def test_one_that_does_not_answer_does_not_tell(stand_in: Callable[..., StandIn]) -> None:
     instance = stand_in()
     instance.stop()
-    with pytest.raises(RegistrationError, match="it does not tell what it is: cannot connect"):
+    with pytest.raises(RegistrationError, match="its server does not report its engine: cannot connect"):
         ask(instance)
 
 

@@ -149,11 +149,11 @@ def test_pods_that_went_while_nobody_watched_are_gone(watching: Watching, caplog
     watching.api.delete("a")
     watching.api.forget_history()
     time.sleep(0.3)  # several tries
-    said = [line for line in caplog.messages if "pods that are known are kept; trying again" in line]
+    said = [line for line in caplog.messages if "known pods stay registered; trying again" in line]
     assert len(said) == 1
     watching.api.start()
     watching.wait_for("b")
-    wait_until(lambda: "answers again" in caplog.text, "the good news")
+    wait_until(lambda: "responds again" in caplog.text, "the good news")
 
 
 def test_a_list_comes_in_pages(plain: Callable[..., Watching]) -> None:

@@ -67,7 +67,7 @@ def test_the_port_is_the_settings_or_the_one_called_http_or_the_only_one() -> No
     del ports[0]
     assert read_pod(document, 0).fields["port"] == 9100
     ports.append({"containerPort": 9200})
-    assert "it names no port: call one 'http'" in read_pod(document, 0).trouble
+    assert "it has no known port: name a port 'http'" in read_pod(document, 0).trouble
 
 
 def test_an_annotation_that_is_no_object_is_told() -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from router.http import BadBody, ClientRequest, Headers
 from router.serving.reading.parsed_request import RequestHead, read_head
+from router.serving.reading.sessions import Session, SessionHeaders
 
+SESSIONS = SessionHeaders()
 HEADERS = [(b"host", b"h"), (b"x-session-id", b"s"), (b"authorization", b"Bearer k")]
 
 
@@ -27,10 +29,10 @@ def connection() -> Any:
 
 
 def test_an_equal_head_is_not_read_again(connection: Any) -> None:
-    first = read_head(make_request(connection, HEADERS))
-    assert first.session == "s"
+    first = read_head(make_request(connection, HEADERS), SESSIONS)
+    assert first.session == Session("s", "")
     assert first.forwarded.start == b"POST /v1/completions HTTP/1.1\r\nx-session-id: s\r\nauthorization: Bearer k\r\n"
-    assert read_head(make_request(connection, list(HEADERS))) is first
+    assert read_head(make_request(connection, list(HEADERS)), SESSIONS) is first
 
 
 @pytest.mark.parametrize(
@@ -43,9 +45,9 @@ def test_an_equal_head_is_not_read_again(connection: Any) -> None:
     ],
 )
 def test_another_head_is_read(connection: Any, other: dict[str, Any]) -> None:
-    read_head(make_request(connection, HEADERS))
+    read_head(make_request(connection, HEADERS), SESSIONS)
     request = make_request(connection, **other)
-    head, alone = read_head(request), RequestHead(request)
+    head, alone = read_head(request, SESSIONS), RequestHead(request, SESSIONS)
     for name in ("forwarded", "sent_id", "session", "trace_id"):
         assert getattr(head, name) == getattr(alone, name)
 
@@ -53,4 +55,4 @@ def test_another_head_is_read(connection: Any, other: dict[str, Any]) -> None:
 def test_a_wrong_head_is_found_wrong_each_time(connection: Any) -> None:
     for _ in range(2):
         with pytest.raises(BadBody):
-            read_head(make_request(connection, [(b"x-request-id", b"\x00")]))
+            read_head(make_request(connection, [(b"x-request-id", b"\x00")]), SESSIONS)

@@ -200,6 +200,34 @@ def test_a_stream_preempted_too_often_ends_with_one_clear_error(make_router: Mak
     assert (errors, events[-2:], len(preempting.legs)) == (["preempted"], ["data: [DONE]", ""], 3)
 
 
+@pytest.mark.parametrize(("detokenizes", "ends"), [(True, ["preempted"]), (False, [])])
+def test_a_client_that_reads_ids_gets_no_broken_character_after_a_preemption(
+    make_router: MakeRouter, stand_in: MakeStandIn, detokenizes: bool, ends: list[str]
+) -> None:
+    """It has the id of the character's first half, which nobody generates again. Without /detokenize nobody knows."""
+    preempting = Preempting([5])
+    preempting.detokenizes = detokenizes
+
+    async def merge_tokens(request: Received, respond: Responder) -> None:
+        if request.target == "/detokenize" or preempting.legs:
+            await preempting(request, respond)
+            return
+        preempting.legs.append(request.json)
+        delta = {"content": "Hello world ", "completion_token_ids": [100, 101, 102, 103, 104]}
+        await respond.start_stream()
+        for choice in ({"delta": delta}, {"delta": {}, "finish_reason": "pd_reschedule"}):
+            await respond.event(json.dumps({"id": "1", "choices": [{"index": 0, **choice}]}))
+        await respond.end_stream()
+
+    router = make_router(stand_in("prefill"), stand_in("decode", merge_tokens), splitwise=True)
+    with router.stream(max_tokens=LIMIT, return_token_ids=True) as response:
+        events = response.read().decode().split("\n\n")
+    errors = [json.loads(event.removeprefix("data: "))["error"] for event in events if '"error"' in event]
+    assert [error["code"] for error in errors] == ends
+    assert len(preempting.legs) == 2 - len(ends)
+    assert all("its client has the id of a token" in error["message"] for error in errors)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_with_exclude_decode_another_instance_goes_on(
     make_router: MakeRouter, stand_in: MakeStandIn, stream: bool

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.router.conftest import RouterUnderTest
-from tests.router.scripted_engine import Engine
+from tests.router.scripted_engine import PROMPT_IDS, Engine
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn
 from tests.support.toy_model import LIMITS, PATHS, Asked, answer_text
 from tests.support.waiting import wait_until
@@ -313,7 +313,7 @@ def test_a_stream_that_would_not_go_on_exactly_ends_with_the_reason(
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
     error = error_of(ask(router, CHAT, **more))
     assert error["code"] == "mixed_failed"
-    assert "failed in the middle of its answer" in error["message"]
+    assert "failed in the middle of its response" in error["message"]
     assert why in error["message"].partition("the stream was not resumed: ")[2]
     assert "token_ids" not in breaking.legs[0]
 
@@ -324,7 +324,7 @@ def test_an_engine_that_tells_no_ids_is_not_asked_for_them(
 ) -> None:
     breaking = Breaking(engine, [3])
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
-    assert f"engines of kind {engine} tell no ids" in error_of(ask(router, path))["message"]
+    assert f"the engine {engine} reports no token ids" in error_of(ask(router, path))["message"]
     assert "return_token_ids" not in breaking.legs[0]
 
 
@@ -359,18 +359,21 @@ def test_another_prompt_than_the_streams_own_is_found_out(make_router: MakeRoute
     for instance in instances:
         instance.behave = ignoring(instance.behave)
     message = error_of(ask(make_router(*instances), CHAT))["message"]
-    assert "made another prompt of it" in message
-    assert "its client has seen more of it than its tokens' ids tell" in message
+    assert "tokenized the prompt differently" in message
+    assert "its client has more text than the known token ids" in message
     assert len(breaking.legs) == 2
 
 
 class Merging:
     """Instances that merge the tokens of an event, and detokenize: the first leg breaks off within a character."""
 
-    def __init__(self, engine: Engine, first: list[int], *, name: str | None = "prompt") -> None:
+    def __init__(
+        self, engine: Engine, first: list[int], *, name: str | None = "prompt", finish: str | None = None
+    ) -> None:
         self.engine = engine
         self.first = first
         self.name = name  # of the text in an answer of /detokenize; None: there is none
+        self.finish = finish  # of the first leg, whose end alone is missing then
         self.legs: list[dict[str, Any]] = []
 
     async def __call__(self, request: Received, respond: Responder) -> None:
@@ -381,9 +384,11 @@ class Merging:
         self.legs.append(request.json)
         await respond.start_stream()
         if len(self.legs) == 1:
-            text = self.engine.text(self.first).rstrip("\N{REPLACEMENT CHARACTER}")
-            delta = {"content": text, "completion_token_ids": self.first}
-            await respond.event(json.dumps({"id": "1", "choices": [{"index": 0, "delta": delta}]}))
+            text = self.engine.text(self.first)
+            text = text if self.finish else text.rstrip("\N{REPLACEMENT CHARACTER}")
+            delta = {"content": text, "completion_token_ids": self.first, "prompt_token_ids": PROMPT_IDS}
+            choice = {"index": 0, "delta": delta, "finish_reason": self.finish}
+            await respond.event(json.dumps({"id": "1", "choices": [choice]}))
             respond.cut()
             return
         for event in self.engine.stream(request.json, 1, None, "error"):
@@ -411,11 +416,32 @@ def test_a_character_split_behind_an_event_of_several_tokens_is_whole_in_a_resum
     assert events[-1]["usage"]["completion_tokens"] == len(SMILE)
 
 
+@pytest.mark.parametrize(("finish", "num_legs"), [("length", 1), (None, 2)])
+def test_an_answer_that_ends_within_a_character_has_all_its_tokens_though_its_connection_breaks_off(
+    make_router: MakeRouter, stand_in: MakeStandIn, finish: str | None, num_legs: int
+) -> None:
+    """An engine that tells the end shows half a character; before, the text of its token may be missing."""
+    merging = Merging(Engine(SMILE), [100, 101, 102], finish=finish)
+    router = make_router(*(stand_in("mixed", merging) for _ in range(2)))
+    events = ask(router, CHAT, max_tokens=3).split("\n\n")
+    chunks = [json.loads(each[6:]) for each in events if each.startswith("data: {")]
+    choices = [choice for each in chunks for choice in each["choices"]]
+    assert "".join(c["delta"].get("content") or "" for c in choices) == "Hello w\N{REPLACEMENT CHARACTER}"
+    assert [c["finish_reason"] for c in choices if c.get("finish_reason")] == ["length"]
+    assert {each["id"] for each in chunks} == {"1"}
+    assert [each["usage"]["completion_tokens"] for each in chunks if each.get("usage")] == [3]
+    assert len(merging.legs) == num_legs
+
+
 @pytest.mark.parametrize(
     ("name", "asked", "why"),
     [
-        (None, {}, "does not tell whether they end with a character"),
-        ("prompt", {"return_token_ids": True}, "its client has the id of a token that ends within a character"),
+        (None, {}, "does not report whether they end with a complete character"),
+        (
+            "prompt",
+            {"return_token_ids": True},
+            "its client has the id of a token that ends with an incomplete character",
+        ),
     ],
 )
 def test_a_stream_whose_last_character_may_be_half_does_not_go_on_by_guess(

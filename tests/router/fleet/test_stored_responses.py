@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from router.fleet import KeptResponses
-from router.fleet.kept_responses import MAX_RESPONSES
+from router.fleet import StoredResponses
+from router.fleet.stored_responses import MAX_RESPONSES
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn
 from tests.support.waiting import wait_until
@@ -46,8 +46,8 @@ def test_what_goes_on_from_an_answer_goes_where_it_is_kept(
     last = router.workers[-1]
     keepers = {"resp_a": first, "resp_b": second}
     for response_id, keeper in keepers.items():
-        kept = last.app.proxy._services.kept_responses
-        wait_until(lambda kept=kept, name=response_id: kept.find_keeper(name), "the other worker's word")  # type: ignore[misc]
+        kept = last.app.proxy._services.stored_responses
+        wait_until(lambda kept=kept, name=response_id: kept.find_instance(name), "the other worker's word")  # type: ignore[misc]
         before = len(keeper.received)
         asked = {"input": "go on", "previous_response_id": response_id}
         for _ in range(3):
@@ -69,10 +69,10 @@ def test_in_a_pair_decode_goes_on_from_what_it_keeps_alone(make_router: MakeRout
 def test_an_answer_whose_keeper_is_gone_is_not_found(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     first = stand_in(behave=keeps("resp_a"))
     router = make_router(first, stand_in(behave=keeps("resp_b")))
-    router.app.proxy._services.kept_responses.add_keeper("resp_c", "127.0.0.1:1")
+    router.app.proxy._services.stored_responses.add_response("resp_c", "127.0.0.1:1")
     response = router.client.post("/v1/responses", json={"input": "go on", "previous_response_id": "resp_c"})
     assert response.status_code == 404
-    assert response.json()["error"]["message"] == "127.0.0.1:1 keeps the response, and is gone"
+    assert response.json()["error"]["message"] == "127.0.0.1:1 stores the response, but is gone"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -85,8 +85,8 @@ def test_with_keys_an_answer_is_its_clients_own(
     alice, bob = ({"authorization": f"Bearer {key}"} for key in ("sk-1", "sk-2"))
     assert router.client.post("/v1/responses", json={"input": "hi"}, headers=alice).status_code == 200
     last = router.workers[-1]
-    kept = last.app.proxy._services.kept_responses
-    wait_until(lambda: kept.find_keeper("resp_a"), "the other worker's word")
+    kept = last.app.proxy._services.stored_responses
+    wait_until(lambda: kept.find_instance("resp_a"), "the other worker's word")
     go_on = {"input": "go on", "previous_response_id": "resp_a"}
     asks: list[tuple[str, str, object]] = [
         ("POST", "/v1/responses", go_on),
@@ -100,15 +100,15 @@ def test_with_keys_an_answer_is_its_clients_own(
         refused = last.client.request(method, path, json=body, headers=bob)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "response_not_found"), path
     unknown = last.client.get("/v1/responses/resp_b", headers=alice)
-    assert unknown.json()["error"]["message"] == "this router knows of no response 'resp_b' of this client"
+    assert unknown.json()["error"]["message"] == "this client has no response 'resp_b' at this router"
     assert len(instance.received) == before
     for method, path, body in asks:
         assert last.client.request(method, path, json=body, headers=alice).status_code == 200, path
 
 
 def test_only_the_last_answers_are_known() -> None:
-    kept = KeptResponses(lambda _id, _instance, _owner: None)
+    kept = StoredResponses(lambda _id, _instance, _owner: None)
     for number in range(MAX_RESPONSES + 1):
-        kept.add_keeper(f"resp_{number}", "a:1")
-    assert kept.find_keeper("resp_0") is None
-    assert kept.find_keeper(f"resp_{MAX_RESPONSES}") == "a:1"
+        kept.add_response(f"resp_{number}", "a:1")
+    assert kept.find_instance("resp_0") is None
+    assert kept.find_instance(f"resp_{MAX_RESPONSES}") == "a:1"

@@ -1,4 +1,4 @@
-"""The page's appearance: colours, which have the same meaning everywhere, and its style sheet, ``style.css``."""
+"""Appearance of the page: its colours, each of which has one meaning everywhere, and its style sheet ``style.css``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ COLOURS = {
     "warn": "var(--warn)",
     "accent": "var(--accent)",
 }
-"""Colours in CSS notation. Origins use Okabe and Ito's colours, which people of any colour vision can distinguish."""
+"""The colours in CSS notation. Origins have Okabe and Ito's colours, which colour-blind people can distinguish, too."""
 
 LINE_COLOURS = ("var(--line-1)", "var(--line-2)", "var(--line-3)")
-"""Colours of the lines in one chart, beginning with the faintest."""
+"""Colours of the lines in one chart, from the faintest to the strongest."""
 
 ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 20 20">'

@@ -1,0 +1,500 @@
+"""KvEventReader: reads the KV events of instances, so that the router knows which blocks each instance has cached.
+
+The registration of an instance that publishes KV events has a field ``kv_events``, with ``endpoint`` and usually
+``replay_endpoint``. There are three levels of knowledge about the cache of an instance:
+
+- exact: the router has applied all events since the start of the instance's process.
+- degraded: events are missing. The connection broke, or the router has missed the first events and cannot get them.
+- learned: the instance publishes no events. The router estimates its cache from its responses.
+
+A publisher is a source of KV events that gets no requests from this router. Another scheduler has registered it, and
+asks this router which blocks it has cached (``block_index.py``).
+
+The format of the events and of the replay is that of vLLM 0.32 (``vllm/distributed/kv_events.py``). An instance sends
+events in numbered batches. After a lost connection, the router asks for a replay that begins with the last batch that
+it has applied. If the instance sends a different batch with this number, its process is a different one. The numbers
+alone do not show this, because a new process may have sent as many batches as the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from array import array
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvcommon.kv_events import (
+    END_OF_REPLAY,
+    AllBlocksCleared,
+    Batch,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    decode_batch,
+    decode_message,
+    encode_sequence,
+)
+from kvcommon.waiting import wait_for_event
+from router.policies import CachedBlocks, PlacedPrompt, Policy, PrefixPolicy, pack_tokens, seed_of
+
+if TYPE_CHECKING:
+    import zmq.asyncio
+
+    from router.fleet.registration import Role
+    from router.fleet.registry import Registry
+
+__all__ = ["KvEventReader", "Publisher"]
+
+_log = logging.getLogger("router.fleet.kv_events")
+
+# Number of batches that are applied before other work runs. A batch takes about 20 microseconds.
+_BATCHES_AT_ONCE = 20
+_REPLAY_SECONDS = 2.0
+# A replay is requested again if batches are missing in it, but not more often than this.
+_MAX_REPLAYS = 50
+_VERIFY_MILLISECONDS = 1000
+_RECHECK_MILLISECONDS = 5000
+_SETTLE_SECONDS = 0.1
+_OWN_MEDIA = (None, "GPU", "gpu")
+# Maximum size of a batch. A batch with a million tokens has 6 MB.
+_MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+# The first and the longest pause before the router connects to a publisher again. They are long, because the address of
+# a publisher may be wrong.
+_RETRY_MILLISECONDS, _MAX_RETRY_MILLISECONDS = 1000, 5000
+# Maximum number of blocks of all publishers together; they need 2 GB.
+MAX_PUBLISHED_BLOCKS = 4_000_000
+
+
+class _Followed(Protocol):
+    """An instance or a publisher whose events are read."""
+
+    cache_known: str | None
+    """How its cache is known: ``exact`` or ``degraded``; None if its events are not read."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def kv_events(self) -> Mapping[str, str]: ...
+
+
+@dataclass(slots=True)
+class Publisher:
+    """A source of KV events that was registered only for the index. The router sends it no requests."""
+
+    instance_id: str
+    tenant: str
+    rank: int
+    """Data-parallel rank. Each rank publishes the events of its own cache."""
+    model: str
+    block_size: int
+    lora_name: str
+    """LoRA adapter of the blocks whose events name none."""
+    salt: str
+    """Only queries with this salt may find the publisher's blocks."""
+    kv_events: Mapping[str, str]
+    cache_known: str | None = field(default=None, compare=False)
+
+    @property
+    def key(self) -> str:
+        """Name of the publisher, as in Mooncake's conductor. It is never equal to the key of an instance."""
+        return f"{self.instance_id}|{self.tenant}|{self.rank}"
+
+
+class KvEventReader:
+    """Reads the KV events of all instances and publishers that publish them, and updates the policies."""
+
+    def __init__(self, registry: Registry, policies: Mapping[Role, Policy], publish: Callable[[Any], None]) -> None:
+        """
+        Args:
+            registry: the instances.
+            policies: the policy of each role. Only those that have a prefix index are updated.
+            publish: sends an association of a prompt with its blocks to the other processes, which pass it to
+                ``on_associated``.
+
+        Raises:
+            ImportError: pyzmq is not installed.
+        """
+        import zmq.asyncio
+
+        self._zmq = zmq
+        # Publishers have a ZeroMQ thread of their own, because resolving a publisher's host name may block this thread.
+        self._context, self._publishers_context = zmq.asyncio.Context(), zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, 65_535)  # three for each instance; the default is 1,023
+        self.publishers: dict[str, Publisher] = {}
+        """The publishers by key. ``update_publishers`` changes this dictionary."""
+        self._publishers_policy = PrefixPolicy()
+        self._registry = registry
+        self._policies = {role: each for role, each in policies.items() if isinstance(each, PrefixPolicy)}
+        self._publish = publish
+        self._feeds: dict[str, _Feed] = {}
+        self._arrived = asyncio.Event()
+        registry.events.arrivals.subscribe(lambda _: self._arrived.set())
+
+    async def keep_reading(self) -> None:
+        """Read the events of all instances and publishers, until this task is cancelled."""
+        tasks: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                self._arrived.clear()
+                self._limit_publishers()
+                wanted = self._list_followed()
+                for key, feed in list(self._feeds.items()):
+                    if not feed.is_of(*wanted.get(key, (None, None))) and (task := tasks.pop(key, None)) is not None:
+                        task.cancel()
+                for key, (followed, policy) in wanted.items():
+                    if key not in tasks or tasks[key].done():
+                        tasks[key] = asyncio.ensure_future(self._follow(followed, policy))
+                self._settle()
+                busy = any(not feed.cache.is_settled for feed in self._feeds.values())
+                await wait_for_event(self._arrived, _SETTLE_SECONDS if busy else 1.0)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            self._context.destroy(linger=0)
+            self._publishers_context.destroy(linger=0)
+
+    def find_cache(self, key: str) -> CachedBlocks | None:
+        """Return the cached blocks of an instance or a publisher; None if its events are not read."""
+        feed = self._feeds.get(key)
+        return None if feed is None else feed.cache
+
+    def update_publishers(self, added: Iterable[Publisher], removed: Iterable[str] = ()) -> None:
+        """Begin to read the events of the publishers ``added``, and stop reading those of the keys ``removed``."""
+        for key in removed:
+            self.publishers.pop(key, None)
+        self.publishers.update({each.key: each for each in added})
+        self._arrived.set()
+
+    def on_associated(self, content: Any) -> None:
+        """Store an association of a prompt with its blocks that another process has sent."""
+        key, chunks, leaf, *rest = content
+        feed = self._feeds.get(key)
+        if feed is not None:
+            prompt = PlacedPrompt(array("Q", chunks), *rest)
+            feed.cache.note_prompt(prompt._replace(ended_at=time.monotonic()), leaf)  # the clocks of routers differ
+
+    def _list_followed(self) -> dict[str, tuple[_Followed, PrefixPolicy]]:
+        """Return the instances and publishers whose events should be read, by key, each with the policy that uses
+        them.
+        """
+        followed: dict[str, tuple[_Followed, PrefixPolicy]] = {
+            key: (publisher, self._publishers_policy) for key, publisher in self.publishers.items()
+        }
+        for instance in self._registry:
+            policy = self._policies.get(instance.role)
+            if instance.kv_events and policy is not None:
+                followed[instance.key] = instance, policy
+        return followed
+
+    def _limit_publishers(self) -> None:
+        """Remove the publisher with the most blocks if all publishers together have too many blocks."""
+        sizes = {key: len(self._feeds[key].cache) for key in self.publishers if key in self._feeds}
+        if sum(sizes.values()) > MAX_PUBLISHED_BLOCKS:
+            largest = max(sizes, key=lambda key: sizes[key])
+            _log.error(
+                "publisher %s is removed: all publishers have %d blocks, and this router stores at most %d",
+                largest,
+                sum(sizes.values()),
+                MAX_PUBLISHED_BLOCKS,
+            )
+            del self.publishers[largest]
+
+    async def _follow(self, followed: _Followed, policy: PrefixPolicy) -> None:
+        key, feed = followed.key, None
+        context = self._publishers_context if policy is self._publishers_policy else self._context
+        try:
+            feed = self._feeds[key] = _Feed(self._zmq, context, followed, policy)
+            await feed.follow()
+        except Exception:
+            _log.exception("the KV events of %s are not followed any more", key)
+            await asyncio.sleep(1)
+        finally:
+            if feed is not None:
+                if self._feeds.get(key) is feed:
+                    del self._feeds[key]
+                    policy.unwatch_cache(key)
+                    if self._registry.get(key) is None:
+                        policy.forget_instance(key)
+                    followed.cache_known = None
+                feed.close()
+
+    def _settle(self) -> None:
+        """Associate the waiting prompts with their blocks, and send the associations to the other processes."""
+        for key, feed in self._feeds.items():
+            try:
+                settled = feed.settle()
+            except Exception:
+                _log.exception("prompts are not associated with blocks of %s", key)
+                continue
+            for prompt, leaf in settled:
+                self._publish([key, array("Q", prompt.chunks).tobytes(), leaf, *prompt[1:]])
+
+
+class _Feed:
+    """Reads the KV events of one instance or publisher."""
+
+    def __init__(self, zmq: Any, context: zmq.asyncio.Context, followed: _Followed, policy: PrefixPolicy) -> None:
+        self._zmq, self._context, self._followed, self._policy = zmq, context, followed, policy
+        self._key = followed.key
+        self.source: Mapping[str, str] = followed.kv_events
+        self._lora_name = followed.lora_name if isinstance(followed, Publisher) else ""
+        self._is_connected = False
+        self._expected = 0
+        """Number of the batch that is expected next."""
+        self._last = b""
+        """The last batch that was applied."""
+        self._last_ts = 0.0
+        self._lacks_events = False
+        self._is_verified = False
+        """Whether a replay, after a pause, has shown that no batch was lost. Without a replay, a loss is noticed only
+        when a later batch arrives.
+        """
+        self._group: int | None = None
+        self._socket = self._make_socket(zmq.SUB)
+        self._socket.setsockopt(zmq.RCVHWM, 100_000)
+        # Heartbeats detect a host that has failed without closing its connections.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _RECHECK_MILLISECONDS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _RECHECK_MILLISECONDS)
+        self._socket.setsockopt(zmq.SUBSCRIBE, self.source.get("topic", "").encode())
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        try:
+            self._socket.connect(self.source["endpoint"])
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.cache = policy.watch_cache(self._key)
+        followed.cache_known = "degraded"
+
+    def _make_socket(self, kind: int) -> Any:
+        socket = self._context.socket(kind)
+        socket.setsockopt(self._zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        if isinstance(self._followed, Publisher):
+            socket.setsockopt(self._zmq.RECONNECT_IVL, _RETRY_MILLISECONDS)
+            socket.setsockopt(self._zmq.RECONNECT_IVL_MAX, _MAX_RETRY_MILLISECONDS)
+        return socket
+
+    def is_of(self, followed: _Followed | None, policy: PrefixPolicy | None) -> bool:
+        """Return whether this feed reads the events of ``followed`` from its present endpoints, for ``policy``.
+
+        The policy of an instance changes if its role changes.
+        """
+        if followed is None or followed is not self._followed or policy is not self._policy:
+            return False
+        return followed.kv_events == self.source
+
+    def close(self) -> None:
+        """Close the connections of this feed."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def settle(self) -> list[tuple[PlacedPrompt, BlockHash]]:
+        """Associate the waiting prompts with their blocks; see ``CachedBlocks.settle``."""
+        return self._policy.settle_cache(self._key)
+
+    async def follow(self) -> None:
+        """Read and apply the events, until this task is cancelled."""
+        poller = self._zmq.asyncio.Poller()
+        poller.register(self._socket, self._zmq.POLLIN)
+        poller.register(self._monitor, self._zmq.POLLIN)
+        while True:
+            ready = dict(await poller.poll(_RECHECK_MILLISECONDS if self._is_verified else _VERIFY_MILLISECONDS))
+            if self._monitor in ready:
+                self._is_verified = False
+                await self._on_connection(await self._monitor.recv_multipart())
+            elif self._socket in ready:
+                self._is_verified = False
+                await self._read_batches()
+            elif self.source.get("replay_endpoint"):
+                self._is_verified = await self._catch_up()
+            else:
+                self._is_verified = True
+
+    async def _on_connection(self, frames: list[bytes]) -> None:
+        """Handle that the connection to the instance was opened or lost."""
+        self._is_connected = int.from_bytes(frames[0][:2], "little") != self._zmq.EVENT_DISCONNECTED
+        if not self._is_connected:
+            self._set_exact(False)
+            _log.info("the connection for the KV events of %s was lost", self._key)
+        else:
+            await self._catch_up()
+
+    async def _read_batches(self) -> None:
+        """Apply the batches that have arrived; at most ``_BATCHES_AT_ONCE``, so that other work can run."""
+        for _ in range(_BATCHES_AT_ONCE):
+            try:
+                frames = await self._socket.recv_multipart(self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                break
+            try:
+                number, data = decode_message(frames)
+            except ValueError as exc:
+                self._on_damage(exc)
+                continue
+            batch = self._decode(data)
+            is_restarted = number < self._expected and batch.ts > self._last_ts
+            if number > self._expected or is_restarted:
+                self._set_exact(False)
+                await self._catch_up()
+                if not self.source.get("replay_endpoint"):
+                    self._skip_to(number, is_restarted=is_restarted)
+            if number == self._expected:
+                self._apply(number, data, batch)
+                self._set_exact(not self._lacks_events)
+        await asyncio.sleep(0)
+
+    def _skip_to(self, number: int, *, is_restarted: bool) -> None:
+        """Continue with the batch ``number``, because the batches before it are missing and cannot be replayed."""
+        if is_restarted:
+            self._policy.empty_cache(self._key)
+        self._lacks_events, self._expected = number > 0, number
+
+    async def _catch_up(self) -> bool:
+        """Ask the instance for the batches that were missed; for all batches if its process is a different one.
+
+        Returns:
+            False if the instance did not respond. Then its cache is not known exactly, and the caller tries again.
+        """
+        if not self.source.get("replay_endpoint"):
+            self._lacks_events = True  # until a new process of the instance publishes its first batch
+            self._set_exact(False)
+            return True
+        asked_again_at = -1
+        for attempt in range(1, _MAX_REPLAYS + 1):
+            first = max(0, self._expected - 1)
+            is_first, is_cut = True, False
+            try:
+                async with contextlib.aclosing(self._replay(self.source["replay_endpoint"], first)) as replayed:
+                    async for number, data in replayed:
+                        if is_first and number == first < self._expected and data != self._last:
+                            return await self._start_over("another process publishes there")
+                        is_cut = number > self._expected and not is_first and asked_again_at != self._expected
+                        if is_cut and attempt < _MAX_REPLAYS:
+                            break
+                        is_first = False
+                        if number > self._expected:
+                            self._lacks_events, self._expected = True, number
+                        if number == self._expected:
+                            self._apply(number, data, self._decode(data))
+            except (asyncio.TimeoutError, ValueError, self._zmq.ZMQError) as exc:
+                why = exc or f"no response in {_REPLAY_SECONDS:g} s"
+                _log.info("%s does not replay its KV events: %s", self._key, why)
+                self._set_exact(False)
+                return False
+            if not is_cut:
+                break
+            # The instance's socket drops batches of a long replay. If the next replay lacks the same batch, it is lost.
+            asked_again_at = self._expected
+        if is_first and self._expected:
+            return await self._start_over("it has published nothing yet")
+        self._set_exact(not self._lacks_events)
+        return True
+
+    async def _start_over(self, why: str) -> bool:
+        _log.info("the cache of %s is unknown now: %s", self._key, why)
+        self._expected, self._last, self._last_ts, self._lacks_events = 0, b"", 0.0, False
+        self._policy.empty_cache(self._key)
+        return await self._catch_up()
+
+    async def _replay(self, endpoint: str, first: int) -> AsyncGenerator[tuple[int, bytes], None]:
+        """Yield number and data of each batch that the instance still has, from the number ``first`` on.
+
+        Raises:
+            asyncio.TimeoutError: the instance does not respond.
+            ValueError: the response has another format.
+        """
+        socket = self._make_socket(self._zmq.DEALER)
+        socket.setsockopt(self._zmq.RCVHWM, 0)  # no limit, because ZeroMQ would drop the batches beyond it
+        try:
+            socket.connect(endpoint)
+            await socket.send_multipart([b"", encode_sequence(first)])
+            for count in itertools.count(1):
+                if not await socket.poll(int(1000 * _REPLAY_SECONDS)):
+                    raise asyncio.TimeoutError
+                frames = await socket.recv_multipart()
+                number, data = decode_message(frames[1:])
+                if number == END_OF_REPLAY:
+                    return
+                yield number, data
+                if count % _BATCHES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        finally:
+            socket.close(linger=0)
+
+    def _apply(self, number: int, data: bytes, batch: Batch) -> None:
+        self._expected, self._last, self._last_ts = number + 1, data, batch.ts
+        self._lacks_events &= number > 0
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self._policy.empty_cache(self._key)
+                self._lacks_events = False
+            elif event.medium not in _OWN_MEDIA or self._is_of_other_group(event):
+                continue
+            elif isinstance(event, BlockStored):
+                tokens, seed = _name_blocks(event, self._lora_name)
+                self.cache.store_blocks(event.block_hashes, event.parent_block_hash, event.block_size, tokens, seed)
+            else:
+                self.cache.remove_blocks(event.block_hashes)
+
+    def _is_of_other_group(self, event: BlockStored | BlockRemoved) -> bool:
+        """Return whether the event is about another group of layers than the first event.
+
+        The cache of a model with several groups is never known exactly, because a block is a hit only if all groups
+        have it.
+        """
+        if event.group_idx in (None, self._group):
+            return False
+        if self._group is None:
+            self._group = event.group_idx
+            return False
+        self._lacks_events = True
+        self._set_exact(False)
+        return True
+
+    def _decode(self, data: bytes) -> Batch:
+        """Decode a batch. A batch that cannot be decoded counts as one without events."""
+        try:
+            return decode_batch(data)
+        except ValueError as exc:
+            self._on_damage(exc)
+            return Batch(self._last_ts, [], None)
+
+    def _on_damage(self, exc: ValueError) -> None:
+        _log.warning("%s sends KV events that cannot be read: %s", self._key, exc)
+        self._lacks_events = True
+        self._set_exact(False)
+
+    def _set_exact(self, is_exact: bool) -> None:
+        is_exact = is_exact and self._is_connected
+        if self.cache.is_exact != is_exact:
+            self._policy.set_exact(self._key, is_exact=is_exact)
+            self._followed.cache_known = "exact" if is_exact else "degraded"
+            _log.info("the cache of %s is %s", self._key, "known exactly" if is_exact else "not known exactly")
+
+
+def _name_blocks(event: BlockStored, lora_name: str) -> tuple[bytes, int]:
+    """Return the tokens of the event's leading blocks, as bytes, and the seed for hashing them.
+
+    The blocks end before the first one that has further keys, because of an image or of embeddings in place of tokens.
+    The seed depends on the LoRA adapter and the salt.
+    """
+    salt, count = event.cache_salt or "", len(event.block_hashes)
+    for place, keys in enumerate(event.extra_keys or ()):
+        others = [key for key in keys if key != event.lora_name] if isinstance(keys, (list, tuple)) else keys
+        if others and place == 0 and event.parent_block_hash is None and len(others) == 1 and type(others[0]) is str:
+            salt = others[0]
+        elif others:
+            count = place
+            break
+    try:
+        tokens = pack_tokens(event.token_ids[: count * event.block_size])
+    except OverflowError:
+        tokens = b""
+    return tokens, seed_of(event.lora_name or lora_name, salt)

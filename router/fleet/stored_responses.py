@@ -1,0 +1,67 @@
+"""StoredResponses: which instance stores which response of ``/v1/responses``, by the response's id.
+
+A later request may continue a stored response (``previous_response_id``), read it or delete it. The router must send
+such a request to the instance that stores the response.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["StoredResponses"]
+
+MAX_RESPONSES = 100_000
+# Number of bytes that are searched for the id, which is near the beginning of a response or of its first event.
+_HEAD_BYTES = 4096
+_ID = re.compile(rb'"id"\s*:\s*"(resp_[\w-]{1,200})"')
+
+
+class StoredResponses:
+    """Index of the last ``MAX_RESPONSES`` stored responses, with the instance that stores each."""
+
+    def __init__(self, publish: Callable[[str, str, str], None]) -> None:
+        """
+        Args:
+            publish: sends id, instance and owner of each response that ``record_response`` finds to the other
+                processes.
+        """
+        self._publish = publish
+        self._instances: OrderedDict[str, tuple[str, str]] = OrderedDict()
+
+    def record_response(self, data: bytes, instance: str, owner: str = "") -> None:
+        """Record the id of the response that begins with ``data``.
+
+        Args:
+            data: the first bytes of the response.
+            instance: key of the instance that stores the response.
+            owner: tag of the client that sent the request; ``""`` if clients have no API keys.
+        """
+        if found := _ID.search(data, 0, _HEAD_BYTES):
+            response_id = found.group(1).decode()
+            self.add_response(response_id, instance, owner)
+            self._publish(response_id, instance, owner)
+
+    def add_response(self, response_id: str, instance: str, owner: str = "") -> None:
+        """Record that the instance with this key stores a response of the client with the tag ``owner``."""
+        self._instances[response_id] = instance, owner
+        if len(self._instances) > MAX_RESPONSES:
+            self._instances.popitem(last=False)
+
+    def find_instance(self, response_id: str) -> str | None:
+        """Return the key of the instance that stores a response; None if it is unknown."""
+        return self._instances.get(response_id, (None, ""))[0]
+
+    def is_open_to(self, response_id: str, client: str) -> bool:
+        """Return whether the client with the tag ``client`` may access a response: its own, or any if no API keys are
+        used.
+
+        A response that is unknown to this router may belong to another client, so it is not accessible.
+        """
+        return not client or self._instances.get(response_id, ("", ""))[1] == client
+
+    def on_message(self, _sender: str, content: Any) -> None:
+        """Record a response that another process reports."""
+        self.add_response(*content)

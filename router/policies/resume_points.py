@@ -1,0 +1,94 @@
+"""ResumePoints: learns from ``usage`` how much of a known prefix an instance, or the pool, can use.
+
+An instance resumes a prompt at the last boundary for which all groups of layers have what they read from there on. For
+a model with windows or recurrent layers this may be far before the end of the prefix that the instance has computed: a
+block of a window was evicted, or the recurrent layers have stored no state where two prompts part.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+__all__ = ["POOL", "ResumePoints"]
+
+POOL = ""
+"""Key of the pool, next to the keys of instances."""
+
+_MAX_ENTRIES = 20_000
+_MAX_REMOVED = 4  # in one call, so that no request waits for many others' entries
+# After one response with fewer cached tokens, the instance has computed the prefix again. If that has restored what was
+# lost, the next response has all of it. So only a request that was sent later can confirm the first one.
+_MIN_RESPONSES = 2
+
+
+class _End(NamedTuple):
+    resumed: int
+    """Number of leading chunks that the last response had cached."""
+    responses: int
+    """Number of successive responses that had fewer chunks cached than the prefix has."""
+    counted_at: float
+
+
+class ResumePoints:
+    """For ends of known prefixes: at which chunk an instance resumes instead, as the last responses show.
+
+    Args:
+        lifetime_seconds: after this time without a response, what was learned of an end of a prefix is forgotten.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, lifetime_seconds: float, clock: Callable[[], float]) -> None:
+        self._lifetime_seconds = lifetime_seconds
+        self._clock = clock
+        self._ends: OrderedDict[tuple[str, int], _End] = OrderedDict()
+        self.is_empty = True
+        """Whether nothing is known, so that ``find`` returns the end of each prefix."""
+
+    def find(self, key: str, chunk: int, end: int) -> int:
+        """Return how many leading chunks of a prefix an instance, or the pool, is expected to use.
+
+        Args:
+            key: the instance, or ``POOL``.
+            chunk: hash of the last chunk of the prefix.
+            end: number of chunks in the prefix.
+        """
+        known = self._ends.get((key, chunk))
+        if known is None or known.responses < _MIN_RESPONSES or self._is_old(known):
+            return end
+        return min(end, known.resumed)
+
+    def observe(self, key: str, chunk: int, end: int, resumed: int, sent_at: float) -> None:
+        """Learn from a response how much of a prefix was cached.
+
+        Args:
+            key: the instance, or ``POOL``.
+            chunk: hash of the last chunk of the prefix.
+            end: number of chunks in the prefix.
+            resumed: number of its leading chunks that were cached.
+            sent_at: time at which the request was sent, by this object's clock.
+        """
+        now = self._clock()
+        before = self._ends.pop((key, chunk), None)
+        # One chunk may be missing, because an engine caches whole blocks, which differ from the router's chunks.
+        if resumed + 1 < end:
+            if before is None:
+                self._ends[key, chunk] = _End(resumed, 1, now)
+            elif before.counted_at <= sent_at:
+                self._ends[key, chunk] = _End(resumed, before.responses + 1, now)
+            else:
+                self._ends[key, chunk] = before._replace(resumed=resumed)
+        for _ in range(min(_MAX_REMOVED, len(self._ends))):
+            if len(self._ends) <= _MAX_ENTRIES and not self._is_old(next(iter(self._ends.values()))):
+                break
+            self._ends.popitem(last=False)
+        self.is_empty = not self._ends
+
+    def forget(self, key: str) -> None:
+        """Forget what was learned of an instance, because it has lost its cache."""
+        self._ends = OrderedDict((end, known) for end, known in self._ends.items() if end[0] != key)
+        self.is_empty = not self._ends
+
+    def _is_old(self, known: _End) -> bool:
+        return self._clock() - known.counted_at > self._lifetime_seconds

@@ -1,0 +1,117 @@
+"""``kvrouter epp`` as a process that dies or hangs, behind a real Envoy that fails closed, or open."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import pytest
+
+from router.console import main
+from router.launch.program import NO_GRPC
+from tests.router.stand_in import StandIn
+from tests.support.envoy import Envoy, make_config, running_envoy
+from tests.support.ports import free_port
+from tests.support.processes import Child, child
+from tests.support.waiting import wait_until
+
+MakeStandIn = Callable[..., StandIn]
+
+pytest.importorskip("grpc", reason="the extra epp is not installed")
+
+EPP = [str(Path(sys.executable).with_name("kvrouter")), "epp", "--host", "127.0.0.1", "--port", "0", "--workers", "1"]
+DUPLEX: dict[str, Any] = {}
+BUFFERED: dict[str, Any] = {"processing_mode": {"request_body_mode": "BUFFERED"}}
+
+
+class Behind(Envoy):
+    """An Envoy, and the picker behind it as a process."""
+
+    picker: Child
+
+    def chat(self) -> httpx.Response:
+        url = f"{self.url}/v1/chat/completions"
+        return httpx.post(url, json={"messages": []}, trust_env=False, timeout=15)
+
+
+@pytest.fixture
+def start(stand_in: MakeStandIn, tmp_path: Path) -> Iterator[Callable[..., Behind]]:
+    """Starts two instances, ``kvrouter epp`` and Envoy: ``start(ext_proc, *flags)``."""
+    with contextlib.ExitStack() as started:
+
+        def begin(ext_proc: dict[str, Any], *flags: str) -> Behind:
+            instances = [stand_in(), stand_in()]
+            port, picker_port = free_port(), free_port()
+            argv = [*EPP, "--epp-port", str(picker_port), *flags]
+            picker = started.enter_context(child(argv, tmp_path / "picker.log"))
+            picker.wait_for(lambda: "picker listens at port" in picker.output, "listening")
+            picker.wait_for(lambda: "router listens at" in picker.output, "listening")
+            found = re.search(r"router listens at (\S+:\d+)", picker.output)
+            assert found is not None
+            for instance in instances:
+                wait_until(lambda: instance.register(found[1]).status_code == 200, "a registration")  # noqa: B023
+            config = make_config(port, picker_port, [instance.port for instance in instances], **ext_proc)
+            envoy = started.enter_context(running_envoy(tmp_path, config, port))
+            behind = Behind(envoy.port, envoy.process)
+            behind.picker = picker
+            return behind
+
+        yield begin
+
+
+@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED], ids=["duplex", "buffered"])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_gateway_that_fails_closed_refuses_requests_without_its_picker(
+    start: Callable[..., Behind], mode: dict[str, Any], fault: signal.Signals
+) -> None:
+    behind = start({**mode, "failure_mode_allow": False})
+    wait_until(lambda: behind.chat().headers.get("x-router-mixed"), "a placement")
+    behind.picker.signal(fault)
+    assert [behind.chat().status_code for _ in range(2)] == [503, 503]
+
+
+@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED], ids=["duplex", "buffered"])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_gateway_that_fails_open_chooses_itself_without_its_picker(
+    start: Callable[..., Behind], mode: dict[str, Any], fault: signal.Signals
+) -> None:
+    behind = start({**mode, "failure_mode_allow": True})
+    wait_until(lambda: behind.chat().headers.get("x-router-mixed"), "a placement")
+    behind.picker.signal(fault)
+    # Of a streamed body Envoy keeps nothing: the first requests fail, until it knows that the picker is gone.
+    assert {behind.chat().status_code for _ in range(2)} <= ({200} if mode is BUFFERED else {200, 503})
+    wait_until(lambda: behind.chat().status_code == 200, "a response without the picker")
+    assert "x-router-mixed" not in behind.chat().headers
+
+
+def test_a_picker_of_two_workers_places_requests_until_it_is_told_to_end(start: Callable[..., Behind]) -> None:
+    behind = start({}, "--workers", "2")
+    wait_until(lambda: behind.chat().headers.get("x-router-mixed"), "a placement")
+    assert {behind.chat().status_code for _ in range(4)} == {200}
+    behind.picker.signal(signal.SIGTERM)
+    assert behind.picker.wait() == 0
+
+
+def test_without_grpc_it_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        assert main(["epp"]) == 2
+    assert capsys.readouterr().err == f"router: {NO_GRPC}\n"
+
+
+def test_a_port_in_use_is_refused_in_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ended = subprocess.run(
+            [*EPP, "--epp-port", str(other.getsockname()[1])], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert ended.returncode == 2
+    assert "cannot listen for gateways" in ended.stderr
+    assert "Traceback" not in ended.stderr

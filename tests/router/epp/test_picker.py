@@ -1,0 +1,252 @@
+"""Requests that arrive at a real Envoy, for which the picker chooses."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.router.conftest import RouterUnderTest
+from tests.router.epp.conftest import Gateway
+from tests.router.stand_in import (
+    Behaviour,
+    Received,
+    Responder,
+    StandIn,
+    answers,
+    chat_answer,
+    stalls,
+    streams,
+    streams_until,
+)
+from tests.support.waiting import wait_until
+
+MakeGateway = Callable[..., Gateway]
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+pytest.importorskip("grpc", reason="the extra epp is not installed")
+
+NUM_TURNS = 24
+
+
+def loads(router: RouterUnderTest) -> list[tuple[int, float]]:
+    return [(instance.load.requests, instance.load.queued) for instance in router.app.registry]
+
+
+def is_idle(router: RouterUnderTest) -> bool:
+    return not router.app.proxy.num_requests and not any(requests for requests, _ in loads(router))
+
+
+def test_a_request_gets_the_answer_of_the_instance_and_leaves_a_record(
+    make_gateway: MakeGateway, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    gateway = make_gateway(instance)
+    answer = gateway.chat(user="u")
+    assert (answer.status_code, answer.content) == (200, chat_answer())
+    assert answer.headers["x-router-mixed"] == instance.key
+    assert instance.received[0].json["user"] == "u"
+    assert instance.received[0].header("x-gateway-destination-endpoint") == instance.key
+    (record,) = gateway.router.client.get("/admin/requests").json()["requests"]
+    assert (record["mixed"], record["prompt_tokens"], record["status"]) == (instance.key, 1, 200)
+    assert is_idle(gateway.router)
+
+
+def test_a_stream_arrives_piece_by_piece(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
+    instance = stand_in("mixed", stalls("1", "2"))
+    gateway = make_gateway(instance)
+    with gateway.stream() as response:
+        lines = response.iter_lines()
+        assert [next(lines), next(lines), next(lines)] == ["data: 1", "", "data: 2"]
+        assert loads(gateway.router)[0][0] == 1
+    wait_until(lambda: is_idle(gateway.router), "the release of a request whose client left")
+    wait_until(lambda: instance.left == 1, "the end of the request at the instance")
+
+
+def test_large_bodies_arrive_whole(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
+    text = "many words " * 60_000
+    instance = stand_in("mixed", answers(200, chat_answer(text)))
+    gateway = make_gateway(instance)
+    answer = gateway.chat(messages=[{"role": "user", "content": text}])
+    assert answer.json()["choices"][0]["message"]["content"] == text
+    assert instance.received[0].json["messages"][0]["content"] == text
+
+
+def test_no_instance_is_503(make_gateway: MakeGateway) -> None:
+    answer = make_gateway().chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_instance")
+
+
+def test_a_request_beyond_the_limits_is_429(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
+    instance = stand_in("mixed", stalls("1"))
+    gateway = make_gateway(instance, max_concurrent_requests=1, max_queued_requests=0)
+    with gateway.stream() as first:
+        lines = first.iter_lines()
+        assert next(lines) == "data: 1"
+        answer = gateway.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("broken", [answers(500, b"{}"), answers(503, b"{}"), answers(429, b"{}")])
+def test_another_instance_responds_if_the_first_one_fails(
+    make_gateway: MakeGateway, stand_in: MakeStandIn, broken: Behaviour
+) -> None:
+    failing, other = stand_in("mixed", broken), stand_in()
+    gateway = make_gateway(failing, other)
+    bodies = [gateway.chat(user=str(turn)) for turn in range(4)]
+    assert [answer.status_code for answer in bodies] == [200] * 4
+    assert failing.received
+    assert is_idle(gateway.router)
+
+
+def test_a_stream_begins_elsewhere_if_the_instance_has_died(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
+    instances = [stand_in("mixed", streams("a", "b")) for _ in range(2)]
+    gateway = make_gateway(*instances)
+    instances[0].stop()
+
+    def finish_stream() -> bool:
+        with gateway.stream() as response:
+            assert response.status_code == 200
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        return any(not instance.healthy for instance in gateway.router.app.registry)
+
+    wait_until(finish_stream, "the probes of the dead instance")
+    assert is_idle(gateway.router)
+
+
+def test_a_refusal_of_an_instance_is_passed_on(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
+    gateway = make_gateway(stand_in("mixed", answers(422, b'{"error": {"message": "no"}}')))
+    answer = gateway.chat()
+    assert (answer.status_code, answer.json()) == (422, {"error": {"message": "no"}})
+
+
+def test_paths_of_clients_without_an_instance_are_answered_by_the_router(
+    make_gateway: MakeGateway, stand_in: MakeStandIn
+) -> None:
+    gateway = make_gateway(stand_in())
+    assert gateway.client.get("/v1/models").json()["data"][0]["id"] == "m"
+    assert gateway.client.get("/admin/requests").status_code == 404
+    assert gateway.client.post("/tokenize", json={"prompt": "a"}).status_code == 200
+
+
+def test_the_picker_decides_as_the_router_does(
+    make_gateway: MakeGateway, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instances = [stand_in() for _ in range(3)]
+    routed = place_conversations(make_router(*instances).chat)
+    picked = place_conversations(make_gateway(*instances).chat)
+    assert picked == routed
+    assert len({choice.split()[0] for choice in routed}) == 3
+
+
+def place_conversations(chat: Callable[..., object]) -> list[str]:
+    """Return the instances of the turns of several conversations, each longer than the last one."""
+    chosen = []
+    for turn in range(NUM_TURNS):
+        text = f"conversation {turn % 5} " * 100 * (1 + turn // 5)
+        answer = chat(messages=[{"role": "user", "content": text}])
+        chosen.append(f"{answer.headers['x-router-mixed']} {answer.headers['x-router-decision']}")  # type: ignore[attr-defined]
+    return chosen
+
+
+def test_requests_leave_no_reference_cycles(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
+    gateway = make_gateway(stand_in(), stand_in("mixed", answers(500, b"{}")))
+    gateway.chat()
+    wait_until(lambda: not list_requests(), "the end of the first request")
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            assert gateway.chat().status_code == 200
+        wait_until(lambda: not list_requests(), "the end of all requests, without the garbage collector")
+    finally:
+        gc.enable()
+
+
+def list_requests() -> list[object]:
+    return [each for each in gc.get_objects() if type(each).__name__ in ("GatewayRequest", "GatewayExchange")]
+
+
+def test_the_body_of_a_buffered_request_is_sent_as_the_instance_needs_it(
+    make_gateway: MakeGateway, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in("mixed", streams("a"))
+    gateway = make_gateway(instance, ext_proc={"processing_mode": {"request_body_mode": "BUFFERED"}})
+    text = "many words " * 10_000
+    with gateway.stream(messages=[{"role": "user", "content": text}]) as response:
+        assert response.read().endswith(b"data: [DONE]\n\n")
+    (received,) = instance.received
+    assert received.json["request_id"] == response.headers["x-request-id"]
+    assert received.header("content-length") == str(len(received.body))
+
+
+def test_a_gateway_that_does_not_send_bodies_is_told_what_to_set(make_gateway: MakeGateway) -> None:
+    answer = make_gateway(ext_proc={"processing_mode": {"request_body_mode": "NONE"}}).chat()
+    assert answer.status_code == 500
+    assert "request_body_mode FULL_DUPLEX_STREAMED" in answer.json()["error"]["message"]
+
+
+def test_a_request_that_takes_too_long_ends_with_the_routers_error(
+    make_gateway: MakeGateway, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in("mixed", never_answer)
+    answer = make_gateway(instance, request_timeout_secs=0.5).chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
+    wait_until(lambda: instance.left == 1, "the end of the request at the instance")
+
+
+def test_a_stream_is_served_elsewhere_if_its_instance_stops_answering(
+    make_gateway: MakeGateway, stand_in: MakeStandIn
+) -> None:
+    hung, other = stand_in("mixed", never_answer), stand_in("mixed", streams("a", "b"))
+    settings = {"health_check_interval_secs": 0.2, "health_check_timeout_secs": 0.2, "health_failure_threshold": 1}
+    gateway = make_gateway(hung, other, **settings)
+    hung.answers_probes = False
+    with gateway.stream() as response:
+        assert response.status_code == 200
+        assert response.read().endswith(b"data: [DONE]\n\n")
+    assert len(other.received) == 1
+    assert is_idle(gateway.router)
+
+
+async def never_answer(_: Received, respond: Responder) -> None:
+    await respond.peer_left.wait()
+    respond.keep_alive = False
+
+
+def test_requests_wait_for_their_turn(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
+    go_on = threading.Event()
+    instance = stand_in("mixed", streams_until(go_on))
+    gateway = make_gateway(instance, max_concurrent_requests=1)
+    with gateway.stream() as first, ThreadPoolExecutor() as others:
+        lines = first.iter_lines()
+        assert next(lines) == "data: 1"
+        second = others.submit(gateway.chat, stream=True)
+        wait_until(lambda: gateway.router.app.admission.waiting == 1, "the second request to wait")
+        go_on.set()
+        assert second.result(20).text.endswith("data: [DONE]\n\n")
+    assert len(instance.received) == 2
+
+
+@pytest.mark.parametrize("engine", ["fastdeploy", "sglang", "other"])
+def test_a_pair_serves_a_request_together(make_gateway: MakeGateway, stand_in: MakeStandIn, engine: str) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode", streams("a", "b"))
+    for instance in (prefill, decode):
+        instance.told = {"engine": engine} if engine != "other" else {"engine": "openai"}
+    gateway = make_gateway(prefill, decode, splitwise=True)
+    with gateway.stream() as response:
+        assert response.read().endswith(b"data: [DONE]\n\n")
+    assert response.headers["x-router-prefill"] == prefill.key
+    (at_prefill,), (at_decode,) = prefill.received, decode.received
+    assert at_decode.header("x-gateway-destination-endpoint") == decode.key
+    assert at_prefill.header("x-gateway-destination-endpoint") is None
+    if engine == "fastdeploy":
+        assert at_prefill.json["disaggregate_info"] == at_decode.json["disaggregate_info"]
+    if engine == "sglang":
+        assert at_prefill.json["bootstrap_room"] == at_decode.json["bootstrap_room"]
+    wait_until(lambda: is_idle(gateway.router), "the end of both legs")

@@ -1,0 +1,214 @@
+"""Following the KV events of instances: what is called exact is the publisher's state. Real sockets of ZeroMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvcommon.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    encode_sequence,
+)
+from router.fleet.kv_events import KvEventReader
+from router.fleet.registration import Registration, Role
+from router.fleet.registry import Registry
+from router.policies.pool_aware import PoolAware
+from tests.router.stand_in import LoopThread
+from tests.support.kv_events import EventPublisher, event_publisher
+from tests.support.waiting import wait_until
+
+KEY = "127.0.0.1:8000"
+
+
+class Followed:
+    """A publisher, and a reader that follows it."""
+
+    def __init__(self, thread: LoopThread, publisher: EventPublisher) -> None:
+        self.publisher, self._thread = publisher, thread
+        self.policy = PoolAware()
+        self.registry = Registry(splitwise=False)
+        self.told: list[Any] = []
+        self._task = thread.run(self._start())
+
+    async def _start(self) -> asyncio.Task[None]:
+        self.reader = KvEventReader(self.registry, {Role.MIXED: self.policy}, self.told.append)
+        host, _, port = KEY.rpartition(":")
+        fields = {"role": "mixed", "host_ip": host, "port": port, "kv_events": self.publisher.fields}
+        self.instance = self.registry.register(Registration.from_fields(fields), 0.0)
+        return asyncio.ensure_future(self.reader.keep_reading())
+
+    def wait_for(self, state: str) -> None:
+        def is_reached() -> bool:
+            self.publisher.answer_replays()
+            return self.instance.cache_known == state
+
+        wait_until(is_reached, f"the cache to be {state}")
+
+    def wait_for_blocks(self) -> None:
+        def is_reached() -> bool:
+            self.publisher.answer_replays()
+            return set(self.policy.caches.get(KEY, ())) == self.publisher.blocks
+
+        wait_until(is_reached, "the publisher's blocks to be known")
+
+    def remove(self) -> None:
+        async def remove() -> None:
+            self.registry.remove(self.instance)
+
+        self._thread.run(remove())
+
+    def stop(self) -> None:
+        async def cancel() -> None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+        self._thread.run(cancel())
+
+
+@pytest.fixture
+def publisher() -> Iterator[EventPublisher]:
+    with event_publisher() as publisher:
+        yield publisher
+
+
+@pytest.fixture
+def followed(thread: LoopThread, publisher: EventPublisher) -> Iterator[Followed]:
+    followed = Followed(thread, publisher)
+    followed.wait_for("exact")
+    yield followed
+    followed.stop()
+
+
+def test_what_was_published_before_the_router_came_is_replayed(thread: LoopThread, publisher: EventPublisher) -> None:
+    publisher.store(1, 2)
+    publisher.publish(BlockRemoved([1]))
+    followed = Followed(thread, publisher)
+    followed.wait_for("exact")
+    assert set(followed.policy.caches[KEY]) == {2}
+    followed.stop()
+
+
+def test_a_cache_whose_first_events_are_forgotten_is_not_exact_until_it_is_cleared(
+    thread: LoopThread, publisher: EventPublisher
+) -> None:
+    for block in range(5):
+        publisher.store(block)
+    del publisher.sent[0]
+    followed = Followed(thread, publisher)
+    publisher.blocks.discard(0)
+    followed.wait_for_blocks()
+    assert followed.instance.cache_known == "degraded"
+    publisher.publish(AllBlocksCleared())
+    followed.wait_for("exact")
+    followed.wait_for_blocks()
+    followed.stop()
+
+
+def test_a_lost_event_is_replayed(followed: Followed) -> None:
+    followed.publisher.store(1)
+    followed.publisher.store(2, is_lost=True)
+    followed.publisher.store(3)
+    followed.wait_for_blocks()
+    followed.wait_for("exact")
+
+
+def test_the_loss_of_the_last_event_is_noticed_after_a_pause(followed: Followed) -> None:
+    followed.publisher.store(1)
+    followed.wait_for_blocks()
+    followed.publisher.store(2, is_lost=True)
+    followed.wait_for_blocks()
+
+
+def test_a_lost_event_that_is_forgotten_makes_the_cache_degraded(followed: Followed) -> None:
+    followed.publisher.store(1)
+    followed.wait_for_blocks()
+    followed.publisher.store(2, is_lost=True)
+    del followed.publisher.sent[1]
+    followed.publisher.store(3)
+    followed.wait_for("degraded")
+    assert 2 not in followed.policy.caches[KEY]
+
+
+def test_ten_thousand_events_at_once_are_all_applied(followed: Followed) -> None:
+    for block in range(10_000):
+        followed.publisher.store(block)
+    followed.wait_for_blocks()
+    followed.wait_for("exact")
+
+
+def test_what_a_replay_drops_is_asked_for_again(thread: LoopThread, publisher: EventPublisher) -> None:
+    """vLLM's socket for replays has a mark of 1,000 messages, and drops what is beyond."""
+    for block in range(30):
+        publisher.store(block)
+    publisher.dropped = {5, *range(10, 20)}
+    followed = Followed(thread, publisher)
+    followed.wait_for("exact")
+    followed.wait_for_blocks()
+    followed.stop()
+
+
+def test_what_no_replay_has_is_lost(thread: LoopThread, publisher: EventPublisher) -> None:
+    for block in range(30):
+        publisher.store(block)
+    for number in (5, *range(10, 20)):
+        del publisher.sent[number]
+        publisher.blocks.discard(number)
+    followed = Followed(thread, publisher)
+    followed.wait_for_blocks()
+    assert followed.instance.cache_known == "degraded"
+    followed.stop()
+
+
+@pytest.mark.parametrize("num_batches", [0, 1, 3, 5])
+def test_another_process_is_noticed_however_much_it_has_published(followed: Followed, num_batches: int) -> None:
+    for block in range(3):
+        followed.publisher.store(block)
+    followed.wait_for_blocks()
+    followed.publisher.stop()
+    followed.wait_for("degraded")
+    followed.publisher.start()
+    for block in range(100, 100 + num_batches):
+        followed.publisher.store(block)
+    followed.wait_for("exact")
+    followed.wait_for_blocks()
+
+
+def test_events_of_other_media_and_damaged_ones_do_not_change_what_is_known(followed: Followed) -> None:
+    followed.publisher.store(1)
+    followed.publisher.publish(BlockStored([7], None, [], 64, medium="POOL"))
+    followed.publisher.blocks.discard(7)
+    followed.wait_for_blocks()
+    followed.publisher.socket.send_multipart([b"", encode_sequence(2), b"\xc1"])
+    followed.wait_for("degraded")
+    assert set(followed.policy.caches[KEY]) == {1}
+
+
+def test_an_instance_that_is_removed_is_not_followed_any_more(followed: Followed) -> None:
+    followed.remove()
+    wait_until(lambda: KEY not in followed.policy.caches, "the instance to be forgotten")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_exact_is_what_the_publisher_has_whatever_is_lost(followed: Followed, seed: int) -> None:
+    chance = random.Random(seed)
+    publisher = followed.publisher
+    for step in range(60):
+        what = chance.random()
+        if what < 0.03:
+            publisher.stop()
+            publisher.start()
+        elif what < 0.06:
+            publisher.publish(AllBlocksCleared())
+        elif what < 0.3 and publisher.blocks:
+            publisher.publish(BlockRemoved([chance.choice(sorted(publisher.blocks))]), is_lost=chance.random() < 0.2)
+        else:
+            publisher.store(step, is_lost=chance.random() < 0.2)
+        publisher.answer_replays()
+    followed.wait_for_blocks()
+    followed.wait_for("exact")

@@ -1,0 +1,277 @@
+"""What an instance's KV events say of its cache. The instance is a model: text is its tokens, a cache its blocks."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import pytest
+
+from router.policies import InstanceLoad, iterate_names, pack_tokens, seed_of
+from router.policies.base import Outcome, RequestFeatures, request_features
+from router.policies.cached_blocks import CachedBlocks, PlacedPrompt
+from router.policies.pool_aware import PoolAware
+
+SIZE = 64
+CHARACTERS_PER_TOKEN = 3  # the router assumes 4
+# Where two texts part, or a cached one ends, is known up to a chunk of text and a block.
+TOLERANCE = 512 / CHARACTERS_PER_TOKEN + SIZE
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ModelInstance:
+    """An instance that caches whole blocks, evicts the least recently used one, and reports all of it."""
+
+    def __init__(self, cache: CachedBlocks, capacity: int) -> None:
+        self.cache, self.capacity = cache, capacity
+        self.blocks: OrderedDict[int, int] = OrderedDict()
+
+    def serve(self, prompt: str, answer: str) -> tuple[int, int]:
+        """Return the number of tokens of the prompt, and how many were cached."""
+        count = len(prompt) // CHARACTERS_PER_TOKEN
+        hashes = self._hash(prompt + answer)
+        whole = (count - 1) // SIZE
+        hit = next((i for i, each in enumerate(hashes[:whole]) if each not in self.blocks), whole)
+        for each in reversed(hashes[:hit]):
+            self.blocks.move_to_end(each)
+        for place in range(hit, len(hashes)):
+            if hashes[place] not in self.blocks:
+                self.cache.store_blocks([hashes[place]], hashes[place - 1] if place else None, SIZE)
+            self.blocks[hashes[place]] = place
+        for each in reversed(hashes):  # the end of a sequence is evicted before its beginning
+            self.blocks.move_to_end(each)
+        removed = [self.blocks.popitem(last=False)[0] for _ in range(max(0, len(self.blocks) - self.capacity))]
+        self.cache.remove_blocks(removed)
+        return count, hit * SIZE
+
+    def clear(self) -> None:
+        self.blocks.clear()
+
+    def _hash(self, text: str) -> list[int]:
+        step = SIZE * CHARACTERS_PER_TOKEN
+        return [hash(text[:end]) for end in range(step, len(text) + 1, step)]
+
+
+class Placed:
+    """A policy with one instance that publishes events."""
+
+    def __init__(self, capacity: int) -> None:
+        self.clock = Clock()
+        self.policy = PoolAware(clock=self.clock)
+        self.cache = self.policy.watch_cache("a")
+        self.policy.set_exact("a", is_exact=True)
+        self.instance = ModelInstance(self.cache, capacity)
+
+    def ask(self, prompt: str, answer: str) -> tuple[str, float, int]:
+        """Return how well the cache is known, the cached tokens that are expected, and those that there were."""
+        self.clock.now += 1
+        features = self.features(prompt)
+        decision = self.policy.choose_instance(features, [InstanceLoad("a")])
+        count, cached = self.instance.serve(prompt, answer)
+        generated = len(answer) // CHARACTERS_PER_TOKEN
+        self.policy.observe_outcome(features, decision, Outcome("a", 0, 0.1, count, cached, cached, generated, 0.5))
+        self.clock.now += 1
+        self.policy.settle_cache("a")
+        expected = float(decision.reasons["own_tokens"]) * count / features.prompt_tokens
+        return str(decision.reasons["own_known"]), float(decision.reasons.get("own_engine_tokens", expected)), cached
+
+    def features(self, prompt: str) -> RequestFeatures:
+        return request_features({"prompt": prompt}, len(prompt) // 4)
+
+
+def words(chance: random.Random, count: int) -> str:
+    return "".join(f"{chance.randrange(10**7):07d} " for _ in range(count))
+
+
+def test_the_next_turn_is_expected_to_find_the_last_turn_and_its_answer() -> None:
+    chance, placed = random.Random(1), Placed(capacity=10_000)
+    prompt = words(chance, 500)
+    for turn in range(5):
+        answer = words(chance, 60)
+        known, expected, cached = placed.ask(prompt, answer)
+        assert (known, expected) == ("exact", cached if turn else 0)
+        prompt += answer + words(chance, 30)
+
+
+def test_what_was_evicted_is_not_expected() -> None:
+    chance, placed = random.Random(2), Placed(capacity=100)
+    first = words(chance, 700)
+    placed.ask(first, "")
+    placed.ask(words(chance, 1500), "")
+    known, expected, cached = placed.ask(first + words(chance, 50), "")
+    assert known in ("exact", "learned")
+    assert abs(expected - cached) <= TOLERANCE
+
+
+def test_after_a_clear_nothing_is_expected() -> None:
+    chance, placed = random.Random(3), Placed(capacity=1000)
+    prompt = words(chance, 500)
+    placed.ask(prompt, "")
+    placed.instance.clear()
+    placed.policy.empty_cache("a")
+    assert placed.ask(prompt, "") == ("exact", 0, 0)
+    known, expected, cached = placed.ask(prompt + words(chance, 90), "")
+    assert (known, expected) == ("exact", cached)
+
+
+def test_a_prompt_that_parts_from_a_conversation_is_not_expected_to_find_its_answer() -> None:
+    chance, placed = random.Random(4), Placed(capacity=1000)
+    prompt, answer = words(chance, 500), words(chance, 200)
+    placed.ask(prompt, answer)
+    _, expected, cached = placed.ask(prompt[:-80] + words(chance, 300), "")
+    assert abs(expected - cached) <= TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_known_exactly_is_right_whatever_was_asked_and_evicted(seed: int) -> None:
+    chance = random.Random(seed)
+    placed = Placed(capacity=chance.choice((50, 150, 400, 5000)))
+    conversations = [words(chance, chance.randrange(70, 400)) for _ in range(8)]
+    wrong = []
+    for _ in range(60):
+        which = chance.randrange(len(conversations))
+        answer = words(chance, chance.randrange(0, 80))
+        known, expected, cached = placed.ask(conversations[which], answer)
+        if known == "exact" and abs(expected - cached) > TOLERANCE:
+            wrong.append((expected, cached))
+        if chance.random() < 0.1:
+            placed.instance.clear()
+            placed.policy.empty_cache("a")
+        if chance.random() < 0.8:
+            conversations[which] += answer + words(chance, chance.randrange(1, 40))
+        assert set(placed.instance.blocks) == set(placed.cache)
+    assert not wrong
+
+
+def prompt_of(chunks: Sequence[int], tokens: int, *, sent_at: float = 0.0, cached: int = 0) -> PlacedPrompt:
+    return PlacedPrompt(chunks, 100.0, b"", tokens, cached, tokens, sent_at, sent_at + 1)
+
+
+def test_a_prompt_is_associated_with_none_of_two_chains_that_fit() -> None:
+    clock, dropped = Clock(), list[int]()
+    cache = CachedBlocks(dropped.extend, clock)
+    cache.store_blocks([1, 2], None, 100)
+    cache.store_blocks([3, 4], None, 100)
+    cache.note_prompt(prompt_of([11, 12], 200, sent_at=clock.now - 1))
+    clock.now += 1
+    assert cache.settle() == []
+    assert not cache.has_chunk(11)
+
+
+def test_a_prompt_waits_for_events_that_come_late() -> None:
+    clock = Clock()
+    cache = CachedBlocks(lambda _: None, clock)
+    cache.note_prompt(prompt_of([11, 12], 200, sent_at=clock.now - 1))
+    clock.now += 1
+    assert cache.settle() == []
+    assert not cache.is_settled
+    cache.store_blocks([1, 2], None, 100)
+    assert [leaf for _, leaf in cache.settle()] == [2]
+    assert cache.is_settled
+
+
+def test_a_removed_block_takes_the_chunks_of_all_that_follow() -> None:
+    clock, dropped = Clock(), list[int]()
+    cache = CachedBlocks(dropped.extend, clock)
+    cache.store_blocks([1, 2, 3], None, 100)
+    prompt = prompt_of([11, 12, 13], 300)
+    cache.associate(prompt, 3)
+    cache.remove_blocks([2])
+    assert sorted(dropped) == [12, 13]
+    assert (cache.has_chunk(11), len(cache)) == (True, 2)
+
+
+def test_a_prompt_of_another_process_is_associated_by_its_last_block() -> None:
+    clock = Clock()
+    cache = CachedBlocks(lambda _: None, clock)
+    prompt = prompt_of([11, 12], 200, sent_at=clock.now)
+    cache.note_prompt(prompt, 2)
+    assert cache.settle() == []
+    cache.store_blocks([1, 2], None, 100)
+    assert cache.settle() == []
+    assert cache.has_chunk(12)
+
+
+def test_nothing_is_left_of_blocks_that_are_gone() -> None:
+    chance, placed = random.Random(5), Placed(capacity=60)
+    for _ in range(30):
+        placed.ask(words(chance, 100), words(chance, 20))
+        placed.ask(words(chance, 100), "")
+    placed.instance.clear()
+    placed.cache.remove_blocks(list(placed.cache))
+    assert (len(placed.cache), list(placed.cache.chunks)) == (0, [])
+    names = ("_by_name", "_children", "_chunks_at", "_tips", "_tips_at", "_leaves")
+    sizes = [len(vars(placed.cache)[name]) for name in names]
+    assert sizes == [0] * len(names)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_events_that_contradict_each_other_stop_nothing(seed: int) -> None:
+    chance, clock = random.Random(seed), Clock()
+    cache = CachedBlocks(lambda _: None, clock)
+    for _ in range(300):
+        hashes = [chance.randrange(6) for _ in range(chance.randrange(1, 4))]
+        parent = chance.choice((None, chance.randrange(6)))
+        if chance.random() < 0.6:
+            tokens = pack_tokens([chance.randrange(2) for _ in range(chance.choice((0, 16, 64, 192)))])
+            cache.store_blocks(hashes, parent, chance.choice((16, 64)), tokens)
+        elif chance.random() < 0.8:
+            cache.remove_blocks(hashes)
+        else:
+            cache.note_prompt(prompt_of([chance.randrange(5)], chance.randrange(1, 300), sent_at=clock.now))
+            clock.now += chance.choice((0.1, 2.0))
+            cache.settle()
+    cache.remove_blocks(range(6))
+    assert (len(cache), list(cache.chunks), cache._by_name) == (0, [], {})
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_prefix_is_found_by_its_tokens_as_far_as_its_blocks_are_there(seed: int) -> None:
+    chance = random.Random(seed)
+    cache, stored = CachedBlocks(lambda _: None), dict[tuple[int, ...], int]()
+    for step in range(200):
+        prompt = [chance.randrange(2) for _ in range(4 * chance.randrange(1, 7))]
+        prefixes = [tuple(prompt[:end]) for end in range(4, len(prompt) + 1, 4)]
+        if chance.random() < 0.7:
+            known = next((i for i, each in enumerate(prefixes) if each not in stored), len(prefixes))
+            hashes = [1000 * step + place for place in range(known, len(prefixes))]
+            parent = stored[prefixes[known - 1]] if known else None
+            cache.store_blocks(hashes, parent, 4, pack_tokens(prompt[4 * known :]), seed_of("", ""))
+            stored |= dict(zip(prefixes[known:], hashes, strict=True))
+        elif stored:
+            gone = chance.choice(list(stored))
+            for each in [each for each in stored if each[: len(gone)] == gone]:
+                cache.remove_blocks([stored.pop(each)])
+        expected = next((i for i, each in enumerate(prefixes) if each not in stored), len(prefixes))
+        assert cache.count_named(iterate_names(pack_tokens(prompt), 4, seed_of("", ""))) == expected
+        assert cache.count_leading([stored.get(each, -1) for each in prefixes]) == expected
+    assert cache.block_size == (4 if stored else 0)
+
+
+def test_chunks_of_an_exact_instance_that_belong_to_no_known_block_age() -> None:
+    chance, placed = random.Random(6), Placed(capacity=10_000)
+    known, unknown = words(chance, 300), words(chance, 300)
+    placed.ask(known, "")
+    placed.policy._kept_seconds = 60.0
+    longer = known + unknown  # no events come for what it adds, so it is not associated
+    placed.policy.choose_instance(placed.features(longer), [InstanceLoad("a")])
+    placed.policy.choose_instance(placed.features(unknown), [InstanceLoad("a")])
+    expected = [len(longer) // 4, len(unknown) // 4]
+    assert [own_tokens(placed, each) for each in (longer, unknown)] == pytest.approx(expected, abs=200)
+    placed.clock.now += 100
+    expected = [len(known) // 4, 0]
+    assert [own_tokens(placed, each) for each in (longer, unknown)] == pytest.approx(expected, abs=200)
+
+
+def own_tokens(placed: Placed, prompt: str) -> float:
+    """Return how many tokens of a prompt the policy expects in the instance's cache, without placing it."""
+    features = placed.features(prompt)
+    held = placed.policy._index.look_up(features.chunks, placed.policy._kept_seconds)
+    return held.own.get("a", 0) * features.tokens_per_chunk

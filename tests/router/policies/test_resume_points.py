@@ -1,0 +1,163 @@
+"""What instances with windows and recurrent layers have less than their prefixes suggest. The instances are models."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from router.policies import InstanceLoad, Outcome, RequestFeatures, resume_points
+from router.policies.base import request_features
+from router.policies.pool_aware import PoolAware
+from router.policies.resume_points import ResumePoints
+
+CHUNK = 1000
+SHARED = (1, 2, 3, 4)
+
+
+class Windowed:
+    """An instance whose layers with full attention keep all blocks, and whose windows keep the last used ones."""
+
+    def __init__(self, num_window_blocks: int, window: int = 2) -> None:
+        self.num_window_blocks, self.window = num_window_blocks, window
+        self.full = set[tuple[int, ...]]()
+        self.windows = OrderedDict[tuple[int, ...], None]()
+
+    def serve(self, chunks: tuple[int, ...]) -> int:
+        """Return the number of chunks that were cached."""
+        prefixes = [chunks[:end] for end in range(1, len(chunks) + 1)]
+        resumed = next((end for end in range(len(chunks) - 1, 0, -1) if self._can_resume(prefixes[:end])), 0)
+        self.full.update(prefixes)
+        for prefix in prefixes[max(0, resumed - self.window) :]:
+            self.windows[prefix] = None
+            self.windows.move_to_end(prefix)
+            while len(self.windows) > self.num_window_blocks:
+                self.windows.popitem(last=False)
+        return resumed
+
+    def _can_resume(self, prefixes: list[tuple[int, ...]]) -> bool:
+        return self.full.issuperset(prefixes) and all(each in self.windows for each in prefixes[-self.window :])
+
+
+class Recurrent:
+    """An instance that has a state only at the end of each prompt."""
+
+    def __init__(self) -> None:
+        self.ends = set[tuple[int, ...]]()
+
+    def serve(self, chunks: tuple[int, ...]) -> int:
+        resumed = max((end for end in range(len(chunks)) if chunks[:end] in self.ends), default=0)
+        self.ends.add(chunks)
+        return resumed
+
+
+class Router:
+    """A policy, and the time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.policy = PoolAware(clock=lambda: self.now)
+        self._fresh = 100
+
+    def ask(self, instance: Windowed | Recurrent, *chunks: int, key: str = "a") -> tuple[int, int]:
+        """Send a prompt; return the number of chunks that the policy expected to be cached, and that were cached."""
+        self.now += 1
+        features = RequestFeatures(CHUNK * len(chunks), lambda: chunks, tokens_per_chunk=CHUNK)
+        decision = self.policy.choose_instance(features, [InstanceLoad(key)])
+        cached = instance.serve(chunks)
+        self.now += 1
+        usage = len(chunks) * CHUNK, cached * CHUNK
+        self.policy.observe_outcome(features, decision, Outcome(key, 0.0, 0.1, *usage, seconds=1.0))
+        return decision.cached_tokens // CHUNK, cached
+
+    def ask_more(self, instance: Windowed | Recurrent, key: str = "a") -> tuple[int, int]:
+        """Send the shared prefix with a new end."""
+        self._fresh += 5
+        return self.ask(instance, *SHARED, *range(self._fresh, self._fresh + 5), key=key)
+
+
+def test_a_window_that_is_lost_each_time_is_no_longer_expected() -> None:
+    router, instance = Router(), Windowed(num_window_blocks=4)
+    assert [router.ask_more(instance) for _ in range(5)] == [(0, 0), (4, 0), (4, 0), (0, 0), (0, 0)]
+    instance.num_window_blocks = 100
+    assert [router.ask_more(instance) for _ in range(3)] == [(0, 0), (0, 4), (4, 4)]
+
+
+def test_a_block_of_a_window_that_was_lost_once_is_expected_when_the_instance_has_computed_it_again() -> None:
+    router, instance = Router(), Windowed(num_window_blocks=100)
+    assert [router.ask_more(instance) for _ in range(2)] == [(0, 0), (4, 4)]
+    del instance.windows[SHARED]
+    assert [router.ask_more(instance) for _ in range(2)] == [(4, 3), (4, 4)]
+    instance.windows.clear()
+    assert [router.ask_more(instance) for _ in range(3)] == [(4, 0), (4, 4), (4, 4)]
+
+
+def test_a_recurrent_layer_resumes_where_a_prompt_ended_not_where_two_part() -> None:
+    router, instance = Router(), Recurrent()
+    assert router.ask(instance, *SHARED[:2]) == (0, 0)
+    assert [router.ask_more(instance) for _ in range(4)] == [(2, 2), (4, 2), (4, 2), (2, 2)]
+    assert router.ask(instance, *SHARED) == (2, 2)  # from here on there is a state at the end of the prefix
+    assert [router.ask_more(instance) for _ in range(2)] == [(2, 4), (4, 4)]
+
+
+def test_the_pool_has_resume_points_of_its_own() -> None:
+    router, first, second = Router(), Windowed(num_window_blocks=100), Windowed(num_window_blocks=4)
+    router.ask_more(first)
+    for fresh in range(2):  # each instance has this prefix for the first time, so that only the pool may have it
+        assert router.ask_more(Windowed(100), key=f"new {fresh}") == (4, 0)
+    assert router.ask_more(second, key="b") == (0, 0)
+    assert router.ask_more(first) == (4, 4)
+
+
+def test_requests_at_the_same_time_do_not_confirm_each_other() -> None:
+    now = 0.0
+    points = ResumePoints(100.0, lambda: now)
+    for now in (10.0, 10.1, 10.2):
+        points.observe("a", 7, 4, 0, sent_at=now - 1)
+        assert points.find("a", 7, 4) == 4
+    now = 12.0
+    points.observe("a", 7, 4, 1, sent_at=10.5)
+    assert [points.find(key, chunk, 4) for key, chunk in (("a", 7), ("a", 8), ("b", 7))] == [1, 4, 4]
+    points.observe("a", 7, 4, 3, sent_at=11.0)  # within one chunk of the end
+    assert points.is_empty
+
+
+def test_what_was_learned_is_forgotten_with_the_cache_with_time_and_if_it_is_too_much() -> None:
+    now = 0.0
+    points = ResumePoints(100.0, lambda: now)
+    for now in (0.0, 1.0):
+        for key in ("a", "b"):
+            points.observe(key, 7, 4, 0, sent_at=now)
+    points.forget("a")
+    assert [points.find(key, 7, 4) for key in "ab"] == [4, 0]
+    now = 102.0
+    points.observe("a", 8, 4, 4, sent_at=now)
+    assert points.is_empty
+    for chunk in range(resume_points._MAX_ENTRIES + 1):
+        points.observe("a", chunk, 4, 0, sent_at=now)
+    assert len(points._ends) == resume_points._MAX_ENTRIES
+
+
+def ask_as(
+    policy: PoolAware, chunks: int, estimated: int, counted: int, cached: int, *, reads_cache: bool = True
+) -> int:
+    """Send a prompt of which the engine counts other tokens than the router estimates; return the expected ones."""
+    features = RequestFeatures(estimated, lambda: range(chunks), tokens_per_chunk=CHUNK, reads_cache=reads_cache)
+    decision = policy.choose_instance(features, [InstanceLoad("a")])
+    policy.observe_outcome(features, decision, Outcome("a", 0.0, 0.1, counted, cached))
+    return decision.cached_tokens
+
+
+def test_tokens_that_the_router_does_not_estimate_as_the_engine_counts_do_not_hide_a_full_hit() -> None:
+    policy = PoolAware(clock=lambda: 0.0)
+    ask_as(policy, 8, 8 * CHUNK, 8 * CHUNK, 0)
+    for _ in range(3):  # with an image, which is not estimated
+        ask_as(policy, 8, 8 * CHUNK, 24 * CHUNK, 8 * CHUNK)
+    assert ask_as(policy, 9, 9 * CHUNK, 9 * CHUNK, 8 * CHUNK) == 8 * CHUNK
+
+
+def test_requests_that_engines_compute_anew_teach_nothing_about_their_prefix() -> None:
+    policy = PoolAware(clock=lambda: 0.0)
+    ask_as(policy, 8, 8 * CHUNK, 8 * CHUNK, 0)
+    for _ in range(3):
+        ask_as(policy, 8, 8 * CHUNK, 8 * CHUNK, 0, reads_cache=False)
+    assert ask_as(policy, 9, 9 * CHUNK, 9 * CHUNK, 8 * CHUNK) == 8 * CHUNK
+    assert not request_features({"prompt": "word " * 1000, "prompt_logprobs": 1}, 1000).reads_cache
