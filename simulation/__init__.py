@@ -1,3 +1,5 @@
-"""Deterministic simulation: the packages' own code in virtual time, on a network in memory, with faults; a seed
-determines everything. ``docs/simulation.md`` says what is real; ``world/`` is the core, the rest are the worlds.
+"""Deterministic simulation: runs the packages' own code in virtual time, on a network in memory, with faults.
+
+A seed determines everything. ``docs/simulation.md`` says which parts are real. ``world/`` is the core; the modules
+``*_world.py`` are the worlds.
 """

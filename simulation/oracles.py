@@ -1,7 +1,7 @@
-"""What must hold of requests, whatever the world does: each ends once, in time, with the right tokens or a known error.
+"""Oracles for requests: each request ends once, in time, with the right tokens or with a known and justified error.
 
-``ALLOWED_CODES`` are the errors that the documentation names. An error is justified by trouble: a fault that was there,
-or had been there less than ``RECOVERY_SECONDS`` before the request's end.
+``ALLOWED_CODES`` are the errors in the documentation. An error is justified if there was a fault during the request, or
+less than ``RECOVERY_SECONDS`` before it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from simulation.world import World
 
 __all__ = ["ALLOWED_CODES", "RECOVERY_SECONDS", "Orders", "Requests", "Troubles"]
 
-# Three probes with 5 s each, 5 s apart, and a heartbeat; then the slow start and the breaker's 5 s.
+# Time in which routers recover after a fault: three probes of 5 s with pauses of 5 s, a heartbeat, the slow start, and
+# 5 s of the breaker.
 RECOVERY_SECONDS = 45.0
-# A connection to an instance that was chosen before may take so long.
+# Time after its start in which an instance registers at all routers.
+REGISTERED_SECONDS = 10.0
+# Maximum time between the choice of an instance and the request's arrival there.
 CONNECT_SECONDS = 4.0
 
 ALLOWED_CODES = frozenset(
@@ -41,17 +44,17 @@ ALLOWED_CODES = frozenset(
 
 
 class Troubles:
-    """When something was wrong, and for how long: what may justify an error."""
+    """The times of faults, which can justify errors."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float, str, str]] = []
 
     def add(self, start: float, end: float, kind: str, target: str = "") -> None:
-        """Something was wrong for this time; with one instance alone, if it is the ``target``."""
+        """Add a fault. ``target`` is the instance with the fault, if it concerns a single instance."""
         self._spans.append((start, end, kind, target))
 
     def between(self, start: float, end: float, kinds: Iterable[str] = ()) -> bool:
-        """Whether anything, or one of these kinds, was wrong then, or shortly before."""
+        """Return whether there was a fault during this time or shortly before. ``kinds``: only these kinds count."""
         wanted = tuple(kinds)
         return any(
             begun <= end and start <= ended + RECOVERY_SECONDS and (not wanted or kind in wanted)
@@ -59,7 +62,10 @@ class Troubles:
         )
 
     def find_single(self, start: float, end: float, kinds: Iterable[str]) -> str:
-        """Return the only instance that had troubles then, or shortly before, if all were of these kinds; or ``""``."""
+        """Return the only instance with faults during this time or shortly before; "" if there are several.
+
+        It is also "" if there was a fault of another kind than ``kinds``.
+        """
         near = [each for each in self._spans if each[0] <= end and start <= each[1] + RECOVERY_SECONDS]
         targets = {target for *_, kind, target in near if kind in kinds}
         is_single = len(targets) == 1 and all(kind in kinds for *_, kind, _ in near)
@@ -67,15 +73,23 @@ class Troubles:
 
     @property
     def last(self) -> float:
-        """When the last one ended."""
+        """Time of the end of the last fault."""
         return max((end for _, end, *_ in self._spans), default=0.0)
 
 
 class Requests:
-    """Judges how clients' requests end. Faults of these kinds may cut answers: ``cutting``."""
+    """Judges the results of clients' requests.
 
-    CUTTING = ("router", "client_link")
-    # After these another instance serves the request, or goes on with its answer.
+    Args:
+        world: gets the failures.
+        troubles: the times of faults.
+        closings: the times in which no instance may take requests, because of orders.
+        patience: maximum duration of a request in seconds, by the documented time-outs.
+        survives: returns whether a request must end well although an instance fails.
+    """
+
+    CUTTING = ("router", "client_link")  # kinds of faults that may cut a response
+    # Kinds of faults after which another instance serves the request, or continues its answer.
     SURVIVED = ("kill", "cuts", "closes_unasked", "half_head", "engine_dies", "answers_500", "answers_503")
 
     def __init__(
@@ -87,12 +101,6 @@ class Requests:
         patience: float,
         survives: Callable[[Result, str], bool],
     ) -> None:
-        """
-        Args:
-            closings: when operators let instances take nothing, so that there may be none.
-            patience: the seconds within which a request must end, by the documented time-outs.
-            survives: whether a request is one of those that end well although an instance fails.
-        """
         self._world = world
         self._troubles = troubles
         self._closings = closings
@@ -102,7 +110,7 @@ class Requests:
         self._late: set[int] = set()
 
     def check(self, clients: Iterable[Client]) -> None:
-        """Judge the requests that have ended since the last call, and those that take too long."""
+        """Judge the requests that have ended since the last call, and find those that take too long."""
         for client in clients:
             for result in client.results.values():
                 if result.outcome and result.number not in self._judged:
@@ -113,7 +121,12 @@ class Requests:
 
     def _check_patience(self, result: Result) -> None:
         patience = self._patience + result.details.get("pause", 0.0)
-        is_late = self._world.now - result.began > patience and result.number not in self._late
+        began = result.began
+        if result.behind is not None:  # its answer can only come behind the other one's, which its client may read late
+            if result.behind.ended is None:
+                return
+            began = result.behind.ended
+        is_late = self._world.now - began > patience and result.number not in self._late
         if is_late and not self._troubles.between(result.began, self._world.now, self.CUTTING):
             self._late.add(result.number)
             self._world.fail("patience", f"request {result.number} has not ended after {patience:g} s")
@@ -124,7 +137,10 @@ class Requests:
         if result.outcome == "wrong":
             self._world.fail("tokens", told)
         elif result.outcome in ("cut", "refused"):
-            if not self._troubles.between(result.began, ended, self.CUTTING) and "pause" not in result.details:
+            # The router passes on a response that is no generation as it arrives. So if an instance's response is cut,
+            # the client's is cut, too, and so are all later requests on its connection.
+            kinds = () if result.is_cut_passed_on or result.is_behind_cut else self.CUTTING
+            if not self._troubles.between(result.began, ended, kinds) and "pause" not in result.details:
                 self._world.fail("cut", told)
         elif result.outcome == "error":
             self._judge_error(result, told, ended)
@@ -133,7 +149,7 @@ class Requests:
         planned = result.code.startswith("answers_") or "as planned" in result.why
         if result.code not in ALLOWED_CODES and not planned and result.status < 500:
             self._world.fail("error-code", told)
-        if result.status == 500 and not planned:
+        if result.status == 500 and not (planned or result.has_own_error):
             self._world.fail("error-500", told)
         if result.code in ("queue_full", "queue_timeout", "rate_limit_exceeded") and result.status in (0, 200, 429):
             return
@@ -142,7 +158,7 @@ class Requests:
         if result.code == "aborted" or "aborted" in result.why:
             self._world.fail("aborted", f"nobody aborted it: {told}")
             return
-        if result.status in (502, 503) and self._closings.between(result.began, ended):
+        if (planned or result.status in (200, 502, 503)) and self._closings.between(result.began, ended):
             return
         if not self._troubles.between(result.began, ended):
             self._world.fail("unjustified", f"nothing was wrong from {result.began:.3f} to {ended:.3f}: {told}")
@@ -153,42 +169,63 @@ class Requests:
 
 
 class Orders:
-    """What operators were promised: an instance that drains, or is paused, gets no request that comes later."""
+    """Checks orders of operators: an instance that is drained or paused gets no later requests.
+
+    Args:
+        world: gets the failures.
+        requests: the requests by their prompts.
+        is_mixed: whether all instances have the role mixed. Then an instance is chosen just before a request is sent,
+            unlike a decode instance.
+    """
 
     def __init__(self, world: World, requests: dict[tuple[int, ...], Result], *, is_mixed: bool) -> None:
-        """
-        Args:
-            requests: by their prompts.
-            is_mixed: instances are chosen just before a request is sent, unlike decode instances.
-        """
         self._world = world
         self._requests = requests
         self._is_mixed = is_mixed
         self._closed: dict[str, float] = {}
         self._latest: dict[str, dict[str, Any]] = {}
         self._ends_with_process: set[str] = set()
+        self._parted_until = 0.0
+        self._restarted_at: dict[str, float] = {}
         self._num_seen = 0
 
+    def part(self, seconds: float) -> None:
+        """Do not check orders for ``seconds``, because meanwhile messages do not reach all processes of the routers."""
+        self.forget()
+        self._parted_until = max(self._parted_until, self._world.now + seconds)
+
     def on_sent(self, key: str, path: str, body: dict[str, Any]) -> None:
-        """An order about an instance is on its way: what was promised before may not hold."""
+        """Forget earlier orders for an instance, because a new order for it was sent."""
         self._latest[key] = body
         self._closed.pop(key, None)
 
     def forget(self, key: str | None = None, *, process_only: bool = False) -> None:
-        """An instance is another process, or is forgotten by routers; None: all of them are."""
+        """Forget the orders for an instance, because routers may have forgotten them.
+
+        Args:
+            key: the instance; None: all instances.
+            process_only: forget only orders that end with the process of the instance.
+        """
         for each in [key] if key is not None else list(self._closed):
             if not process_only or each in self._ends_with_process:
                 self._closed.pop(each, None)
                 self._latest.pop(each, None)
 
+    def on_restart(self, key: str) -> None:
+        """Forget the orders that end with the process of an instance, because it was restarted."""
+        self.forget(key, process_only=True)
+        self._restarted_at[key] = self._world.now
+
     def check(self, client: Client) -> None:
-        """Note the orders that were answered since the last call."""
-        for path, body, answer, _, answered_at in client.orders[self._num_seen :]:
-            if path not in ("/admin/pause", "/admin/drain"):
+        """Record the orders that were answered since the last call."""
+        for path, body, answer, sent_at, answered_at in client.orders[self._num_seen :]:
+            if sent_at < self._parted_until or path not in ("/admin/pause", "/admin/drain"):
                 continue
             key = body["instance"]
             closes = path == "/admin/pause" or (path == "/admin/drain" and not body.get("undrain"))
             if answer is None or answer.status != 200 or self._latest.get(key) is not body or not closes:
+                continue
+            if body.get("until_restart") and sent_at < self._restarted_at.get(key, -1e9) + REGISTERED_SECONDS:
                 continue
             self._closed[key] = answered_at
             self._ends_with_process.discard(key)
@@ -197,7 +234,7 @@ class Orders:
         self._num_seen = len(client.orders)
 
     def on_arrival(self, instance: Instance, generation: Generation, asked: Asked) -> None:
-        """A request has come to an instance."""
+        """Report a failure if a request arrives at an instance that must not get it."""
         result = self._requests.get(tuple(generation.prompt))
         closed = self._closed.get(instance.key)
         if result is None or closed is None:

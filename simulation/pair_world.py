@@ -1,18 +1,19 @@
-"""World ``pair``: engines that prefill, decode and do both, with a model whose KV is a digest of the prefix.
+"""World ``pair``: prefill and decode instances of the engine, with a model whose KV is a digest of the prefix.
 
 The engine's own loop, scheduler, block manager, hand-over, generations and pool connector run over the real pool stack
-and a model of Mooncake. The model runner reads all of a sequence's KV from its blocks for each token, so a single wrong
-byte in one of them changes the answer, which is otherwise a function of the prompt.
+and a model of Mooncake. The correct answer is a function of the prompt. The model runner reads a sequence's whole KV
+from its blocks for each token, so that a single wrong byte in a block changes the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from engine.core import EngineCore
 from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer
 from engine.generation import Generations, PairInfo
 from engine.generation.choices import Choices
+from engine.model.layer_groups import LayerGroups
 from engine.model.model_runner import KVShape
 from engine.model.sampler import Choice
 from engine.pool.staging import open_direct, stage_handovers
@@ -35,10 +37,12 @@ from engine.scheduling.scheduler import Chunk, Scheduler
 from engine.serving.control import Control, ControlFailed
 from engine.telemetry.metrics import EngineMetrics
 from kvstore_backend.backend import Span
+from kvstore_backend.block_hash import extend_block_hashes, root_hash
 from kvstore_backend.config import MooncakeSettings, PoolConfig
-from kvstore_backend.namespace import Namespace
+from kvstore_backend.namespace import BLOCK_PREFIX, Namespace, parse_key
 from kvstore_backend.pool import open_pool
 from kvstore_backend.resharding import ShardingFamily
+from kvstore_backend.wrappers.checked import HEADER_BYTES
 from simulation.actors.dialects import FetchPrompt, KeepPrompt, keep_prompts, kept_by
 from simulation.actors.mooncake import TROUBLES, Mooncake, Trouble, in_place
 from simulation.world import Event, Outcome, Plan, World
@@ -46,17 +50,21 @@ from simulation.world import Event, Outcome, Plan, World
 __all__ = ["PairWorld"]
 
 _AT_ONE = ("crash", "pause", "cut", "update", "rest", "forget", "raise-step", "break-step")
+_TOGETHER = ("stall", "raise", "slow", "hang-master", "evict", "cut", "pause", "break-step", "break-step", "slow-step")
+_HARMLESS = ("evict", "cut", "forget", "break-step", "slow-step", "rest")
+"""Faults during which removals from the pool still succeed; see ``_is_harmless``."""
 _MASTER = "10.0.0.9:50051"
 _BLOCK_SIZE = 4
 _ROW_BYTES = 16
 _VOCAB_SIZE = 199
 _BROKEN = b"\xff" * _ROW_BYTES
-"""A token's KV that is no number; all that is computed from it is none either."""
+"""The KV of a token that stands for NaN: everything that is computed from it is NaN, too."""
 _CONNECTOR_PORT = 8500
 _KEEP_SECONDS = 30.0
 _SETTLE_SECONDS = 130.0
-# Prefill that keeps a prompt waits 30 s, for one choice after another; then the pool may hang.
+# A prefill instance that keeps a prompt waits 30 s for each choice, one after another; then the pool may hang.
 _PATIENCE_SECONDS = 120.0
+_WITHDRAWAL_SECONDS = 20.0
 
 
 def _extend(digest: bytes, token: int) -> bytes:
@@ -73,7 +81,7 @@ def _choose(rows: bytes) -> int:
 
 @lru_cache(maxsize=4096)
 def answer_of(prompt: tuple[int, ...], salt: str, version: str, count: int) -> tuple[int, ...]:
-    """The tokens that follow a prompt, by weights of this version."""
+    """Return the tokens that follow a prompt with this version of the weights."""
     digest, rows = _root(salt + version), b""
     for token in prompt:
         rows += (digest := _extend(digest, token))
@@ -85,17 +93,18 @@ def answer_of(prompt: tuple[int, ...], salt: str, version: str, count: int) -> t
 
 
 def _write_prompt(chain: int, length: int) -> tuple[int, ...]:
-    """Prompts whose chains have equal tens begin alike."""
+    """Return a prompt. Prompts whose chain numbers share all but the last digit have equal first 13 tokens."""
     common = random.Random(chain // 10)
     own = random.Random(chain)
     return tuple((common if i < 13 else own).randrange(_VOCAB_SIZE) for i in range(length))
 
 
 class _Runner:
-    """A model runner: a token's KV is a digest of all tokens up to it, and of the request's salt."""
+    """A model runner. The KV of a token is a digest of the request's salt and all tokens up to this one."""
 
     def __init__(self, world: PairWorld, num_blocks: int) -> None:
         self._world = world
+        self.groups = LayerGroups.of_full(1, _BLOCK_SIZE)
         self.shape = KVShape(1, 1, _BLOCK_SIZE, _ROW_BYTES // 2, torch.uint8)
         axes = (num_blocks, 1, 2, 1, _BLOCK_SIZE, _ROW_BYTES // 2)
         self.kv = torch.full(axes, 0xEE, dtype=torch.uint8)
@@ -108,33 +117,42 @@ class _Runner:
         self.retrieval = None
         self.version = ""
         self.raises = self.breaks = 0.0
-        """Shares of the steps that raise, and of the chunks whose KV is no number."""
+        """Shares of the steps that raise, and of the chunks whose KV becomes NaN."""
+        self.at_step_end: list[Callable[[], None]] = []
+        """Functions that are called at the end of the next step."""
 
     def update_weights(self, version: str) -> None:
-        """Use other weights."""
+        """Use the weights of another version."""
         time.sleep(0.5)
         self.version, self.namespace = version, replace(self.namespace, weights_version=version)
         self.family = replace(self.family, own=self.namespace)
 
     def span(self, block: int) -> Span:
-        """Where a block's bytes lie."""
+        """Return the address and size of a block."""
         return Span(self.kv.data_ptr() + block * self.shape.nbytes, self.shape.nbytes)
 
+    def view_group(self, number: int) -> torch.Tensor:
+        """Return the KV memory of the only group of layers."""
+        return self.kv
+
     def wait_for_device(self) -> None:
-        """Nothing is under way behind a step."""
+        """Do nothing: no work continues after a step."""
 
     def find_broken_blocks(self, blocks: Sequence[int]) -> list[bool]:
-        """Whether each block has a token whose KV is no number."""
+        """Return for each block whether it has a token whose KV is NaN."""
         return [bool((self._rows[block] == 0xFF).all(axis=1).any()) for block in blocks]
 
     def run(self, chunks: Sequence[Chunk]) -> list[Choice]:
-        """Compute the chunks, which takes a while; the next token of those that sample."""
+        """Compute the chunks, which takes simulated time; return the next tokens of the chunks that sample."""
         seconds = self._world.step_seconds(sum(chunk.num_tokens for chunk in chunks))
         time.sleep(seconds / 2)
         if self._world.steps.random() < self.raises:
             raise RuntimeError("the step failed")
         choices: list[Choice] = [self._compute(chunk) for chunk in chunks]
         time.sleep(seconds / 2)
+        callbacks, self.at_step_end = self.at_step_end, []
+        for callback in callbacks:
+            callback()
         return [choice for choice, chunk in zip(choices, chunks, strict=True) if chunk.samples]
 
     def _compute(self, chunk: Chunk) -> Choice:
@@ -154,17 +172,22 @@ class _Runner:
         return self._rows[sequence.block_table[position // _BLOCK_SIZE], position % _BLOCK_SIZE]
 
 
+def _is_harmless(event: Event) -> bool:
+    """Return whether removals from the pool still succeed during this fault."""
+    return event.kind in _HARMLESS or (event.kind == "slow" and event.details["factor"] <= 100.0)
+
+
 class _Tokenizer:
-    """Each token is a letter."""
+    """A tokenizer in which each token is one letter."""
 
     def decode(self, tokens: Sequence[int], **_: object) -> str:
-        """The text."""
+        """Return the text of the tokens."""
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
 @dataclass(eq=False)
 class _Leg:
-    """One exchange of a client with an instance."""
+    """One request of a client to one instance, and its answer."""
 
     name: str
     instance: _Instance
@@ -182,8 +205,20 @@ class _Leg:
     is_aborted: bool = False
     task: asyncio.Task[None] | None = None
 
+    def list_names(self) -> list[bytes]:
+        """Return the hashes of the prompt's blocks."""
+        request = self.request
+        root = root_hash(request.cache_salt)
+        return extend_block_hashes([], request.prompt_token_ids, _BLOCK_SIZE, root)
+
+    def may_save_broken(self, since: float) -> bool:
+        """Return whether the request may have saved blocks with NaN since this time."""
+        if self.ended is None or self.ended <= since:
+            return self.ended is None
+        return self.is_cancelled or self.is_aborted or "error" in self.reasons.values()
+
     def expect(self) -> tuple[list[int], str]:
-        """The right answer, and how it ends."""
+        """Return the tokens of the right answer, and its finish reason."""
         request = self.request
         tokens = list(answer_of(request.prompt_token_ids, request.cache_salt, self.version, self.count))
         stops = [i for i, token in enumerate(tokens) if token in request.params.stop_token_ids]
@@ -191,7 +226,7 @@ class _Leg:
 
 
 class _Instance:
-    """One engine; its parts as ``engine/serving/instance.py`` puts them together, without HTTP."""
+    """One engine without HTTP, with the parts that ``engine/serving/instance.py`` connects."""
 
     def __init__(self, world: PairWorld, name: str, spec: dict[str, Any]) -> None:
         self.world = world
@@ -244,10 +279,17 @@ class _Instance:
         self.is_stopped = True
 
     def stop(self) -> None:
-        """End it well."""
+        """Stop the instance in an orderly way."""
         self.is_leaving = True
         if self.generations is not None:
             self.post(self._end.set)
+
+    def call_at_step_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` at the end of the present or next step; call it now if the engine has no sequences."""
+        if self.generations is not None and self.scheduler.has_sequences:
+            self.runner.at_step_end.append(callback)
+        else:
+            callback()
 
     def post(self, callback: Any) -> None:
         """Run ``callback`` in the instance's event loop."""
@@ -255,7 +297,7 @@ class _Instance:
             loop.post(callback)
 
     def begin_leg(self, leg: _Leg, info: PairInfo | None) -> None:
-        """Answer a request, in the instance's loop."""
+        """Begin to answer a request; called in the instance's event loop."""
         assert self.generations is not None
         leg.version = self.runner.version
         try:
@@ -275,6 +317,8 @@ class _Instance:
                     leg.tokens.setdefault(index, []).append(piece.token_id)
                 if piece.finish_reason:
                     leg.reasons[index] = piece.finish_reason
+                    if piece.finish_reason == "error":
+                        self.world.expect_withdrawal(leg)
         except asyncio.CancelledError:
             leg.is_cancelled = True
         finally:
@@ -283,7 +327,7 @@ class _Instance:
             self.world.trace.add(self.process.name, f"{leg.name} ended: {leg.reasons} {leg.tokens}")
 
     async def order(self, kind: str, seconds: float, version: str) -> None:
-        """What an operator or a trainer orders."""
+        """Pause the instance, update its weights or wait ``seconds``, and resume it."""
         self.pauses.append((self.world.now, math.inf))
         try:
             await self.control.pause()
@@ -298,15 +342,17 @@ class _Instance:
 
 
 class PairWorld(World):
-    """See the module."""
+    """The world ``pair``, which the module's docstring describes."""
 
     name: ClassVar[str] = "pair"
     max_seconds: ClassVar[float] = 900.0
     max_model_len: ClassVar[int] = 64
+    lags: ClassVar[tuple[float, ...]] = (0.0, 0.003, 0.03)
+    spreads_over_turns: ClassVar[bool] = True
     allowed_tracebacks: ClassVar[tuple[str, ...]] = ("A step failed", "Mooncake raised on", "A store raised")
 
     def draw_plan(self, draw: random.Random) -> Plan:
-        """Two prefill and two decode instances at most, requests in all dialects, and faults."""
+        """Draw at most two prefill and two decode instances, requests in all dialects, and faults."""
         roles = draw.choice([["prefill", "decode"], ["prefill", "decode", "decode"], ["prefill", "prefill", "decode"]])
         instances = [
             {
@@ -316,7 +362,7 @@ class PairWorld(World):
                 "seqs": draw.choice([2, 4]),
                 "budget": draw.choice([6, 16, 64]),
                 "segment": draw.choice([32, 128]) * 256,
-                "pool": draw.choice(["", "plain", "plain", "async"]),
+                "pool": draw.choice(["", "plain", "async", "async"]),
                 "save_outputs": draw.random() < 0.3,
                 "staged": draw.random() < 0.4,
                 "offset": draw.choice([0.0, 20.0]),
@@ -324,11 +370,16 @@ class PairWorld(World):
             for i, role in enumerate(roles)
         ]
         settings = {"instances": instances, "step": draw.choice([0.001, 0.01, 0.1]), "rpc": draw.choice([2.0, 30.0])}
+        # Calls of the pool then take less time than a step, about the same time, or more.
+        settings["slowness"] = self.stream("slowness").choice([1.0, 1.0, 10.0, 50.0])
         length = draw.choice([20.0, 60.0, 120.0])
         events: list[Event] = []
         self._draw_requests(draw, events, roles, length)
         self._draw_faults(draw, events, roles, length)
         self._draw_hangs(self.stream("hangs"), events, roles, length)
+        self._draw_together(self.stream("together"), events, roles, length)
+        if self.stream("trouble").random() < 0.35:
+            events = [event for event in events if event.kind == "request" or _is_harmless(event)]
         return Plan(settings, sorted(events, key=lambda event: event.at))
 
     def _draw_requests(self, draw: random.Random, events: list[Event], roles: list[str], length: float) -> None:
@@ -338,29 +389,73 @@ class PairWorld(World):
         haste = self.stream("haste").choice([1.0, 1.0, 10.0])
         while at < length and len(events) < 90:
             at += draw.expovariate(1.0 / pause)
-            details: dict[str, Any] = {
-                "number": len(events),
-                "dialect": draw.choice(["fastdeploy", "fastdeploy", "vllm", "sglang", "mixed"]),
-                "prefill": draw.choice(prefills),
-                "chain": draw.choice([10, 11, 20, 21, draw.randrange(100, 900)]),
-                "prompt": draw.choice([1, 3, 4, 8, 14, 21, 40]),
-                "count": draw.choice([1, 2, 5, 14, 20]),
-                "salt": draw.choice(["", "", "", "tenant"]),
-                "n": draw.choice([1, 1, 1, 1, 2, 3]),
-                "stop": draw.choice([None, None, None, 0, 3]),
-                "keep": draw.choice([0.0, 0.0, 0.0, 30.0]),
-                "lag": draw.choice([0.0, 0.0, round(draw.expovariate(1.0), 3), -round(draw.expovariate(1.0), 3)]),
-            }
-            for leg in ("p", "d"):
-                how = draw.choice(["", "", "", "", "leave", "abort"])
-                if how:
-                    details[f"{leg}_{how}"] = round(draw.expovariate(haste * (2.0 if draw.random() < 0.7 else 0.2)), 3)
+            prefill, decode = draw.choice(prefills), draw.choice(decodes)
+            details = self._draw_request(draw, len(events), prefill, haste)
             if draw.random() < 0.05:
                 details["lost"] = draw.choice(["p", "d"])
-            events.append(Event(round(at, 3), "request", draw.choice(decodes), details))
+            events.append(Event(round(at, 3), "request", decode, details))
+
+    def _draw_request(self, draw: random.Random, number: int, prefill: str, haste: float) -> dict[str, Any]:
+        details: dict[str, Any] = {
+            "number": number,
+            "dialect": draw.choice(["fastdeploy", "fastdeploy", "vllm", "sglang", "mixed"]),
+            "prefill": prefill,
+            "chain": draw.choice([10, 11, 20, 21, draw.randrange(100, 900)]),
+            "prompt": draw.choice([1, 3, 4, 8, 14, 21, 40]),
+            "count": draw.choice([1, 2, 5, 14, 20]),
+            "salt": draw.choice(["", "", "", "tenant"]),
+            "n": draw.choice([1, 1, 1, 1, 2, 3]),
+            "stop": draw.choice([None, None, None, 0, 3]),
+            "keep": draw.choice([0.0, 0.0, 0.0, 30.0]),
+            "lag": draw.choice([0.0, 0.0, round(draw.expovariate(1.0), 3), -round(draw.expovariate(1.0), 3)]),
+        }
+        for leg in ("p", "d"):
+            how = draw.choice(["", "", "", "", "leave", "abort"])
+            if how:
+                details[f"{leg}_{how}"] = round(draw.expovariate(haste * (2.0 if draw.random() < 0.7 else 0.2)), 3)
+        return details
+
+    def _draw_together(self, draw: random.Random, events: list[Event], roles: list[str], length: float) -> None:
+        """Draw moments with several faults, and clients that send long prompts and leave soon.
+
+        Some clients send their prompt again after the faults, and get blocks that were computed or saved during them.
+        """
+        prefills = [f"e{i}" for i, role in enumerate(roles) if role == "prefill"]
+        decodes = [f"e{i}" for i, role in enumerate(roles) if role == "decode"]
+        names = [f"e{i}" for i in range(len(roles))]
+        number = 1000
+        for _ in range(draw.choice([0, 2, 4])):
+            at, salt = draw.uniform(5.0, length), draw.choice(["", "", "tenant"])
+            kinds = draw.choice([_TOGETHER, [kind for kind in _TOGETHER if kind in (*_HARMLESS, "slow")]])
+            for kind in draw.sample(kinds, draw.choice([0, 1, 2, 3])):
+                targets = draw.choice([[draw.choice(names)], names]) if kind in _AT_ONE else [""]
+                details: dict[str, Any] = {"seconds": round(draw.uniform(0.2, 4.0), 3), "share": 0.5, "factor": 100.0}
+                begun_at = round(at + draw.uniform(-0.1, 0.3), 3)
+                events += [Event(begun_at, kind, target, details) for target in targets]
+            haste, again = draw.choice([0.5, 5.0, 50.0]), draw.choice([0.0, draw.uniform(3.0, 30.0)])
+            forgets = [at] * (draw.random() < 0.5) + [at + again - 0.1] * bool(again)
+            for name, moment in itertools.product(names, forgets):
+                events.append(Event(round(moment, 3), "forget", name, {"seconds": 0.0}))
+            family = draw.choice([None, 10 * draw.randrange(100, 900)])  # chains of prompts that are probably new
+            for _ in range(draw.choice([3, 8])):
+                number += 2
+                details = self._draw_request(draw, number, draw.choice(prefills), haste)
+                if family is not None:
+                    details["chain"] = family + draw.randrange(10)
+                details.update(prompt=draw.choice([14, 21, 40]), salt=salt, lag=round(draw.uniform(-0.02, 0.02), 3))
+                returning = {name: value for name, value in details.items() if name[1:2] != "_"}
+                for leg in ("p", "d"):
+                    if draw.random() < 0.3:
+                        details[f"{leg}_{draw.choice(['leave', 'abort'])}"] = round(draw.expovariate(haste), 4)
+                details["at_step"] = draw.random() < 0.5
+                sent_at = at + draw.uniform(0.0, 1.0)
+                events.append(Event(round(sent_at, 3), "request", draw.choice(decodes), details))
+                if again and draw.random() < 0.5:
+                    returning.update(number=number + 1, prefill=draw.choice(prefills))
+                    events.append(Event(round(sent_at + again, 3), "request", draw.choice(decodes), returning))
 
     def _draw_hangs(self, draw: random.Random, events: list[Event], roles: list[str], length: float) -> None:
-        """A pool that hangs while instances that have forgotten their caches load from it."""
+        """Draw moments at which the pool hangs while instances with emptied caches load from it."""
         for _ in range(draw.choice([0, 0, 2, 6])):
             at, kind = round(draw.uniform(5.0, length), 3), draw.choice(["stall", "hang-master", "raise"])
             details: dict[str, Any] = {"seconds": round(draw.uniform(0.5, 6.0), 3)}
@@ -385,16 +480,18 @@ class PairWorld(World):
             events.append(Event(round(draw.uniform(2.0, length), 3), kind, target, details))
 
     def build(self) -> None:
-        self.cluster = Mooncake(self, rpc_seconds=self.plan.settings["rpc"])
+        settings = self.plan.settings
+        self.cluster = Mooncake(self, rpc_seconds=settings["rpc"], slowness=settings["slowness"])
         self.instances: dict[str, _Instance] = {}
         self.legs: list[_Leg] = []
         self._broken: list[tuple[float, float]] = []
         self._troubled_until = 0.0
+        self._troubled: list[tuple[float, float]] = []  # spans in which a removal from the pool may have failed
         self._step_factor = 1.0
         self._stopping_at: float | None = None
         self.steps = self.stream("steps")
         self._has_faults = any(event.kind != "request" for event in self.plan.events)
-        for i, spec in enumerate(self.plan.settings["instances"]):
+        for i, spec in enumerate(settings["instances"]):
             self._start(f"e{i}", spec)
 
     def _start(self, name: str, spec: dict[str, Any]) -> None:
@@ -405,7 +502,7 @@ class PairWorld(World):
             return super().run(plan)
 
     def step_seconds(self, num_tokens: int) -> float:
-        """How long a step takes."""
+        """Draw the duration of a step with this number of tokens."""
         step: float = self.plan.settings["step"]
         return step * (1 + 0.05 * num_tokens) * self.steps.uniform(0.5, 1.5) * self._step_factor
 
@@ -413,6 +510,8 @@ class PairWorld(World):
         if event.kind == "request":
             self._ask(event.target, dict(event.details))
         else:
+            if not _is_harmless(event):
+                self._troubled.append((self.now, self.now + event.details["seconds"]))
             self._disturb(event.kind, self.instances.get(event.target), dict(event.details))
 
     def _ask(self, target: str, details: dict[str, Any]) -> None:
@@ -475,10 +574,13 @@ class PairWorld(World):
                 instance.post(partial(instance.generations.abort_requests, [request.request_id]))
 
         later(lag, begin)
-        if (after := details.get(f"{side}_leave")) is not None:
-            later(lag + after, leave)
-        if (after := details.get(f"{side}_abort")) is not None:
-            later(lag + after, abort)
+        for how, end in (("leave", leave), ("abort", abort)):
+            if (after := details.get(f"{side}_{how}")) is None:
+                continue
+            if details.get("at_step"):
+                later(lag + after, partial(instance.call_at_step_end, end))
+            else:
+                later(lag + after, end)
 
     def _disturb(self, kind: str, instance: _Instance | None, details: dict[str, Any]) -> None:
         cluster, later, seconds = self.cluster, self.scheduler.call_later, details["seconds"]
@@ -493,7 +595,7 @@ class PairWorld(World):
             cluster.evict_share(details["share"])
         elif kind in TROUBLES:
             trouble = TROUBLES[kind]
-            setattr(cluster.trouble, trouble, details.get("share", details.get("factor")))
+            setattr(cluster.trouble, trouble, details["factor" if kind == "slow" else "share"])
             later(seconds, lambda: setattr(cluster.trouble, trouble, getattr(Trouble(), trouble)))
         elif kind == "slow-step":
             self._step_factor = 100.0
@@ -523,6 +625,29 @@ class PairWorld(World):
 
     # Oracles.
 
+    def expect_withdrawal(self, leg: _Leg) -> None:
+        """Check some seconds after the failure of a request that the pool has none of its blocks with NaN."""
+        failed_at, names = self.now, leg.list_names()
+
+        def look() -> None:
+            if any(start < failed_at + 8.0 and end > failed_at - 10.0 for start, end in self._troubled):
+                return
+            # A request that fails later checks its own blocks. Nobody notices NaN of a request that was ended early.
+            used = {name for each in self.legs if each.may_save_broken(failed_at) for name in each.list_names()}
+            stored = {
+                parse_key(key)[1]: data[HEADER_BYTES:]
+                for key, begun_at, data in (self.cluster.list_whole() if self.cluster.is_up else [])
+                if key.startswith(BLOCK_PREFIX) and begun_at < failed_at + 0.1
+            }
+            # The request may not have seen blocks of another one behind a block that the pool lacks.
+            for name in itertools.takewhile(stored.__contains__, names):
+                rows = [stored[name][i : i + _ROW_BYTES] for i in range(0, len(stored[name]), _ROW_BYTES)]
+                if _BROKEN in rows and name not in used:
+                    self.fail("poison", f"{leg.name} failed, and its block {name.hex()[:8]} with NaN stays in the pool")
+
+        if not leg.may_fail:
+            self.scheduler.call_later(_WITHDRAWAL_SECONDS, look)
+
     def is_at_rest(self) -> bool:
         last = max([self._troubled_until, *(event.at for event in self.plan.events)])
         if self._stopping_at is None and self.now > last + _SETTLE_SECONDS:
@@ -536,7 +661,7 @@ class PairWorld(World):
         return [each for each in self.instances.values() if each.process.is_alive]
 
     def _check_rest(self) -> None:
-        """Nothing is under way any more, so nothing is held."""
+        """Check that all requests have ended, and that the instances hold no blocks."""
         for leg in self.legs:
             if leg.instance.process.is_alive:
                 self._check_leg(leg)
@@ -550,7 +675,7 @@ class PairWorld(World):
                 "sequences": instance.scheduler.has_sequences,
                 "listeners": len(core._listeners),
                 "reservations": len(instance.scheduler.reservations),
-                "landings": len(instance.memory._landings),
+                "incoming": len(instance.memory._incoming),
                 "live requests": instance.generations.num_live,
                 "pending hand-overs": instance.receiver.num_pending,
                 "kept prompts": len(kept_by(instance.receiver)),
@@ -564,7 +689,7 @@ class PairWorld(World):
                 self.fail("references", f"{name}: blocks {held} are held by nobody")
 
     def _check_leg(self, leg: _Leg) -> None:
-        """It ended once, and with the right tokens."""
+        """Check that a request ended once, and with the right tokens."""
         if leg.ended is None:
             self.fail("once", f"{leg.name} never ended")
             return
@@ -584,7 +709,7 @@ class PairWorld(World):
             self.fail("deadline", f"{leg.name} took {leg.ended - leg.began:.1f} s, and nothing was wrong")
 
     def _may_end(self, leg: _Leg, reason: str | None) -> bool:
-        """Whether there is a reason for an end other than the answer's."""
+        """Return whether a fault, a pause or an abort explains that a request ended with ``reason``."""
         assert leg.ended is not None
         spans = leg.instance.pauses if reason == "abort" else [(start, end + 30.0) for start, end in self._broken]
         is_disturbed = any(start <= leg.ended and end >= leg.began for start, end in spans)

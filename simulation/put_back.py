@@ -97,7 +97,7 @@ DEFECTS = (
         "d880d75",
         "a stream goes on behind a token that ends within a character",
         "router/serving/resume/stream.py",
-        "        return self._shown[-_DOUBTFUL_IDS:] if self._last_count > 1 else []\n",
+        "        return self._shown[-_DOUBTFUL_IDS:] if self._last_count > 1 and not self._is_finished else []\n",
         "        return []\n",
     ),
     Defect(
@@ -117,7 +117,7 @@ DEFECTS = (
         "",
         "a stream that has all its tokens and lacks only its end is resumed for one token more",
         "router/serving/resume/stream.py",
-        "        return self._is_finished or count_remaining(self._body.members, len(self._shown)) == 0\n",
+        "        return self._is_finished or (is_at_limit and not self.doubtful_ids)\n",
         "        return self._is_finished\n",
     ),
     Defect(
@@ -200,7 +200,7 @@ DEFECTS = (
         "685cb90",
         "race: decode uses blocks again to which prefill still writes",
         "engine/disaggregation/decode.py",
-        "        seconds = handover.seconds_to_land\n"
+        "        seconds = handover.late_seconds\n"
         "        if seconds is None:\n"
         "            seconds = await _wait_for_stop(reader)\n",
         "        seconds = 0.0\n",
@@ -221,10 +221,10 @@ DEFECTS = (
         "sharing",
         "fleet",
         "d3a1a13",
-        "race: messages that were being sent when Redis went away are lost",
+        "race: messages that were being sent when Redis went away are lost, and no missing number shows it",
         "router/sharing/shared_state.py",
         "            self._waiting = deque([*batch, *self._waiting], MAX_WAITING)\n            raise\n",
-        "            raise\n",
+        "            self._num_batches -= 1\n            raise\n",
     ),
     Defect(
         "slot-of-cancelled",

@@ -1,7 +1,7 @@
-"""A flight recorder's files as a plan of the world ``router``: the recorded instances, arrivals, orders and failures.
+"""Makes a plan of the world ``router`` from a flight recorder's files: instances, arrivals, orders and failures.
 
-Prompts and answers are not recorded: the world makes up its own, of the recorded sizes. So the plan repeats what came
-to the router and when, not what it decided; docs/simulation.md says what else is lost.
+Prompts and answers are not recorded; the world makes up its own ones of the recorded sizes. The plan thus repeats the
+requests and their times, not the router's decisions. docs/simulation.md says what else is lost.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from simulation.world import Event, Plan
 
 __all__ = ["RecordingError", "read_plan"]
 
-# The world's time is limited, and so is a run's: the end of a longer recording is taken.
+# The time of a world and of a run is limited. Of a longer recording, only the last part is used.
 MAX_SECONDS, MAX_REQUESTS = 600.0, 2000
-# The world's answers have at most so many tokens; a longer prompt takes long to hash.
+# The most tokens of an answer and words of a prompt in the world; the hash of a longer prompt would take long.
 MAX_TOKENS, MAX_WORDS = 40, 4000
-# How an instance fails while an attempt runs that ended like this. Failures of an instance that are less than a second
-# apart are one.
+# For each recorded end of an attempt, the mood of its instance meanwhile. Failures of an instance that are less than a
+# second apart are joined.
 MOODS = {"error": "answers_500", "death": "closes_unasked", "stall": "hangs_in_stream"}
 JOINED_SECONDS = 1.0
 SETTINGS = (
@@ -37,7 +37,7 @@ Entry = dict[str, Any]
 
 
 class _Change(NamedTuple):
-    """Since ``time``, a member of an instance's state has this value."""
+    """A change of one member of an instance's state at ``time``."""
 
     time: float
     key: str
@@ -46,7 +46,7 @@ class _Change(NamedTuple):
 
 
 def read_plan(paths: Iterable[Path]) -> Plan:
-    """The plan of a recording.
+    """Return the plan of a recording.
 
     Raises:
         RecordingError: a file cannot be read, or no instance is recorded.
@@ -58,7 +58,7 @@ def read_plan(paths: Iterable[Path]) -> Plan:
     states = {key: state for entry in entries for key, state in _list_states(entry)}
     recorded: Entry = next((entry["settings"] for entry in entries if entry["kind"] == "begin"), {})
     if not states:
-        raise RecordingError("the recording names no instance, so there is no world to make of it")
+        raise RecordingError("the recording names no instance, so it cannot be replayed")
     roles = sorted((state["role"], key) for key, state in states.items())
     names = {key: f"{role}{number}" for number, (role, key) in enumerate(roles)}
     requests = _take_requests(entries)
@@ -69,7 +69,7 @@ def read_plan(paths: Iterable[Path]) -> Plan:
         *_make_moods(requests, names, start),
         *_make_faults(_list_changes(rings.values()), names, start, end),
     ]
-    # The world has instances of one engine.
+    # All instances of a world have the same engine and connector: the most common ones.
     engine, connector = Counter((state["engine"], state["connector"]) for state in states.values()).most_common(1)[0][0]
     speeds = [
         (entry["total_us"] - entry["first_byte_us"]) / 1e6 / min(entry["completion_tokens"], MAX_TOKENS)
@@ -94,14 +94,14 @@ def read_plan(paths: Iterable[Path]) -> Plan:
 
 
 def _list_states(entry: Entry) -> list[tuple[str, Entry]]:
-    """The instances, with their states, that an entry names."""
+    """Return the instances that an entry names, with their states."""
     if entry["kind"] == "begin":
         return list(entry["instances"].items())
     return [(entry["instance"], entry)] if entry["kind"] == "instance" else []
 
 
 def _take_requests(entries: list[Entry]) -> list[Entry]:
-    """The last requests at paths that the world has, by their arrival; each once, also if it had not ended."""
+    """Return the last requests to paths of the world, in the order of their arrival, including unfinished ones."""
     found: dict[tuple[float, str], Entry] = {}
     for kind in ("running", "request"):
         found.update({(each["time"], each["id"]): each for each in entries if each["kind"] == kind})
@@ -128,18 +128,18 @@ def _make_request(number: int, entry: Entry, start: float) -> Event:
 
 
 def _count_prompt(entry: Entry) -> int:
-    """The tokens of a prompt, as the engine counted them or a policy estimated them."""
+    """Return the number of tokens of a prompt, as the engine counted them or else a policy estimated them."""
     choices = [choice for attempt in entry.get("attempts", ()) for choice in attempt["choices"]]
     estimated = max((round(work) + cached for _, work, cached, _ in choices), default=20)
     return int(entry.get("prompt_tokens") or estimated)
 
 
 def _make_moods(requests: list[Entry], names: dict[str, str], start: float) -> list[Event]:
-    """The times in which instances failed requests."""
+    """Return the moods of the instances: the spans in which they failed requests."""
     spans: dict[tuple[str, str], list[list[float]]] = {}
     for entry in requests:
         for attempt in entry.get("attempts", ()):
-            # The leg with an error, or else the one without an answer, or else the one that answered.
+            # The first leg is the one with an error; else the one without an answer; else the one that answered.
             legs = sorted(attempt["legs"], key=lambda leg: (leg[2] < 400, leg[2] > 0))
             if attempt["ended"] in MOODS and legs and legs[0][0] in names and entry["time"] >= start:
                 times = [_place(entry["time"], start) + attempt[end] / 1e6 for end in ("began_us", "ended_us")]
@@ -156,7 +156,7 @@ def _make_moods(requests: list[Entry], names: dict[str, str], start: float) -> l
 
 
 def _list_changes(rings: Iterable[list[Entry]]) -> list[_Change]:
-    """The changes of instances, once each, although each process of a router has noticed them."""
+    """Return the changes of instances. A change that several processes of a router noticed is returned once."""
     changes = []
     for ring in rings:
         known: dict[tuple[str, str], Any] = {}
@@ -176,7 +176,7 @@ def _list_changes(rings: Iterable[list[Entry]]) -> list[_Change]:
 
 
 def _make_faults(changes: list[_Change], names: dict[str, str], start: float, end: float) -> list[Event]:
-    """The orders of operators, and the end of each instance that was unhealthy, until it was healthy again."""
+    """Return the orders of operators, and a kill of each unhealthy instance until it was healthy again."""
     events = []
     for number, change in enumerate(changes):
         at, name, body = _place(change.time, start), names[change.key], {"instance": f"{names[change.key]}:8000"}
@@ -197,5 +197,5 @@ def _make_faults(changes: list[_Change], names: dict[str, str], start: float, en
 
 
 def _place(moment: float, start: float) -> float:
-    """Seconds of the world for a recorded time; what was before the start comes just before the first request."""
+    """Return the world's time for a recorded time; a time before ``start`` becomes one just before the requests."""
     return round(max(BEGIN_SECONDS - 1.0, BEGIN_SECONDS + moment - start), 6)

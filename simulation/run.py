@@ -1,6 +1,7 @@
-"""scripts/simulate-faults: runs seeds of a world, shows one as a timeline, or shrinks it.
+"""scripts/simulate-faults: runs seeds of a world, shows one seed as a timeline, or shrinks its plan.
 
-Each seed runs in a child of its own, forked once all is imported: what a run leaves in modules is gone with it.
+Each seed runs in its own child process, forked after all imports. State that a run leaves in modules ends with the
+child.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WORLDS = {
     "pair": "simulation.pair_world:PairWorld",
 }
 REGRESSIONS = Path(__file__).parent / "regressions.txt"
-# A run that takes more seconds of a processor hangs.
+# A run that takes more CPU time than this counts as hung.
 HANG_SECONDS = 60
 ADDR_NO_RANDOMIZE = 0x0040000
 
@@ -42,14 +43,14 @@ Job = tuple[type[World], int, "Plan | None"]
 
 
 def find_world(name: str) -> type[World]:
-    """The class of a world."""
+    """Return the class of a world."""
     module, _, attribute = WORLDS[name].partition(":")
     kind: type[World] = getattr(importlib.import_module(module), attribute)
     return kind
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; return 1 if a seed failed."""
+    """Run seeds of a world; return 1 if a seed failed."""
     _fix_hashes()
     arguments = _read_arguments(argv)
     if arguments.regressions:
@@ -81,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/simulate-faults", description=main.__doc__)
     parser.add_argument("--world", choices=WORLDS, default="router")
-    parser.add_argument("--seeds", type=int, default=0, help="run so many seeds")
-    parser.add_argument("--minutes", type=float, default=0.0, help="run new seeds for so long")
+    parser.add_argument("--seeds", type=int, default=0, help="number of seeds to run")
+    parser.add_argument("--minutes", type=float, default=0.0, help="run new seeds for this time")
     parser.add_argument(
         "--first",
         type=int,
@@ -110,7 +111,7 @@ def _read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _first_of_commit() -> int:
-    """A first seed that is another one for each commit, so that a failure in CI can be run again."""
+    """Return a first seed that depends on the commit, so that a failure in CI can be repeated."""
     told = subprocess.run(
         ["git", "rev-parse", "--short=6", "HEAD"], cwd=REGRESSIONS.parent, capture_output=True, text=True, check=False
     )
@@ -124,7 +125,7 @@ def _forever(first: int) -> Iterator[int]:
 
 
 def read_regressions(path: Path) -> Iterator[Job]:
-    """The seeds of a file with lines ``world seed  # what it found``."""
+    """Yield the jobs of a file with lines ``world seed  # what it found``."""
     for line in path.read_text().splitlines():
         if fields := line.partition("#")[0].split():
             yield find_world(fields[0]), int(fields[1]), None
@@ -145,6 +146,8 @@ def _report(outcomes: Iterable[Outcome], arguments: argparse.Namespace) -> int:
             more = f" (and {others} more)" if others else ""
             at = f"after {time.monotonic() - began:.1f} s"
             print(f"{outcome.world} {outcome.seed}: {outcome.failures[0]}{more} {at}", flush=True)
+            if arguments.seed is None:
+                print(f"  scripts/simulate-faults --world {outcome.world} --seed {outcome.seed} --trace", flush=True)
             if arguments.stop:
                 break
     seconds = time.monotonic() - began
@@ -170,7 +173,7 @@ def _shrink_and_show(kind: type[World], seed: int) -> int:
 
 
 def shrink(kind: type[World], outcome: Outcome) -> Outcome:
-    """The same failure with fewer events (Zeller's ddmin): a run in which none of its parts could be left out."""
+    """Return a run with the same failure and fewer events, by Zeller's ddmin; every remaining event is necessary."""
     oracle, best = outcome.failures[0].oracle, outcome
     parts = 2
     while len(best.plan.events) > 1:
@@ -195,7 +198,10 @@ def shrink(kind: type[World], outcome: Outcome) -> Outcome:
 
 
 def run_all(jobs: Iterable[Job], count: int, give_up_at: float | None = None) -> Iterator[Outcome]:
-    """Run each job in a child of its own, ``count`` at once, until ``give_up_at``; outcomes as they come."""
+    """Run each job in its own child process, at most ``count`` at once; yield each outcome when its run ends.
+
+    No job begins after ``give_up_at``.
+    """
     waiting = iter(jobs)
     selector = selectors.DefaultSelector()
     children: dict[int, tuple[int, Job, float]] = {}
@@ -229,7 +235,7 @@ def run_all(jobs: Iterable[Job], count: int, give_up_at: float | None = None) ->
 
 
 def run_forked(kind: type[World], seed: int, plan: Plan | None = None) -> Outcome:
-    """Run one seed in a child."""
+    """Run one seed in a child process."""
     (outcome,) = run_all([(kind, seed, plan)], 1)
     return outcome
 
@@ -246,7 +252,7 @@ def _fork(job: Job) -> tuple[int, int]:
     os.close(reading)
     status = 1
     try:
-        faulthandler.register(signal.SIGPROF, chain=True)  # which ends it
+        faulthandler.register(signal.SIGPROF, chain=True)  # prints a traceback; then the signal ends the child
         signal.setitimer(signal.ITIMER_PROF, HANG_SECONDS)
         outcome = run_world(*job)
         with os.fdopen(writing, "wb") as pipe:
@@ -269,12 +275,12 @@ def _read_outcome(job: Job, data: bytes, status: int, seconds: float) -> Outcome
     if data:
         outcome: Outcome = pickle.loads(data)
         return outcome
-    failure = Failure("simulator", f"the run hung, or broke (status {status})")
+    failure = Failure("simulator", f"the run hung or crashed (status {status})")
     return Outcome(kind.name, seed, [failure], plan or Plan({}, []), "", 0.0, seconds)
 
 
 def _fix_hashes() -> None:
-    """Begin again with fixed hashes of strings and addresses of objects, so that sets have one order."""
+    """Start the program again with fixed hashes of strings and fixed addresses, so that sets have one order."""
     if os.environ.get("PYTHONHASHSEED") == "0":
         return
     os.environ["PYTHONHASHSEED"] = "0"

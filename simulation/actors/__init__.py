@@ -1,11 +1,11 @@
-"""Actors: what stands around the production code in a world.
+"""Actors: the simulated parts of a world, and the production code in simulated processes.
 
-tokens.py    answers that follow from the prompt, so that each can be verified
-http.py      a small HTTP server and client for actors, apart from the router's own
-engines.py   what an instance of each engine says: its streams, answers and hand-overs
-instance.py  Instance: an instance of any dialect, which fails as it is told
-client.py    Client: asks, and judges what it gets
-router.py    RouterActor: the real router, of one process
-fleet.py     ManyWorkers: the real router of several processes, and what stands for the operating system
-redis.py     RedisActor: as much of Redis as the routers use
+tokens.py    computes the right answer to a prompt, so that every response can be verified
+http.py      a small HTTP server and client for actors, independent of the router's
+engines.py   request and response formats of each engine
+instance.py  Instance: simulates an instance of any dialect, with faults
+client.py    Client: sends requests, and judges the responses
+router.py    RouterActor: a real router with one process
+fleet.py     ManyWorkers: a real router with several processes
+redis.py     RedisActor: simulates the part of Redis that routers use
 """

@@ -1,4 +1,4 @@
-"""Client: asks a router, and judges what it gets by the prompt alone."""
+"""Client: sends requests to a router, and judges the responses. The right answer follows from the prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.actors.engines import APIS, Generation, read_generation
 from simulation.actors.http import Answer, ClientConnection, format_request
-from simulation.actors.tokens import answer_ids, text_of
+from simulation.actors.tokens import answer_ids, count_unfinished, text_of
 
 if TYPE_CHECKING:
     from simulation.world import Process, World
@@ -22,13 +22,27 @@ IDLE_SECONDS = 50.0
 
 @dataclass
 class Result:
-    """How one request of a client went.
+    """A request of a client, and its result.
 
     Attributes:
-        number: of the request.
-        outcome: ``right``, ``error``, ``wrong``, ``cut``, ``left``, ``refused``, or ``""`` while it runs.
-        code: of the error.
+        number: the number of the request.
+        path: its path.
+        generation: the answer that it requests; None: it requests no generation.
+        began: virtual time of the request.
+        details: the details of the event in the plan.
+        ended: virtual time of the end; None: it is running.
+        outcome: ``right``, ``error``, ``wrong``, ``cut`` (the response broke off), ``left`` (the client disconnected),
+            ``refused`` (no connection); "" while it is running.
+        status: the HTTP status.
+        code: the code of the error.
         why: what is wrong.
+        text: the text of the answer.
+        behind: the request before it on its connection, if both were sent in one go.
+        has_own_error: whether an instance has answered it with status 500. A client gets this error only if no other
+            instance can serve the request.
+        is_behind_cut: whether an earlier request on its connection was cut, and was no generation.
+        has_half_character: whether the token ids that it has got end within a character. Then the router cannot
+            continue the stream at another instance (``router/serving/resume``).
     """
 
     number: int
@@ -42,12 +56,21 @@ class Result:
     code: str = ""
     why: str = ""
     text: str = ""
+    behind: Result | None = None
+    has_own_error: bool = False
+    is_behind_cut: bool = False
+    has_half_character: bool = False
     arrivals: list[tuple[float, str, str]] = field(default_factory=list)
-    """When it came to which instance, in which role."""
+    """Virtual time, instance and role of each arrival of the request at an instance."""
+
+    @property
+    def is_cut_passed_on(self) -> bool:
+        """Whether the response was cut and is no generation. The router then closes the client's connection, too."""
+        return self.outcome == "cut" and self.generation is None and bool(self.status)
 
 
 class Client:
-    """A process with clients' requests in it."""
+    """A process that sends requests of clients and orders of an operator to a router."""
 
     def __init__(self, world: World, process: Process, address: tuple[str, int]) -> None:
         self.world = world
@@ -55,7 +78,7 @@ class Client:
         self.address = address
         self.results: dict[int, Result] = {}
         self.orders: list[tuple[str, dict[str, Any], Answer | None, float, float]] = []
-        """Those that were answered: path, body, answer, when they were sent, when they were answered."""
+        """Orders that were answered: path, body, answer, time of the order, time of the answer."""
         self._deaf: list[ClientConnection] = []
         self._idle: list[tuple[float, ClientConnection]] = []
         process.start_loop(self._live)
@@ -65,20 +88,25 @@ class Client:
 
     @property
     def running(self) -> list[Result]:
-        """Requests that have not ended."""
+        """The requests that are running."""
         return [result for result in self.results.values() if not result.outcome]
 
     def ask(self, details: dict[str, Any]) -> None:
-        """Send a request, or several in one go if ``details`` has ``pipelined``; from outside of the loop."""
+        """Send one request, or several on one connection if ``details`` has ``pipelined``.
+
+        Call this outside of the simulated threads.
+        """
         asked = details.get("pipelined") or [details]
+        before = None
         for each in asked:
             generation = read_generation(each["path"], each["body"], "") if each["path"] in APIS else None
             now = self.world.now
-            self.results[each["number"]] = Result(each["number"], each["path"], generation, now, each)
+            before = Result(each["number"], each["path"], generation, now, each, behind=before)
+            self.results[each["number"]] = before
         self._loop.post(lambda: asyncio.ensure_future(self._converse(asked)) and None)
 
     def order(self, path: str, body: Any, key: str = "", method: str = "POST") -> None:
-        """Send an order to the control plane; its answer comes into ``orders``."""
+        """Send an order to the control plane of the router. The answer is added to ``orders``."""
         self._loop.post(lambda: asyncio.ensure_future(self._order(method, path, body, key)) and None)
 
     @property
@@ -120,10 +148,12 @@ class Client:
             if any(earlier.get("has_left") for earlier in asked):
                 each["has_left"] = True
             await self._read(connection, each, answer)
-            is_stale = is_used and connection.is_lost and not answer.status
+            is_stale = is_used and connection.is_lost and not answer.status and not each.get("has_left")
+            # A new id, because an engine may still compute the request that was sent before.
             if is_stale and not each.get("is_again"):
-                await self._exchange([{**each, "reuses": False, "is_again": True}], [result])
+                await self._exchange([{**each, "reuses": False, "is_again": True, "id": ""}], [result])
                 continue
+            result.is_behind_cut = any(earlier.is_cut_passed_on or earlier.is_behind_cut for earlier in results)
             self._finish(result, answer, connection, each)
         if not connection.is_lost and connection.keep_alive:
             self._idle.append((self.world.now, connection))
@@ -145,7 +175,7 @@ class Client:
         return None
 
     def send_raw(self, data: bytes, seconds: float) -> None:
-        """Send bytes on a connection of their own, and close it after a while, whatever comes back."""
+        """Send bytes on a new connection, ignore the response, and close the connection after ``seconds``."""
 
         async def send() -> None:
             try:
@@ -159,7 +189,7 @@ class Client:
         self._loop.post(lambda: asyncio.ensure_future(send()) and None)
 
     def close_idle(self) -> None:
-        """Close all connections that wait for requests; from outside."""
+        """Close all connections without a request. Call this outside of threads."""
 
         def close() -> None:
             for _, connection in self._idle:
@@ -175,7 +205,7 @@ class Client:
         return format_request("POST", each["path"], json.dumps(each["body"]).encode(), headers)
 
     async def _read(self, connection: ClientConnection, each: dict[str, Any], answer: Answer) -> None:
-        """Read an answer, as slowly as this client does, and as long as it stays."""
+        """Read an answer to its end. ``each`` says whether the client pauses, does not read, or disconnects early."""
         leaves_at = self.world.now + each["leaves_after"] if "leaves_after" in each else None
         if each.get("is_deaf"):
             connection.transport.pause_reading()
@@ -214,7 +244,7 @@ class Client:
 
 
 def judge(result: Result, answer: Answer, _: str) -> tuple[str, str, str, str]:
-    """Outcome, code of the error, what is wrong, and the text."""
+    """Return the outcome of a request, the code of its error, what is wrong, and the text of the answer."""
     if "set-cookie" in answer.headers:
         return "wrong", "", "it has an instance's cookie", ""
     if not answer.status:
@@ -229,26 +259,19 @@ def judge(result: Result, answer: Answer, _: str) -> tuple[str, str, str, str]:
     try:
         said.read_stream(bytes(answer.body)) if answer.is_stream else said.read_whole(answer)
     except (ValueError, KeyError, TypeError, IndexError) as exc:
-        return "wrong", "", f"not understood: {exc!r}: {bytes(answer.body)[-300:]!r}", ""
+        return "wrong", "", f"cannot be parsed: {exc!r}: {bytes(answer.body)[-300:]!r}", ""
+    result.has_half_character = bool(count_unfinished(said.ids))
     want = text_of(expected)
     if not want.startswith(said.text):
         return "wrong", said.code, f"said {said.text[-60:]!r}, not {want[: len(said.text) + 20][-60:]!r}", said.text
     if said.error:
         return ("error" if answer.is_whole else "cut"), said.code, said.error, said.text
     if not answer.is_whole:
-        return "cut", "", f"within the answer, behind {len(said.text)} characters", said.text
+        return "cut", "", f"within the answer, after {len(said.text)} characters", said.text
     if said.text != want:
         return "wrong", "", f"ended after {said.text.count(' ')} of {len(expected)} tokens", said.text
-    return (
-        ("wrong", "", why, said.text)
-        if (why := said.find_fault(generation, expected, answer))
-        else (
-            "right",
-            "",
-            "",
-            said.text,
-        )
-    )
+    why = said.find_fault(generation, expected, answer)
+    return "wrong" if why else "right", "", why, said.text
 
 
 def _read_error(answer: Answer) -> tuple[str, str]:
@@ -261,7 +284,7 @@ def _read_error(answer: Answer) -> tuple[str, str]:
 
 
 class _Said:
-    """What an answer says."""
+    """The parsed contents of an answer: text, error, token ids, finish reasons, usage."""
 
     def __init__(self, api: str) -> None:
         self._api = api
@@ -273,7 +296,7 @@ class _Said:
         self.num_done = 0
 
     def read_whole(self, answer: Answer) -> None:
-        """Read a whole answer, if it is whole."""
+        """Parse an answer that is one object, if it is complete."""
         if not answer.is_whole:
             return
         value = json.loads(bytes(answer.body))
@@ -287,7 +310,7 @@ class _Said:
             self._read_choice(value["choices"][0])
 
     def read_stream(self, body: bytes) -> None:
-        """Read the whole events of a stream."""
+        """Parse the complete events of a stream."""
         for event in body.split(b"\n\n")[:-1]:
             lines = [line for line in event.split(b"\n") if line.startswith(b"data:")]
             if not lines:
@@ -299,7 +322,7 @@ class _Said:
                 self._read_event(json.loads(data))
 
     def find_fault(self, generation: Generation, expected: list[int], answer: Answer) -> str:
-        """What is wrong with an answer whose text is right."""
+        """Return what is wrong with an answer that has the right text; "" if nothing is."""
         if self._api in ("chat", "completions"):
             if self.finishes != [generation.finish]:
                 return f"it finished by {self.finishes}, not {generation.finish}"

@@ -1,4 +1,4 @@
-"""What an instance of each engine says: its prompts, its events, its whole answers."""
+"""Formats of each engine: reads requests, and builds events and complete responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,17 @@ APIS = {
 
 
 class Generation(NamedTuple):
-    """What is to be generated: tokens ``start`` to ``end`` of the answer to ``prompt``."""
+    """A requested generation: the tokens from ``start`` to ``end`` of the answer to a prompt.
+
+    Attributes:
+        api: the API of the request.
+        prompt: the token ids of the prompt.
+        resumed: the tokens of the answer that were generated before.
+        end: number of tokens of the whole answer.
+        finish: the finish reason.
+        is_stream: whether the response is a stream.
+        members: the members of the request's body.
+    """
 
     api: str
     prompt: list[int]
@@ -31,17 +41,17 @@ class Generation(NamedTuple):
 
     @property
     def start(self) -> int:
-        """The tokens that were generated before."""
+        """Number of tokens of the answer that were generated before."""
         return len(self.resumed)
 
     @property
     def is_resumed_right(self) -> bool:
-        """Whether it goes on from what was really generated."""
+        """Whether ``resumed`` is really the beginning of the answer."""
         return self.resumed == answer_ids(self.prompt, 0, len(self.resumed))
 
 
 def read_generation(path: str, members: dict[str, Any], engine: str) -> Generation:
-    """What a request asks for."""
+    """Return the generation that a request with this path and body asks for."""
     api = APIS[path]
     prompt, resumed = _read_prompt(api, members, engine)
     limit = next(
@@ -71,7 +81,7 @@ def _read_prompt(api: str, members: dict[str, Any], engine: str) -> tuple[list[i
 
 
 class Script:
-    """The words of one generation, in the form of an engine."""
+    """Builds the events and responses of one generation in the format of an engine."""
 
     def __init__(self, generation: Generation, engine: str, answer_id: str, created: int) -> None:
         self._generation = generation
@@ -79,16 +89,17 @@ class Script:
         self._head: dict[str, Any] = {"id": answer_id, "created": created, "model": "m"}
         self._tells_ids = bool(generation.members.get("return_token_ids"))
         self._held: list[int] = []
+        self._has_finished = False
 
     def usage(self, generated: int) -> dict[str, Any]:
-        """Its figures, after so many tokens of its own."""
+        """Return the usage object after ``generated`` tokens of this instance."""
         prompt = len(self._generation.prompt) + self._generation.start
         if self._generation.api in ("responses", "messages"):
             return {"input_tokens": prompt, "output_tokens": generated, "total_tokens": prompt + generated}
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     def begin(self) -> list[bytes]:
-        """The events before the first token."""
+        """Return the events before the first token."""
         api, ids = self._generation.api, [*self._generation.prompt, *self._generation.resumed]
         if api == "responses":
             return [self._event({"type": "response.created", "response": {**self._head, "status": "in_progress"}})]
@@ -105,10 +116,17 @@ class Script:
             told["prompt_token_ids"] = ids
         return [self._chunk([{"index": 0, "delta": delta, "finish_reason": None}], **told)]
 
-    def tokens(self, ids: Sequence[int], *, is_first: bool, is_last: bool) -> bytes:
-        """The event with these tokens; the text of one that ends within a character comes with the next event."""
+    def tokens(self, ids: Sequence[int], *, is_first: bool, finish: str | None) -> bytes:
+        """Return the event with some tokens. An incomplete character at their end comes with the next event.
+
+        Args:
+            ids: the tokens.
+            is_first: whether these are the first tokens of the response.
+            finish: the finish reason, if it comes in the same event as the last tokens; else None.
+        """
         shown = [*self._held, *ids]
-        self._held = shown[len(shown) - count_unfinished(shown) :] if not is_last else []
+        self._held = shown[len(shown) - count_unfinished(shown) :] if finish is None else []
+        self._has_finished = finish is not None
         api, text = self._generation.api, text_of(shown[: len(shown) - len(self._held)])
         if api == "responses":
             return self._event({"type": "response.output_text.delta", "delta": text})
@@ -124,10 +142,10 @@ class Script:
                 choice["token_ids"] = list(ids)
             if is_first and api == "completions":
                 choice["prompt_token_ids"] = [*self._generation.prompt, *self._generation.resumed]
-        return self._chunk([{**choice, "finish_reason": None}], **told)
+        return self._chunk([{**choice, "finish_reason": finish}], **told)
 
     def end(self, generated: int, finish: str) -> Iterator[bytes]:
-        """The events behind the last token."""
+        """Yield the events after the last token."""
         api = self._generation.api
         if api == "responses":
             response = {**self._head, "status": "completed", "usage": self.usage(generated)}
@@ -139,19 +157,24 @@ class Script:
             )
             yield self._event({"type": "message_stop"})
             return
-        choice = {"index": 0, "delta": {}} if api == "chat" else {"index": 0, "text": ""}
-        yield self._chunk([{**choice, "finish_reason": finish}])
+        if not self._has_finished:
+            # An incomplete character at the end of the answer comes here.
+            said = {"content": text_of(self._held)} if self._held and finish != "pd_reschedule" else {}
+            choice = {"index": 0, "delta": said} if api == "chat" else {"index": 0, "text": said.get("content", "")}
+            if self._tells_ids and api == "completions" and not generated:  # its only token was the end
+                choice["prompt_token_ids"] = [*self._generation.prompt, *self._generation.resumed]
+            yield self._chunk([{**choice, "finish_reason": finish}])
         options = self._generation.members.get("stream_options")
         if options and options.get("include_usage"):
             yield self._chunk([], usage=self.usage(generated))
         yield b"data: [DONE]\n\n"
 
     def error(self, message: str, code: int) -> bytes:
-        """An event that says that the request failed."""
+        """Return an event with an error."""
         return self._event({"error": {"message": message, "type": "error", "code": code}})
 
     def whole(self, ids: Sequence[int], finish: str) -> dict[str, Any]:
-        """A whole answer."""
+        """Return a complete response."""
         api, text, usage = self._generation.api, text_of(ids), self.usage(len(ids))
         if api == "responses":
             content = [{"type": "output_text", "text": text}]

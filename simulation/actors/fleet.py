@@ -1,7 +1,7 @@
-"""ManyWorkers: a router of several processes: the real supervisor and the real workers, on simulated processes.
+"""ManyWorkers: a router with several processes: the real supervisor and the real workers, in simulated processes.
 
-What the operating system does is replaced: processes are started, not forked; a pair of sockets is one of the simulated
-network; a connection changes its process by changing its owner (``_send_connection``).
+Functions of the operating system are replaced. Processes are started, not forked. Pairs of sockets belong to the
+simulated network. If a connection is passed to another process, its socket gets another owner (``_send_connection``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import router.launch.worker as worker_module
 import router.sharing.supervisor as supervisor_module
 from router.access import Admission, Auth
 from router.app import RouterApp
-from router.launch.server import RouterServer, list_graces
+from router.launch.server import RouterServer
 from router.settings import RouterSettings
 from router.sharing import Supervisor, WorkerTask
 from simulation.actors.router import list_leftovers
@@ -30,7 +30,7 @@ __all__ = ["ManyWorkers", "worker_seams"]
 
 
 class ManyWorkers:
-    """One router of several processes; ``start`` begins a life."""
+    """A router with several processes. ``start`` starts it, also again after its end."""
 
     def __init__(self, world: World, name: str, settings: RouterSettings) -> None:
         self.world, self.name, self.settings = world, name, settings
@@ -38,11 +38,12 @@ class ManyWorkers:
         self.workers: dict[str, _Worker] = {}
         self.clock: dict[str, float] = {}
         self.is_ending = False
+        self._admission: Admission | None = None
         self._num_started = 0
         self._num_lives = 0
 
     def start(self, **clock: Any) -> None:
-        """Begin a life."""
+        """Start the supervisor's process."""
         self._num_lives += 1
         self.is_ending, self.workers = False, {}
         self.process = self.world.make_process(self.name, **clock)
@@ -51,26 +52,29 @@ class ManyWorkers:
         self.process.start_loop(self._supervise)
 
     def stop(self) -> None:
-        """Tell it to end, as SIGTERM does."""
+        """Send SIGTERM to the supervisor."""
         if (handler := self.process.signal_handlers.get(signal.SIGTERM)) is not None:
             handler()
 
     def crash(self) -> None:
-        """Kill all its processes."""
+        """Kill the supervisor and all workers."""
         for process in (self.process, *(each.process for each in list(self.workers.values()))):
             process.crash()
 
     def list_processes(self) -> list[Process]:
-        """The supervisor's process, and the workers'."""
+        """Return the process of the supervisor, and those of running workers."""
         return [self.process, *(each.process for each in self.workers.values() if each.process.is_alive)]
 
     def list_apps(self) -> list[RouterApp]:
-        """The applications that run."""
+        """Return the applications of running workers."""
         return [each.app for each in self.workers.values() if each.app is not None and each.process.is_alive]
 
     def list_leftovers(self) -> list[str]:
-        """As ``RouterActor.list_leftovers``, of all workers."""
-        return [
+        """Return a text for each count in the supervisor or a worker that is not 0, although no request is running."""
+        counts = []
+        if self._admission is not None and self.process.is_alive:
+            counts += [(self._admission.running, "admitted requests"), (self._admission.waiting, "waiting requests")]
+        return [f"{self.name}: {count} {what}" for count, what in counts if count] + [
             leftover
             for worker in self.workers.values()
             if worker.process.is_alive and worker.app is not None and worker.server is not None
@@ -79,14 +83,14 @@ class ManyWorkers:
 
     async def _supervise(self) -> None:
         auth = Auth(self.settings)
-        admission = Admission(self.settings, auth.token_rates)
+        admission = self._admission = Admission(self.settings, auth.token_rates)
         listener: Any = self.process.network.open_listener(self.process, self.settings.port)
-        supervisor = Supervisor(self.settings, listener, _run_worker, list_graces(self.settings), admission)
+        supervisor = Supervisor(self.settings, listener, _run_worker, self.settings.graces, admission)
         await supervisor.run_until_signal(lambda: self.world.trace.add(self.name, "serves"))
         self.process.crash()
 
     def start_worker(self, task: WorkerTask) -> _Worker:
-        """Start a worker's process."""
+        """Start the process of a worker."""
         self._num_started += 1
         name = f"{self.name}-w{self._num_started}"
         process = self.world.make_process(name, host=self.name, machine=self.process.clock)
@@ -115,7 +119,7 @@ def _run_worker(_: WorkerTask) -> None:
 
 
 class _Context:
-    """Stands for ``multiprocessing``'s context."""
+    """Replaces the context of ``multiprocessing``."""
 
     @staticmethod
     def Process(*, target: Callable[..., None], args: tuple[WorkerTask], daemon: bool) -> _Process:
@@ -123,7 +127,7 @@ class _Context:
 
 
 class _Process:
-    """Stands for a process of ``multiprocessing``."""
+    """Replaces the ``Process`` of ``multiprocessing``: a worker of a router."""
 
     def __init__(self, task: WorkerTask) -> None:
         self._task = task
@@ -131,7 +135,7 @@ class _Process:
         self.exitcode: int | None = None
 
     def start(self) -> None:
-        """Start a worker of the router whose supervisor calls."""
+        """Start the worker process. The supervisor of a router calls this; the worker belongs to this router."""
         owner = _OWNERS[id(this_process())]
         task = self._task
         channels: list[Any] = []
@@ -149,16 +153,16 @@ class _Process:
         self.sentinel.fire()
 
     def join(self) -> None:
-        """It has ended."""
+        """Return at once: the supervisor calls this only after the end of the process."""
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the worker."""
         self._process.trace.add(self._process.name, "is killed by its supervisor")
         self._process.crash()
 
 
 class _Sentinel:
-    """Becomes readable when its process has ended."""
+    """Replaces the sentinel of a process: it becomes readable when the process has ended."""
 
     def __init__(self) -> None:
         self._callback: Callable[[], None] | None = None
@@ -198,7 +202,7 @@ def _receive_connections(channel: Any) -> tuple[int, list[Any]]:
 
 @contextlib.contextmanager
 def worker_seams(world: World) -> Iterator[None]:
-    """Replace what the operating system does for supervisor and workers."""
+    """Replace the functions of the operating system that supervisor and workers use, during the ``with`` block."""
 
     def socketpair(*_: Any, **__: Any) -> tuple[SimSocket, SimSocket]:
         process = this_process()

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server and client for actors, which share no code with the router but its parser, httptools."""
+"""A small HTTP/1.1 server and client for actors. They share only the parser, httptools, with the router."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from simulation.world.network import Endpoint
 __all__ = ["Answer", "Asked", "ClientConnection", "Reply", "ServerConnection", "format_request"]
 
 PRIVATE = "set-cookie: tenant=1\r\n"
-"""What an instance says to its own client, which is the router."""
+"""A header that instances send to their client, the router. It must not reach the router's clients."""
 
 
 class Asked:
-    """A request as a server has it."""
+    """A request that a server has received."""
 
     def __init__(self, method: str, target: str, headers: dict[str, str], body: bytes, sent_at: int) -> None:
         self.method = method
@@ -27,7 +27,7 @@ class Asked:
         self.headers = headers
         self.body = body
         self.sent_at = sent_at
-        """The virtual nanosecond at which its last byte left the sender."""
+        """Virtual time in nanoseconds at which the sender has sent the last byte."""
 
     @property
     def path(self) -> str:
@@ -35,24 +35,24 @@ class Asked:
         return self.target.partition("?")[0]
 
     def json(self) -> dict[str, Any]:
-        """Its body.
+        """Return the parsed body.
 
         Raises:
-            ValueError: it is no JSON.
+            ValueError: the body is not JSON.
         """
         value: dict[str, Any] = json.loads(self.body)
         return value
 
 
 class Reply:
-    """What a server's handler answers with."""
+    """Sends the response to a request; a handler uses it."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection
         self.sent = 0
-        """Bytes sent."""
+        """Number of bytes that were sent."""
         self.cut_at: int | None = None
-        """Cut the connection once so many bytes were sent."""
+        """Number of bytes after which the connection is cut; None: it is not cut."""
         self.has_begun = False
 
     @property
@@ -61,10 +61,10 @@ class Reply:
         return self._connection.is_lost
 
     async def raw(self, data: bytes) -> None:
-        """Send bytes; wait while the peer takes none.
+        """Send bytes. Wait while the other end does not read.
 
         Raises:
-            ConnectionError: the connection has ended, or is to end now.
+            ConnectionError: the connection has ended, or was cut because of ``cut_at``.
         """
         self.has_begun = True
         if self.cut_at is not None and self.sent + len(data) >= self.cut_at:
@@ -76,26 +76,26 @@ class Reply:
         await self._connection.send(data)
 
     async def answer(self, status: int, value: Any, *, close: bool = False) -> None:
-        """Send a whole answer."""
+        """Send a complete response."""
         body = value if isinstance(value, bytes) else json.dumps(value).encode()
         head = f"HTTP/1.1 {status} X\r\n{PRIVATE}content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         await self.raw(head.encode() + (b"connection: close\r\n" if close else b"") + b"\r\n" + body)
 
     async def begin_stream(self) -> None:
-        """Begin an event stream."""
+        """Send the head of an event stream."""
         kind = "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         await self.raw(f"HTTP/1.1 200 OK\r\n{PRIVATE}{kind}".encode())
 
     async def chunk(self, data: bytes) -> None:
-        """Send a piece of it."""
+        """Send a piece of the event stream."""
         await self.raw(b"%x\r\n%s\r\n" % (len(data), data))
 
     async def end_stream(self) -> None:
-        """End it."""
+        """End the event stream."""
         await self.raw(b"0\r\n\r\n")
 
     def cut(self) -> None:
-        """End the connection."""
+        """Cut the connection."""
         self._connection.transport.abort()
 
 
@@ -103,16 +103,18 @@ Handler = Callable[[Asked, Reply], Awaitable[None]]
 
 
 class ServerConnection(asyncio.Protocol):
-    """One connection of a server; its requests are handled one after another."""
+    """One connection of a server. Its requests are handled one after another.
+
+    Args:
+        handle: handles a request.
+        connections: all connections of the server; this one adds itself while it is open.
+        idle_seconds: time after which a connection without a request is closed.
+    """
 
     transport: asyncio.Transport
     _endpoint: Endpoint
 
     def __init__(self, handle: Handler, connections: dict[ServerConnection, None], idle_seconds: float) -> None:
-        """
-        Args:
-            idle_seconds: a connection without a request is closed after so long.
-        """
         self._idle_seconds = idle_seconds
         self._idle: asyncio.TimerHandle | None = None
         self._handle = handle
@@ -201,7 +203,7 @@ class ServerConnection(asyncio.Protocol):
 
 
 class Answer:
-    """A response as a client has it, perhaps in part."""
+    """A response that a client has received, completely or in part."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -217,7 +219,7 @@ class Answer:
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection of a client: responses come in the order of its requests."""
+    """One connection of a client. Responses arrive in the order of the requests."""
 
     transport: asyncio.Transport
 
@@ -234,7 +236,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport = transport
 
     def send(self, request: bytes) -> Answer:
-        """Send a request; its answer fills as it comes."""
+        """Send a request, and return its response, which is filled when data arrives."""
         answer = Answer()
         self.answers.append(answer)
         self.transport.write(request)
@@ -280,7 +282,7 @@ class ClientConnection(asyncio.Protocol):
 def format_request(
     method: str, target: str, body: bytes = b"", headers: Sequence[tuple[str, str]] = (), host: str = "router"
 ) -> bytes:
-    """The bytes of a request."""
+    """Return the bytes of a request."""
     lines = [f"{method} {target} HTTP/1.1", f"host: {host}", *(f"{name}: {value}" for name, value in headers)]
     if body or method == "POST":
         lines += ["content-type: application/json", f"content-length: {len(body)}"]

@@ -1,6 +1,6 @@
-"""Instance: an inference instance of any dialect, in a simulated process, which fails as the plan tells it.
+"""Instance: simulates an inference instance of any dialect, with faults of the plan.
 
-It is as strict as the engines: what breaks a rule of a hand-over is a failure of the world, not an answer.
+If a router breaks a rule of a hand-over, this is reported as a failure of the world.
 """
 
 from __future__ import annotations
@@ -24,54 +24,59 @@ if TYPE_CHECKING:
 __all__ = ["MOODS", "POISON", "Instance", "Watcher"]
 
 HEARTBEAT_SECONDS = 5.0
-# So long prefill's blocks wait for decode, and decode for prefill's.
+# Time for which prefill retains the blocks of a prompt, and for which decode waits for them.
 LEASE_SECONDS = 30.0
 SGLANG_NOTICES_SECONDS = 3.0
 BOOTSTRAP_OFFSET = 1000
 POISON = prompt_ids("poison")[0]
-"""The word of a prompt that ends an instance."""
+"""Token id of a word in a prompt. An instance that computes a prompt with this word crashes."""
 
 MOODS = (
     *("answers_500", "answers_503", "answers_429", "answers_400", "redirects", "cuts", "closes_unasked", "hangs"),
     *("hangs_in_stream", "slow", "no_http", "preempts", "engine_dies", "unhealthy", "half_head"),
 )
-"""Ways in which an instance fails for a while."""
+"""Kinds of faults that an instance can have for a while."""
 
 
 class Watcher(Protocol):
-    """The world, as an instance sees it."""
+    """Interface of the world for instances."""
 
     instances: dict[str, Instance]
 
     def on_arrival(self, instance: Instance, generation: Generation, asked: Asked, leg: str) -> None:
-        """A request has come to an instance."""
+        """Record that a request has arrived at an instance."""
 
     def on_poison(self, instance: Instance, generation: Generation) -> None:
-        """A request has come that ends the process of whoever computes it."""
+        """Crash the instance, because it computes a prompt with ``POISON``."""
+
+    def on_own_error(self, generation: Generation) -> None:
+        """Record that an instance answers a request with status 500."""
 
     def fail(self, oracle: str, what: str) -> None:
-        """A rule is broken."""
+        """Report that a rule is broken."""
 
 
 @dataclass
 class _Life:
-    """What an instance knows until it restarts."""
+    """State of an instance, which a restart loses."""
 
     start_id: str
     draws: random.Random
     running: dict[str, asyncio.Event] = field(default_factory=dict)
-    """Requests that the engine computes, or keeps KV for, by the engine's id; set to stop one."""
+    """Requests that the engine computes or retains KV for, by their ids in the engine. Setting the event stops one."""
     handed: dict[str, asyncio.Event] = field(default_factory=dict)
     leases: dict[str, tuple[list[int], float]] = field(default_factory=dict)
     connections: dict[ServerConnection, None] = field(default_factory=dict)
 
 
 class Instance:
-    """One instance; ``start`` begins a life, ``process`` is the life's process.
+    """A simulated instance. ``start`` starts its process, also again after its end.
 
     Attributes:
-        mood: how it fails now, ``""`` if it does not.
-        paused: whether it registers as paused.
+        mood: the current kind of fault, of ``MOODS``; "": none.
+        process: the current process.
+        life: the state of the current process.
+        down_since: virtual time of the last crash; None: the instance is running.
     """
 
     def __init__(
@@ -103,11 +108,11 @@ class Instance:
 
     @property
     def key(self) -> str:
-        """Its identity at routers."""
+        """The address by which routers name the instance."""
         return f"{self.host}:{self.port}"
 
     def start(self) -> None:
-        """Begin a life: another one at the same address, if there was one before."""
+        """Start the process. After a crash the new process has the same address and no state of the old one."""
         self._num_lives += 1
         self.mood, self.down_since = "", None
         self.process = self.world.make_process(self.name, host=self.host)
@@ -116,12 +121,12 @@ class Instance:
         self.process.start_loop(self._main)
 
     def crash(self, *, silently: bool) -> None:
-        """End the life."""
+        """Kill the process. ``silently``: the host loses power, so that other hosts get no message."""
         self.down_since = self.world.now
         self.process.crash(silently=silently)
 
     def registration(self) -> dict[str, Any]:
-        """What it tells routers."""
+        """Return the body of its registration at routers."""
         told: dict[str, Any] = {
             "role": self.role,
             "host_ip": self.host,
@@ -215,6 +220,8 @@ class Instance:
         if POISON in generation.prompt:
             self.watcher.on_poison(self, generation)
         engine_id = self._engine_id(generation, asked)
+        if (before := self.life.running.get(engine_id)) is not None and not before.is_set():
+            self.watcher.fail("dialect", f"{self.name} is asked for {engine_id} while it computes a request of this id")
         stop = self.life.running[engine_id] = asyncio.Event()
         connection = reply._connection
         self._stop_when_left(connection, stop)
@@ -222,7 +229,7 @@ class Instance:
             await self._compute(generation, asked, reply, stop)
         except ConnectionError:
             if self.engine == "fastdeploy" and not stop.is_set():
-                # The engine goes on although nobody reads, to the answer's end.
+                # FastDeploy's engine computes the answer to its end, although the client has disconnected.
                 await _sleep_unless(stop, self.token_seconds * max(1, generation.end - generation.start))
             raise
         finally:
@@ -241,7 +248,10 @@ class Instance:
         return f"{asked.headers.get('x-request-id', '')}-{self.life.draws.getrandbits(40)}"
 
     def _stop_when_left(self, connection: ServerConnection, stop: asyncio.Event) -> None:
-        """vLLM stops at once when nobody reads any more, SGLang some seconds later, FastDeploy when it is told to."""
+        """Let the engine stop if the client disconnects: vLLM at once, SGLang after some seconds.
+
+        FastDeploy stops only if the request is aborted.
+        """
         if self.engine in ("vllm", "openai"):
             connection.on_lost.append(stop.set)
         elif self.engine == "sglang":
@@ -287,29 +297,30 @@ class Instance:
         await reply.begin_stream()
         for event in script.begin():
             await reply.chunk(event)
-        position, dies_at, hangs_at = 0, -1, -1
-        alone = draws.choice((0.3, 0.9))  # the share of tokens that get an event of their own
-        if self.mood == "engine_dies":
-            dies_at = draws.randrange(len(ids) + 1)
-        elif self.mood == "hangs_in_stream":
-            hangs_at = draws.randrange(len(ids) + 1)
-        while position < len(ids):
+        position, fails_at = 0, -1
+        alone = draws.choice((0.3, 0.9))  # share of tokens that are alone in an event
+        tells_finish_at_once = generation.api not in ("chat", "completions") or draws.random() < 0.5
+        mood = self.mood
+        if mood in ("engine_dies", "hangs_in_stream"):
+            fails_at = draws.choice((0, draws.randrange(len(ids) + 1), len(ids)))
+        while position < len(ids) or fails_at >= 0:
             count = 1 if draws.random() < alone else draws.randint(2, 4)
             group = ids[position : position + count]
             slow = 20.0 if self.mood == "slow" else 1.0
             await _sleep_unless(stop, slow * self.token_seconds * len(group))
             if stop.is_set():
                 raise ConnectionError("aborted")
-            if 0 <= dies_at <= position:
+            if 0 <= fails_at <= position and mood == "hangs_in_stream":
+                await _sleep_unless(stop, 3600.0)
+                raise ConnectionError("hung")
+            if 0 <= fails_at <= position:
                 await reply.chunk(script.error("EngineCore encountered an issue. See stack trace", 500))
                 await reply.chunk(b"data: [DONE]\n\n")
                 await reply.end_stream()
                 return
-            if 0 <= hangs_at <= position:
-                await _sleep_unless(stop, 3600.0)
-                raise ConnectionError("hung")
             is_last = position + count >= len(ids) and finish != "pd_reschedule"
-            await reply.chunk(script.tokens(group, is_first=position == 0, is_last=is_last))
+            told = finish if is_last and tells_finish_at_once else None
+            await reply.chunk(script.tokens(group, is_first=position == 0, finish=told))
             position += len(group)
         if draws.random() < 0.3:
             await _sleep_unless(stop, self.token_seconds)
@@ -323,7 +334,11 @@ class Instance:
         await reply.end_stream()
 
     async def _misbehave(self, reply: Reply, generation: Generation | None) -> bool:
-        """Fail before anything is computed, if the mood is so; or prepare to."""
+        """Fail before the computation, or prepare a later cut, if the mood is of this kind.
+
+        Returns:
+            Whether the request has failed, so that nothing is computed.
+        """
         mood, draws = self.mood, self.life.draws
         if mood.startswith("answers_"):
             await reply.answer(int(mood[-3:]), {"error": {"message": f"as planned: {mood}", "code": mood}})
@@ -383,7 +398,7 @@ class Instance:
             await reply.begin_stream()
             for event in (
                 *script.begin(),
-                script.tokens(ids, is_first=True, is_last=True),
+                script.tokens(ids, is_first=True, finish="length"),
                 *script.end(len(ids), "length"),
             ):
                 await reply.chunk(event)
@@ -420,11 +435,11 @@ class Instance:
                 loop.post(gate.set)
 
     async def _await_hand_over(self, generation: Generation, stop: asyncio.Event, asked: Asked) -> str:
-        """Wait for the prompt's KV; why it did not come, ``""`` if it did or is not needed."""
+        """Wait for the prompt's KV. Return why it did not arrive; "" if it arrived, or is not needed."""
         members = generation.members
         params = members.get("kv_transfer_params") or {}
         if self.engine == "fastdeploy" and "disaggregate_info" in members:
-            # It keeps the blocks for as long as nobody tells it that the request is over.
+            # FastDeploy's decode waits without a time limit, until the request is aborted.
             return await self._await_gate(f"request-{members['request_id']}", stop, None)
         if self.engine == "sglang" and "bootstrap_room" in members:
             prefill = self.watcher.instances.get(members["bootstrap_host"])
@@ -468,6 +483,7 @@ class Instance:
         return ""
 
     async def _report_trouble(self, generation: Generation, script: Script, reply: Reply, trouble: str) -> None:
+        self.watcher.on_own_error(generation)
         if self.engine == "sglang":
             await reply.answer(500, {"error": {"message": f"Decode transfer failed: {trouble}"}})
         elif generation.is_stream:
@@ -486,7 +502,7 @@ def _call_later(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -
 
 
 async def _sleep_unless(stop: asyncio.Event, seconds: float) -> None:
-    """Sleep, but no longer than until the engine is told to stop."""
+    """Sleep for ``seconds``, or until ``stop`` is set."""
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(stop.wait(), seconds)
 

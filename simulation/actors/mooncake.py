@@ -1,12 +1,12 @@
 """A model of Mooncake 0.3.13: a master, clients that give it memory, and native calls that block.
 
-It stands in for the modules ``mooncake.store`` and ``mooncake.engine`` below the real ``stores/mooncake.py`` and
-``engine/disaggregation/transfer.py``. Codes and times were measured with the real one. A call blocks the simulated
-thread that makes it; its bytes move when it has waited, so that a call which was given up reads and writes its caller's
-memory late, as the real one does.
+It replaces the modules ``mooncake.store`` and ``mooncake.engine``. The real ``stores/mooncake.py`` and
+``engine/disaggregation/transfer.py`` run on top of it. Codes and times were measured with the real Mooncake. A call
+blocks the simulated thread that makes it. Its bytes move only at the end of its wait: a call that its caller gave up
+thus reads and writes the caller's memory late, as with the real Mooncake.
 
-What is left out: the lock of Python that ``close`` holds, several replicas, SSD, a master that separates tenants, a
-metadata server.
+Not modelled: the lock of Python (GIL) that the real ``close`` holds, several replicas, SSD, a master that separates
+tenants, a metadata server.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _ALIGNMENT = 64
 
 @dataclass(eq=False)
 class _Segment:
-    """Memory that a client gives, and where its objects lie."""
+    """Memory that a client gives to the cluster, and the places of the objects in it."""
 
     client: _Client
     memory: bytearray
     used: dict[int, int] = field(default_factory=dict)  # offset -> size
 
     def allocate(self, nbytes: int) -> int | None:
-        """The first gap that is large enough."""
+        """Reserve the first gap that is large enough; return its offset, or None if there is no such gap."""
         start, size = 0, -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         for offset in sorted(self.used):
             if offset - start >= size:
@@ -62,7 +62,7 @@ class _Segment:
 
 @dataclass(eq=False)
 class _Object:
-    """One value: where it lies, and until when nobody may take it away."""
+    """One stored value: its place in memory, and the time until which it must not be removed."""
 
     segment: _Segment
     offset: int
@@ -73,18 +73,18 @@ class _Object:
     kept_until: float = 0.0
     used_at: float = 0.0
     is_spoilt: bool = False
-    lost_at: float = math.inf  # nobody can read it from then on; the master notices that some seconds later
+    lost_at: float = math.inf  # from this time on, reads of the value fail; the master notices it some seconds later
 
 
 @dataclass
 class Trouble:
-    """What goes wrong with calls now; changed by faults.
+    """How often calls go wrong at present. Faults of the plan change the attributes.
 
     Attributes:
-        stall_share: of the calls that wait ``stall_seconds`` more before their bytes move.
-        flip_share: of the values whose bytes change on their way.
-        raise_share: of the calls that raise.
-        slowness: by how much all takes longer.
+        stall_share: share of the calls that wait ``stall_seconds`` longer before their bytes move.
+        flip_share: share of the transferred values in which one bit changes on the way.
+        raise_share: share of the calls that raise.
+        slowness: factor by which all calls take longer.
     """
 
     stall_share: float = 0.0
@@ -95,21 +95,28 @@ class Trouble:
 
 
 TROUBLES = {"stall": "stall_share", "flip": "flip_share", "raise": "raise_share", "slow": "slowness"}
-"""The attribute of ``Trouble`` that a kind of fault changes."""
+"""For each kind of fault, the attribute of ``Trouble`` that it changes."""
 
 
 class Mooncake:
-    """A cluster.
+    """A Mooncake cluster: its master, its clients and the stored values.
 
     Args:
-        world: in whose time it runs.
-        is_strict: bytes move only from and to registered memory, as over RDMA.
+        world: the simulated world, with the clock and the random numbers.
+        is_strict: whether bytes can move only from and to registered memory, as over RDMA.
         rpc_seconds: how long a client waits for a master that hangs.
-        lease_seconds: how long a key that was looked up or read stays.
+        lease_seconds: for how long a key that was looked up or read cannot be removed or evicted.
+        slowness: factor by which all calls take longer than measured, also without trouble.
     """
 
     def __init__(
-        self, world: World, *, is_strict: bool = False, rpc_seconds: float = 2.0, lease_seconds: float = 10.0
+        self,
+        world: World,
+        *,
+        is_strict: bool = False,
+        rpc_seconds: float = 2.0,
+        lease_seconds: float = 10.0,
+        slowness: float = 1.0,
     ) -> None:
         self.world = world
         self.is_strict = is_strict
@@ -118,26 +125,27 @@ class Mooncake:
         self.engines: dict[str, _Engine] = {}
         self.objects: dict[str, _Object] = {}
         self.removals: list[tuple[str, str]] = []
-        """The process and the key of each removal, since an oracle has looked."""
+        """The process and the key of each removal since the last check by an oracle."""
         self._quota = 1.0
         self._segments: list[_Segment] = []
         self._rpc_seconds = rpc_seconds
         self._lease_seconds = lease_seconds
+        self._slowness = slowness
         self._state = "up"
         self._hung_at = 0.0
         self._random = world.stream("mooncake")
         self._ports = iter(range(20001, 30000))
 
-    # What faults do.
+    # Faults.
 
     def kill_master(self) -> None:
-        """End the master: it forgets everything."""
+        """Kill the master: it loses all its data."""
         self._state = "dead"
         self.objects.clear()
         self._segments.clear()
 
     def restart_master(self) -> None:
-        """Start a master that knows of nothing; clients mount their memory again in a while."""
+        """Start a new master without data; clients mount their memory again 2 to 4 s later."""
         if self._state != "dead":
             return
         self._state = "up"
@@ -145,12 +153,12 @@ class Mooncake:
             client.mount_at = self.world.now + self._random.uniform(2.0, 4.0)
 
     def hang_master(self) -> None:
-        """Stop the master's process."""
+        """Suspend the master's process: calls to it get no answer."""
         if self._state == "up":
             self._state, self._hung_at = "hung", self.world.now
 
     def wake_master(self) -> None:
-        """Let the master go on; it takes clients that it has not heard of for long for dead."""
+        """Resume the master's process. After a long suspension, it takes all clients for dead and unmounts them."""
         if self._state != "hung":
             return
         self._state = "up"
@@ -160,14 +168,14 @@ class Mooncake:
                 client.mount_at = self.world.now + self._random.uniform(0.5, 2.0)
 
     def evict_share(self, share: float) -> None:
-        """Evict so many of the objects that nobody has a lease on, as a neighbour's traffic would."""
+        """Evict this share of the objects without a lease, as the traffic of another user of the cluster would."""
         self._settle()
         loose = sorted(key for key, each in self.objects.items() if self._is_loose(each))
         for key in self._random.sample(loose, int(share * len(loose))):
             self._drop(key)
 
     def spoil_share(self, share: float) -> None:
-        """Let so many of the values have another size, or another value's bytes: other software wrote them."""
+        """Change this share of the values, as if other software wrote them: another size, or another value's bytes."""
         self._settle()
         whole = sorted(key for key, each in self.objects.items() if each.is_complete)
         for key in self._random.sample(whole, int(share * len(whole))):
@@ -180,27 +188,30 @@ class Mooncake:
                 each.segment.memory[each.offset : each.offset + each.nbytes] = data
 
     def lose_share(self, share: float, seconds: float) -> None:
-        """Let so many of the values be listed for ``seconds`` although nobody can read them."""
+        """Make this share of the values unreadable now, while the master still lists them for ``seconds``."""
         self._settle()
         for key in self._random.sample(sorted(self.objects), int(share * len(self.objects))):
             self.objects[key].lost_at = self.world.now
             self.world.scheduler.call_later(seconds, partial(self._drop_if_same, key, self.objects[key]))
 
     def limit(self, share: float) -> None:
-        """Refuse puts that need more than this share of the memory, as with an operator's quota."""
+        """Refuse puts that would use more than this share of the memory, as an operator's quota does."""
         self._quota = share
 
     def _drop_if_same(self, key: str, each: _Object) -> None:
         if self.objects.get(key) is each:
             self._drop(key)
 
-    # What oracles ask.
+    # Questions of the oracles.
 
-    def list_whole(self) -> list[tuple[str, bytes]]:
-        """Every value that can be read now, but for those whose bytes this model spoilt."""
+    def list_whole(self) -> list[tuple[str, float, bytes]]:
+        """Return the key, the begin of the put and the bytes of each complete value that no fault has changed."""
         self._settle()
         whole = [(key, each) for key, each in self.objects.items() if each.is_complete and not each.is_spoilt]
-        return [(key, bytes(each.segment.memory[each.offset : each.offset + each.nbytes])) for key, each in whole]
+        return [
+            (key, each.begun_at, bytes(each.segment.memory[each.offset : each.offset + each.nbytes]))
+            for key, each in whole
+        ]
 
     @property
     def is_up(self) -> bool:
@@ -210,9 +221,9 @@ class Mooncake:
     # The master.
 
     def ask_master(self) -> int:
-        """Wait for the master's answer to a call: 0, or the code where there is none."""
+        """Wait for the master's answer to a call; return 0, or an error code if the master does not answer."""
         deadline = self.world.now + self._rpc_seconds
-        time.sleep(self._random.uniform(0.0001, 0.0006) * self.trouble.slowness)
+        time.sleep(self._random.uniform(0.0001, 0.0006) * max(self._slowness, self.trouble.slowness))
         while self._state == "hung":
             if self.world.now >= deadline:
                 return _TIMED_OUT
@@ -224,7 +235,7 @@ class Mooncake:
         return _OK
 
     def _settle(self) -> None:
-        """Let the master do what it does by itself: mount, unmount, evict."""
+        """Do the master's periodic work: mount and unmount clients, drop unfinished puts, evict."""
         now = self.world.now
         if self._state != "up":
             return
@@ -252,7 +263,7 @@ class Mooncake:
         )
 
     def _evict(self, nbytes: float) -> None:
-        """Those used longest ago first; what is kept only where nothing else is left."""
+        """Evict at least ``nbytes`` if possible: least recently used values first, soft-pinned values last."""
         now = self.world.now
         loose = [(key, each) for key, each in self.objects.items() if self._is_loose(each)]
         for key, each in sorted(loose, key=lambda item: (item[1].kept_until > now, item[1].used_at)):
@@ -278,7 +289,7 @@ class Mooncake:
             self._drop(key)
 
     def begin_put(self, key: str, nbytes: int, preferred: str | None) -> _Object | int:
-        """Memory for a value; or the code where there is none, or none is needed."""
+        """Reserve memory for a value; return 0 if the key exists already, or an error code if there is no room."""
         if key in self.objects:
             return _OK
         used, size = self._measure()
@@ -296,7 +307,7 @@ class Mooncake:
         return _NO_ROOM
 
     def end_put(self, key: str, each: _Object, *, is_whole: bool) -> int:
-        """The bytes are there, or will never be."""
+        """Complete a put if all its bytes were written, else drop it; return 0 or an error code."""
         if self.objects.get(key) is not each:
             return _NOT_FOUND
         if is_whole:
@@ -307,7 +318,7 @@ class Mooncake:
         return _UNREACHABLE
 
     def begin_get(self, key: str) -> _Object | int:
-        """Where a value lies, and a lease on it."""
+        """Return a value's place and extend the lease on it, or return an error code."""
         each = self.objects.get(key)
         if each is None:
             return _NOT_FOUND
@@ -318,7 +329,7 @@ class Mooncake:
         return each
 
     def remove(self, key: str, *, force: bool, owner: str) -> int:
-        """Remove a value for a process: 0, or why not."""
+        """Remove a value for the process ``owner``; return 0 or an error code."""
         each = self.objects.get(key)
         if each is None:
             return _NOT_FOUND
@@ -331,28 +342,28 @@ class Mooncake:
         return _OK
 
     def connect(self, address: tuple[str, int], timeout: float) -> _Connection:
-        """``socket.create_connection`` to the master."""
+        """Connect to the master, as ``socket.create_connection`` does."""
         time.sleep(self._random.uniform(0.0001, 0.0005))
         if self._state == "dead":
             raise ConnectionRefusedError(111, "Connection refused")
         return _Connection(self, timeout)
 
     def next_port(self) -> int:
-        """A port that no other client or engine has."""
+        """Return a port that no other client or engine has."""
         return next(self._ports)
 
     # Bytes.
 
     def wait_for_bytes(self, nbytes: int) -> None:
-        """As long as so many bytes take, and longer where there is trouble."""
+        """Wait for as long as the transfer of ``nbytes`` takes, including the present trouble."""
         stalls = self._random.random() < self.trouble.stall_share
         seconds = self._random.uniform(0.0003, 0.001) + nbytes / _BYTES_PER_SECOND
-        time.sleep(seconds * self.trouble.slowness)
+        time.sleep(seconds * max(self._slowness, self.trouble.slowness))
         if stalls:
             time.sleep(self._random.uniform(*self.trouble.stall_seconds))
 
     def reach(self, owner: Process) -> bool:
-        """Wait for another process's memory; whether it is there."""
+        """Wait while another process is paused, up to 30 s; return whether its memory can be reached."""
         waited = 0.0
         while owner.is_alive and not owner.runs and waited < _HUNG_OWNER_SECONDS:
             time.sleep(0.25)
@@ -363,7 +374,11 @@ class Mooncake:
         return True
 
     def store(self, key: str, each: _Object, sent: bytes) -> None:
-        """Let bytes arrive where a value is to lie: late ones hit what lies there since a master was restarted."""
+        """Write bytes to a value's place.
+
+        If the value was dropped meanwhile, as when a master was restarted, the bytes damage other values that are
+        stored there now.
+        """
         data = self.carry(sent)
         each.segment.memory[each.offset : each.offset + each.nbytes] = data
         each.is_spoilt = data != sent
@@ -374,15 +389,15 @@ class Mooncake:
                 other.is_spoilt = True
 
     def late_seconds(self) -> float:
-        """How long bytes are on their way that nobody waits for."""
+        """Return after how many seconds the bytes of a broken transfer arrive."""
         return self._random.uniform(0.0, 2.5)
 
     def raises(self) -> bool:
-        """Whether a call raises."""
+        """Draw whether a call raises."""
         return self._random.random() < self.trouble.raise_share
 
     def carry(self, data: bytes) -> bytes:
-        """The bytes as they arrive."""
+        """Return the bytes as they arrive; one bit may be flipped."""
         if self._random.random() >= self.trouble.flip_share:
             return data
         at = self._random.randrange(len(data))
@@ -391,7 +406,7 @@ class Mooncake:
 
 
 class _Connection:
-    """A connection to the master's port, which answers no HTTP."""
+    """A connection to the master's port. The master does not speak HTTP."""
 
     def __init__(self, cluster: Mooncake, timeout: float) -> None:
         self._cluster = cluster
@@ -404,17 +419,17 @@ class _Connection:
         self.close()
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing."""
 
     def getsockname(self) -> tuple[str, int]:
-        """This machine's address."""
+        """Return a fixed address of this machine."""
         return "10.0.0.1", 1
 
     def sendall(self, data: bytes) -> None:
-        """Nobody reads it."""
+        """Ignore the data."""
 
     def recv(self, nbytes: int) -> bytes:
-        """The master closes the connection, unless it hangs."""
+        """Return no data, as after a close by the master; time out if the master hangs or is dead."""
         if not self._cluster.is_up:
             time.sleep(self._timeout)
             raise TimeoutError("timed out")
@@ -422,7 +437,7 @@ class _Connection:
 
 
 class _Client:
-    """``mooncake.store.MooncakeDistributedStore``."""
+    """The model of ``mooncake.store.MooncakeDistributedStore``: a client of the cluster in one process."""
 
     def __init__(self, cluster: Mooncake) -> None:
         self._cluster = cluster
@@ -438,11 +453,11 @@ class _Client:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it may mount its memory."""
+        """Whether the client can mount its memory."""
         return self.is_set_up and not self.is_closed and self.owner.is_alive
 
     def setup(self, hostname: str, metadata: str, size: int, *_: object) -> int:
-        """Join, and mount ``size`` bytes."""
+        """Join the cluster, and mount ``size`` bytes of memory."""
         self._enter("setup")
         if code := self._cluster.ask_master():
             return code
@@ -453,18 +468,18 @@ class _Client:
         return _OK
 
     def get_hostname(self) -> str:
-        """The name of its memory."""
+        """Return the name of the client's memory."""
         return self.hostname
 
     def close(self) -> None:
-        """Leave; keys in its memory are gone."""
+        """Leave the cluster; the values in the client's memory are lost."""
         self._enter("close")
         time.sleep(1.2)
         self.is_closed = True
         self._cluster._unmount(self)
 
     def register_buffer(self, address: int, nbytes: int) -> int:
-        """0; overlapping memory is refused."""
+        """Register memory and return 0; refuse memory that overlaps registered memory."""
         self._enter("register_buffer")
         if any(address < start + size and start < address + nbytes for start, size in self.registered.items()):
             self._cluster.world.fail("registration", f"{self.hostname} registers memory that overlaps other memory")
@@ -473,7 +488,7 @@ class _Client:
         return _OK
 
     def unregister_buffer(self, address: int) -> int:
-        """0; the address is one that was registered."""
+        """Unregister memory and return 0; refuse an address that is not registered."""
         self._enter("unregister_buffer")
         if self.registered.pop(address, None) is None:
             self._cluster.world.fail("registration", f"{self.hostname} unregisters memory that is not registered")
@@ -481,14 +496,14 @@ class _Client:
         return _OK
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """1 or 0 each."""
+        """Return for each key 1 if it exists, else 0; or an error code for all keys."""
         self._enter("batch_is_exist")
         if code := self._cluster.ask_master():
             return [code] * len(keys)
         return [int(isinstance(self._cluster.begin_get(key), _Object)) for key in keys]
 
     def get_size(self, key: str) -> int:
-        """Bytes, or a negative code."""
+        """Return the size of a value in bytes, or a negative code."""
         self._enter("get_size")
         if code := self._cluster.ask_master():
             return code
@@ -496,14 +511,14 @@ class _Client:
         return found.nbytes if isinstance(found, _Object) else found
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
-        """0 or a negative code each."""
+        """Remove keys; return for each 0 or a negative code."""
         self._enter("batch_remove")
         if code := self._cluster.ask_master():
             return [code] * len(keys)
         return [self._cluster.remove(key, force=force, owner=self.owner.name) for key in keys]
 
     def remove_by_regex(self, pattern: str, force: bool = False) -> int:
-        """How many were removed, or a negative code; what is being written stays."""
+        """Remove keys that match; return their number, or a negative code. Incomplete values stay."""
         self._enter("remove_by_regex")
         if code := self._cluster.ask_master():
             return code
@@ -517,7 +532,7 @@ class _Client:
         sizes: Sequence[Sequence[int]],
         config: Any = None,
     ) -> list[int]:
-        """0 or a negative code each."""
+        """Write values whose keys do not exist yet; return for each key 0 or a negative code."""
         self._enter("put")
         preferred = getattr(config, "preferred_segment", None)
         return self._write(
@@ -527,7 +542,7 @@ class _Client:
     def batch_upsert_from(
         self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], config: Any = None
     ) -> list[int]:
-        """As a put that writes over what is there."""
+        """Write values, also over existing ones; return for each key 0 or a negative code."""
         self._enter("upsert")
         seconds = getattr(config, "soft_pin_ttl_ms", 0) / 1000 if getattr(config, "soft_pin_action", False) else 0.0
 
@@ -577,7 +592,7 @@ class _Client:
     def batch_get_into_multi_buffers(
         self, keys: Sequence[str], addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
     ) -> list[int]:
-        """The size of each value, or a negative code."""
+        """Read values into memory; return for each key the value's size or a negative code."""
         self._enter("get")
         cluster = self._cluster
         if code := cluster.ask_master():
@@ -614,7 +629,7 @@ class _Client:
             raise RuntimeError(f"{call} failed in the native client")
 
     def _may_touch(self, call: str, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether all of this memory is registered, where that is needed."""
+        """Return whether all of this memory is registered; always true if the cluster is not strict."""
         if not self._cluster.is_strict:
             return True
         for address, nbytes in spans:
@@ -627,7 +642,7 @@ class _Client:
 
 
 class _Engine:
-    """``mooncake.engine.TransferEngine``: writes into another process's registered memory."""
+    """The model of ``mooncake.engine.TransferEngine``: writes into another process's registered memory."""
 
     def __init__(self, cluster: Mooncake) -> None:
         self._cluster = cluster
@@ -636,27 +651,27 @@ class _Engine:
         self._port = cluster.next_port()
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
-        """0."""
+        """Let other engines write to this one under its host and port; return 0."""
         self._cluster.engines[f"{host}:{self._port}"] = self
         return _OK
 
     def get_rpc_port(self) -> int:
-        """The port by which others name it."""
+        """Return the port by which other engines name this one."""
         return self._port
 
     def register_memory(self, address: int, nbytes: int) -> int:
-        """0."""
+        """Register memory that others may write to; return 0."""
         self._registered[address] = nbytes
         return _OK
 
     def unregister_memory(self, address: int) -> int:
-        """0."""
+        """Unregister memory; return 0, or -1 if it is not registered."""
         return _OK if self._registered.pop(address, None) is not None else -1
 
     def batch_transfer_sync_write(
         self, session: str, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]
     ) -> int:
-        """0 when all bytes are in the other process's memory; else -1, and some may be."""
+        """Write to the other process's memory; return 0 if all bytes are there, or -1 if some may be missing."""
         cluster, other = self._cluster, self._cluster.engines.get(session)
         for source, target, nbytes in zip(sources, targets, sizes, strict=True):
             cluster.wait_for_bytes(nbytes)
@@ -664,14 +679,14 @@ class _Engine:
                 return -1
             data = cluster.carry(ctypes.string_at(source, nbytes))
             if cluster.raises():
-                # The connection broke; what was given to the network before arrives for a while.
+                # The connection broke; bytes that were already given to the network still arrive later.
                 cluster.world.scheduler.call_later(cluster.late_seconds(), partial(other.land, target, data))
                 return -1
             ctypes.memmove(target, data, nbytes)
         return _OK
 
     def land(self, address: int, data: bytes) -> None:
-        """Take in bytes that were on their way."""
+        """Write bytes that arrive late, if the memory is still registered."""
         if self._owner.runs and self._holds(address, len(data)):
             ctypes.memmove(address, data, len(data))
 
@@ -681,7 +696,7 @@ class _Engine:
 
 @contextlib.contextmanager
 def in_place(cluster: Callable[[], Mooncake]) -> Iterator[None]:
-    """Let ``mooncake.store``, ``mooncake.engine`` and connections to the master be those of a model."""
+    """Replace ``mooncake.store``, ``mooncake.engine`` and connections to the master by those of a model."""
     package, store, engine = (types.ModuleType(name) for name in ("mooncake", "mooncake.store", "mooncake.engine"))
     vars(store).update(
         MooncakeDistributedStore=lambda: _Client(cluster()),

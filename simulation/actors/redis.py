@@ -1,4 +1,4 @@
-"""RedisActor: as much of Redis as the routers use: keys, sets, lists and channels."""
+"""RedisActor: simulates the part of Redis that routers use: keys, sets, lists and channels."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PORT = 6379
 
 
 class RedisActor:
-    """One server; ``start`` begins a life, with nothing in it."""
+    """A Redis server. ``start`` starts it, also again after its end, without data."""
 
     def __init__(self, world: World, name: str = "redis") -> None:
         self.world, self.name = world, name
         self.process: Process
 
     def start(self) -> None:
-        """Begin a life."""
+        """Start the server's process."""
         self.process = self.world.make_process(self.name)
         self.keys: dict[bytes, Any] = {}
         self.ends: dict[bytes, float] = {}
@@ -36,7 +36,7 @@ class RedisActor:
         await asyncio.Event().wait()
 
     def find(self, key: bytes, make: Callable[[], Any] = lambda: None) -> Any:
-        """What is stored under a key."""
+        """Return the value of a key. If there is none, create it with ``make``."""
         if key in self.ends and self.world.now >= self.ends[key]:
             del self.ends[key]
             self.keys.pop(key, None)
@@ -51,7 +51,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, redis: RedisActor) -> None:
         self._redis = redis
         self._data = b""
-        self._is_new = False  # speaks RESP3
+        self._is_new = False  # whether the client uses version 3 of the protocol (RESP3)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -75,12 +75,12 @@ class _Connection(asyncio.Protocol):
                 handler(*command[1:])
 
     def say(self, value: Any) -> None:
-        """Send an answer."""
+        """Send the answer to a command."""
         if not self.transport.is_closing():
             self.transport.write(_encode(value))
 
     def push(self, value: list[Any]) -> None:
-        """Tell what nobody asked for."""
+        """Send a message that is no answer to a command."""
         if not self.transport.is_closing():
             data = _encode(value)
             self.transport.write(b">" + data[1:] if self._is_new else data)
@@ -167,7 +167,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _parse(data: bytes) -> tuple[list[bytes], bytes] | None:
-    """A command and what follows it; None while it is not whole."""
+    """Return the first command in ``data``, and the data after it; None: the command is not complete."""
     if not data.startswith(b"*") or b"\r\n" not in data:
         return None
     count, _, rest = data[1:].partition(b"\r\n")

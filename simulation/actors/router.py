@@ -1,4 +1,4 @@
-"""RouterActor: the real router, in a simulated process: application, server and client of HTTP."""
+"""RouterActor: a real router in a simulated process."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from simulation.world import Process, World
 
 __all__ = ["RouterActor", "list_leftovers"]
 
-with contextlib.suppress(ImportError):
-    importlib.import_module("fastapi.telemetry._runtime")  # loaded within a world, it would keep a simulated lock
+# Modules that FastAPI imports at its first use. They are imported here, before a world runs: within a world the first
+# one would create a simulated lock, and the import of the second one would take a quarter of a second in each run.
+for _name in ("fastapi.telemetry._runtime", "pydantic.v1"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)
 
 
 class RouterActor:
-    """One router of one process; ``start`` begins a life.
+    """A router with one process. ``start`` starts it, also again after its end.
 
     Attributes:
-        app: of this life; None until it has begun.
-        is_ending: whether this life is to end, and another to follow.
+        app: the application of the current process; None until it was created.
+        is_ending: whether the router is being stopped and will be started again.
     """
 
     def __init__(self, world: World, name: str, settings: RouterSettings) -> None:
@@ -36,14 +39,14 @@ class RouterActor:
         self.is_ending = False
 
     def start(self, **clock: Any) -> None:
-        """Begin a life."""
+        """Start the router's process."""
         self.app = self.server = None
         self.is_ending = False
         self.process = self.world.make_process(self.name, **clock)
         self.process.start_loop(self._main)
 
     def stop(self) -> None:
-        """Tell it to end, as SIGTERM does."""
+        """Send SIGTERM to the router."""
         if self.server is not None and self.process.is_alive:
             self.process.loops[0].post(self.server.handle_exit, signal.SIGTERM, None)
 
@@ -54,26 +57,26 @@ class RouterActor:
         await self.server.serve(sockets=[listener])
 
     def crash(self) -> None:
-        """Kill it."""
+        """Kill the router's process."""
         self.process.crash()
 
     def list_processes(self) -> list[Process]:
-        """Its process."""
+        """Return the processes of the router: a single one."""
         return [self.process]
 
     def list_apps(self) -> list[RouterApp]:
-        """The application that runs, if one does."""
+        """Return the running applications: one, or none."""
         return [self.app] if self.app is not None and self.process.is_alive else []
 
     def list_leftovers(self) -> list[str]:
-        """What is not back to zero although nothing runs, one sentence each."""
+        """Return a text for each count in the router that is not 0, although no request is running."""
         if self.app is None or self.server is None or not self.process.is_alive:
             return []
         return list_leftovers(self.process, self.app, self.server)
 
 
 def list_leftovers(process: Process, app: RouterApp, server: RouterServer) -> list[str]:
-    """What a process of a router has not back to zero although nothing runs, one sentence each."""
+    """Return a text for each count in a router's process that is not 0, although no request is running."""
     left: list[str] = []
 
     def note(what: str, value: Any, allowed: float = 0) -> None:
@@ -85,8 +88,8 @@ def list_leftovers(process: Process, app: RouterApp, server: RouterServer) -> li
         note(f"requests counted at {instance.key}", instance.load.requests)
         note(f"tokens counted at {instance.key}", instance.load.tokens)
         note(f"work counted at {instance.key}", instance.load.queued, 1e-3)
-    note("requests that were let in", getattr(app.admission, "running", 0))
-    note("requests in line", getattr(app.admission, "waiting", 0))
+    note("admitted requests", getattr(app.admission, "running", 0))
+    note("waiting requests", getattr(app.admission, "waiting", 0))
     protocols: Any = server.server_state.connections
     peers = [protocol.client[0] for protocol in protocols if protocol.client]
     note("connections of clients", sum(not peer.startswith(("prefill", "decode", "mixed")) for peer in peers))

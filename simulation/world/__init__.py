@@ -1,15 +1,15 @@
-"""The simulator's core: one OS thread, virtual time, one seed.
+"""The core of the simulator: runs a world in one thread of the operating system, in virtual time, from one seed.
 
-scheduler.py  Scheduler: virtual time, timers, simulated threads (greenlets), the seed's random streams
-threads.py    Thread, Lock, Condition, Queue, ...: those of ``threading`` and ``queue``, over the scheduler
-process.py    Process: a clock, random numbers, threads; it can pause and crash
-patches.py    patched: time, threading, queue, random, os.urandom, ... act on the process that runs
-loop.py       SimulatedLoop: asyncio in virtual time, on the network in memory
-network.py    Network: connections, listening ports, names; links that are slow, cut or half-open
-transport.py  SimTransport: asyncio's transport over a connection of it
-plan.py       Plan, Event: all that will happen, as plain data; drawn before the run, so that it can be shrunk
-trace.py      Trace: what happened, as text
-world.py      World: the frame of a world; its docstring tells how one is written
+scheduler.py  Scheduler: virtual time, timers, simulated threads (greenlets), random numbers
+threads.py    the classes of ``threading`` and ``queue`` for simulated threads
+process.py    Process: a simulated process with its own clock, random numbers and threads
+patches.py    replaces names of the standard library (time, threading, random, ...) while a world runs
+loop.py       SimulatedLoop: asyncio's event loop in virtual time
+network.py    Network: simulates TCP connections, ports and host names, and faults of the network
+transport.py  SimTransport: asyncio's transport over a simulated connection
+plan.py       Plan, Event: the requests and faults of a run; drawn before the run
+trace.py      Trace: the timeline of a run, as text
+world.py      World: base class of worlds
 """
 
 from simulation.world.network import Network

@@ -1,7 +1,8 @@
-"""SimulatedLoop: asyncio's own loop, whose ``select`` waits in virtual time and whose connections are the network's.
+"""SimulatedLoop: asyncio's event loop, which waits in virtual time and uses the simulated network.
 
-A loop that has callbacks to run goes on without giving way to other threads: whether it takes one turn or two for the
-same work, which differs between versions of Python, changes nothing outside.
+While a loop has callbacks to run, it does not let other threads run. So it does not matter whether it needs one turn or
+two for the same work; that differs between versions of Python. With ``spreads_over_turns``, callbacks that other
+threads and the network add at the same moment are spread over several turns.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SimulatedLoop"]
 
-# Timers that were cancelled are removed once there are so many, and more than half of all are.
+# Cancelled timers are removed when there are more than this number, and they are more than half of all timers.
 MIN_CANCELLED = 100
 RESOLUTION = 1 / SECOND
+# Possible numbers of turns between two callbacks that were added at the same moment; -1: they run in the same turn.
+_SPREAD = (-1, -1, 0, 1, 2)
 
 
 class SimulatedLoop(base_events.BaseEventLoop):
@@ -44,10 +47,12 @@ class SimulatedLoop(base_events.BaseEventLoop):
         """The thread that waits for events."""
         self._num_scheduled = 0
         self._num_cancelled = 0
+        self._arrived: deque[list[Any]] = deque()
+        """Callbacks from outside that are not ready yet. Each waits for a number of turns after the one before it."""
         self.set_exception_handler(_report)
 
     def run_main(self, main: Coroutine[Any, Any, Any]) -> Any:
-        """As ``asyncio.run``, and the loop is closed: the tasks that are left end as cancelled."""
+        """Run a coroutine to its end, as ``asyncio.run`` does; then cancel the remaining tasks and close the loop."""
         try:
             return self.run_until_complete(main)
         finally:
@@ -59,7 +64,7 @@ class SimulatedLoop(base_events.BaseEventLoop):
             self.close()
 
     def __del__(self) -> None:
-        return None  # one of a process that crashed was never closed
+        return None  # asyncio would warn: the loop of a crashed process is never closed
 
     get_debug = staticmethod(bool)  # False; asyncio asks for each future
 
@@ -79,6 +84,8 @@ class SimulatedLoop(base_events.BaseEventLoop):
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> _Handle:
         handle = self.call_soon(callback, *args, context=context)
+        if self.process.spreads_over_turns and self._thread_id != get_ident():
+            self._spread_last()
         if self._thread is not None:
             current().wake(self._thread)
         return handle
@@ -111,12 +118,13 @@ class SimulatedLoop(base_events.BaseEventLoop):
             events._set_running_loop(None)
 
     def _run(self) -> None:
-        """Run callbacks until ``stop``, in the order of asyncio's loop; timers of one moment in theirs."""
+        """Run callbacks until ``stop``, in asyncio's order. Timers of the same moment run in the order of creation."""
         scheduler, ready, clock = current(), self._ready, self.process.clock
         turns, turned_at = 0, -1
         while True:
             if self._num_cancelled > MIN_CANCELLED and 2 * self._num_cancelled > len(self._scheduled):
                 self._remove_cancelled()
+            self._take_arrived()
             scheduled = self._scheduled
             while scheduled and scheduled[0][2]._cancelled:
                 heapq.heappop(scheduled)
@@ -126,7 +134,7 @@ class SimulatedLoop(base_events.BaseEventLoop):
                     turns, turned_at = 0, scheduler.now
                 turns += 1
                 if turns > MAX_TURNS:
-                    raise Livelock(f"the loop of {self.process.name} turns and turns")
+                    raise Livelock(f"the loop of {self.process.name} always has callbacks, so time does not pass")
             else:
                 wait = scheduled[0][0] - clock.monotonic_ns() / SECOND if scheduled else None
                 if wait is None or wait > 0:
@@ -135,7 +143,7 @@ class SimulatedLoop(base_events.BaseEventLoop):
                     self._thread = None
                     process = self.process
                     if process.lag_seconds and process.lags.random() < 0.5:
-                        # What happens meanwhile is seen in the same turn.
+                        # Events of this time are processed in the same turn.
                         scheduler.block(process.lags.expovariate(1 / process.lag_seconds), "lag")
             if scheduled:
                 due = clock.monotonic_ns() / SECOND + RESOLUTION
@@ -156,9 +164,20 @@ class SimulatedLoop(base_events.BaseEventLoop):
                     except BaseException as exc:
                         context = {"message": f"Exception in callback {handle._callback}", "exception": exc}
                         self.call_exception_handler({**context, "handle": handle})
-            handle = None  # type: ignore[assignment]  # or it would keep what has ended in memory
+            handle = None  # type: ignore[assignment]  # so that the objects of the last callback can be freed
             if self._stopping:
                 return
+
+    def _spread_last(self) -> None:
+        self._arrived.append([self._ready.pop(), self.process.lags.choice(_SPREAD)])
+
+    def _take_arrived(self) -> None:
+        """Make callbacks from outside ready if they have waited long enough, or if no other callback is ready."""
+        arrived, ready = self._arrived, self._ready
+        if arrived and ready:
+            arrived[0][1] -= 1
+        while arrived and (not ready or arrived[0][1] < 0):
+            ready.append(arrived.popleft()[0])
 
     def _remove_cancelled(self) -> None:
         self._scheduled[:] = [entry for entry in self._scheduled if not entry[2]._cancelled]
@@ -166,10 +185,14 @@ class SimulatedLoop(base_events.BaseEventLoop):
         self._num_cancelled = 0
 
     def post(self, callback: Callable[..., Any], *args: Any) -> None:
-        """Have ``callback`` run in the loop, from outside: what the operating system tells it."""
+        """Add a callback from outside of simulated threads, for an event that an operating system would report."""
         if not self._closed and self.process.is_alive:
-            # The greenlet that runs may be that of any thread, and so may its context.
-            self.call_soon_threadsafe(callback, *args, context=contextvars.Context())
+            # A new context, because the current one is that of any thread.
+            self._ready.append(_Handle(callback, args, self, contextvars.Context()))
+            if self.process.spreads_over_turns:
+                self._spread_last()
+            if self._thread is not None:
+                self.process.scheduler.wake(self._thread)
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
@@ -290,7 +313,7 @@ class _Handle(asyncio.Handle):
 
 
 class _TimerHandle(_Handle):
-    """``asyncio.TimerHandle``; of two for one moment the one that was made first comes first."""
+    """``asyncio.TimerHandle``. If two are for the same moment, the one that was created first runs first."""
 
     __slots__ = ("_is_due", "_when")
 
@@ -331,5 +354,5 @@ def _report(loop: Any, context: dict[str, Any]) -> None:
     if isinstance(exc, Livelock):
         raise exc
     if not loop.process.is_alive:
-        return  # what a process that was killed leaves undone
+        return  # unfinished work of a killed process is not a failure
     current().report(f"loop of {loop.process.name}: {context['message']}", exc)

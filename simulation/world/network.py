@@ -1,16 +1,17 @@
-"""Network: TCP in memory: connections, listening ports, names; links that are slow, lossy, cut or half-open.
+"""Network: simulates TCP in memory: connections, listening ports, host names, and links with faults.
 
-``Endpoint`` is what a kernel keeps of one end of a connection, ``SimSocket`` what a program has of it, and
-``SimTransport`` (``transport.py``) asyncio's way to it. An end sends at most ``buffer_bytes`` that the other program
-has not read. What a program leaves unread when it closes costs the other end a reset, as with Linux.
+An ``Endpoint`` is one end of a connection in the kernel, a ``SimSocket`` is the socket object of a program, and a
+``SimTransport`` (``transport.py``) is asyncio's transport. An end sends at most ``buffer_bytes`` that the program at
+the other end has not read. If a program closes an end with unread data, the other end gets a reset, as in Linux.
 
-A ``Link`` is the way from one host to another, and all its connections' properties; faults change it. A link that is
-down loses everything, and what was lost is sent again once it is up: later than it would have been, and in order.
+A ``Link`` has the properties of all connections from one host to another; faults change them. A link that is down
+loses all data. When it is up again, the lost data is sent again, in order.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import random
 import socket
 from collections import deque
@@ -30,28 +31,29 @@ __all__ = ["BUFFER_BYTES", "Endpoint", "Link", "Network", "SimServer", "SimSocke
 
 BUFFER_BYTES = 256 * 1024
 READ_BYTES = 256 * 1024
-# Sent data that nobody acknowledges is given up after so long (Linux: net.ipv4.tcp_retries2).
+# Time after which a connection fails if sent data is not acknowledged (Linux: net.ipv4.tcp_retries2).
 UNACKNOWLEDGED_SECONDS = 924.0
-# A connection that nobody answers, by Linux' net.ipv4.tcp_syn_retries.
+# Time after which an attempt to connect fails if there is no answer (Linux: net.ipv4.tcp_syn_retries).
 CONNECT_SECONDS = 127.0
-# Lost data is sent again so long after a link is up at the latest.
+# Maximum time between the moment when a link is up again and the moment when lost data is sent again.
 RETRANSMISSION_SECONDS = 3.0
 FIRST_PORT = 32768
 FIRST_DESCRIPTOR = 1 << 20
-# No system has so many: what reads /proc finds nothing.
+# Above the process ids of any system, so that code that reads /proc finds no process.
 FIRST_PID = 1 << 23
 
 
 @dataclass
 class Link:
-    """The way from one host to another.
+    """Properties of the network from one host to another.
 
     Attributes:
-        latency, jitter: seconds; each piece takes the first, and up to the second more.
-        split: the probability that what is sent at once arrives in several pieces.
-        bytes_per_second: of each connection; 0 for no limit.
-        is_down: everything is lost, without a word.
-        is_refusing: connections are refused, as by a firewall; those that exist stay.
+        latency, jitter: each piece of data takes ``latency`` seconds, plus a random time of at most ``jitter``.
+        split: the probability that data that is sent at once arrives in several pieces.
+        bytes_per_second: speed of each connection; 0: no limit.
+        is_down: whether all data is lost, without an error.
+        is_refusing: whether new connections are refused, as by a firewall. Existing connections continue.
+        stalled: functions to call when the link is up or down again.
     """
 
     latency: float = 0.0002
@@ -64,40 +66,40 @@ class Link:
 
 
 class Network:
-    """All hosts and what they have open."""
+    """All hosts, with their open sockets and the links between them."""
 
     def __init__(self, scheduler: Scheduler, trace: Trace) -> None:
         self.scheduler = scheduler
         self.trace = trace
         self.listeners: dict[tuple[str, int], SimServer] = {}
         self.endpoints: dict[int, Endpoint] = {}
-        """Those that a program has open, by their descriptors."""
+        """The ends that a program has open, by their descriptors."""
         self.names: dict[str, list[str]] = {}
-        """The addresses of names that are not a host's own; an empty list cannot be resolved."""
+        """The addresses of names that are not names of hosts. A name with an empty list cannot be resolved."""
         self.buffer_bytes = BUFFER_BYTES
-        """What an end sends at most before the other program has read."""
+        """Maximum number of bytes that an end sends before the program at the other end has read them."""
         self.defaults: dict[str, Any] = {}
-        """What links that were not used so far are like."""
+        """Properties of links that are used for the first time."""
         self._links: dict[tuple[str, str], Link] = {}
-        self._dead_hosts: set[str] = set()
+        self.dead_hosts: set[str] = set()
         self._stalled: dict[str, list[Callable[[], None]]] = {}
         self._num_pids, self._num_descriptors = FIRST_PID, FIRST_DESCRIPTOR
         self._ports: dict[str, int] = {}
         self._num_connections: dict[tuple[str, str], int] = {}
 
     def link(self, source: str, target: str) -> Link:
-        """The way from one host to another."""
+        """Return the link from one host to another."""
         link = self._links.get((source, target))
         if link is None:
             link = self._links[source, target] = Link(**self.defaults)
         return link
 
     def links_of(self, host: str) -> list[Link]:
-        """The ways from and to a host that were used so far."""
+        """Return the links from and to a host that were used so far."""
         return [link for ends, link in self._links.items() if host in ends]
 
     def set_down(self, links: list[Link], is_down: bool) -> None:
-        """Let these lose everything; or, where False, go on."""
+        """Set whether ``links`` are down."""
         for link in links:
             link.is_down = is_down
             stalled, link.stalled = link.stalled, []
@@ -106,24 +108,24 @@ class Network:
         self._watch_lives()
 
     def stalled_for(self, host: str) -> list[Callable[[], None]]:
-        """What is to be called once a dead host is up."""
+        """Return the list of functions to call when a dead host is up again."""
         return self._stalled.setdefault(host, [])
 
     def take_pid(self) -> int:
-        """A number for a new process."""
+        """Return an unused process id."""
         self._num_pids += 1
         return self._num_pids
 
     def on_process_start(self, host: str) -> None:
-        """A process was started: its host is up."""
-        self._dead_hosts.discard(host)
+        """Mark ``host`` as up, because a process was started there."""
+        self.dead_hosts.discard(host)
         for callback in self._stalled.pop(host, []):
             callback()
 
     def on_process_end(self, process: Process, *, silently: bool) -> None:
-        """Free what a process had open; ``silently``: its host is gone, too."""
+        """Close all sockets of a process that has ended. ``silently``: its host has lost power, so it sends nothing."""
         if silently:
-            self._dead_hosts.add(process.host)
+            self.dead_hosts.add(process.host)
         for address, server in list(self.listeners.items()):
             if server.process is process:
                 del self.listeners[address]
@@ -138,17 +140,17 @@ class Network:
                 endpoint.watch_life()
 
     def on_loop_end(self, loop: SimulatedLoop) -> None:
-        """A loop is closed: its connections have nobody."""
+        """Close all connections of an event loop that was closed."""
         for endpoint in list(self.endpoints.values()):
             if endpoint.loop is loop:
                 endpoint.close()
 
     def is_dead(self, host: str) -> bool:
-        """Whether a host has lost power: it neither sends nor takes anything."""
-        return host in self._dead_hosts
+        """Return whether a host has lost power, so that it neither sends nor receives."""
+        return host in self.dead_hosts
 
     def take_descriptor(self, endpoint: Endpoint) -> int:
-        """A descriptor for an end that a program has open."""
+        """Return an unused descriptor for an end that a program opens."""
         self._num_descriptors += 1
         self.endpoints[self._num_descriptors] = endpoint
         return self._num_descriptors
@@ -169,7 +171,7 @@ class Network:
         return server
 
     def open_listener(self, process: Process, port: int) -> SimServer:
-        """A listening socket; nobody accepts yet, so that who connects waits.
+        """Return a listening socket. Connections to it wait until a program accepts them.
 
         Raises:
             OSError: the port is taken.
@@ -183,10 +185,10 @@ class Network:
         return server
 
     async def resolve(self, loop: SimulatedLoop, host: str, port: Any) -> list[Any]:
-        """The addresses of a name.
+        """Return the addresses of a host name.
 
         Raises:
-            socket.gaierror: there are none at present.
+            socket.gaierror: the name has no address at present.
         """
         addresses = self.names.get(host, [host])
         if not addresses:
@@ -196,10 +198,10 @@ class Network:
     async def connect(
         self, loop: SimulatedLoop, factory: Callable[[], Any], host: str, port: int
     ) -> tuple[SimTransport, Any]:
-        """A connection to ``host:port``.
+        """Connect to ``host:port``, and return the transport and the protocol.
 
         Raises:
-            OSError: refused, nobody answers, or the name cannot be resolved.
+            OSError: the connection was refused, there was no answer, or the name cannot be resolved.
         """
         process = loop.process
         ((*_, (address, _port)),) = (await self.resolve(loop, host, port))[:1]
@@ -220,7 +222,7 @@ class Network:
         return await self.adopt(loop, factory, SimSocket(attempt.endpoint))
 
     async def adopt(self, loop: SimulatedLoop, factory: Callable[[], Any], sock: SimSocket) -> tuple[SimTransport, Any]:
-        """A transport for a socket that is connected."""
+        """Create a transport and a protocol for a connected socket, and return both."""
         endpoint = sock.endpoint
         endpoint.process, endpoint.loop = loop.process, loop
         protocol = factory()
@@ -236,18 +238,18 @@ class Network:
         return transport, protocol
 
     def socket_pair(self, one: Process, other: Process) -> tuple[SimSocket, SimSocket]:
-        """Two connected sockets of one machine, as of ``socket.socketpair``; both belong to their processes."""
+        """Return two connected sockets, one for each process, like ``socket.socketpair``."""
         pair = Endpoint(self, one, f"pair of {one.name}", 0), Endpoint(self, other, f"pair of {other.name}", 0)
         _join(*pair, self, is_local=True)
         return SimSocket(pair[0]), SimSocket(pair[1])
 
     def direction(self, source: str, target: str) -> random.Random:
-        """The random numbers of one direction of the next connection between two hosts."""
+        """Return the random numbers for one direction of the next connection between two hosts."""
         number = self._num_connections[source, target] = self._num_connections.get((source, target), 0) + 1
         return self.scheduler.stream("link", source, target, str(number))
 
     def take_client_port(self, host: str) -> int:
-        """A port for the client's end of a connection."""
+        """Return an unused port for the client's end of a connection."""
         return self._take_port(host)
 
     def _take_port(self, host: str) -> int:
@@ -256,7 +258,11 @@ class Network:
 
 
 class _Attempt:
-    """A connection that is being made."""
+    """An attempt to open a connection.
+
+    Args:
+        tell: called with None when the connection is open, or with the error.
+    """
 
     def __init__(
         self, network: Network, process: Process, host: str, port: int, tell: Callable[[Exception | None], None]
@@ -316,7 +322,7 @@ class _Attempt:
 
 
 class Endpoint:
-    """One end of a connection, as its kernel knows it."""
+    """One end of a connection in the kernel of its host."""
 
     peer: Endpoint
     link: Link
@@ -332,9 +338,9 @@ class Endpoint:
         self.has_eof = self.is_closed = self.is_write_closed = False
         self.error: OSError | None = None
         self.unread_there = 0
-        """Bytes that were sent and that the program at the other end has not read."""
+        """Number of bytes that were sent and that the program at the other end has not read."""
         self.sent_at = 0
-        """When something was sent last."""
+        """Virtual time of the last send."""
         self.passed: deque[SimSocket] = deque()  # descriptors in a message over a socket pair
         self.reader: Callable[[], None] | None = None
         self.is_kept_alive = False
@@ -343,7 +349,7 @@ class Endpoint:
         self._arrives_at = 0
         self._wire: deque[tuple[str, bytes]] = deque()
         self._is_stalled = False
-        self._round = 0  # arrivals of an earlier one were lost
+        self._round = 0  # number of times that data was lost; scheduled arrivals of an earlier round do not happen
         self._given_up: Any = None
 
     def __repr__(self) -> str:
@@ -351,36 +357,36 @@ class Endpoint:
 
     @property
     def room(self) -> int:
-        """Bytes that the kernel would take now."""
+        """Number of bytes that can be sent now."""
         return max(0, self.network.buffer_bytes - self.unread_there)
 
     @property
     def unacknowledged(self) -> int:
-        """Bytes that the peer's kernel has not got."""
+        """Number of sent bytes that have not arrived in the kernel of the other end."""
         in_flight = sum(len(data) for kind, data in self._wire if kind == "data")
         return in_flight + max(0, self.unread_there - in_flight - self.network.buffer_bytes // 2)
 
     def send(self, data: bytes) -> None:
-        """Send what there is room for."""
+        """Send data; there must be ``room`` for it."""
         self.unread_there += len(data)
         self.sent_at = self.network.scheduler.now
         for piece in self._split(data):
             self._put("data", piece)
 
     def shut_down_writing(self) -> None:
-        """Send an end, behind the data."""
+        """Send the end of the stream after all data."""
         if not self.is_write_closed:
             self.is_write_closed = True
             self._put("eof", b"")
 
     def close(self) -> None:
-        """The program closes its descriptor, or is gone."""
+        """Close this end, because the program has closed its descriptor or has ended."""
         if self.is_closed:
             return
         self.is_closed = True
         self.network.endpoints.pop(self.descriptor, None)
         if self.network.is_dead(self.host):
-            pass  # it cannot say so
+            pass  # a host without power sends nothing
         elif self.received:
             self._put("reset", b"")
         elif not self.is_write_closed and self.error is None:
@@ -390,12 +396,12 @@ class Endpoint:
         self.transport = self.reader = None
 
     def reset(self) -> None:
-        """End the connection with an error at both ends, as a firewall or a device on the way may."""
+        """End the connection with an error at both ends, as a firewall or another device on the way can do."""
         for end in (self, self.peer):
             end._on_error(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
 
     def read(self, size: int = READ_BYTES) -> bytes:
-        """What the program reads."""
+        """Return received data, at most ``size`` bytes, and remove it from the buffer."""
         data = bytes(self.received[:size])
         del self.received[:size]
         if data:
@@ -407,11 +413,14 @@ class Endpoint:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether nothing gets through, in one direction at least."""
+        """Whether data is lost in at least one direction."""
         return self.link.is_down or self.peer.link.is_down or self.network.is_dead(self.peer.host)
 
     def watch_life(self) -> None:
-        """Give the connection up if it stays cut off for long; without keep-alive, only where data is under way."""
+        """Let the connection fail if it stays cut off for long.
+
+        Without keep-alive this happens only if data is on its way.
+        """
         seconds = UNACKNOWLEDGED_SECONDS if self._wire else self.keepalive_seconds if self.is_kept_alive else 0.0
         if seconds and self._given_up is None:
             self._given_up = self.network.scheduler.call_later(seconds, lambda: self._give_up(seconds))
@@ -426,7 +435,7 @@ class Endpoint:
             self._on_error(OSError(errno.ETIMEDOUT, "Connection timed out"))
 
     def _split(self, data: bytes) -> list[bytes]:
-        if len(data) < 2 or self._draws.random() >= self.link.split:
+        if len(data) < 2 or not self.link.split or self._draws.random() >= self.link.split:
             return [data]
         cuts = sorted({self._draws.randrange(1, len(data)) for _ in range(self._draws.randint(1, 3))})
         return [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
@@ -438,18 +447,19 @@ class Endpoint:
         if self.is_lost_on_the_way:
             self._stall()
             return
-        scheduler, link, round_number = self.network.scheduler, self.link, self._round
-        delay = link.latency + self._draws.random() * link.jitter
-        at = max(scheduler.now + round(delay * SECOND), self._arrives_at)
+        scheduler, link = self.network.scheduler, self.link
+        at = scheduler.now + int((link.latency + self._draws.random() * link.jitter) * SECOND)
+        if at < self._arrives_at:
+            at = self._arrives_at
         if link.bytes_per_second:
             at += round(len(data) / link.bytes_per_second * SECOND)
         self._arrives_at = at
-        scheduler.call_at(at, lambda: self._arrive(round_number))
+        scheduler.call_at(at, functools.partial(self._arrive, self._round))
 
     @property
     def is_lost_on_the_way(self) -> bool:
-        """Whether what is sent from here does not arrive."""
-        return self.link.is_down or self.network.is_dead(self.peer.host)
+        """Whether data that is sent now is lost."""
+        return self.link.is_down or self.peer.host in self.network.dead_hosts
 
     def _stall(self) -> None:
         self._is_stalled = True
@@ -515,7 +525,7 @@ def _join(one: Endpoint, other: Endpoint, network: Network, *, is_local: bool = 
 
 
 class SimSocket:
-    """What a program has of a connection."""
+    """A program's socket object for one end of a connection."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -523,19 +533,19 @@ class SimSocket:
         self.family, self.type = socket.AF_INET, socket.SOCK_STREAM
 
     def fileno(self) -> int:
-        """A number that is no real descriptor's; -1 once it is closed."""
+        """Return the descriptor, which is not a real one; -1 after the end was closed."""
         return -1 if self.endpoint.is_closed else self.endpoint.descriptor
 
     def getsockname(self) -> tuple[str, int]:
-        """The address of this end."""
+        """Return the address of this end."""
         return self.endpoint.host, self.endpoint.port
 
     def getpeername(self) -> tuple[str, int]:
-        """The address of the other end."""
+        """Return the address of the other end."""
         return self.endpoint.peer.host, self.endpoint.peer.port
 
     def setsockopt(self, level: int, option: int, value: Any) -> None:
-        """Keep-alive counts; everything else is taken and has no effect.
+        """Set an option. Only those of keep-alive have an effect.
 
         Raises:
             OSError: the connection has ended.
@@ -546,13 +556,13 @@ class SimSocket:
         if (level, option) == (socket.SOL_SOCKET, socket.SO_KEEPALIVE):
             endpoint.is_kept_alive = bool(value)
         elif (level, option) == (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", -1)):
-            endpoint.keepalive_seconds = 2.0 * value  # and as long again for the questions
+            endpoint.keepalive_seconds = 2.0 * value  # the probes take the same time again
 
     def setblocking(self, _: bool) -> None:
         """Nothing blocks."""
 
     def move(self) -> SimSocket:
-        """The same end for another process; closing this one closes nothing any more."""
+        """Return a socket for another process. Closing this object then does not close the end any more."""
         self._is_moved = True
         return SimSocket(self.endpoint)
 
@@ -572,7 +582,7 @@ class SimSocket:
 
 
 class SimServer:
-    """A listening socket, and asyncio's server for it."""
+    """A listening socket, which is also asyncio's server object for it."""
 
     BACKLOG = 2048
 
@@ -589,15 +599,15 @@ class SimServer:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more connection may wait to be accepted."""
+        """Whether a further connection may wait to be accepted."""
         return len(self._waiting) < self.BACKLOG
 
     def getsockname(self) -> tuple[str, int]:
-        """Where it listens."""
+        """Return the address of the listening socket."""
         return self.process.host, self.port
 
     def serve(self, loop: SimulatedLoop, factory: Callable[[], Any]) -> None:
-        """Give each connection a protocol of ``factory``."""
+        """Accept connections, and create a protocol for each with ``factory``."""
         self._loop, self._factory = loop, factory
         if self._waiting:
             loop.post(self._take_waiting)
@@ -606,10 +616,10 @@ class SimServer:
         """Nothing blocks."""
 
     def accept(self) -> tuple[SimSocket, tuple[str, int]]:
-        """The connection that has waited longest.
+        """Return the connection that has waited longest, and the address of its other end.
 
         Raises:
-            BlockingIOError: there is none.
+            BlockingIOError: no connection waits.
         """
         if not self._waiting:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
@@ -617,7 +627,7 @@ class SimServer:
         return sock, sock.getpeername()
 
     def queue_connection(self, endpoint: Endpoint) -> None:
-        """A connection comes."""
+        """Add a new connection to those that wait to be accepted."""
         self._waiting.append(endpoint)
         if self._loop is not None and self._factory is not None:
             self._loop.post(self._take_waiting)
@@ -633,7 +643,7 @@ class SimServer:
         return had
 
     def close(self) -> None:
-        """Accept nothing more."""
+        """Accept no more connections, and close those that wait."""
         if not self.is_closed:
             self.is_closed = True
             self.network.listeners.pop((self.process.host, self.port), None)
@@ -642,10 +652,10 @@ class SimServer:
             self._waiting.clear()
 
     def close_clients(self) -> None:
-        """Nothing: who serves closes its own."""
+        """Do nothing; simulated servers close their connections themselves."""
 
     async def wait_closed(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once, because ``close`` does not leave anything to wait for."""
 
     def _take_waiting(self) -> None:
         assert self._loop is not None

@@ -1,12 +1,13 @@
-"""patched: for the time of a world, what production code takes from the standard library acts on the running process.
+"""Replaces names of the standard library while a world runs, so that production code uses the simulated process.
 
-Names that are looked up when they are used can be replaced: ``time.monotonic()``, not a name that was imported from
-``time``, nor a ``default_factory``. Default arguments of our packages' functions are replaced, too.
-``docs/architecture.md`` lists the seams that this needs.
+Only a name that is looked up at each use can be replaced, such as ``time.monotonic()``. A name that was imported from
+``time``, or a ``default_factory``, cannot. Default arguments of functions in our packages are replaced, too.
+``docs/architecture.md`` lists the rules that production code follows for this.
 """
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures.thread
 import contextlib
 import fcntl
@@ -42,14 +43,14 @@ _RANDOM_FUNCTIONS = (
 
 
 def this_process() -> Process | None:
-    """The process whose thread runs."""
+    """Return the process of the running thread; None: no simulated thread runs."""
     thread = current().running
     return thread.process if thread is not None else None
 
 
 @contextlib.contextmanager
 def patched(scheduler: Scheduler, network: Network) -> Iterator[None]:
-    """Replace the standard library's names while the block runs; the world's threads run within it."""
+    """Replace names of the standard library during the ``with`` block, in which the threads of the world run."""
     spare = scheduler.stream("random outside of processes")
     with scheduler.active(), contextlib.ExitStack() as stack:
         replaced: dict[Any, Any] = {}
@@ -64,7 +65,7 @@ def patched(scheduler: Scheduler, network: Network) -> Iterator[None]:
 
 
 def _replace_defaults(replaced: dict[Any, Any], stack: contextlib.ExitStack) -> None:
-    """Replace them where they are default arguments, too: ``clock: Callable[[], float] = time.monotonic``."""
+    """Replace functions that are default arguments, as in ``clock: Callable[[], float] = time.monotonic``."""
     for function in _list_functions():
         defaults, named = function.__defaults__ or (), function.__kwdefaults__ or {}
         values = [*defaults, *named.values()]
@@ -100,14 +101,43 @@ def _replacements(scheduler: Scheduler, network: Network, spare: random.Random) 
         yield threading, name, threads.get_ident
     yield queue, "SimpleQueue", threads.SimpleQueue
     yield queue, "Queue", threads.Queue
-    # A real one, made when the module was imported, would be held while another thread runs.
+    # A real lock would be held while another simulated thread runs.
     yield concurrent.futures.thread, "_global_shutdown_lock", threads.Lock()
-    # Pools of threads in here, which the end of the interpreter would wake.
+    # At its end the interpreter would wake the threads in this dictionary.
     yield concurrent.futures.thread, "_threads_queues", weakref.WeakKeyDictionary()
+    yield concurrent.futures.thread, "_worker", _run_work
+    yield asyncio, "gather", _gather
     yield from _random_numbers(spare)
     yield os, "getpid", _getpid
-    yield os, "setpriority", lambda *_: None  # of threads that are none
+    yield os, "setpriority", lambda *_: None  # simulated threads have no priority
     yield fcntl, "ioctl", lambda *args: _ioctl(network, *args)
+
+
+def _run_work(executor_of: Callable[[], Any], work: Any, *_: object) -> None:
+    """Run the work of a ``ThreadPoolExecutor`` on one of its threads, with the same locks in all versions of Python."""
+    while (item := work.get()) is not None:
+        item.run()
+        del item
+        if (executor := executor_of()) is not None:
+            executor._idle_semaphore.release()
+        del executor
+    work.put(None)  # ends the other threads
+
+
+def _gather(*awaitables: Any, **options: Any) -> asyncio.Future[Any]:
+    """Do the same as ``asyncio.gather``, in the same turn in all versions of Python.
+
+    Since Python 3.12 its future is done one turn earlier if all awaitables are done.
+    """
+    outer: asyncio.Future[Any] = _real_gather(*awaitables, **options)
+    if not awaitables or not outer.done():
+        return outer
+    later: asyncio.Future[Any] = outer.get_loop().create_future()
+    later.get_loop().call_soon(asyncio.futures._copy_future_state, outer, later)  # type: ignore[attr-defined]
+    return later
+
+
+_real_gather = asyncio.gather
 
 
 def _clocks(scheduler: Scheduler) -> Iterator[tuple[Any, str, Any]]:
@@ -156,7 +186,7 @@ def _random_numbers(spare: random.Random) -> Iterator[tuple[Any, str, Any]]:
         return lambda *args, **kwargs: getattr(numbers(), name)(*args, **kwargs)
 
     class SeededRandom(_Random):
-        """``random.Random``, whose seed is the world's where it is given none."""
+        """``random.Random``; without a given seed, the seed comes from the random numbers of the process."""
 
         def __init__(self, seed: Any = None) -> None:
             super().__init__(urandom(8) if seed is None else seed)
@@ -164,13 +194,16 @@ def _random_numbers(spare: random.Random) -> Iterator[tuple[Any, str, Any]]:
     for name in _RANDOM_FUNCTIONS:
         yield random, name, dispatch(name)
     yield random, "Random", SeededRandom
-    yield random, "_urandom", urandom  # of ``SystemRandom``, and so of ``secrets``
+    yield random, "_urandom", urandom  # used by ``SystemRandom``, and so by ``secrets``
     yield os, "urandom", urandom
     yield uuid, "uuid1", lambda *_: uuid.UUID(bytes=urandom(16), version=1)
 
 
 def _ioctl(network: Network, descriptor: int, request: int, *args: Any) -> Any:
-    """Of a simulated connection, the bytes that wait to be acknowledged; on real descriptors, what it always does."""
+    """Replace ``fcntl.ioctl``: for a simulated connection, return the number of unacknowledged bytes.
+
+    For a real descriptor, call the real function.
+    """
     endpoint = network.endpoints.get(descriptor)
     if endpoint is None:
         return _real_ioctl(descriptor, request, *args)

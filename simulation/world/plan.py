@@ -1,7 +1,7 @@
-"""Plan: all that will happen from outside in a world (requests, orders, faults), as plain data.
+"""Plan: the events of a run (requests, orders of operators, faults), as plain data.
 
-A world draws it from the seed before it runs; what then happens follows from the plan and from the seed's other
-streams. So a failure can be shrunk by leaving events out.
+A world draws its plan from the seed before the run. So a failure can be shrunk: the same seed runs again with fewer
+events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ __all__ = ["Event", "Plan"]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens ``at`` so many seconds: ``kind`` says what, ``target`` to whom."""
+    """An event of a plan.
+
+    Attributes:
+        at: time of the event, in virtual seconds since the beginning.
+        kind: what happens.
+        target: the actor to which it happens.
+        details: further data for this kind of event.
+    """
 
     at: float
     kind: str
@@ -28,11 +35,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """``settings`` of the world as a whole, and the events, by their time."""
+    """The settings of a world, and its events in the order of their times."""
 
     settings: dict[str, Any]
     events: list[Event]
 
     def keep(self, events: list[Event]) -> Plan:
-        """The plan with these of its events alone."""
+        """Return a plan with the same settings and only these events."""
         return Plan(self.settings, sorted(events, key=lambda event: event.at))

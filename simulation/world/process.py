@@ -1,6 +1,6 @@
-"""Process: what an operating system would keep apart: a clock, random numbers, threads, and an end.
+"""Process: a simulated process, with its own clock, random numbers and threads; it can pause and crash.
 
-Modules are shared, as there is one interpreter: what production code keeps in a module is common to all processes.
+All processes share the modules of one interpreter. So values in a module of production code are common to all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EPOCH", "Clock", "Process"]
 
-# Virtual time begins at this second of Unix time; machines have run for a while by then.
+# Unix time at the beginning of virtual time, and the value of ``time.monotonic`` at this moment.
 EPOCH, UPTIME = 1_800_000_000, 10_000
 
 
@@ -26,9 +26,10 @@ class Clock:
     """The clocks of one process.
 
     Args:
-        offset: seconds by which ``time.time`` is ahead of the true time.
-        rate: seconds of these clocks in a true second.
-        uptime: ``time.monotonic`` when the world began.
+        scheduler: has the virtual time.
+        offset: seconds by which ``time.time`` is ahead of virtual time.
+        rate: seconds of these clocks in a second of virtual time.
+        uptime: ``time.monotonic`` at the beginning of virtual time.
     """
 
     def __init__(self, scheduler: Scheduler, *, offset: float = 0.0, rate: float = 1.0, uptime: float = UPTIME) -> None:
@@ -38,16 +39,16 @@ class Clock:
         self._uptime = round(uptime * SECOND)
 
     def monotonic_ns(self) -> int:
-        """``time.monotonic_ns`` there."""
+        """Return the value of ``time.monotonic_ns`` in this process."""
         now = self._scheduler.now
         return self._uptime + (now if self.rate == 1.0 else round(now * self.rate))
 
     def time_ns(self) -> int:
-        """``time.time_ns`` there."""
+        """Return the value of ``time.time_ns`` in this process."""
         return EPOCH * SECOND + self._offset + self._elapsed()
 
     def step(self, seconds: float) -> None:
-        """Set ``time.time`` forward, or back; ``monotonic`` does not notice."""
+        """Move ``time.time`` forward, or back if ``seconds`` is negative. ``time.monotonic`` does not change."""
         self._offset += round(seconds * SECOND)
 
     def _elapsed(self) -> int:
@@ -56,13 +57,16 @@ class Clock:
 
 
 class Process:
-    """A simulated process; its threads run production code, whose clocks and random numbers are the process's.
+    """A simulated process. Its threads run production code, which sees the clocks and random numbers of the process.
 
     Args:
-        name: also its host's name on the network, if ``host`` is not given.
-        host: its address on the network.
-        clock: its clocks; the true time if not given.
-        life: how many processes had this name before: each has random numbers of its own.
+        scheduler: runs its threads.
+        name: the name of the process.
+        trace: the timeline of the run.
+        network: the network.
+        host: the host on which it runs; default: a host with the name of the process.
+        clock: its clocks; default: virtual time.
+        life: number of earlier processes with this name. Each has its own random numbers.
     """
 
     def __init__(
@@ -95,7 +99,9 @@ class Process:
         self.on_crash: list[Callable[[], None]] = []
         self.lags: random.Random = scheduler.stream("lag", name)
         self.lag_seconds = 0.0
-        """How late its event loops are on average, half of the times that they wake."""
+        """Mean delay of its event loops after a wait; half of the waits have a delay."""
+        self.spreads_over_turns = False
+        """Whether its event loops spread callbacks of one moment from outside over several turns."""
         self._num_pauses = 0
 
     def __repr__(self) -> str:
@@ -111,7 +117,7 @@ class Process:
         return self.scheduler.spawn(self, target, name)
 
     def start_loop(self, main: Callable[[], Coroutine[Any, Any, Any]], name: str = "main") -> SimThread:
-        """Run the coroutine of ``main`` in an event loop of its own, on a thread of this process."""
+        """Run the coroutine of ``main`` in a new event loop, on a new thread of this process."""
         from simulation.world.loop import SimulatedLoop
 
         def run() -> None:
@@ -122,13 +128,13 @@ class Process:
         return self.start_thread(run, name)
 
     def pause(self) -> None:
-        """Let its threads not run: SIGSTOP, a long garbage collection, no CPU; its connections stay."""
+        """Stop all threads for a while, as SIGSTOP or a long garbage collection does. Connections stay open."""
         self.trace.add(self.name, "pauses")
         self._num_pauses += 1
         self.scheduler.hold_process(self)
 
     def resume(self) -> None:
-        """Undo one ``pause``."""
+        """End one ``pause``. If there were several, all must be ended before threads run again."""
         if not self.is_alive:
             return
         self._num_pauses -= 1
@@ -137,10 +143,10 @@ class Process:
             self.scheduler.release_process(self)
 
     def crash(self, *, silently: bool = False) -> None:
-        """End it: its threads never run again, its ports are free.
+        """Kill the process: its threads never run again, and its sockets are closed.
 
         Args:
-            silently: as a machine that loses power: its peers hear nothing.
+            silently: whether its host loses power, so that other hosts get no message.
         """
         if not self.is_alive:
             return

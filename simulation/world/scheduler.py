@@ -1,17 +1,18 @@
-"""Scheduler: virtual time, timers, and simulated threads, of which exactly one runs.
+"""Scheduler: virtual time, timers, and simulated threads. One thread runs at a time.
 
-A simulated thread is a greenlet. It runs until it blocks (``Scheduler.block``), or gives up the CPU at a lock with a
-probability that the seed decides. Code takes no virtual time: time passes only when every thread waits. So the trace
-does not depend on how often a loop of asyncio turns, which differs between versions of Python.
+A simulated thread is a greenlet. It runs until it blocks (``Scheduler.block``). At a lock it may also let another
+thread run; the seed decides. Running code takes no virtual time: time passes only when all threads wait. So the trace
+does not depend on the number of turns of an event loop, which differs between versions of Python.
 
-Timers' callbacks (deliveries of the network, faults) run between threads, on no thread. They use the greenlet of the
-thread that begins to wait, which also chooses the next one.
+Callbacks of timers, such as deliveries of the network and faults, run between threads and belong to no thread. They run
+in the greenlet of the thread that has just blocked, which also chooses the next thread.
 """
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import hashlib
 import heapq
 import math
@@ -28,27 +29,27 @@ if TYPE_CHECKING:
 __all__ = ["SECOND", "Livelock", "Scheduler", "SimThread", "Timer", "current"]
 
 SECOND = 1_000_000_000
-# So many turns of threads at one moment show that time stands still.
+# Maximum number of switches between threads, or of turns of a loop, at one moment; more are a ``Livelock``.
 MAX_TURNS = 200_000
-# A thread that reads clocks so often without waiting spins: it is made to wait this long.
+# If a thread reads clocks more often than the first number without blocking, it must wait for the second one.
 MAX_CLOCK_READS, SPIN_NS = 20_000, SECOND // 1000
-# Every simulated thread begins its life with this identity; never that of a real one.
+# The identity of the first simulated thread. It is larger than those of real threads.
 FIRST_IDENT = 1 << 40
 
-# Greenlets that are collected run their ``finally`` clauses, at a moment that nobody chose.
+# All greenlets, so that none is garbage-collected: it would run its ``finally`` clauses at an arbitrary moment.
 _ABANDONED: list[Any] = []
 _current: Scheduler | None = None
 
 
 class Livelock(Exception):
-    """Threads run on and on, and virtual time stands still."""
+    """Raised if threads or callbacks run again and again without blocking, so that virtual time does not pass."""
 
 
 def current() -> Scheduler:
-    """The scheduler whose world runs.
+    """Return the scheduler of the world that runs.
 
     Raises:
-        RuntimeError: none does.
+        RuntimeError: no world runs.
     """
     if _current is None:
         raise RuntimeError("no simulated world runs")
@@ -65,13 +66,13 @@ class Timer:
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """Do not call it."""
+        """Cancel the timer: its callback will not be called."""
         self.is_cancelled = True
         self.callback = _nothing
 
 
 class SimThread:
-    """A simulated thread; ``threads.Thread`` is what production code sees of it."""
+    """A simulated thread. Production code has a ``threads.Thread`` object for it."""
 
     __slots__ = (
         "clock_reads",
@@ -98,7 +99,7 @@ class SimThread:
         self.greenlet: Any = None
         self.is_blocked = self.is_woken = self.is_ended = False
         self.timer: Timer | None = None
-        self.wait_for = ""  # what it is blocked in, for people
+        self.wait_for = ""  # what it waits for, as text for messages
         self.public: Any = None
         self.locals: dict[int, dict[str, Any]] = {}
         self.saved_loop: Any = None
@@ -113,21 +114,21 @@ class Scheduler:
     """Runs simulated threads in virtual time.
 
     Args:
-        seed: decides every draw of ``stream``.
-        preempt: the probability that a thread gives up the CPU at a lock.
+        seed: the seed of all random numbers.
+        preempt: the probability that a thread lets another one run when it takes or releases a lock.
     """
 
     def __init__(self, seed: int, *, preempt: float = 0.05) -> None:
         self.os_thread = _thread.get_ident()
-        """The real thread in which all simulated ones run."""
+        """Identity of the real thread in which all simulated threads run."""
         self.seed = seed
         self.preempt = preempt
         self.now = 0
-        """Virtual nanoseconds since the world began."""
+        """Virtual time in nanoseconds since the beginning."""
         self.running: SimThread | None = None
         self.threads: list[SimThread] = []
         self.failures: list[str] = []
-        """What threads raised and nobody caught."""
+        """Texts about exceptions that ended threads or were not retrieved."""
         self._hub: Any = None
         self._ready: list[SimThread] = []
         self._heap: list[tuple[int, int, Timer]] = []
@@ -138,12 +139,12 @@ class Scheduler:
         self._until = self._num_turns = self._turned_at = 0
 
     def stream(self, *purpose: str) -> random.Random:
-        """A stream of random numbers of its own for this purpose: more draws of one do not change another."""
+        """Return random numbers for a purpose. Draws for one purpose do not change the numbers for another one."""
         text = "/".join((str(self.seed), *purpose))
         return random.Random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big"))
 
     def spawn(self, process: Process | None, target: Callable[[], Any], name: str) -> SimThread:
-        """Start a thread, which runs ``target`` when its turn comes."""
+        """Create a thread that runs ``target`` when the scheduler chooses it."""
         number = len(self.threads)
         owner = process.name if process is not None else ""
         thread = SimThread(name, process, FIRST_IDENT + number, self.stream("preempt", owner, name, str(number)))
@@ -169,7 +170,7 @@ class Scheduler:
         return thread
 
     def report(self, failure: str, exc: BaseException | None = None) -> None:
-        """Note a failure of production code that no caller sees; ``World`` takes it for a defect."""
+        """Record an exception of production code that no caller gets. ``World`` reports it as a failure."""
         if exc is not None:
             import traceback
 
@@ -177,21 +178,24 @@ class Scheduler:
         self.failures.append(failure)
 
     def call_at(self, at: int, callback: Callable[[], None]) -> Timer:
-        """Call ``callback`` at this virtual nanosecond, on no thread."""
+        """Call ``callback`` at the virtual time ``at`` (in nanoseconds), outside of threads."""
         timer = Timer(callback)
         self._num_timers += 1
         heapq.heappush(self._heap, (at if at > self.now else self.now, self._num_timers, timer))
         return timer
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """Call ``callback`` after so many virtual seconds, on no thread."""
+        """Call ``callback`` after ``seconds`` of virtual time, outside of threads."""
         return self.call_at(self.now + round(seconds * SECOND), callback)
 
     def block(self, seconds: float | None = None, wait_for: str = "sleep") -> bool:
-        """Let others run until ``wake`` or the end of ``seconds`` of the process's clock; whether it was woken.
+        """Block the running thread until ``wake``, or for at most ``seconds`` of its process's clock.
+
+        Returns:
+            Whether the thread was woken.
 
         Raises:
-            RuntimeError: no simulated thread calls; outside of them nothing may wait.
+            RuntimeError: no simulated thread is running.
         """
         thread = self.running
         if thread is None:
@@ -199,8 +203,9 @@ class Scheduler:
         thread.is_blocked, thread.is_woken, thread.wait_for, thread.clock_reads = True, False, wait_for, 0
         timer = None
         if seconds is not None:
-            rate = thread.process.clock.rate if thread.process is not None else 1.0
-            timer = self.call_at(self.now + max(0, math.ceil(seconds / rate * SECOND)), lambda: self._unblock(thread))
+            if thread.process is not None and thread.process.clock.rate != 1.0:
+                seconds /= thread.process.clock.rate
+            timer = self.call_at(self.now + math.ceil(seconds * SECOND), functools.partial(self._unblock, thread))
         self._switch(thread)
         if timer is not None:
             timer.cancel()
@@ -208,31 +213,31 @@ class Scheduler:
         return thread.is_woken
 
     def wake(self, thread: SimThread) -> None:
-        """End ``block`` of a thread that is in it."""
+        """Wake a thread, if it is blocked."""
         if thread.is_blocked:
             thread.is_woken = True
             self._unblock(thread)
 
     def preempt_here(self) -> None:
-        """A point at which the CPU may go to another thread of this process."""
+        """Let another thread run now, with the probability ``preempt``."""
         thread = self.running
         if thread is not None and self.preempt and thread.preempts.random() < self.preempt:
             self._make_ready(thread)
             self._switch(thread)
 
     def wait_for_time(self) -> None:
-        """Let time pass: the thread has read clocks ``MAX_CLOCK_READS`` times and done nothing else."""
+        """Block the running thread for a short time, because it has read clocks too often without blocking."""
         self.block(SPIN_NS / SECOND, "spinning on a clock")
 
     def stop(self) -> None:
-        """End ``run`` once the thread or the callback that calls this gives up control."""
+        """End ``run`` when the calling thread blocks, or the calling callback returns."""
         self._is_stopped = True
 
     def run(self, until: int) -> None:
-        """Run until this virtual nanosecond, until ``stop``, or until nothing is left to happen.
+        """Run threads and timers until the virtual time ``until``, until ``stop``, or until nothing is left to run.
 
         Raises:
-            Livelock: time stands still.
+            Livelock: virtual time does not pass.
         """
         self._hub, self._is_stopped, self._until = greenlet.getcurrent(), False, until
         self._num_turns, self._turned_at = 0, self.now
@@ -245,21 +250,21 @@ class Scheduler:
             self.running = None
 
     def _find_next(self) -> SimThread | None:
-        """Let time pass until a thread can run, and draw one; None if ``run`` is to end.
+        """Let time pass until a thread can run, and choose one at random; return None if ``run`` must end.
 
         Raises:
-            Livelock: time stands still.
+            Livelock: virtual time does not pass.
         """
         heap = self._heap
         while not self._is_stopped:
             ready = self._ready
-            # What arrives at one moment has all arrived before a thread looks.
+            # All timers of one moment are called before a thread runs.
             if ready and not (heap and heap[0][0] <= self.now):
                 if self._turned_at != self.now:
                     self._num_turns, self._turned_at = 0, self.now
                 self._num_turns += 1
                 if self._num_turns > MAX_TURNS:
-                    raise Livelock(f"threads run on and on: {ready[:5]}")
+                    raise Livelock(f"threads run without blocking, so time does not pass: {ready[:5]}")
                 return ready.pop(self._draws.randrange(len(ready)) if len(ready) > 1 else 0)
             if not heap or heap[0][0] > self._until:
                 self.now = max(self.now, self._until)
@@ -272,7 +277,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Be ``current`` while the block runs."""
+        """Make this scheduler the ``current`` one during the ``with`` block."""
         global _current
         before, _current = _current, self
         try:
@@ -281,13 +286,13 @@ class Scheduler:
             _current = before
 
     def release_process(self, process: Process) -> None:
-        """Let the threads go on that became ready while the process was paused."""
+        """Make the threads of a process ready that have waited for the end of its pause."""
         for thread in process.waiting:
             self._ready.append(thread)
         process.waiting.clear()
 
     def hold_process(self, process: Process) -> None:
-        """Let no thread of a process that is paused, or has crashed, run."""
+        """Stop the ready threads of a process that was paused or has crashed."""
         held = [thread for thread in self._ready if thread.process is process]
         self._ready = [thread for thread in self._ready if thread.process is not process]
         process.waiting += held
@@ -305,13 +310,13 @@ class Scheduler:
             process.waiting.append(thread)
 
     def _switch(self, thread: SimThread) -> None:
-        """Let the next thread run, which may be the same one, until it is this one's turn again."""
+        """Choose the next thread, which may be the same one, and run it; return when ``thread`` is chosen again."""
         thread.saved_loop = _get_running_loop()
         _set_running_loop(None)
         self.running = None
         try:
             following = self._find_next()
-        except BaseException as exc:  # of a timer's callback, which is not this thread's
+        except BaseException as exc:  # from a timer's callback, so it does not belong to this thread
             self._hub.throw(exc)
             raise
         if following is None:
@@ -329,7 +334,7 @@ def _nothing() -> None:
 
 
 def _hub_of(now: Any) -> Any:
-    """The greenlet that a new one goes back to at its end: never the thread that started it."""
+    """Return the main greenlet, to which a thread's greenlet returns at its end."""
     while now.parent is not None:
         now = now.parent
     return now

@@ -1,7 +1,7 @@
-"""The classes of ``threading`` and ``queue``, over the scheduler.
+"""The classes of ``threading`` and ``queue`` for simulated threads.
 
-They do what the standard library's do, less what nobody here uses. Locks are not fair, as CPython's are not: who
-releases one wakes a waiter, and another may be quicker.
+They have the behaviour of the standard library's classes, as far as our packages use it. Locks are not fair, as in
+CPython: a release wakes a waiting thread, but another thread may take the lock before it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Waiters:
             raise RuntimeError(f"code outside of simulated threads would wait for {what}")
         self._threads.append(thread)
         is_woken = scheduler.block(seconds, what)
-        if is_woken or thread not in self._threads:  # chosen between the end of its time and its turn
+        if is_woken or thread not in self._threads:  # woken after its time had ended, but before it ran again
             return True
         self._threads.remove(thread)
         return False
@@ -63,7 +63,7 @@ class _Waiters:
 
 
 class Lock:
-    """``threading.Lock``."""
+    """The simulated ``threading.Lock``."""
 
     def __init__(self) -> None:
         self._is_locked = False
@@ -100,7 +100,7 @@ class Lock:
 
 
 class RLock:
-    """``threading.RLock``."""
+    """The simulated ``threading.RLock``."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -143,7 +143,7 @@ class RLock:
 
 
 class Condition:
-    """``threading.Condition``."""
+    """The simulated ``threading.Condition``."""
 
     def __init__(self, lock: Any = None) -> None:
         self._lock: Any = RLock() if lock is None else lock
@@ -164,9 +164,9 @@ class Condition:
             timeout = 0.0
         scheduler, thread = current(), current().running
         assert thread is not None, "code outside of simulated threads would wait"
-        self._sleepers._threads.append(thread)  # before the lock is released, or a notification would be lost
+        self._sleepers._threads.append(thread)  # before the release, so that no notification is lost
         released = _Released(self._lock)
-        # Releasing wakes others and may be preempted; a notification meanwhile has taken us out of the sleepers.
+        # Other threads may run during the release. If one of them notifies this thread, it is no longer a sleeper.
         is_woken = thread not in self._sleepers._threads or scheduler.block(timeout, "a condition")
         if thread in self._sleepers._threads:
             self._sleepers._threads.remove(thread)
@@ -200,7 +200,7 @@ class Condition:
 
 
 class _Released:
-    """A lock that its holder has let go for the time of a wait."""
+    """Releases a lock for the time of a wait; ``restore`` takes it again."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
@@ -214,7 +214,7 @@ class _Released:
 
 
 class Event:
-    """``threading.Event``."""
+    """The simulated ``threading.Event``."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -240,7 +240,7 @@ class Event:
 
 
 class Semaphore:
-    """``threading.Semaphore``."""
+    """The simulated ``threading.Semaphore``."""
 
     def __init__(self, value: int = 1) -> None:
         self._value = value
@@ -273,7 +273,7 @@ class Semaphore:
 
 
 class BoundedSemaphore(Semaphore):
-    """``threading.BoundedSemaphore``."""
+    """The simulated ``threading.BoundedSemaphore``."""
 
     def __init__(self, value: int = 1) -> None:
         super().__init__(value)
@@ -286,7 +286,7 @@ class BoundedSemaphore(Semaphore):
 
 
 class Barrier:
-    """``threading.Barrier``, which nobody breaks."""
+    """The simulated ``threading.Barrier``, without ``abort``."""
 
     def __init__(self, parties: int) -> None:
         self.parties = parties
@@ -305,7 +305,7 @@ class Barrier:
 
 
 class Thread:
-    """``threading.Thread``."""
+    """The simulated ``threading.Thread``."""
 
     def __init__(
         self,
@@ -356,12 +356,12 @@ class Thread:
         return self._thread is not None and not self._thread.is_ended
 
     def on_end(self) -> None:
-        """Called by the scheduler."""
+        """Wake the threads that join this one. The scheduler calls this at the end of the thread."""
         self._ended.set()
 
 
 class Timer(Thread):
-    """``threading.Timer``."""
+    """The simulated ``threading.Timer``."""
 
     def __init__(self, interval: float, function: Callable[..., Any], args: Any = None, kwargs: Any = None) -> None:
         super().__init__(target=function, name="Timer", args=args or (), kwargs=kwargs)
@@ -377,7 +377,7 @@ class Timer(Thread):
 
 
 class ThreadLocal:
-    """``threading.local``."""
+    """The simulated ``threading.local``."""
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -406,7 +406,7 @@ def _values_of(local: ThreadLocal) -> dict[str, Any]:
 
 
 class SimpleQueue(Generic[_Item]):
-    """``queue.SimpleQueue``; ``put`` never gives up the CPU, as a finaliser may call it."""
+    """``queue.SimpleQueue``. ``put`` does not let another thread run, because a finaliser may call it."""
 
     def __init__(self) -> None:
         self._items: deque[_Item] = deque()
@@ -440,7 +440,7 @@ class SimpleQueue(Generic[_Item]):
 
 
 class Queue(SimpleQueue[_Item]):
-    """``queue.Queue``."""
+    """The simulated ``queue.Queue``."""
 
     def __init__(self, maxsize: int = 0) -> None:
         super().__init__()
@@ -478,7 +478,7 @@ class Queue(SimpleQueue[_Item]):
 
 
 class _Outside:
-    """What ``threading.current_thread`` is where no simulated thread runs."""
+    """The result of ``threading.current_thread`` if no simulated thread runs."""
 
     name = "outside"
     daemon = False
@@ -492,7 +492,7 @@ _OUTSIDE = _Outside()
 
 
 def current_thread() -> Any:
-    """``threading.current_thread``."""
+    """The simulated ``threading.current_thread``."""
     thread = current().running
     if thread is None:
         return _OUTSIDE
@@ -504,7 +504,7 @@ def current_thread() -> Any:
 
 
 def get_ident() -> int:
-    """``threading.get_ident``; a real thread that ends while a world runs gets its own."""
+    """``threading.get_ident``. In a real thread, such as one that ends while a world runs, it is the real identity."""
     scheduler, real = current(), _thread.get_ident()
     if real != scheduler.os_thread:
         return real

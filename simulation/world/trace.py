@@ -1,6 +1,6 @@
-"""Trace: what happened in a world, in order; equal seeds give equal text, on all versions of Python.
+"""Trace: the timeline of a run. A seed always gives the same text, in all versions of Python.
 
-No entry has an object's address, a real time, or anything else that differs between two runs.
+So no entry may have the address of an object, a real time, or anything else that differs between two runs.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = ["Trace"]
 
 
 class Trace:
-    """Lines of (virtual time, who, what)."""
+    """A list of entries: virtual time, actor, and what happened."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self.entries: list[tuple[int, str, str]] = []
 
     def add(self, who: str, what: str) -> None:
-        """Note what happens now."""
+        """Add an entry with the current time: the actor ``who`` did ``what``."""
         self.entries.append((self._scheduler.now, who, what))
 
     def text(self) -> str:
-        """The timeline, a line for each entry: seconds, who, what."""
+        """Return the timeline as text, with a line for each entry: seconds, actor, what happened."""
         return "".join(f"{format_event(*entry)}\n" for entry in self.entries)

@@ -1,4 +1,4 @@
-"""SimTransport: asyncio's transport over a simulated connection, with the behaviour of its selector loop's."""
+"""SimTransport: asyncio's transport over a simulated connection. It behaves as that of asyncio's selector loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HIGH_WATER, LOW_WATER = 64 * 1024, 16 * 1024
 
 
 class SimTransport(asyncio.Transport):
-    """One end of a connection, for a protocol."""
+    """The transport of a protocol, for one end of a connection."""
 
     def __init__(self, loop: SimulatedLoop, sock: SimSocket, protocol: Any) -> None:
         super().__init__()
@@ -34,27 +34,27 @@ class SimTransport(asyncio.Transport):
         return f"<SimTransport {self._endpoint!r}>"
 
     def begin(self) -> None:
-        """Tell the protocol that it is connected; then of what comes."""
+        """Call the protocol's ``connection_made``, and begin to pass received data to it."""
         self._protocol.connection_made(self)
         self._has_begun = True
         self._endpoint.transport = self if not self._is_lost else None
         self.on_readable()
 
-    # Called by the kernel, on no thread.
+    # The network calls these methods, outside of threads.
 
     def on_readable(self) -> None:
-        """Something has come."""
+        """Schedule a read, because data, an end or an error has arrived."""
         if not self._is_due and not self._is_paused:
             self._is_due = True
             self._loop.post(self._read)
 
     def on_room(self) -> None:
-        """The other program has read."""
+        """Schedule a write of buffered data, because the other program has read data."""
         if self._buffer and not self._is_room_due:
             self._is_room_due = True
             self._loop.post(self._write_on)
 
-    # Called in the loop.
+    # The event loop calls these methods.
 
     def _read(self) -> None:
         self._is_due = False
@@ -96,7 +96,7 @@ class SimTransport(asyncio.Transport):
                 endpoint.shut_down_writing()
 
     def _lose(self, error: Exception | None) -> None:
-        """End at once, and throw away what was not sent."""
+        """End the connection at once, and drop the data that was not sent."""
         if self._is_lost:
             return
         self._is_lost = self._is_closing = True
@@ -113,7 +113,7 @@ class SimTransport(asyncio.Transport):
         finally:
             self._endpoint.close()
 
-    # asyncio's contract.
+    # The methods of asyncio's ``Transport``.
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return {

@@ -1,14 +1,15 @@
-"""World: the frame of a world: build it, let its plan happen, check it all the time and at rest."""
+"""World: base class of worlds. It builds a world, runs the events of its plan, and checks it while it runs."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from simulation.world.network import Network
@@ -23,7 +24,12 @@ __all__ = ["Failure", "Outcome", "World", "run_world"]
 
 @dataclass(frozen=True)
 class Failure:
-    """What an oracle saw that must not be. ``oracle`` names the rule; failures of one rule are taken for the same."""
+    """A broken rule.
+
+    Attributes:
+        oracle: the name of the rule. Failures with the same name count as the same failure.
+        what: what was wrong.
+    """
 
     oracle: str
     what: str
@@ -34,7 +40,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """How a run ended; without failures the seed found nothing."""
+    """The result of a run. If it has no failures, the seed has found no defect."""
 
     world: str
     seed: int
@@ -46,37 +52,35 @@ class Outcome:
 
 
 class World:
-    """A world is a subclass with a ``name`` and these methods; ``world/`` does the rest.
+    """Base class of worlds. A subclass has a ``name``, and overrides methods from ``draw_plan`` to ``check_at_rest``.
 
-    - ``draw_plan(draw)``: the settings and the events, drawn from ``draw`` and from nothing else.
-    - ``build()``: makes the processes (``make_process``) and starts what runs in them: a thread by
-      ``process.start_thread(function)``, a program of asyncio by ``process.start_loop(coroutine_function)``. Production
-      objects are made on these threads, so that they see the process's clock; ``build`` runs on none and may not wait.
-    - ``perform(event)``: makes an event of the plan happen; runs on no thread, so what waits gets a thread.
-    - ``check()``: the continuous oracles, called each ``check_seconds`` of virtual time.
-    - ``is_at_rest()``: whether all that the plan began has ended; asked once all events have happened.
-    - ``check_at_rest()``: the last oracles. If there is no rest within ``max_seconds``, that is a failure.
+    ``build``, ``perform`` and the checks run outside of simulated threads, so they must not wait. Work that waits needs
+    a thread of a process (``Process.start_thread``, ``Process.start_loop``). Production objects must be created on such
+    a thread, too, so that they see the clock of the process.
 
-    An oracle reports by ``self.fail(oracle, what)``. Tracebacks in the log, exceptions that end a thread, and those
-    that no task retrieved are failures without further ado. What happens goes to ``self.trace.add(who, what)``.
-    Randomness of actors comes from ``self.stream(purpose, ...)``; a stream for each actor, so that one actor's draws do
-    not move another's. Iterate over no set of objects, and use no ``id`` or ``hash``: equal seeds must be equal runs.
+    An *oracle* is a rule that a world checks; it reports by ``fail``. A traceback in the log, an exception that ends a
+    thread, and an exception that no task retrieves are also failures.
+
+    The same seed must always give the same run. So actors take random numbers only from ``stream``, each from a stream
+    of its own, and no code iterates over a set of objects or uses ``id`` or ``hash``.
 
     Attributes:
-        scheduler, network, trace: of this run.
-        plan: what happens.
-        failures: what oracles have reported.
+        scheduler, network, trace: those of this run.
+        plan: the plan of this run.
+        failures: the failures that were reported.
     """
 
     name: ClassVar[str] = ""
     max_seconds: ClassVar[float] = 600.0
     check_seconds: ClassVar[float] = 1.0
     preempt: ClassVar[float] = 0.05
-    """The probability that a thread gives up the CPU when it takes or releases a lock."""
+    """Probability that a thread lets another one run when it takes or releases a lock."""
     allowed_tracebacks: ClassVar[tuple[str, ...]] = ()
     """Beginnings of log messages that may have a traceback."""
     lags: ClassVar[tuple[float, ...]] = (0.0, 0.0, 0.003, 0.03)
-    """How late event loops are on average, in seconds; the seed draws one. What comes meanwhile comes in one turn."""
+    """Possible mean delays of event loops in seconds; the seed chooses one. Events of this time come in one turn."""
+    spreads_over_turns: ClassVar[bool] = False
+    """Whether half of the seeds spread callbacks of one moment from outside over several turns of the event loops."""
 
     plan: Plan
 
@@ -89,36 +93,37 @@ class World:
         self.processes: dict[str, Process] = {}
         self._num_lives: Counter[str] = Counter()
         self.lag_seconds = self.stream("lag").choice(self.lags)
+        self._spreads = self.spreads_over_turns and self.stream("turns").random() < 0.5
 
     def draw_plan(self, draw: random.Random) -> Plan:
-        """See the class."""
+        """Return the settings and the events of a run. Take random numbers only from ``draw``."""
         raise NotImplementedError
 
     def build(self) -> None:
-        """See the class."""
+        """Create the processes (``make_process``), and start the programs that run in them."""
         raise NotImplementedError
 
     def perform(self, event: Event) -> None:
-        """See the class."""
+        """Make an event of the plan happen."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """See the class."""
+        """Check the rules that must hold all the time. This is called each ``check_seconds`` of virtual time."""
 
     def is_at_rest(self) -> bool:
-        """See the class."""
+        """Return whether all work that the events have started has ended. This is called after the last event."""
         return True
 
     def check_at_rest(self) -> None:
-        """See the class."""
+        """Check the rules for a world at rest. It is a failure if there is no rest within ``max_seconds``."""
 
     @property
     def now(self) -> float:
-        """Virtual seconds since the world began."""
+        """Virtual time in seconds since the beginning."""
         return self.scheduler.now / SECOND
 
     def stream(self, *purpose: str) -> random.Random:
-        """The seed's random numbers for a purpose."""
+        """Return random numbers for a purpose, such as the name of an actor."""
         return self.scheduler.stream(*purpose)
 
     def make_process(
@@ -131,27 +136,30 @@ class World:
         rate: float = 1.0,
         uptime: float = 10_000.0,
     ) -> Process:
-        """A process; of two with one name the later one is the restarted one.
+        """Create a process. A second process with the same name is a restart of the first one.
 
         Args:
-            machine: the clock of a machine that it is on; one of its own, as of ``Clock``, if not given.
+            name: the name of the process.
+            host: the host on which it runs; default: a host with the name of the process.
+            machine: the clocks of the host. Default: its own clocks with ``offset``, ``rate`` and ``uptime``.
         """
         clock = machine or Clock(self.scheduler, offset=offset, rate=rate, uptime=uptime)
         life = self._num_lives[name]
         self._num_lives[name] += 1
         process = Process(self.scheduler, name, self.trace, self.network, host=host, clock=clock, life=life)
         process.lag_seconds = self.lag_seconds
+        process.spreads_over_turns = self._spreads
         self.processes[name] = process
         return process
 
     def fail(self, oracle: str, what: str) -> None:
-        """Report that a rule is broken; the run goes on."""
+        """Report that the rule ``oracle`` is broken. The run continues."""
         if len(self.failures) < 50:
             self.failures.append(Failure(oracle, what))
             self.trace.add("ORACLE", f"{oracle}: {what}")
 
     def run(self, plan: Plan | None = None) -> Outcome:
-        """Run the world to its end."""
+        """Run the world to its end, with ``plan`` or else with the plan of ``draw_plan``."""
         process_time = time.process_time
         began = process_time()
         self.plan = plan if plan is not None else self.draw_plan(self.stream("plan"))
@@ -162,7 +170,7 @@ class World:
         root.setLevel(logging.INFO)
         gc.collect()
         was_collecting = gc.isenabled()
-        gc.disable()  # when it runs depends on much that the seed does not decide
+        gc.disable()  # the moments of garbage collections do not depend on the seed alone
         try:
             with patched(self.scheduler, self.network):
                 self._run()
@@ -198,7 +206,8 @@ class World:
 
     def _perform(self, event: Event) -> None:
         self.trace.add("plan", str(event))
-        self.perform(event)
+        # A copy, because worlds write into ``details``, and the plan runs again when a failure is shrunk.
+        self.perform(replace(event, details=copy.deepcopy(event.details)))
 
     def _note_failures(self) -> None:
         for failure in self.scheduler.failures:
@@ -207,7 +216,7 @@ class World:
 
 
 class _LogHandler(logging.Handler):
-    """Production code's log goes into the trace; a traceback there is a failure."""
+    """Adds the log lines of production code to the trace. A line with a traceback is a failure."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -227,5 +236,5 @@ class _LogHandler(logging.Handler):
 
 
 def run_world(kind: type[World], seed: int, plan: Plan | None = None) -> Outcome:
-    """Run a world of this kind; with a plan, that one instead of the one that the seed draws."""
+    """Run a world of the class ``kind``, with ``plan`` or else with the plan that the seed draws."""
     return kind(seed).run(plan)

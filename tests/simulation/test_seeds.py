@@ -31,21 +31,30 @@ def test_new_seeds_find_nothing(world: str) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-@pytest.mark.parametrize("world", ["router", "fleet"])
-def test_a_seed_is_one_timeline_whatever_the_hashes_of_texts(world: str) -> None:
+def test_a_seed_is_one_timeline_whatever_the_hashes_of_texts() -> None:
     """Texts have other hashes in Python 3.10 than in 3.11, so a set of them has another order there."""
-    one = simulate("--world", world, "--seed", "2", "--trace").stdout
-    program = f"from simulation.run import *; print(run_forked(find_world({world!r}), 2).trace, end='')"
-    other = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONHASHSEED": "7"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    signs = {"router": "ends: right 200", "fleet": "ends: right 200", "pool": "save answered", "pair": "'length'}"}
+    program = f"""
+import sys
+from simulation.run import *
+for world in {list(signs)}:
+    print(run_forked(find_world(world), 2).trace, end=chr(0), flush=True)
+"""
+    one, other = (
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split("\0")[:-1]
+        for seed in ("0", "7")
+    )
     assert one == other
-    assert "ends: right 200" in one
+    for sign, trace in zip(signs.values(), one, strict=True):
+        assert sign in trace
+    assert simulate("--world", "router", "--seed", "2", "--trace").stdout == one[0]
 
 
 def test_a_failure_is_shrunk_to_what_it_needs(tmp_path: Path) -> None:
@@ -80,3 +89,37 @@ if __name__ == "__main__":
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["7", "21"]
+
+
+def test_a_seed_that_fails_is_printed_with_the_command_that_repeats_it(tmp_path: Path) -> None:
+    program = tmp_path / "fails.py"
+    program.write_text(
+        """
+import random
+import sys
+from simulation import run
+from simulation.world import Plan, World
+
+
+class Failing(World):
+    name = "router"
+
+    def draw_plan(self, draw: random.Random) -> Plan:
+        return Plan({}, [])
+
+    def build(self) -> None:
+        if self.seed == 8:
+            self.fail("rule", "it is eight")
+
+
+if __name__ == "__main__":
+    run.find_world = lambda name: Failing
+    sys.exit(run.main(["--first", "7", "--seeds", "3", "--jobs", "1"]))
+"""
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
+    found = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    failure, command, _ = found.stdout.splitlines()
+    assert failure.startswith("router 8: rule: it is eight")
+    assert command.strip() == "scripts/simulate-faults --world router --seed 8 --trace"

@@ -1,7 +1,7 @@
-"""The decode instance's part when it requests the prompt itself: fetch its KV from prefill, or fail.
+"""The decode instance's part if it requests the prompt's KV from prefill itself.
 
-It fails because the emulated engines do: vLLM's ``kv_load_failure_policy`` is ``fail`` by default, and SGLang ends such
-a request with a ``KVTransferError``.
+Without this KV, the request fails, as in the emulated engines: vLLM's ``kv_load_failure_policy`` is ``fail`` by
+default, and SGLang ends the request with a ``KVTransferError``.
 """
 
 from __future__ import annotations

@@ -178,6 +178,8 @@ class KeptPrompts:
         reason = await kept.wait_until_ready() if kept else "no prompt is kept under this key"
         if kept is not None and kept.is_asked_for:
             reason = "another request has asked for it"
+        elif kept is not None and kept.is_dropped:  # in the moment after it was ready
+            reason = reason or "it was dropped"
         if kept is None or reason:
             send_message(writer, "missing", reason=reason)
             return

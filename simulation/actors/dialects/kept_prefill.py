@@ -27,9 +27,9 @@ class KeepPrompt:
     """Compute the prompt and retain its KV, under a key, until a decode instance requests it.
 
     Args:
-        key: not in use by another retained prompt; each further answer of a request adds its number.
+        key: the key of the prompt; no other retained prompt has it. Each further answer of a request adds its number.
         seconds: how long to retain it.
-        waits_for_decode: whether the answer waits until decode has the prompt, and is an error if decode does not come.
+        waits_for_decode: whether the answer waits until decode has the prompt, and is an error if decode never asks.
         describe: returns the members of the answer by which decode finds the prompt.
     """
 

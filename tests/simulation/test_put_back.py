@@ -1,0 +1,13 @@
+"""The old defects of ``simulation/put_back.py`` can be put back into the code as it is now."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulation.put_back import DEFECTS, ROOT, Defect
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_a_defect_has_one_place(defect: Defect) -> None:
+    assert (ROOT / defect.file).read_text().count(defect.old) == 1
+    assert defect.old != defect.new
