@@ -1,12 +1,12 @@
-"""Whether ``cached_tokens`` of each answer is what the log of the instance that computed its prompt says of it.
+"""Check that ``cached_tokens`` in each answer equals the figure in the log of the instance that computed the prompt.
 
     python benchmarks/cached_tokens.py [--splitwise] [--trace ../shared/traces/conversation_trace.jsonl]
 
-Our router, instances of our engine with the small checkpoint and a Mooncake pool: two mixed instances, or with
-``--splitwise`` two prefill instances and a decode instance. They are asked 100 requests of whole conversations of the
-trace, four at a time: in chat, completions, responses and messages, streamed and not. Blocks of the trace are scaled
-down from 512 tokens to ``--block-tokens``; prompts share their beginnings as there. The program ends with 1 if one
-figure differs.
+The program starts our router, a Mooncake pool, and instances of our engine with the small checkpoint: two mixed
+instances, or with ``--splitwise`` two prefill instances and a decode instance. It sends 100 requests of whole
+conversations of the trace, four at a time, by chat, completions, responses and messages, with and without streams.
+Blocks of the trace are scaled down from 512 tokens to ``--block-tokens``; prompts share their beginnings as in the
+trace. The program ends with 1 if a figure differs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_BLOCKS = 40
 def measure(
     rows: Sequence[Row], block_tokens: int, folder: Path, *, splitwise: bool
 ) -> tuple[list[Told], dict[str, int]]:
-    """What clients are told of each request, and what instances log, by its id."""
+    """Send all requests; return what each client was told, and the logged cached tokens for each request id."""
     model = folder / "model"
     make_model(model)
     with contextlib.ExitStack() as running:
@@ -62,12 +62,12 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; return the exit status."""
+    """Run the check and print the result; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--splitwise", action="store_true", help="pairs: two prefill instances and a decode instance")
     parser.add_argument("--trace", type=Path, default=Path("../shared/traces/conversation_trace.jsonl"))
     parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--block-tokens", type=int, default=32, help="of each 512 of the trace (default 32)")
+    parser.add_argument("--block-tokens", type=int, default=32, help="instead of 512 in the trace (default 32)")
     options = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = pick_conversations(read_trace(options.trace), options.requests, MOST_BLOCKS)

@@ -1,11 +1,11 @@
-"""What reading another sharding's blocks costs: those who have none to read, and those who have.
+"""Measure what it costs to look for blocks of other shardings, and to read them.
 
     python benchmarks/cuts.py [--json FILE] [--rounds 15]
 
-Starts a Mooncake master of its own on loopback, and another process that holds the memory. *Plain* is an instance that
-finds its own sharding: the calls of a hit and of a miss, with and without the question for peers, in turn. *Gathered*
-is a read of the same tokens from other shardings next to one of the own sharding, in turn; ``scattered`` is the other
-way to do it, the pieces read straight to where they belong, many spans each. Figures are medians.
+Starts its own Mooncake master on loopback, and another process that holds the pool's memory. *Plain* measures the calls
+of a hit and of a miss in the own sharding, alternately with and without the look-up of other shardings. *Gathered*
+measures reads of the same tokens from other shardings, alternately with reads from the own sharding. ``scattered`` is
+another way to read: each piece is read directly to its place, with many spans for each block. Figures are medians.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ CUTS = ((2, 64), (4, 64), (8, 64), (1, 256), (1, 16), (2, 256), (2, 16))
 
 
 def main() -> None:
-    """Measure, and print."""
-    parser = argparse.ArgumentParser(description="What reading another sharding's blocks costs.")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
-    parser.add_argument("--rounds", type=int, default=15, help="of each two ways in turn (default 15)")
+    """Measure all figures and print them."""
+    parser = argparse.ArgumentParser(description="Measure what it costs to read blocks of other shardings.")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each comparison (default 15)")
     args = parser.parse_args()
     with running_master() as master, memory_elsewhere(master):
         store = open_store(pool_config(master, 0))
@@ -71,7 +71,7 @@ class Bench:
         self._save_as(OWN)
 
     def measure_plain(self) -> list[dict[str, object]]:
-        """A hit of 16 blocks of 2 MiB, and misses of as many, with and without peers."""
+        """Measure a hit of 16 blocks of 2 MiB, and misses of as many, with and without a look-up of other shardings."""
         pool = BlockPool(self._stack, OWN)
         peers = PeerShardings(pool, self.family)
         hashes = self._names(TOKENS)
@@ -104,7 +104,7 @@ class Bench:
         return rows
 
     def measure_gathered(self) -> list[dict[str, object]]:
-        """TP 1 with blocks of 64 tokens reads each of the other shardings; and a rank of TP 2 reads TP 1."""
+        """Measure reads of each other sharding by TP 1 with blocks of 64 tokens, and of TP 1 by a rank of TP 2."""
         rows = []
         for tp_size, block_size in CUTS:
             sharding = self._cut(tp_size, block_size)
@@ -121,7 +121,7 @@ class Bench:
         memory, targets = self._room(own, len(hashes))
         run = Run(len(hashes), sharding, (range(len(hashes)),))
         peers = PeerShardings(pool, family)
-        self._kept.append(peers)  # whose memory stays registered
+        self._kept.append(peers)  # so that its memory stays registered
         read = peers.reader_of(run, hashes, 0, names)
 
         def plain() -> None:
@@ -143,7 +143,10 @@ class Bench:
         return row
 
     def _measure_scattered(self, sharding: Namespace) -> dict[str, object]:
-        """TP 1 reads ``sharding`` straight to its places; without headroom: another head's bytes would be there."""
+        """Measure reads of ``sharding`` by TP 1 directly to the places of the pieces.
+
+        There is no headroom, because the bytes of another head lie in front of each piece.
+        """
         hashes = self._names(TOKENS)
         memory = np.zeros(len(hashes) * self.family.block_bytes(OWN), np.uint8)
         self._stack.register(memory.ctypes.data, len(memory))
@@ -156,7 +159,7 @@ class Bench:
     def _scatter(
         self, family: ShardingFamily, sharding: Namespace, hashes: Sequence[bytes], memory: np.ndarray
     ) -> tuple[list[str], list[Value]]:
-        """Each rank's pieces in the spans of the reader's blocks that hold its heads."""
+        """Return the key of each rank's piece, and the spans in the reader's blocks that hold the rank's heads."""
         keys: list[str] = []
         values: list[Value] = []
         per_head = TOKENS * 128
@@ -170,7 +173,7 @@ class Bench:
         return keys, values
 
     def _in_turn(self, one: Callable[[], object], other: Callable[[], object]) -> tuple[list[float], list[float]]:
-        """Seconds of each, called in turn; the first turn does not count."""
+        """Call both functions alternately; return the seconds of their calls, without the first one."""
         seconds: tuple[list[float], list[float]] = [], []
         for number in range(self._rounds + 1):
             for call, taken in zip((one, other), seconds, strict=True):
@@ -189,7 +192,7 @@ class Bench:
         self._stack.unregister(memory.ctypes.data, len(memory))
 
     def _room(self, sharding: Namespace, count: int) -> tuple[np.ndarray, list[Value]]:
-        """Registered memory for so many blocks, with headroom."""
+        """Return registered memory for ``count`` blocks with headroom, and the blocks' places."""
         nbytes = self.family.block_bytes(sharding)
         memory = np.random.default_rng(1).integers(0, 256, count * (128 + nbytes), dtype=np.uint8)
         self._stack.register(memory.ctypes.data, len(memory), headroom=True)

@@ -1,11 +1,12 @@
-"""What cache, pool and hand-over are worth, end to end: real instances over HTTP, the small model of make_model.
+"""Measure how much time cache, pool and hand-over save, end to end: real instances over HTTP, make_model's small model.
 
     python benchmarks/end_to_end.py [--quick] [--json FILE]
 
-Every instance, the router and mooncake_master are processes of their own on loopback, as in examples/cache_storage.
-First conversations of several turns, 1 to 16 at once, through each way of sharing KV; then the bars of this project.
-All processes share this machine's cores: while a prefill and a decode instance both work, each gets a part of what a
-mixed instance has to itself, so that prefill/decode cannot win here; what is compared is what handing over costs.
+Each instance, the router and mooncake_master are separate processes on loopback, as in examples/cache_storage. The
+program first measures conversations of several turns, 1 to 16 at once, with each way of sharing KV; then the bars of
+this project. All processes share this machine's cores. While a prefill and a decode instance both work, each gets only
+a part of the cores, but a mixed instance gets all. Prefill/decode thus cannot be faster here; its figures show the cost
+of the hand-over.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LONG = 32 * 64  # tokens: "2,000", in whole blocks
 BLOCKS = 1200
 TURNS, FIRST, QUESTION, ANSWER = 3, 600, 40, 32  # tokens of a conversation's parts
 DECODED = 96  # tokens of a request whose steps are timed
-# An instance that cannot load TransferEngine, as where it is not installed: hand-over goes through the pool.
+# An instance that cannot import TransferEngine, as if it were not installed: hand-overs go through the pool.
 NO_DIRECT = (
     "import runpy, sys; sys.modules['mooncake.engine'] = None; "
     "runpy.run_module('engine.api_server', run_name='__main__', alter_sys=True)"
@@ -49,7 +50,7 @@ NO_DIRECT = (
 
 @dataclass
 class Answer:
-    """A streamed answer: when it was asked for, and when each of its tokens came (``time.perf_counter``)."""
+    """A streamed answer: the time of its request, and the time of each of its tokens (``time.perf_counter``)."""
 
     asked: float
     times: list[float] = field(default_factory=list)
@@ -62,12 +63,15 @@ class Answer:
 
 
 def words(count: int, seed: str) -> str:
-    """A prompt of this many tokens: each word is one."""
+    """Return a prompt of ``count`` tokens: each word is one token."""
     return "".join(f" {word}" for word in random.Random(seed).choices(WORDS, k=count))
 
 
 async def ask(port: int, prompt: str, max_tokens: int, on_token: Callable[[Answer], None] = lambda _: None) -> Answer:
-    """Complete ``prompt`` greedily, in exactly ``max_tokens`` tokens. A plain socket: the client must cost little."""
+    """Complete ``prompt`` greedily, in exactly ``max_tokens`` tokens; call ``on_token`` after each token.
+
+    The client uses a plain socket, because it must use little CPU time.
+    """
     fields = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
     body = orjson.dumps({"model": "m", **fields})
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
@@ -95,7 +99,7 @@ async def ask(port: int, prompt: str, max_tokens: int, on_token: Callable[[Answe
 
 
 async def ask_all(asked: Sequence[tuple[int, str]], max_tokens: int) -> list[Answer]:
-    """``ask`` of several (port, prompt) at once."""
+    """Call ``ask`` for several pairs of port and prompt at once."""
     return await asyncio.gather(*(ask(port, prompt, max_tokens) for port, prompt in asked))
 
 
@@ -114,13 +118,13 @@ def get(port: int, path: str) -> str:
 
 
 def metric(port: int, name: str) -> float:
-    """The value of one metric (with its labels) of an instance; 0 if it has none such."""
+    """Return the value of one metric (with its labels) of an instance; 0 if the instance does not have it."""
     lines = (line.rpartition(" ") for line in get(port, "/metrics").splitlines())
     return next((float(value) for found, _, value in lines if found == name), 0.0)
 
 
 class Machine:
-    """Starts processes, and ends them when its ``with`` block is left."""
+    """A context manager that starts processes, and ends them at its end."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self._folder, self._model = folder, model
@@ -135,7 +139,7 @@ class Machine:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """What is started within ends with it."""
+        """End all processes that were started within this ``with`` block at its end."""
         outer, self._stack = self._stack, contextlib.ExitStack()
         try:
             with self._stack:
@@ -144,7 +148,7 @@ class Machine:
             self._stack = outer
 
     def master(self) -> None:
-        """The pool's master, for all instances with ``pool``."""
+        """Start the pool's master, for all instances with ``pool``."""
         beside = Path(sys.executable).with_name("mooncake_master")
         program = str(beside) if beside.exists() else shutil.which("mooncake_master")
         if program is None:
@@ -155,14 +159,14 @@ class Machine:
         self._start("master", [program, *flags], {}, lambda: bool(get(metrics, "/health")))
 
     def router(self) -> int:
-        """A router for prefill and decode instances; its port."""
+        """Start a router for prefill and decode instances; return its port."""
         [port] = free_ports(1)
         argv = [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", str(port), "--splitwise"]
         self._start("router", argv, {}, lambda: bool(get(port, "/registered_number")))
         return port
 
     def instance(self, *flags: str, pool: bool = False, direct: bool = True, router: int = 0) -> int:
-        """An instance that answers, has joined the pool and is registered; its port."""
+        """Start an instance, and wait until it is ready and, with ``pool``, has opened the pool; return its port."""
         [port] = free_ports(1)
         argv = [sys.executable, *(["-m", "engine.api_server"] if direct else ["-c", NO_DIRECT])]
         argv += ["--model", str(self._model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
@@ -179,7 +183,7 @@ class Machine:
         return port
 
     def pair(self, *, pool: bool) -> tuple[int, list[int]]:
-        """A router with a prefill and a decode instance; its port and theirs."""
+        """Start a router with a prefill and a decode instance; return its port and their ports."""
         router = self.router()
         output = ["--enable-output-caching"] if pool else []
         ports = [
@@ -230,7 +234,7 @@ def until(condition: Callable[[], bool], what: str, deadline: float = 120.0) -> 
 
 
 def wait_until_idle(ports: Sequence[int]) -> None:
-    """Until nothing is on its way to the pool: people read an answer before they ask on."""
+    """Wait until the instances have saved all blocks, as they do while a person reads an answer."""
     for port in ports:
         until(lambda port=port: metric(port, "kvstore_pending_save_blocks") == 0, "saves to be out")  # type: ignore[misc]
 
@@ -240,7 +244,12 @@ def wait_until_idle(ports: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of sharing KV. ``fronts``: where turn n of a conversation is asked, in turn; ``ports``: all instances."""
+    """One way of sharing KV.
+
+    Attributes:
+        fronts: ports to which the turns of a conversation are sent, in turn.
+        ports: ports of all instances.
+    """
 
     title: str
     fronts: Sequence[int]
@@ -249,7 +258,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Talk:
-    """What conversations over one way came to: medians of seconds to the first token, and tokens per second."""
+    """The figures of one way of sharing KV: medians of the seconds to the first token, and tokens per second."""
 
     way: str
     at_once: int
@@ -259,7 +268,7 @@ class Talk:
 
 
 def converse(way: Way, at_once: int, about: str) -> Talk:
-    """Lead that many conversations, each turn of all of them together; none repeats one ``about`` something else."""
+    """Hold ``at_once`` conversations at the same time, turn by turn; their texts depend on ``about``."""
     texts = [words(FIRST, f"{way.title} {about} {i}") for i in range(at_once)]
     ttfts: list[list[float]] = []
     seconds = 0.0
@@ -291,7 +300,7 @@ def converse(way: Way, at_once: int, about: str) -> Talk:
 
 @dataclass(frozen=True)
 class Bar:
-    """One figure and what it is held to."""
+    """One figure and its bar: the ratio that it must reach or must not exceed."""
 
     what: str
     figures: str
@@ -309,7 +318,7 @@ def ask_one(port: int, prompt: str, max_tokens: int = 1) -> Answer:
 
 
 def pool_hit(one: int, other: int, rounds: int) -> Bar:
-    """A long prompt, cold at one instance, then at another from the pool."""
+    """Measure the TTFT of a long prompt that one instance computes, and another one then loads from the pool."""
     cold, hit = [], []
     for i in range(rounds + 1):
         prompt = words(LONG, f"pool {i}")
@@ -327,7 +336,7 @@ def pool_hit(one: int, other: int, rounds: int) -> Bar:
 
 
 def direct(router: int, mixed: int, rounds: int) -> Bar:
-    """A long prompt through a pair that hands over directly, and by an instance that needs not."""
+    """Measure the TTFT of a long prompt with a pair that hands over directly, and with a mixed instance."""
     times: dict[int, list[float]] = {router: [], mixed: []}
     for i in range(rounds + 1):
         for port, seen in times.items():
@@ -338,7 +347,7 @@ def direct(router: int, mixed: int, rounds: int) -> Bar:
 
 
 def throughput(port: int, at_once: int, seed: str) -> float:
-    """Tokens per second while ``at_once`` sequences decode, from when all do until the first ends."""
+    """Return the tokens per second of ``at_once`` sequences, in the time in which all of them decode."""
 
     answers = asyncio.run(ask_all([(port, words(256, f"{seed} {i}")) for i in range(at_once)], DECODED))
     begin = max(answer.times[0] for answer in answers)
@@ -347,7 +356,7 @@ def throughput(port: int, at_once: int, seed: str) -> float:
 
 
 def batching(port: int, rounds: int) -> Bar:
-    """Decode throughput at 16 sequences and at one."""
+    """Measure the decode throughput with 16 sequences and with one."""
     rates: dict[int, list[float]] = {1: [], 16: []}
     for i in range(rounds + 1):
         for at_once, seen in rates.items():
@@ -359,7 +368,7 @@ def batching(port: int, rounds: int) -> Bar:
 
 
 def undisturbed(one: int, other: int, rounds: int) -> Bar:
-    """Time between the tokens of four running decodes, while another request's prompt is loaded, and while not."""
+    """Measure the time between tokens of four decoding sequences, with and without a concurrent load from the pool."""
     prompts = [words(LONG + 1, f"load {i}") for i in range(rounds)]
     for prompt in prompts:
         ask_one(one, prompt)
@@ -394,7 +403,7 @@ def undisturbed(one: int, other: int, rounds: int) -> Bar:
     if (got := metric(other, "kvstore_pool_cached_tokens_total") - before) < rounds * LONG:
         sys.exit(f"the pool gave {got:g} tokens of {rounds * LONG}")
     a, b = statistics.median(calm), statistics.mean(loading)
-    # The mean where it is loading: one long step among several must count.
+    # The figure with loads is a mean, so that a single long step among several counts.
     return Bar(f"decode step: loading {LONG:,} tokens / not", f"{1e3 * b:.1f} / {1e3 * a:.1f} ms", b / a, 1.3)
 
 
@@ -402,7 +411,7 @@ def undisturbed(one: int, other: int, rounds: int) -> Bar:
 
 
 def run(machine: Machine, *, quick: bool) -> tuple[list[Talk], list[Bar | str]]:
-    """Everything, in one go."""
+    """Measure everything."""
     rounds, loads = (3, (1, 16)) if quick else (7, (1, 4, 16))
     talks: list[Talk] = []
     bars: list[Bar | str] = []
@@ -441,7 +450,7 @@ def run(machine: Machine, *, quick: bool) -> tuple[list[Talk], list[Bar | str]]:
 
 
 def show(talks: Sequence[Talk], bars: Sequence[Bar | str]) -> None:
-    """The tables, for people."""
+    """Print the tables."""
     print(f"conversations of {TURNS} turns: {FIRST} tokens, then {QUESTION} more each; answers of {ANSWER}")
     print(f"{'':<30}{'at once':>9}{'first TTFT':>12}{'later TTFT':>12}{'tokens/s':>10}")
     for talk in talks:
@@ -459,9 +468,9 @@ def show(talks: Sequence[Talk], bars: Sequence[Bar | str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="What cache, pool and hand-over are worth, end to end.")
+    parser = argparse.ArgumentParser(description="Measure how much time cache, pool and hand-over save.")
     parser.add_argument("--quick", action="store_true", help="fewer loads and repeats")
-    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args(argv)
     model = default_folder()
     make_model(model)

@@ -1,20 +1,20 @@
-"""What only a GPU can show of the engine and the pool, beside rates (``gpu_staging.py``) and tests.
+"""Check properties of the engine and the pool that only a GPU can show, except rates (``gpu_staging.py``).
 
     python benchmarks/gpu_evidence.py [--device cpu] [sdpa] [precision] [layouts] [errors] [budget] [handover] [soak]
 
-sdpa:      which of torch's kernels attend, for each dtype and kind of chunk; 500 tokens of one sequence, one by one,
-           without cuDNN's attention and with it; prompts of lengths that were not met before.
-precision: log probabilities in float32, bfloat16 and float16 beside a CPU's in float32, where all runs are given the
-           same tokens. bfloat16 on a CPU tells how much of a difference is the dtype's own.
-layouts:   blocks in each of vLLM's layouts and dtypes, through ``StagedMemory``, saved behind a busy stream and loaded
-           into other blocks; codecs on the device beside a CPU's. Byte by byte.
-errors:    in processes of their own: a step that finds no memory left, and an error after which CUDA answers no more.
-budget:    an instance's number of blocks when it may take what is free, that memory, and the largest step in it.
-handover:  KV of 8K tokens from one engine to another over Mooncake's TransferEngine: the first time, and again.
-soak:      for SOAK_SECONDS of the environment (120): blocks are saved and loaded beside a decoding engine that uses the
-           pool itself; bytes and answers are compared.
+sdpa:      the attention kernels that torch chooses, for each dtype and kind of chunk; the time of 500 decode steps of
+           one sequence, without and with cuDNN's attention; the time of prompts with new lengths.
+precision: log probabilities in float32, bfloat16 and float16 against those of a CPU in float32, with the same tokens
+           in all runs. bfloat16 on a CPU shows which part of a difference comes from the dtype.
+layouts:   blocks in each of vLLM's layouts and dtypes are saved through ``StagedMemory`` behind a busy stream, loaded
+           into other blocks, and compared byte by byte; codecs on the device are compared with those on a CPU.
+errors:    in separate processes: a step without enough memory, and an error after which all CUDA calls fail.
+budget:    the number of blocks that an instance chooses from the free memory, and the largest step in the rest.
+handover:  KV of 8K tokens is handed over from one engine to another with Mooncake's TransferEngine, several times.
+soak:      blocks are saved and loaded for SOAK_SECONDS (environment variable, default 120) while the engine decodes
+           and uses the pool; bytes and answers are compared.
 
-Output and ``--device cpu`` are as in ``gpu_staging.py``.
+The output and ``--device cpu`` are as in ``gpu_staging.py``.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ from engine.args import parse_args
 from engine.disaggregation import BlockMemory, Transfer
 from engine.disaggregation.wire import Prompt
 from engine.model.attention import paged
+from engine.model.checkpoint import load_model_config
 from engine.model.memory_budget import _largest_step, choose_num_blocks
-from engine.model.model_runner import ModelRunner, load_model_config
+from engine.model.model_runner import ModelRunner
 from engine.model.sampler import Choice
 from engine.pool.kv_codec import choose_codec, quantised_namespace
 from engine.pool.staging import stage_handovers
@@ -76,13 +77,13 @@ ATTEND_AS_DEVICE_DOES = paged.form_for
 HALVES = (torch.bfloat16, torch.float16)
 
 MAX_STEP_SECONDS, MAX_SLOWEST, MAX_GROWTH_BYTES = 0.03, 5.0, 64 << 20
-"""Bars of one sequence's tokens: the median, the slowest beside it, and memory that they leave behind."""
+"""Bars of decode steps: the median, the slowest step as a multiple of the median, and the growth of memory."""
 MAX_FIRST_SEEN = 3.0
-"""Bar of a prompt of a length that was not met before, beside one that was."""
+"""Bar of a prompt with a new length: its time as a multiple of the time with a known length."""
 CUDNN_SECONDS = 40.0
-"""How long the tokens with cuDNN's attention may take: it is known to be slow, and need not be shown for long."""
+"""Time limit of the decode steps with cuDNN's attention, which is known to be slow."""
 MAX_ERROR_SHARE, ERROR_SLACK = 1.5, 0.005
-"""Bar of the mean error of log probabilities, beside a CPU's in bfloat16."""
+"""Bar of the mean error of log probabilities, relative to that of a CPU in bfloat16, plus a constant."""
 CHILD_SECONDS = {"cuda": 40.0, "cpu": 150.0}
 HANDOVER_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 MAX_MODEL_LENS = {"cuda": (32 << 10, 128 << 10), "cpu": (1024, 2048)}
@@ -100,7 +101,7 @@ def build_runner(folder: Path, device: torch.device, dtype: torch.dtype, num_blo
 
 
 def make_sequence(tokens: Sequence[int], blocks: Sequence[int], **params: Any) -> EngineSequence:
-    """A sequence in these blocks of KV memory, for steps that no scheduler makes."""
+    """Return a sequence in these blocks of KV memory, for steps without a scheduler."""
     request = Request("evidence", tuple(tokens), SamplingParams(1 << 20, temperature=0.0, **params))
     sequence = EngineSequence(request, BLOCK)
     sequence.block_table = list(blocks)
@@ -108,7 +109,7 @@ def make_sequence(tokens: Sequence[int], blocks: Sequence[int], **params: Any) -
 
 
 def take_step(runner: ModelRunner, chunks: Sequence[Chunk]) -> list[Choice]:
-    """A step, after which its sequences have computed their chunks; their tokens stay as they were."""
+    """Run a step and mark its chunks as computed; the new tokens are returned, not added to the sequences."""
     choices = runner.run(chunks)
     for chunk in chunks:
         chunk.sequence.num_computed += chunk.num_tokens
@@ -125,7 +126,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def measure_sdpa(device: torch.device, sizes: Sizes, _pool_kind: str) -> Iterator[Figure]:
-    """Kernels, and what they cost when every step has another shape."""
+    """Yield the attention kernels, and the times of steps that each have a new shape."""
     yield from list_kernels(device, sizes)
     with made_model(sizes) as folder:
         runner = build_runner(folder, device, torch.bfloat16, num_blocks=max(sizes.prompts) // BLOCK + 32)
@@ -143,7 +144,7 @@ def measure_sdpa(device: torch.device, sizes: Sizes, _pool_kind: str) -> Iterato
 
 
 def list_kernels(device: torch.device, sizes: Sizes) -> Iterator[Figure]:
-    """What torch's profiler saw of a step's attention."""
+    """Yield the attention kernels that torch's profiler found in steps, for each model and dtype."""
     for model, dtype in itertools.product((sizes.model, sizes.wide_model), (*HALVES, torch.float32)):
         small = {**model, "LAYERS": 1, "INTERMEDIATE": 256}
         with made_model(sizes._replace(model=small)) as folder:
@@ -176,7 +177,7 @@ def found_kernels(runner: ModelRunner, chunks: Sequence[Chunk]) -> str:
 
 
 def measure_tokens(runner: ModelRunner, num_tokens: int, seconds: float, how: str) -> Figure:
-    """One sequence's tokens, each after one more."""
+    """Measure decode steps of one sequence, and the growth of memory; stop after ``seconds``."""
     prompt = random_tokens(512, how)
     sequence = make_sequence(prompt, range(-(-(len(prompt) + num_tokens) // BLOCK)))
     take_step(runner, [Chunk(sequence, len(prompt))])
@@ -188,7 +189,7 @@ def measure_tokens(runner: ModelRunner, num_tokens: int, seconds: float, how: st
         take_step(runner, [Chunk(sequence, 1)])
         times.append(-before + (before := time.perf_counter()))
     grown = [now - then for now, then in zip(count_memory(runner), memory, strict=True)]
-    median, slowest = statistics.median(times), max(times[5:])  # the first bring kernels along
+    median, slowest = statistics.median(times), max(times[5:])  # the first steps load kernels
     value = f"median {median * 1e3:.2f} ms, slowest {slowest * 1e3:.2f} ms (token {times.index(slowest)}), "
     value += (
         f"{sum(times):.1f} s in all; memory grew by {grown[0] >> 20} MiB on the host, {grown[1] >> 20} on the device"
@@ -201,13 +202,13 @@ def measure_tokens(runner: ModelRunner, num_tokens: int, seconds: float, how: st
 
 
 def count_memory(runner: ModelRunner) -> tuple[int, int]:
-    """Bytes that this process has of the host's memory, and of the device's that are not free."""
+    """Return the bytes of host memory that this process uses, and a figure that grows with the used device memory."""
     host = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return host, 0 if runner.device.type == "cpu" else -runner.count_free_bytes()
 
 
 def measure_new_lengths(runner: ModelRunner, longest: int) -> Figure:
-    """Prompts in one chunk, of lengths that were not met before, and then again."""
+    """Measure prompts of new lengths, each in one chunk, and then the same lengths again."""
     lengths = [longest * share // 16 + 1 for share in range(4, 12)]
 
     def compute(length: int) -> float:
@@ -230,7 +231,7 @@ LENGTHS, DECODED = (3, 64, 200, 201, 700), 24
 
 
 def measure_precision(device: torch.device, sizes: Sizes, _pool_kind: str) -> Iterator[Figure]:
-    """Each dtype's log probabilities, of chunks of prompts, and of decodes of unlike lengths together."""
+    """Yield the errors of each dtype's log probabilities, in prefill and in decode steps of several lengths."""
     with made_model(sizes) as folder:
         with unittest.mock.patch.object(paged, "form_for", ATTEND_AS_DEVICE_DOES):
             reference = list_choices(build_runner(folder, CPU, torch.float32, 40), ())
@@ -246,7 +247,11 @@ def measure_precision(device: torch.device, sizes: Sizes, _pool_kind: str) -> It
 
 
 def list_choices(runner: ModelRunner, tokens: Sequence[int]) -> list[tuple[int, dict[int, float]]]:
-    """The likeliest tokens and their log probabilities in all steps, which go on with ``tokens``, or those."""
+    """Run all steps; return the chosen token and the top log probabilities for each position.
+
+    Args:
+        tokens: the tokens with which the sequences continue; empty: with the chosen tokens.
+    """
     sequences, first = [], 0
     for length in LENGTHS:
         num_blocks = -(-(length + DECODED) // BLOCK)
@@ -271,7 +276,7 @@ def list_choices(runner: ModelRunner, tokens: Sequence[int]) -> list[tuple[int, 
 def compare_choices(
     found: Sequence[tuple[int, dict[int, float]]], reference: Sequence[tuple[int, dict[int, float]]]
 ) -> tuple[list[float], int]:
-    """Errors of the log probabilities that both have, and how many tokens are the same."""
+    """Return the errors of the log probabilities of tokens that both have, and the number of equal chosen tokens."""
     pairs = list(zip(found, reference, strict=True))
     errors = [abs(got[token] - value) for (_, got), (_, top) in pairs for token, value in top.items() if token in got]
     return [error for error in errors if math.isfinite(error)], sum(one[0] == other[0] for one, other in pairs)
@@ -285,11 +290,11 @@ def tell_errors(errors: Sequence[float], same: int) -> str:
 # --- layouts --------------------------------------------------------------------------------------------------
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""vLLM's layouts: how the axes layer, block, head, token, content lie in memory."""
+"""vLLM's layouts: the order of the axes in memory (L layer, B block, H head, N token, C content)."""
 
 
 def check_layouts(device: torch.device, sizes: Sizes, _pool_kind: str) -> Iterator[Figure]:
-    """What was saved of some blocks is what is loaded into others; and no other block changes."""
+    """Check that loaded blocks have the bytes of the saved blocks, and that no other block changes."""
     is_small = device.type == "cpu"
     kinds: dict[str, dict[str, int]] = {
         # bytes of an element, heads, bytes of a token's content (K and V), kernel blocks in a block
@@ -307,10 +312,18 @@ def check_layouts(device: torch.device, sizes: Sizes, _pool_kind: str) -> Iterat
 
 
 def is_moved_whole(device: torch.device, order: str, shape: dict[str, int], num_layers: int) -> bool:
-    """Save blocks that a busy stream writes, load them into others by a ring of small buffers; whether bytes agree."""
+    """Save blocks that a busy stream writes, load them into other blocks through small buffers, and compare the bytes.
+
+    Args:
+        order: the order of the axes in memory.
+        shape: ``size`` of an element in bytes, ``H`` heads, ``C`` content, ``per_block`` kernel blocks in a block.
+
+    Returns:
+        Whether the loaded blocks equal the saved ones, and no other block has changed.
+    """
     num_blocks = 40
     axes = {"L": num_layers, "B": num_blocks * shape["per_block"], "H": shape["H"], "N": 16, "C": shape["C"]}
-    # As vLLM makes it: one allocation of bytes for all layers.
+    # One allocation for all layers, as in vLLM.
     memory = torch.zeros(math.prod(axes.values()) * shape["size"], dtype=torch.int8, device=device)
     dtype = {1: torch.float8_e4m3fn, 2: torch.bfloat16}[shape["size"]]
     lying = memory.view(dtype).view([axes[axis] for axis in order])
@@ -324,7 +337,7 @@ def is_moved_whole(device: torch.device, order: str, shape: dict[str, int], num_
     sources, targets, others = blocks[:15], blocks[15:], sorted(set(range(num_blocks)) - set(blocks[:30]))
     names = [i.to_bytes(32, "little") for i in sources]
     if device.type == "cuda":
-        torch.cuda._sleep(50_000_000)  # what is saved is written only after this
+        torch.cuda._sleep(50_000_000)  # the device writes the blocks only after this
     memory.random_(-128, 127)
     expected = memory.clone()
     wait_for_end(partial(transfers.save, names, sources))
@@ -345,7 +358,7 @@ def is_moved_whole(device: torch.device, order: str, shape: dict[str, int], num_
 
 
 def check_codec(device: torch.device, name: str) -> Figure:
-    """Blocks that the device encodes and decodes, beside a CPU's; rounding may fall otherwise in one byte of 1,000."""
+    """Compare blocks that the device encodes and decodes with a CPU's; one byte of 1,000 may be rounded differently."""
     kv = torch.randn(6, 4, 2, 2, BLOCK, 64).to(torch.bfloat16)
     namespace = quantised_namespace(Namespace("m", "bfloat16", BLOCK, 4, 2, 64, "layout"), name)
     encoded = []
@@ -357,7 +370,7 @@ def check_codec(device: torch.device, name: str) -> Figure:
         decoded.append(codec.decode(encoded[-1].to(where)).cpu().view(torch.bfloat16).float())
     others = float((encoded[0] != encoded[1]).float().mean())
     off = float((decoded[1] - kv.flatten(1).float()).abs().max())
-    value = f"{others * 100:.3f} % of bytes are others than a CPU's; values off by {off:.3f} at most"
+    value = f"{others * 100:.3f} % of the bytes differ from a CPU's; values off by {off:.3f} at most"
     return Figure(f"codec {name}", value, "<= 0.1 %", others <= 1e-3)
 
 
@@ -365,7 +378,7 @@ def check_codec(device: torch.device, name: str) -> Figure:
 
 
 def check_errors(device: torch.device, sizes: Sizes, _pool_kind: str) -> Iterator[Figure]:
-    """Instances in processes of their own, of which the second loses its device."""
+    """Check two instances in separate processes: one runs out of memory, the other one loses its device."""
     yield ask_child(lose_memory, device, sizes, "a step that finds no memory", "ends with error; the next is answered")
     yield ask_child(lose_device, device, sizes, "a step on a lost device", "ends with error; health says no")
 
@@ -373,13 +386,13 @@ def check_errors(device: torch.device, sizes: Sizes, _pool_kind: str) -> Iterato
 def ask_child(
     work: Callable[[torch.device, Sizes], tuple[str, bool]], device: torch.device, sizes: Sizes, figure: str, bar: str
 ) -> Figure:
-    """What a process found; one that dies or hangs has missed the bar."""
+    """Run ``work`` in a new process and return its result; a process that ends early or hangs has missed the bar."""
     context = multiprocessing.get_context("spawn")
     mine, others = context.Pipe(duplex=False)
     child = context.Process(target=answer_parent, args=(work, device, sizes, others), daemon=True)
     child.start()
     others.close()
-    value, is_held = "nothing was heard of the process in time", False
+    value, is_held = "the process gave no result in time", False
     with contextlib.suppress(EOFError):
         if mine.poll(CHILD_SECONDS[device.type]):
             value, is_held = mine.recv()
@@ -399,7 +412,7 @@ def answer_parent(
 
 
 def reason_of(instance: Instance, seed: str, num_tokens: int) -> str | None:
-    """Why the answer to a prompt ended; None: it did not."""
+    """Send a prompt and return the finish reason of the answer; None if it did not end."""
     asked = instance.answer(random_tokens(num_tokens, seed), 4)
     with contextlib.suppress(RuntimeError, TimeoutError):
         asked.wait()
@@ -407,7 +420,7 @@ def reason_of(instance: Instance, seed: str, num_tokens: int) -> str | None:
 
 
 def lose_memory(device: torch.device, sizes: Sizes) -> tuple[str, bool]:
-    """Leave a step no memory; and then some again."""
+    """Answer a prompt while the device has no free memory, and another one when it has memory again."""
     with made_model(sizes) as folder, Instance(folder, device, sizes, "memory") as instance:
         reasons = [reason_of(instance, "before", 100)]
         if device.type == "cuda":
@@ -426,7 +439,7 @@ def lose_memory(device: torch.device, sizes: Sizes) -> tuple[str, bool]:
 
 
 def lose_device(device: torch.device, sizes: Sizes) -> tuple[str, bool]:
-    """Provoke an error that CUDA goes on to answer every call with."""
+    """Cause an error after which every CUDA call fails, and check that the instance reports it."""
     with made_model(sizes) as folder, contextlib.ExitStack() as broken:
         instance = Instance(folder, device, sizes, "memory")
         reasons = [reason_of(instance, "before", 100)]
@@ -450,7 +463,7 @@ def lose_device(device: torch.device, sizes: Sizes) -> tuple[str, bool]:
 
 
 def measure_budget(device: torch.device, sizes: Sizes, _pool_kind: str) -> Iterator[Figure]:
-    """As ``engine.api_server`` starts, with its own defaults but for the length."""
+    """Allocate KV memory as ``engine.api_server`` does by default, for each length, and run the largest step."""
     for length in MAX_MODEL_LENS[device.type]:
         with made_model(sizes._replace(prompts=(length,))) as folder:
             flags = ["--model", str(folder), "--max-model-len", str(length), "--device", device.type]
@@ -462,7 +475,7 @@ def measure_budget(device: torch.device, sizes: Sizes, _pool_kind: str) -> Itera
         started = time.perf_counter() - start
         chunks = _largest_step(args)
         draw = random.Random(length)
-        for chunk in chunks:  # KV from everywhere in that memory
+        for chunk in chunks:  # so that the step reads blocks in random places
             chunk.sequence.block_table = draw.sample(range(num_blocks), len(chunk.sequence.block_table))
         runner.run(chunks)
         start = time.perf_counter()
@@ -481,7 +494,7 @@ def measure_budget(device: torch.device, sizes: Sizes, _pool_kind: str) -> Itera
 
 
 def measure_handover(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator[Figure]:
-    """Blocks in P's memory, and then in D's: as hand-overs move them, without their HTTP."""
+    """Measure direct hand-overs of blocks from prefill to decode, without HTTP."""
     num_tokens = min(sizes.prompts)
     with (
         made_model(sizes) as folder,
@@ -498,15 +511,15 @@ def measure_handover(device: torch.device, sizes: Sizes, pool_kind: str) -> Iter
         for turn in ("the first time", "the second", "the third"):
             times, is_same = asyncio.run(hand_over((prefill, decode), sides, random_tokens(num_tokens, turn)))
             nbytes = num_tokens // BLOCK * prefill.runner.shape.nbytes
-            value = f"{nbytes / sum(times) / 1e9:.2f} GB/s: lent in {times[0] * 1e3:.0f} ms, "
-            value += f"written in {times[1] * 1e3:.0f} ms, taken in in {times[2] * 1e3:.0f} ms"
+            value = f"{nbytes / sum(times) / 1e9:.2f} GB/s: opened in {times[0] * 1e3:.0f} ms, "
+            value += f"written in {times[1] * 1e3:.0f} ms, accepted in {times[2] * 1e3:.0f} ms"
             yield Figure(f"hand-over of {num_tokens} tokens, {turn}", value, "the same bytes", is_same)
 
 
 async def hand_over(
     instances: tuple[Instance, Instance], sides: Sequence[BlockMemory], tokens: Sequence[int]
 ) -> tuple[list[float], bool]:
-    """Seconds to lend, write and take in; and whether the bytes are the same."""
+    """Hand a prompt over; return the seconds to open, write and accept its blocks, and whether the bytes are equal."""
     (prefill, decode), (from_side, to_side) = instances, sides
     count = len(tokens) // BLOCK
     blocks = await asyncio.wrap_future(prefill.core.call(lambda: prefill.scheduler.blocks.allocate_blocks(count)))
@@ -515,11 +528,11 @@ async def hand_over(
     if reservation is None:
         raise RuntimeError("the decode side has no room")
     times = [time.perf_counter()]
-    target = await to_side.lend_blocks(reservation)
+    target = await to_side.open_blocks(reservation)
     times.append(time.perf_counter())
     digests = await asyncio.wrap_future(from_side.write_blocks(blocks, 0, target))
     times.append(time.perf_counter())
-    is_taken = await to_side.take_blocks_in(reservation, digests)
+    is_taken = await to_side.accept_blocks(reservation, digests)
     times.append(time.perf_counter())
     is_same = is_taken and torch.equal(prefill.runner.kv[blocks], decode.runner.kv[list(reservation.missing)])
     to_side.cancel_reservation(reservation, clear=False)
@@ -530,7 +543,10 @@ async def hand_over(
 
 
 def soak(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator[Figure]:
-    """In float32, so that an answer depends on no batch-mate."""
+    """Save and load blocks while the engine decodes; compare bytes and answers.
+
+    The model runs in float32, so that an answer does not depend on the other sequences of its batches.
+    """
     seconds = float(os.environ.get("SOAK_SECONDS", "120" if device.type == "cuda" else "4"))
     sizes = sizes._replace(dtype=torch.float32, prompts=(min(sizes.prompts) // 4, min(sizes.prompts)))
     with (
@@ -554,7 +570,7 @@ def soak(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator[Figure]
 
 
 class Chat:
-    """The same prompts again and again, whose blocks come from the pool."""
+    """A client that sends the same prompts again and again; their blocks come from the pool."""
 
     def __init__(self, instance: Instance, sizes: Sizes) -> None:
         self._instance = instance
@@ -564,7 +580,7 @@ class Chat:
         self.failure = ""
 
     def go_on(self, stop: threading.Event) -> None:
-        """Until told to stop."""
+        """Send the prompts and compare the answers until ``stop`` is set."""
         try:
             while not stop.is_set():
                 asked = [self._instance.answer(prompt, 64) for prompt in self._prompts]
@@ -579,7 +595,11 @@ class Chat:
 
 
 def move_for(seconds: float, instance: Instance, count: int) -> tuple[int, int]:
-    """Save new bytes of blocks that the engine does not know of, and load them elsewhere; bytes, and differences."""
+    """Save blocks outside the engine's own and load them into others, for ``seconds``.
+
+    Returns:
+        The moved bytes, and the number of blocks that differ or were not moved.
+    """
     kv = instance.runner.kv
     pool = BlockPool(MemoryStore(4 * count * kv[0].nbytes), instance.runner.namespace)
     transfers = Transfers(pool, StagedMemory(KVTensors([kv], len(kv)), pool), lambda call: call())
@@ -612,4 +632,4 @@ PARTS: Parts = {
 }
 
 if __name__ == "__main__":
-    sys.exit(run_parts(PARTS, None, "What only a GPU can show."))
+    sys.exit(run_parts(PARTS, None, "Check what only a GPU can show."))

@@ -1,20 +1,20 @@
-"""KV blocks between a GPU and the pool: rates of staging, TTFT of a hit, and decode steps while blocks are loaded.
+"""Measure transfers between a GPU and the pool: rates of staging, TTFT of a hit, and decode steps during loads.
 
     python benchmarks/gpu_staging.py [--device cpu] [--pool memory|mooncake] [rates] [ttft] [decode]
 
-rates:  blocks loaded and saved through ``kvstore_backend.staging``, beside plain copies of pinned memory in the same
-        run. The pool is a fake that says it has everything and moves no bytes: what is measured is the way to it. Then
-        the same in KV memory of more than 16 GB, and by a pool that copies bytes and has checksums.
-ttft:   the first token of prompts that the pool has, beside the same prompts computed. The engine in this process,
-        models in the shape of Qwen2-0.5B and of four layers of Qwen2.5-7B (without their vocabularies), the pool's
-        memory on this machine. A fast card computes a small model so soon that a share of that says little: held is
-        how fast the blocks came, beside a plain copy on this host.
-decode: steps of decodes alone, and while another thread loads blocks without a pause; held is the time that decodes
-        lose for each GB that is loaded, as how much is loaded in a step depends on the card.
+rates:  blocks are loaded and saved through ``kvstore_backend.staging``; the rates are compared with plain copies of
+        pinned memory. The pool is a fake that has every block and moves no bytes, so that only the staging is measured.
+        The same follows with KV memory of more than 16 GB, and with a pool that copies bytes and has checksums.
+ttft:   the time to the first token of prompts that the pool has, and of the same prompts without the pool. The engine
+        runs in this process, with models in the shape of Qwen2-0.5B and of four layers of Qwen2.5-7B (without their
+        vocabularies); the pool's memory is on this machine. A fast GPU computes a small model very quickly, so the
+        ratio of the times means little. The bar is the rate of the loaded blocks against a plain copy on this host.
+decode: decode steps alone, and while another thread loads blocks without a pause. The bar is the time that decodes
+        lose for each loaded GB, because the amount that is loaded during a step depends on the GPU.
 
-Each prints one row a figure, as a Markdown table, and ends with 1 if one misses its bar or cannot be had. ``--device
-cpu`` tries the program out: the stand-in for a device, the form of attention of a GPU, and sizes that take seconds; its
-figures say nothing, so no bar is held.
+The program prints a Markdown table with one row for each figure. It ends with 1 if a figure misses its bar or cannot be
+measured. ``--device cpu`` only tests the program: with a stand-in for the device, a GPU's form of attention, and small
+sizes. Its figures mean nothing, so no bar applies.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from pool_overhead import pool_config, running_master
 from engine import make_model
 from engine.core import EngineCore, Listener
 from engine.model.attention import paged
-from engine.model.model_runner import ModelRunner, load_model_config
+from engine.model.checkpoint import load_model_config
+from engine.model.model_runner import ModelRunner
 from engine.pool.pool_connector import PoolConnector
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.request import Request, SamplingParams, TokenOutput
@@ -60,18 +61,18 @@ from kvstore_backend.wrappers.checked import CheckedBackend
 BLOCK = 64
 DEADLINE_SECONDS = 120.0
 COLD_TOKENS = 32
-"""Of a first answer: blocks that find too many others on their way to the pool are tried again as it goes on."""
+"""Length of the first answer to a prompt. The engine saves blocks in later steps if too many saves are pending."""
 MIN_RATE, MIN_CHECKED_RATE, MIN_HIT_RATE, MAX_LOST = 0.8, 0.5, 0.5, 20.0
-"""Bars: of the pinned copy's rate, of what one core hashes and copies, of what one core copies, and ms a GB."""
+"""Bars: share of the pinned copy's rate, of one core's hash and copy, of one core's copy; milliseconds for each GB."""
 MAX_DIFFERENT = 0.2
-"""Of answers on KV from the pool: other kernels compute them, and in bfloat16 a near-tie may fall either way."""
+"""Bar: share of different answers with KV from the pool. Other kernels compute them, so that near-ties may differ."""
 
 
 Move: TypeAlias = Callable[[Sequence[bytes], Sequence[int], Callable[[Outcome], None], Callable[[], None]], None]
 
 
 class Sizes(NamedTuple):
-    """How much is measured, with which model (names of ``engine.make_model``)."""
+    """The sizes of the measurements, and the models (with the names of ``engine.make_model``)."""
 
     model: dict[str, Any]
     wide_model: dict[str, Any]
@@ -124,19 +125,21 @@ Parts: TypeAlias = Mapping[str, Callable[[torch.device, Sizes, str], Iterator[Fi
 
 
 def run_parts(parts: Parts, argv: Sequence[str] | None, description: str) -> int:
-    """Measure what the command line asks for; 1 if a bar is missed, or a part fails."""
+    """Run the parts that the command line names; return 1 if a bar is missed or a part fails, else 0."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(parts)} (default: all)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a try-out (default cuda)")
-    parser.add_argument("--pool", choices=("memory", "mooncake"), default="memory", help="where blocks are kept")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: test the program (default cuda)"
+    )
+    parser.add_argument("--pool", choices=("memory", "mooncake"), default="memory", help="the store of the pool")
     args = parser.parse_args(argv)
     if unknown := set(args.parts) - set(parts):
         parser.error(f"there is no part {unknown.pop()!r}; there are {', '.join(parts)}")
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit(f"{parser.prog}: PyTorch sees no CUDA device; --device cpu tries the program out")
+        sys.exit(f"{parser.prog}: PyTorch sees no CUDA device; --device cpu tests the program without one")
     sizes = FULL if args.device == "cuda" else SMALL
     if args.device == "cpu":
-        torch.set_num_threads(1)  # models this small are computed no sooner by more, which wait for each other
+        torch.set_num_threads(1)  # more threads do not speed up such small models
     print("| figure | measured | bar | |\n|---|---|---|---|", flush=True)
     missed = failed = 0
     with gpu_form():
@@ -146,7 +149,7 @@ def run_parts(parts: Parts, argv: Sequence[str] | None, description: str) -> int
                     verdict = ("held" if row.is_held else "**missed**") if args.device == "cuda" else "try-out"
                     print(f"| {row.figure} | {row.value} | {row.bar} | {verdict} |", flush=True)
                     missed += not row.is_held and args.device == "cuda"
-            except Exception as exc:  # what was measured so far counts, and other parts are measured
+            except Exception as exc:  # the figures so far count, and the other parts still run
                 failed += 1
                 reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
                 print(f"| {name} | {type(exc).__name__}: {reason} | | **failed** |", flush=True)
@@ -156,7 +159,7 @@ def run_parts(parts: Parts, argv: Sequence[str] | None, description: str) -> int
 
 @contextlib.contextmanager
 def gpu_form() -> Iterator[None]:
-    """The form of attention that a GPU has, and blocks that pass through buffers, on every device."""
+    """Use a GPU's form of attention, and transfers through buffers, on every device."""
     form, staged = paged.form_for(torch.device("cuda")), partial(PoolConnector, staged=True)
     with (
         unittest.mock.patch.object(paged, "form_for", return_value=form),
@@ -169,7 +172,7 @@ def gpu_form() -> Iterator[None]:
 
 
 class FakeStore(StorageBackend):
-    """A fake: has every block that is asked for, and moves no byte."""
+    """A store that has every block, accepts every block, and moves no bytes."""
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         return [Status.OK] * len(keys)
@@ -178,7 +181,7 @@ class FakeStore(StorageBackend):
         return [Status.OK] * len(keys)
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
-        return [Status.ABSENT] * len(keys)  # so that each is saved
+        return [Status.ABSENT] * len(keys)  # so that each block is saved
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return [Status.OK] * len(keys)
@@ -197,7 +200,7 @@ class FakeStore(StorageBackend):
 
 
 def measure_rates(device: torch.device, sizes: Sizes, _pool_kind: str) -> Iterator[Figure]:
-    """Load and save of blocks, beside copies of pinned memory in the same direction."""
+    """Measure loads and saves of blocks against copies of pinned memory in the same direction."""
     block_bytes = make_kv(sizes, 1, torch.device("cpu")).nbytes
     yield from measure_moves(make_kv(sizes, sizes.moved_blocks, device), sizes, FakeStore(), "")
     large = max(sizes.large_bytes // block_bytes, 2 * sizes.moved_blocks)
@@ -208,20 +211,20 @@ def measure_rates(device: torch.device, sizes: Sizes, _pool_kind: str) -> Iterat
 
 
 def make_kv(sizes: Sizes, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """KV memory of so many blocks."""
+    """Return KV memory with ``num_blocks`` blocks."""
     layers, heads, head_dim = (sizes.model[name] for name in ("LAYERS", "KV_HEADS", "HEAD_DIM"))
     return torch.zeros((num_blocks, layers, 2, heads, BLOCK, head_dim), dtype=sizes.dtype, device=device)
 
 
 def measure_moves(kv: torch.Tensor, sizes: Sizes, store: StorageBackend, label: str) -> Iterator[Figure]:
-    """Saves and loads of the benchmark's number of blocks; a store that has bytes gives them back as they were."""
+    """Measure saves and loads of blocks; with a store that moves bytes, also compare the saved and loaded bytes."""
     has_bytes = not isinstance(store, FakeStore)
     device, count = kv.device, sizes.moved_blocks
     layers, _, heads, _, head_dim = kv.shape[1:]
     namespace = Namespace("benchmark", str(sizes.dtype), BLOCK, layers, heads, head_dim, "layer,kv,head,token,dim")
     pool = BlockPool(store, namespace)
     transfers = Transfers(pool, StagedMemory(KVTensors([kv], len(kv)), pool), lambda call: call())
-    # As a pool in use has them: in no order. What one half of them saves the other loads.
+    # The blocks are in random order, as in an engine. The first half is saved and then loaded into the second half.
     blocks = random.Random(1).sample(range(len(kv)), min(2 * count, len(kv)))
     sources, targets = blocks[:count], blocks[-count:]
     nbytes = count * kv[0].nbytes
@@ -235,7 +238,7 @@ def measure_moves(kv: torch.Tensor, sizes: Sizes, store: StorageBackend, label: 
             what, bar = "a pinned copy", MIN_RATE
         rates = []
         for turn in range(sizes.rounds + 1):
-            # Each save has names of its own: what the pool has is not saved again.
+            # Each save has new names, because blocks that the pool has are not saved again.
             names = [f"{turn}, {i}".encode().rjust(32) for i in range(count)]
             start = time.perf_counter()
             moved = wait_for_end(partial(move, names, sources if direction == "save" else targets))
@@ -252,7 +255,7 @@ def measure_moves(kv: torch.Tensor, sizes: Sizes, store: StorageBackend, label: 
 
 
 def host_rate(work: Callable[[Any], object]) -> float:
-    """GB/s of what one core of the host does with 64 MiB."""
+    """Measure the GB/s with which one core of the host processes 64 MiB."""
     memory = ctypes.create_string_buffer(64 << 20)
     work(memory)
     start = time.perf_counter()
@@ -261,12 +264,12 @@ def host_rate(work: Callable[[Any], object]) -> float:
 
 
 def hash_bytes(memory: Any) -> object:
-    """What a pool does for a checksum."""
+    """Compute a checksum, as a pool does."""
     return xxhash.xxh3_64_intdigest(memory)
 
 
 def copy_bytes(memory: Any) -> object:
-    """What a pool in this process does with a block."""
+    """Copy the memory's halves, as a pool in this process copies blocks."""
     half = len(memory) // 2
     return ctypes.memmove(memory, ctypes.addressof(memory) + half, half) and ctypes.memmove(
         ctypes.addressof(memory) + half, memory, half
@@ -274,7 +277,7 @@ def copy_bytes(memory: Any) -> object:
 
 
 def wait_for_end(move: Callable[[Callable[[Outcome], None], Callable[[], None]], None]) -> int:
-    """Begin a load or save, and wait until its blocks are ours again; how many were moved."""
+    """Begin a load or save, wait until its blocks are released, and return the number of blocks that were moved."""
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     released = threading.Event()
     move(lambda outcome: ended.put(outcome.count), released.set)
@@ -285,7 +288,7 @@ def wait_for_end(move: Callable[[Callable[[Outcome], None], Callable[[], None]],
 
 
 def copy_rate(nbytes: int, device: torch.device, direction: str) -> float:
-    """GB/s of one plain copy between pinned memory and the device."""
+    """Measure the GB/s of one plain copy between pinned memory and the device."""
     here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     source, target = (here, there) if direction == "load" else (there, here)
@@ -298,7 +301,7 @@ def copy_rate(nbytes: int, device: torch.device, direction: str) -> float:
 
 
 def await_device(device: torch.device) -> None:
-    """Wait for all that the device was asked for."""
+    """Wait until the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -336,7 +339,7 @@ class Instance:
         return open_pool(pool_config(master, nbytes), self.runner.namespace, background=False)
 
     def answer(self, prompt: Sequence[int], max_tokens: int = 1) -> Asked:
-        """Begin to answer greedily."""
+        """Begin a greedy answer."""
         params = SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
         answer = Asked(EngineSequence(Request("benchmark", tuple(prompt), params), BLOCK))
         self.core.submit(answer.sequence, Listener(answer.on_output, answer.saved.set))
@@ -351,7 +354,7 @@ class Instance:
 
 
 class Asked:
-    """A sequence in the engine, and when its tokens came."""
+    """A sequence in the engine, and the times of its tokens."""
 
     def __init__(self, sequence: EngineSequence) -> None:
         self.sequence = sequence
@@ -361,13 +364,13 @@ class Asked:
         self._ended = threading.Event()
 
     def on_output(self, output: TokenOutput) -> None:
-        """Hear of a token, on the engine's thread."""
+        """Note the time of a token; called on the engine's thread."""
         self.times.append(time.perf_counter())
         if output.finish_reason:
             self._ended.set()
 
     def wait(self) -> list[int]:
-        """The tokens, once all have come and the prompt's blocks are saved."""
+        """Wait until the answer has ended and the prompt's blocks are saved; return the tokens."""
         if not (self._ended.wait(DEADLINE_SECONDS) and self.saved.wait(DEADLINE_SECONDS)):
             raise TimeoutError("an answer did not come")
         if self.sequence.finish_reason != "length":
@@ -377,7 +380,7 @@ class Asked:
 
 @contextlib.contextmanager
 def made_model(sizes: Sizes) -> Iterator[Path]:
-    """A checkpoint of these sizes, written for the time of the ``with`` block."""
+    """Write a checkpoint of these sizes to a temporary folder; yield its path."""
     more: dict[str, Any] = {"MAX_POSITIONS": max(sizes.prompts) + 4 * BLOCK}
     with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.multiple(make_model, **sizes.model, **more):
         make_model.make_model(Path(folder) / "model")
@@ -385,7 +388,7 @@ def made_model(sizes: Sizes) -> Iterator[Path]:
 
 
 def random_tokens(count: int, seed: str) -> list[int]:
-    """A prompt that no other is the beginning of."""
+    """Return random tokens; different seeds give different beginnings."""
     return random.Random(seed).choices(range(256), k=count)
 
 
@@ -393,7 +396,7 @@ def random_tokens(count: int, seed: str) -> list[int]:
 
 
 def measure_ttft(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator[Figure]:
-    """The first token of a prompt that the pool has, beside that of the same prompt computed."""
+    """Measure the time to the first token of prompts that the pool has, and of the same prompts without the pool."""
     copied = host_rate(copy_bytes)
     for model, name in ((sizes.model, "Qwen2-0.5B"), (sizes.wide_model, "4 layers of Qwen2.5-7B")):
         with made_model(sizes._replace(model=model)) as folder, Instance(folder, device, sizes, pool_kind) as instance:
@@ -413,18 +416,18 @@ def measure_ttft(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator
 
 
 class Pair(NamedTuple):
-    """Seconds to the first token of a prompt that nobody has, and then of the same from the pool."""
+    """Seconds to the first token of a new prompt, and of the same prompt from the pool."""
 
     cold: float
     hit: float
-    is_same: bool  # the first token
+    is_same: bool  # whether both first tokens are equal
 
 
 def measure_pair(instance: Instance, prompt: Sequence[int]) -> Pair:
-    """Ask for a prompt twice.
+    """Send a prompt twice, with an empty prefix cache both times.
 
     Raises:
-        RuntimeError: it did not come from the pool.
+        RuntimeError: the second prompt did not come from the pool.
     """
     cold = instance.answer(prompt, COLD_TOKENS)
     tokens = cold.wait()
@@ -441,7 +444,7 @@ def measure_pair(instance: Instance, prompt: Sequence[int]) -> Pair:
 
 
 def measure_decode(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator[Figure]:
-    """Steps of decodes alone and beside loads, in turn."""
+    """Measure decode steps alternately without and with concurrent loads."""
     with (
         made_model(sizes) as folder,
         Instance(folder, device, sizes, pool_kind, spare_blocks=sizes.moved_blocks) as instance,
@@ -453,7 +456,7 @@ def measure_decode(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterat
             with loads.going_on():
                 beside.append(median_step(instance, sizes, f"beside {i}"))
         step, slowed = statistics.median(alone[1:]), statistics.median(beside[1:])
-        # A second of decoding beside loads does as much as step / slowed of one alone.
+        # A second of decoding with loads does as much as step / slowed seconds without loads.
         lost = max(0.0, 1 - step / slowed) * 1e3 / loads.rate
         value = f"{lost:.1f} ms a GB: {slowed * 1e3:.2f} ms with {loads.rate:.1f} GB/s of loads, "
         value += f"{slowed / step:.3f} of {step * 1e3:.2f} ms alone"
@@ -462,19 +465,19 @@ def measure_decode(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterat
 
 
 def median_step(instance: Instance, sizes: Sizes, seed: str) -> float:
-    """Seconds of a step that decodes all sequences."""
+    """Return the median seconds of a step in which all sequences decode."""
     length = min(sizes.prompts) // 8
     answers = [instance.answer(random_tokens(length, f"{seed}, {i}"), sizes.steps) for i in range(sizes.decodes)]
     for answer in answers:
         answer.wait()
-    # The last to begin: from its second token on all of them decode, up to the end of the first.
+    # All sequences decode from the second token of the one that began last until the first one ends.
     last, end = max(answers, key=lambda answer: answer.times[0]), min(answer.times[-1] for answer in answers)
     times = [moment for moment in last.times[1:] if moment <= end]
     return statistics.median(after - before for before, after in itertools.pairwise(times))
 
 
 class Loads:
-    """Loads without a pause, into blocks of the instance's KV memory that its scheduler does not know of."""
+    """Loads without a pause, into spare blocks of the instance's KV memory, which its scheduler does not use."""
 
     def __init__(self, instance: Instance, num_blocks: int) -> None:
         runner = instance.runner
@@ -488,16 +491,16 @@ class Loads:
         self._block_bytes = runner.shape.nbytes
         self._moved = self._seconds = 0.0
         if wait_for_end(partial(self._transfers.save, self._names, self._blocks)) != num_blocks:
-            raise RuntimeError("the pool did not take the blocks that are to be loaded")
+            raise RuntimeError("the pool did not save all blocks that this benchmark loads")
 
     @property
     def rate(self) -> float:
-        """GB/s, over all times that they ran."""
+        """The mean rate of all loads in GB/s."""
         return self._moved / self._seconds / 1e9
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
-        """Load for the time of the ``with`` block."""
+        """Load blocks during the ``with`` block."""
         stop = threading.Event()
         thread = threading.Thread(target=self._load_until, args=(stop,))
         start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""What the pool's layers cost: the full stack against the raw native calls of the same Mooncake client, in one run.
+"""Measure the cost of the pool's layers: the full stack against the raw native calls of the same Mooncake client.
 
     python benchmarks/pool_overhead.py [--json] [--rounds 15]
 
-Starts a master of its own on loopback. Raw and full calls alternate (A B A B ...) over the same memory, each with
-fresh keys; figures are medians. "within" is a client that holds the pool's memory itself, "across" one that holds
-none and moves everything to and from another process over TCP.
+Starts its own master on loopback. Raw and full calls alternate with the same memory and new keys; figures are medians.
+"within" is a client that holds the pool's memory itself; "across" is a client without memory of the pool, which moves
+all bytes from and to another process over TCP.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BATCH_BYTES = 32 * MIB
 MOST_BLOCKS = 256
 LOOKED_UP = 512
 BARS = {"within": 0.80, "across": 0.90, "lookup": 1.5}
-SMALL_BARS = {"within": 0.70, "across": 0.85}  # of the smallest blocks
+SMALL_BARS = {"within": 0.70, "across": 0.85}  # bars for the smallest blocks
 OPEN_BAR_US = 50.0
 NAMESPACE = Namespace("benchmark", "float32", 64, 24, 2, 64, "layer,kv,head,token,dim")
 CHECKSUMS: dict[str, Callable[[memoryview], object]] = {
@@ -62,7 +62,7 @@ CHECKSUMS: dict[str, Callable[[memoryview], object]] = {
 
 
 class Row(NamedTuple):
-    """One measurement beside what it is compared with, and the bar its ratio is held to, where there is one."""
+    """One row of the table: the figures of the raw calls and of the full stack, their ratio, and its bar if any."""
 
     what: str
     raw: float
@@ -74,7 +74,7 @@ class Row(NamedTuple):
 
 
 class Stack:
-    """A store and the layers around it; ``native`` is the client that both ways of calling use."""
+    """A store and the layers around it; ``native`` is the Mooncake client that raw and full calls share."""
 
     def __init__(self, config: PoolConfig) -> None:
         store = open_store(config)
@@ -88,9 +88,9 @@ class Stack:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="What the layers of the pool cost, against the raw native calls.")
-    parser.add_argument("--json", action="store_true", help="print figures for machines")
-    parser.add_argument("--rounds", type=int, default=15, help="of raw and full calls in turn (default 15)")
+    parser = argparse.ArgumentParser(description="Measure the cost of the pool's layers against the raw calls.")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--rounds", type=int, default=15, help="repetitions of raw and full calls (default 15)")
     parser.add_argument("--own", metavar="MASTER", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.own:
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured(where: str, config: PoolConfig, rounds: int) -> list[Row]:
-    """Transfers of each block size, and the look-up, with a client configured by ``config``."""
+    """Measure transfers of each block size, and the look-up, with a client of this configuration."""
     stack = Stack(config)
     with stack.pool:
         rows = [row for size in SIZES for row in transfers(where, stack, size, rounds, headroom=True)]
@@ -121,7 +121,7 @@ def measured(where: str, config: PoolConfig, rounds: int) -> list[Row]:
 
 
 def transfers(where: str, stack: Stack, size: int, rounds: int, *, headroom: bool) -> list[Row]:
-    """Put and get of one batch of ``size`` byte blocks, raw and through all layers."""
+    """Measure put and get of one batch of blocks of ``size`` bytes, raw and through all layers."""
     count = min(MOST_BLOCKS, BATCH_BYTES // size)
     stride = HEADROOM_BYTES + size
     memory = np.tile(np.frombuffer(secrets.token_bytes(stride), dtype=np.uint8), count)
@@ -156,7 +156,7 @@ def transfers(where: str, stack: Stack, size: int, rounds: int, *, headroom: boo
 
 
 def lookup(where: str, stack: Stack, rounds: int) -> Row:
-    """The look-up of a long present prefix, from its hashes, against one raw batch call with keys that are ready."""
+    """Measure the look-up of a long prefix that the pool has, from its hashes, against one raw call with ready keys."""
     hashes = [secrets.token_bytes(32) for _ in range(LOOKED_UP)]
     keys = [NAMESPACE.key(block_hash) for block_hash in hashes]
     memory = np.zeros(64 * LOOKED_UP, dtype=np.uint8)
@@ -176,7 +176,7 @@ def lookup(where: str, stack: Stack, rounds: int) -> Row:
 
 
 def lookup_while_open(rounds: int) -> dict[str, float]:
-    """The same look-up while the breaker is open, in us: the guard's part, and the pool's, which asks it first."""
+    """Measure the same look-up while the breaker is open; return the microseconds of the guard and of the pool."""
 
     def refuse() -> StorageBackend:
         raise PoolUnavailable("there is no pool, for this measurement")
@@ -196,7 +196,7 @@ def lookup_while_open(rounds: int) -> dict[str, float]:
 
 
 def timed(call: Callable[[], Any], wanted: object) -> float:
-    """Seconds that ``call`` takes; its answer, or each of its answers, must be the wanted one."""
+    """Return the seconds that ``call`` takes; its result, or each item of it, must be ``wanted``."""
     start = time.perf_counter()
     answer = call()
     seconds = time.perf_counter() - start
@@ -205,7 +205,7 @@ def timed(call: Callable[[], Any], wanted: object) -> float:
 
 
 def checksum_rate(checksum: Callable[[memoryview], object], size: int) -> float:
-    """GB/s of one thread over blocks that come from memory, not from a cache."""
+    """Measure a checksum's GB/s with one thread, with blocks that are not in the CPU's caches."""
     data = memoryview(secrets.token_bytes(64 * MIB))
     blocks = [data[start : start + size] for start in range(0, len(data), size)]
     times = []
@@ -238,7 +238,7 @@ def pool_config(master: str, segment_bytes: int) -> PoolConfig:
 
 @contextlib.contextmanager
 def running_master() -> Iterator[str]:
-    """A master on free loopback ports; its address."""
+    """Run a master on free loopback ports; yield its address."""
     program = Path(sys.executable).with_name("mooncake_master")
     found = str(program) if program.exists() else shutil.which("mooncake_master")
     if found is None:
@@ -265,7 +265,7 @@ def running_master() -> Iterator[str]:
 
 @contextlib.contextmanager
 def memory_elsewhere(master: str) -> Iterator[None]:
-    """Another process that gives the pool its memory."""
+    """Run another process that gives the pool its memory."""
     argv = [sys.executable, __file__, "--own", master]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
@@ -278,7 +278,7 @@ def memory_elsewhere(master: str) -> Iterator[None]:
 
 
 def hold_memory(master: str) -> int:
-    """Give the pool memory until killed."""
+    """Give memory to the pool until this process is killed."""
     store = open_store(pool_config(master, 1024 * MIB))
     print("joined", flush=True)
     sys.stdin.read()
@@ -301,7 +301,7 @@ def answers(port: int) -> bool:
 
 
 def show(rows: Sequence[Row], while_open: dict[str, float], checksums: dict[str, float]) -> None:
-    """The tables, for people."""
+    """Print the tables."""
     print(f"{'':<34}{'raw':>10}{'full stack':>12}{'':>6}{'ratio':>8}{'bar':>10}")
     for row in rows:
         raw, full, ratio = (f"{figure:.2f}" for figure in (row.raw, row.full, row.ratio))

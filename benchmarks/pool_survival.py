@@ -1,16 +1,16 @@
-"""How much of a Mooncake pool is still readable after its master, or an owner of its memory, was killed.
+"""Measure how much of a Mooncake pool can still be read after its master, or an owner of its memory, was killed.
 
     python benchmarks/pool_survival.py [--blocks 10000] [--only WORD] [--json FILE]
 
-For each means of ``MEANS`` and each event of ``EVENTS`` that goes with it: a real ``mooncake_master`` (behind a real
-etcd where it needs one), and a process that gives the pool memory, holds 10,000 blocks of 8 KiB as an instance's own
-cache does, and has put them. 12 s later, when no block is protected by a lease any more, the process in question is
-killed with SIGKILL and, but for a failover, started again. Ten and thirty seconds after that, processes that join the
-pool anew read all blocks: once through our checks, once as Mooncake's client gives them. The table says which share is
-there, and how many bytes of those were not what was put. Where instances put blocks again and the owner is killed, the
-instance that holds them is another process, without memory of the pool's.
+There is one trial for each way to run the pool (``MEANS``) and each of its events. It starts a real ``mooncake_master``
+(with a real etcd if necessary), and a process that gives memory to the pool, holds 10,000 blocks of 8 KiB as an
+instance's own cache does, and puts them. 12 s later, when no lease protects a block any more, a process is killed with
+SIGKILL: the master or the owner of the memory. Except in a failover, it is then started again. 10 s and 30 s after the
+kill, new processes join the pool and read all blocks: one through our checks, one with Mooncake's client alone. The
+table shows the share of the blocks that was read, and the number of blocks with wrong bytes. If instances put lost
+blocks again and the owner is killed, another process without memory of the pool holds the blocks.
 
-Needs etcd (Debian: etcd-server) for the means with ``etcd`` in their name; takes about a minute a line.
+The ways with ``etcd`` in their name need etcd (Debian: etcd-server). Each line takes about a minute.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from tests.support.waiting import port_answers, wait_until
 
 BLOCK_BYTES = 8192
 BATCH = 250
-LEASE_SECONDS = 12.0  # after which no block that was put or read is protected any more
-OFFLOAD_SECONDS = 25.0  # in which an owner has written all to its SSD
+LEASE_SECONDS = 12.0  # the time after which no lease protects a block that was put or read
+OFFLOAD_SECONDS = 25.0  # the time in which an owner writes all blocks to its SSD
 FIRST_LOOK, SECOND_LOOK = 10.0, 30.0  # seconds after the event
 ROOT = Path(__file__).resolve().parent.parent
 OWNER_ENVIRON = {
@@ -68,15 +68,15 @@ OWNER_ENVIRON = {
 
 @dataclass(frozen=True)
 class Means:
-    """A way to run the pool, and the events that it is tried with.
+    """A way to run the pool, and the events of its trials.
 
     Attributes:
-        flags: of the master; ``{folder}`` stands for a folder of the trial's own.
-        environ: of the master, likewise.
-        masters: how many; more than none of them behind etcd.
-        ssd: the owner keeps blocks on disk, too.
-        refills: the process that holds the blocks puts those again that the pool has lost, as our engine does.
-        churn: so many times as many other blocks are put before the event, which evict the first.
+        flags: flags of the master; ``{folder}`` stands for the trial's folder.
+        environ: environment variables of the master, also with ``{folder}``.
+        etcd_masters: number of masters that use etcd; 0: one master without etcd.
+        ssd: whether the owner also stores blocks on disk.
+        refills: whether the process that holds the blocks puts lost blocks again, as our engine does.
+        churn: before the event, other blocks are put, ``churn`` times as many, and evict the first ones.
         pause: seconds between puts of 250 blocks.
     """
 
@@ -93,7 +93,13 @@ class Means:
 
 @dataclass
 class Line:
-    """A line of the table: shares of the blocks that were put, and bytes that were not right."""
+    """A line of the table.
+
+    Attributes:
+        shares, raw_shares: share of the blocks that were read after 10 s and 30 s, with and without our checks.
+        rejected: number of blocks that our checks rejected.
+        wrong_blocks, raw_wrong_blocks: number of blocks that were read with wrong bytes, with and without our checks.
+    """
 
     means: str
     event: str
@@ -126,7 +132,7 @@ MEANS = (
     Means("etcd, oplog", FAILING_OVER[1:], ("--enable_oplog=true",), etcd_masters=2),
     Means("etcd, oplog, one master", FAILING_OVER[:1], ("--enable_oplog=true",), etcd_masters=1),
     Means("SSD", BOTH, ("--enable_offload=true",), ssd=True),
-    # Each time the owner looks for blocks to write to its SSD it finds less than fill one of Mooncake's buckets of 500.
+    # Each time the owner looks for blocks to write to its SSD, it finds too few for one of Mooncake's buckets (500).
     Means("SSD, filled slowly", BOTH[1:], ("--enable_offload=true",), ssd=True, pause=1.2),
     Means("etcd, SSD", FAILING_OVER[1:], ("--enable_offload=true",), etcd_masters=2, ssd=True),
 )
@@ -136,7 +142,7 @@ MEANS = (
 
 
 class Instance:
-    """A client with blocks in memory of its own, as an engine's cache: it puts them, and puts them again."""
+    """A client with blocks in its own memory, like an engine's cache; it puts them, and with ``refills`` also again."""
 
     def __init__(self, config: PoolConfig, blocks: int, refills: bool, environ: dict[str, str]) -> None:
         os.environ.update(environ)
@@ -154,7 +160,7 @@ class Instance:
             Refill(self._pool, self._saved, lambda _: None)
 
     def fill(self, hashes: Sequence[bytes], pause: float) -> int:
-        """Make blocks of these hashes, publish and save them; how many the pool took.
+        """Make blocks with these hashes, publish and save them; return the number of blocks that the pool accepted.
 
         Args:
             pause: seconds between batches.
@@ -169,7 +175,7 @@ class Instance:
         return stored
 
     def is_ready(self) -> bool:
-        """Whether the pool answers it."""
+        """Return whether the pool is ready."""
         return self._pool.is_ready
 
     def _compute(self, hashes: Sequence[bytes], on_end: Callable[[int], None]) -> None:
@@ -179,7 +185,7 @@ class Instance:
             self._blocks.publish_block(block, block_hash)
 
         def on_saved(outcome: Outcome) -> None:
-            self._saved.note_blocks(hashes)
+            self._saved.note_blocks(hashes, held)
             on_end(outcome.count)
 
         self._transfers.save(hashes, held, on_saved, partial(self._blocks.release_blocks, held))
@@ -193,13 +199,13 @@ class Instance:
 
 
 def open_reader(config: PoolConfig, *, checked: bool) -> StorageBackend:
-    """A client without memory of its own."""
+    """Return a client that gives no memory to the pool, with or without our checks."""
     store = open_store(config)
     return CheckedBackend(store) if checked else store
 
 
 def read_blocks(backend: StorageBackend, hashes: Sequence[bytes]) -> tuple[int, int, int]:
-    """How many of the blocks were read; how many of those with other bytes; how many our checks rejected."""
+    """Read blocks; return the numbers of blocks that were read, that had wrong bytes, and that our checks rejected."""
     checked = isinstance(backend, CheckedBackend)
     header = 0 if checked else HEADER_BYTES
     counts: Counter[str] = Counter()
@@ -217,7 +223,7 @@ def read_blocks(backend: StorageBackend, hashes: Sequence[bytes]) -> tuple[int, 
 
 
 def list_hashes(blocks: int, seed: int = 0) -> list[bytes]:
-    """The hashes of as many blocks."""
+    """Return hashes for this number of blocks."""
     return [hashlib.sha256(f"{seed} {number}".encode()).digest() for number in range(blocks)]
 
 
@@ -225,7 +231,7 @@ def list_hashes(blocks: int, seed: int = 0) -> list[bytes]:
 
 
 class Master:
-    """A master that can be killed and started again, at the same ports."""
+    """A master that can be killed and started again with the same ports."""
 
     def __init__(self, trial: Trial, number: int) -> None:
         self.rpc_port, self.metadata_port, self._metrics_port = free_ports(3)
@@ -233,7 +239,7 @@ class Master:
         self._runs = 0
 
     def start(self) -> None:
-        """Start it; it leads where it is the only one."""
+        """Start the master; without other masters, it becomes the leader."""
         self._runs += 1
         means, folder = self._trial.means, self._trial.folder
         argv = [
@@ -252,11 +258,11 @@ class Master:
         self._child: Child = self._trial.stack.enter_context(child(argv, log, environ))
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill the master with SIGKILL."""
         self._child.kill()
 
     def is_leading(self) -> bool:
-        """Whether it takes calls."""
+        """Return whether the master is the leader and accepts calls."""
         try:
             health = httpx.get(f"http://127.0.0.1:{self._metrics_port}/health", timeout=2, trust_env=False).json()
         except (httpx.HTTPError, ValueError):
@@ -265,7 +271,7 @@ class Master:
 
 
 class Trial:
-    """One pool, and what happens to it."""
+    """One pool and one event."""
 
     def __init__(self, means: Means, event: str, blocks: int, folder: Path, stack: contextlib.ExitStack) -> None:
         self.means, self.event, self.folder, self.stack = means, event, folder, stack
@@ -281,12 +287,12 @@ class Trial:
         self._holder = self._start_instance() if is_apart else self._owner
 
     def wait_for_leader(self) -> Master:
-        """The master that takes calls."""
+        """Wait until a master accepts calls, and return it."""
         leaders = wait_until(lambda: [each for each in self.masters if each.is_leading()], "a leader", 60)
         return leaders[0]
 
     def config(self, **changes: object) -> PoolConfig:
-        """For a process that joins this pool."""
+        """Return the configuration for a process that joins this pool."""
         behind_etcd = bool(self.means.etcd_masters)
         port = self.leader.rpc_port
         settings = {
@@ -303,7 +309,7 @@ class Trial:
         return load_config("mooncake", explicit=settings, environ={})
 
     def run(self) -> Line:
-        """Put all blocks, let it happen, and read them twice."""
+        """Put all blocks, run the event, and read the blocks twice."""
         stored = self._holder.call(Instance.fill, self.hashes, self.means.pause)
         assert stored == len(self.hashes), f"the pool took {stored} of {len(self.hashes)} blocks"
         time.sleep(OFFLOAD_SECONDS if self.means.ssd or self.means.churn else LEASE_SECONDS)
@@ -340,7 +346,7 @@ class Trial:
         return self.stack.enter_context(Peer(cast("Callable[[], StorageBackend]", opened)))
 
     def _read_all(self) -> None:
-        """Read through our checks, and without."""
+        """Read all blocks with and without our checks, and add the results to the line."""
         for checked, shares in ((False, self.line.raw_shares), (True, self.line.shares)):
             with Peer(partial(open_reader, self.config(), checked=checked)) as reader:
                 read, wrong, rejected = reader.call(read_blocks, self.hashes)
@@ -353,7 +359,7 @@ class Trial:
 
 
 def start_etcd(folder: Path, stack: contextlib.ExitStack) -> int:
-    """Start an etcd; its port."""
+    """Start an etcd; return its port."""
     program = shutil.which("etcd") or str(ROOT / ".cache" / "etcd" / "usr" / "bin" / "etcd")
     client, peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
     argv = [program, "--name=survival", f"--data-dir={folder}/etcd", f"--initial-cluster=survival={peer}"]
@@ -370,7 +376,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=10_000)
     parser.add_argument("--only", default="", metavar="WORD", help="only means and events with this word")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to this file")
     arguments = parser.parse_args()
     lines = []
     for means in MEANS:
@@ -384,13 +390,13 @@ def main() -> int:
 
 
 def run_trial(means: Means, event: str, blocks: int) -> Line:
-    """One line of the table; what was started has ended after it."""
+    """Run one trial, end all its processes, and return its line of the table."""
     with tempfile.TemporaryDirectory(prefix="survival-") as folder, contextlib.ExitStack() as stack:
         return Trial(means, event, blocks, Path(folder), stack).run()
 
 
 def describe_line(line: Line) -> str:
-    """A line of the table, for people."""
+    """Return a line of the table as text."""
     shares = " ".join(f"{share:7.1%}" for share in line.shares)
     return (
         f"{line.means:34} {line.event:16} {shares}   rejected by checks {line.rejected}, "

@@ -1,14 +1,15 @@
-"""KV that is stored in fewer bytes (``?kv=int8``, ``?kv=fp8``): the quality that it costs, its bytes and its time.
+"""Measure quantised KV in the pool (``?kv=int8``, ``?kv=fp8``): the loss of quality, the bytes and the time.
 
     python benchmarks/quantised_kv.py                    # trains the needle model first: three minutes
-    python benchmarks/quantised_kv.py --needle FOLDER    # what examples/retrieval/train_needle.py wrote
+    python benchmarks/quantised_kv.py --needle FOLDER    # the folder that examples/retrieval/train_needle.py wrote
 
-Quality: the KV of a prompt is computed, its full blocks go through the pool's form and back, and the rest is computed
-on it, as after a hit. Needles: a key and four values in a text of 4K tokens, asked for at its end. Perplexity,
-agreement and greedy answers: of the small checkpoint (random weights), on its own answers to prompts of random words.
+Quality: the KV of a prompt is computed; its full blocks are quantised and restored, as after a hit in the pool; then
+the answer is computed. Needles are a key and four values in a text of 4K tokens, with a question at its end.
+Perplexity, equal tokens and equal answers are those of the small checkpoint (random weights), with prompts of random
+words; its own answers without quantisation are the reference.
 
-Time: blocks of a model with 24 layers and 2 KV heads of 64 are saved and loaded through the engine's staging and a
-Mooncake pool whose memory another process holds, over TCP on this machine.
+Time: blocks of a model with 24 layers and 2 KV heads of 64 elements are saved and loaded through the engine's staging
+and a Mooncake pool. Another process holds the pool's memory; the bytes move over TCP on this machine.
 """
 
 from __future__ import annotations
@@ -46,7 +47,13 @@ TIMED_TOKENS = 1024
 
 
 class Quality(NamedTuple):
-    """How a model does after a hit on blocks of one form; shares, but for the perplexity."""
+    """The quality of a model's answers after a hit on blocks of one form.
+
+    Attributes:
+        perplexity: perplexity of the reference answers.
+        same_token: share of the tokens that equal the reference.
+        same_answer: share of the answers that equal the reference.
+    """
 
     perplexity: float
     same_token: float
@@ -55,10 +62,10 @@ class Quality(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Quality, bytes and time of KV that is stored in fewer bytes.")
-    parser.add_argument("--needle", type=Path, metavar="FOLDER", help="a needle model; not given: one is trained")
-    parser.add_argument("--texts", type=int, default=60, help="with a needle each (default 60)")
-    parser.add_argument("--prompts", type=int, default=24, help="of the small checkpoint (default 24)")
-    parser.add_argument("--rounds", type=int, default=9, help="of saving and loading (default 9)")
+    parser.add_argument("--needle", type=Path, metavar="FOLDER", help="a needle model; by default one is trained")
+    parser.add_argument("--texts", type=int, default=60, help="number of texts with a needle (default 60)")
+    parser.add_argument("--prompts", type=int, default=24, help="prompts for the small checkpoint (default 24)")
+    parser.add_argument("--rounds", type=int, default=9, help="repetitions of save and load (default 9)")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         needle = load_model(args.needle or train_needle_model(Path(folder) / "needle"))
@@ -84,7 +91,7 @@ def load_model(folder: Path) -> Any:
 
 
 def find_needles(model: Any, form: str, count: int) -> tuple[float, float]:
-    """Shares of texts whose first value is right, and whose four values are."""
+    """Return the shares of the texts with a right first value, and with four right values."""
     texts = make_texts(count, NEEDLE_TOKENS, torch.Generator().manual_seed(1))
     found = torch.stack([answer_after_hit(model, text, form, NUM_VALUES) for text in texts.token_ids])
     right = found == texts.answers
@@ -92,7 +99,7 @@ def find_needles(model: Any, form: str, count: int) -> tuple[float, float]:
 
 
 def show_quality(folder: Path, count: int) -> None:
-    """Print how the small checkpoint does with each form."""
+    """Print the quality of the small checkpoint's answers with each form."""
     make_model(folder)
     model, words = load_model(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
     draw = random.Random(1)
@@ -106,7 +113,7 @@ def show_quality(folder: Path, count: int) -> None:
 
 
 def rate_form(model: Any, prompts: list[torch.Tensor], answers: list[torch.Tensor], form: str) -> Quality:
-    """How the answers are foretold, and how many are given again, on prompts whose KV was stored in this form."""
+    """Compare the model's answers to prompts whose KV was stored in this form with the reference ``answers``."""
     losses, same_token, same_answer = [], [], []
     for prompt, answer in zip(prompts, answers, strict=True):
         cache = cache_after_hit(model, prompt, form)
@@ -119,7 +126,7 @@ def rate_form(model: Any, prompts: list[torch.Tensor], answers: list[torch.Tenso
 
 
 def answer_after_hit(model: Any, prompt: torch.Tensor, form: str, count: int) -> torch.Tensor:
-    """The ``count`` likeliest tokens after ``prompt``, all of whose full blocks came from the pool."""
+    """Return the greedy answer of ``count`` tokens to a prompt whose full blocks were stored in this form."""
     cache = cache_after_hit(model, prompt, form)
     tokens = [prompt[-1]]
     for _ in range(count):
@@ -129,7 +136,7 @@ def answer_after_hit(model: Any, prompt: torch.Tensor, form: str, count: int) ->
 
 
 def cache_after_hit(model: Any, prompt: torch.Tensor, form: str) -> Any:
-    """The KV of all tokens of ``prompt`` but the last, the full blocks of it as they come back from the pool."""
+    """Compute the KV of a prompt without its last token; quantise and restore its full blocks with this form."""
     cache = DynamicCache()
     model(input_ids=prompt[None, :-1], past_key_values=cache, logits_to_keep=1)
     kv = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
@@ -150,7 +157,7 @@ def make_namespace(dtype: str) -> Namespace:
 
 
 def show_times(rounds: int) -> None:
-    """Print bytes, and the time of saving and loading them, for each dtype and form."""
+    """Print the bytes and the times of saves and loads, for each dtype and form."""
     print(f"\n{'KV':<9} stored as  MiB of {TIMED_TOKENS} tokens    save ms    load ms  encode ms  decode ms")
     with running_master() as master, memory_elsewhere(master):
         for dtype in (torch.float32, torch.bfloat16):
@@ -161,7 +168,7 @@ def show_times(rounds: int) -> None:
 
 
 def show_time(pool: BlockPool, dtype: torch.dtype, form: str, rounds: int) -> None:
-    """Print one row: the quickest of saves and of loads, by way of staging, as the engine has them."""
+    """Print one row: the bytes, and the shortest times of saves and loads through the engine's staging."""
     count = TIMED_TOKENS // BLOCK
     kv = torch.randn(2 * count, LAYERS, 2, KV_HEADS, BLOCK, HEAD_DIM).to(dtype)
     memory = StagedMemory(KVTensors([kv], len(kv)), pool, choose_codec(pool.namespace, kv))

@@ -1,16 +1,17 @@
-"""What clients see of instances that are killed in the middle of streams: nothing, while another one lives.
+"""Kill instances in the middle of streams, and check that clients notice nothing while another instance lives.
 
     python benchmarks/resume.py [--splitwise] [--tokens 64] [--step 1]            kill -9 at every token of a stream
     python benchmarks/resume.py --load [--splitwise] [--seconds 60] [--every 10]  200 streams, a kill every ten seconds
 
-Instances of our engine with the small checkpoint (``python -m engine.make_model``) and our router: mixed ones, or with
-``--splitwise`` one prefill instance and decode instances, of which one is killed. In the first form the instance that
-answers is killed with SIGKILL once the client has read so many tokens, for each number of them, of chat and of
-completions; text, tokens and prompt tokens must equal the undisturbed ones. In the second, streams run all the time;
-each text must equal the one that its prompt had before the first kill. The program ends with 1 if one did not.
+The program starts our router and instances of our engine with the small checkpoint (``python -m engine.make_model``):
+mixed instances, or with ``--splitwise`` one prefill instance and several decode instances, of which one is killed. In
+the first form, the instance that answers is killed with SIGKILL when the client has read N tokens, for each N, by chat
+and by completions. Text and usage must equal those of an undisturbed stream. In the second form, streams run all the
+time, and each text must equal the answer to the same prompt before the first kill. The program ends with 1 if a stream
+differs.
 
-Two instances serve at any time when one is killed; in the first form two more are there, so that a kill does not wait
-for a start. Instances are forked from a process that has loaded what they need.
+At least two instances serve when one is killed. In the first form there are two more, so that a kill does not have to
+wait for the start of an instance. Instances are forked from a process that has already imported their modules.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ from tests.support.processes import Child
 READY_S = 240.0
 PROBE_S = 60.0
 SERVING = 2  # instances that serve when one is killed
-MAX_SEQUENCES = 128  # that an instance runs at once
+MAX_SEQUENCES = 128  # sequences that an instance runs at once
 PROMPT = "Tell me a story about the sea, the sun and the stars."
 PROMPTS_UNDER_LOAD = 20
 PATHS: dict[str, Callable[[str], dict[str, Any]]] = {
     "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
     "/v1/completions": lambda text: {"prompt": text},
 }
-# Without TLS, for whose authorities each client would read a large file.
+# A client without TLS; with TLS, it would read a large file of certificate authorities.
 CLIENT = httpx.Client(trust_env=False, verify=False, timeout=300, limits=httpx.Limits(max_connections=None))
 
 
 class Fleet:
-    """Instances behind a router; those that are killed, mixed or decode, start again."""
+    """A router and its instances. A killed instance (mixed or decode) starts again."""
 
     def __init__(self, folder: Path, model: Path, *, splitwise: bool, instances: int) -> None:
         self.role = "decode" if splitwise else "mixed"
@@ -63,7 +64,7 @@ class Fleet:
         self.url = f"http://127.0.0.1:{router}"
         self._router = router
         flags = ["--host", "127.0.0.1", "--port", str(router), "--workers", "1", *["--splitwise"] * splitwise]
-        # On a busy machine an instance that computes on a CPU may take its time to answer a probe.
+        # On a busy machine, an instance that computes on a CPU may answer a probe late.
         flags += ["--health-check-timeout-secs", str(PROBE_S)]
         self._running[router] = Child([sys.executable, "-m", "router.launch", *flags], folder / "router.log")
         self._needed = {"mixed": 0, "prefill": 0, "decode": 0, self.role: SERVING}
@@ -74,7 +75,7 @@ class Fleet:
             self.start_instance(port, self.role)
 
     def start_instance(self, port: int, role: str) -> None:
-        """Start the instance of this port; it registers when it can serve."""
+        """Start an instance at this port; it registers at the router when it is ready."""
         self._lives += 1
         argv = [sys.executable, "-m", "engine.api_server", "--model", str(self._model), "--host", "127.0.0.1"]
         argv += ["--port", str(port), "--router", f"127.0.0.1:{self._router}", "--max-num-seqs", str(MAX_SEQUENCES)]
@@ -84,12 +85,15 @@ class Fleet:
         self._running[port] = Child(argv, log, env, is_forked=True)
 
     def kill_instance(self, port: int) -> None:
-        """End it as a crash would, and start it again."""
+        """Kill the instance at this port with SIGKILL, and start it again."""
         self._running[port].kill()
         self.start_instance(port, self.role)
 
     def list_serving(self, role: str) -> list[int]:
-        """The ports of the instances that serve: the router may not have noticed yet that one was killed."""
+        """Return the ports of the instances that serve: healthy for the router, and with a successful health check.
+
+        The health check is necessary because the router may not have noticed a kill yet.
+        """
         with contextlib.suppress(httpx.HTTPError, KeyError):
             told = CLIENT.get(f"{self.url}/registered").json()[role]
             ports = [int(each["port"]) for each in told if each["state"] == "healthy"]
@@ -97,7 +101,7 @@ class Fleet:
         return []
 
     def wait_until_whole(self) -> None:
-        """Wait until enough instances serve."""
+        """Wait until enough instances of each role serve."""
         give_up_at = time.monotonic() + READY_S
         while any(len(self.list_serving(role)) < needed for role, needed in self._needed.items() if needed):
             if time.monotonic() > give_up_at:
@@ -105,12 +109,12 @@ class Fleet:
             time.sleep(0.1)
 
     def count_resumptions(self) -> int:
-        """How often the router went on with a stream elsewhere."""
+        """Return how often the router resumed a stream on another instance."""
         lines = CLIENT.get(f"{self.url}/metrics").text.splitlines()
         return sum(int(float(line.split()[-1])) for line in lines if line.startswith("router_resumptions_total{"))
 
     def stop(self) -> None:
-        """End all of them."""
+        """Kill the router and all instances."""
         for process in self._running.values():
             process.kill()
             process.end_group()
@@ -122,21 +126,21 @@ class Fleet:
 
 
 class Broken(Exception):
-    """A stream that did not end as it should."""
+    """The error that a stream did not end properly."""
 
 
 class Told(NamedTuple):
-    """What a client reads of one stream."""
+    """The text of one stream, and the prompt tokens in its usage."""
 
     text: str
     prompt_tokens: int
 
 
 def read_stream(fleet: Fleet, path: str, text: str, tokens: int, kill_after: int | None = None) -> Told:
-    """One greedy stream; the instance that answers is killed once so many events with a choice have come.
+    """Read one greedy stream; kill its instance after ``kill_after`` choices if that is given.
 
     Raises:
-        Broken: it ended with an error, or twice, or not at all, or its usage is wrong.
+        Broken: the stream ended with an error, or twice, or not at all, or its usage is wrong.
     """
     body: dict[str, Any] = {**PATHS[path](text), "max_tokens": tokens, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
@@ -168,7 +172,7 @@ def read_stream(fleet: Fleet, path: str, text: str, tokens: int, kill_after: int
 
 
 def kill_at_every_token(fleet: Fleet, tokens: int, step: int) -> list[str]:
-    """What was wrong; one sentence each."""
+    """Read streams with a kill after each ``step`` tokens; return a sentence for each stream that was wrong."""
     wrong = []
     for path in PATHS:
         fleet.wait_until_whole()
@@ -182,12 +186,16 @@ def kill_at_every_token(fleet: Fleet, tokens: int, step: int) -> list[str]:
             except (Broken, httpx.HTTPError) as exc:
                 wrong.append(f"{path}, killed after {kill_after}: {type(exc).__name__} {exc}")
         print(f"{path}: {equal} of {len(runs)} texts equal the undisturbed one", flush=True)
-    print(f"{fleet.count_resumptions()} times one went on elsewhere")
+    print(f"{fleet.count_resumptions()} streams were resumed")
     return wrong
 
 
 def kill_under_load(fleet: Fleet, tokens: int, seconds: float, every: float, streams: int) -> list[str]:
-    """What was wrong; one sentence each."""
+    """Run ``streams`` streams at once for ``seconds``, with a kill every ``every`` seconds.
+
+    Returns:
+        A sentence for each kind of error.
+    """
     fleet.wait_until_whole()
     asked = [(path, f"{PROMPT} {number}") for number in range(PROMPTS_UNDER_LOAD) for path in PATHS]
     with ThreadPoolExecutor(len(asked)) as pool:
@@ -212,19 +220,19 @@ def kill_under_load(fleet: Fleet, tokens: int, seconds: float, every: float, str
     kills = 0
     while time.monotonic() < ends_at:
         time.sleep(every)
-        if len(serving := fleet.list_serving(fleet.role)) > 1:  # another one lives
+        if len(serving := fleet.list_serving(fleet.role)) > 1:  # so that another instance can resume
             fleet.kill_instance(serving[kills % len(serving)])
             kills += 1
     for thread in threads:
         thread.join()
     resumed = fleet.count_resumptions()
-    print(f"{tally.total()} streams, {tally['whole']} whole, {kills} kills, {resumed} times one went on elsewhere")
+    print(f"{tally.total()} streams, {tally['whole']} whole, {kills} kills, {resumed} streams resumed")
     return [f"{count} times: {how}" for how, count in tally.items() if how != "whole"]
 
 
 @contextlib.contextmanager
 def running_fleet(*, splitwise: bool, instances: int) -> Iterator[Fleet]:
-    """The fleet, ended at the end."""
+    """Run a fleet with a temporary checkpoint during the ``with`` block."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
@@ -237,16 +245,18 @@ def running_fleet(*, splitwise: bool, instances: int) -> Iterator[Fleet]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one form; return the exit status."""
+    """Run the form that the command line asks for; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--splitwise", action="store_true", help="pairs: one prefill, and decode instances")
-    parser.add_argument("--tokens", type=int, default=64, help="of each stream (default 64)")
-    parser.add_argument("--step", type=int, default=1, help="kill at each so many tokens (default 1)")
-    parser.add_argument("--load", action="store_true", help="many streams instead, with a kill now and then")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each stream (default 64)")
+    parser.add_argument("--step", type=int, default=1, help="tokens from one kill to the next (default 1)")
+    parser.add_argument(
+        "--load", action="store_true", help="instead, run many streams with a kill every --every seconds"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the load runs (default 60)")
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between two kills under load (default 10)")
-    parser.add_argument("--streams", type=int, default=200, help="at once, under load (default 200)")
-    parser.add_argument("--instances", type=int, help="that may be killed (default 4, and 2 under load)")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between two kills (default 10)")
+    parser.add_argument("--streams", type=int, default=200, help="streams at once under load (default 200)")
+    parser.add_argument("--instances", type=int, help="instances that can be killed (default 4, or 2 under load)")
     options = parser.parse_args(argv)
     instances = options.instances or (SERVING if options.load else SERVING + 2)
     with running_fleet(splitwise=options.splitwise, instances=instances) as fleet:

@@ -1,17 +1,18 @@
-"""Sparse attention against dense: time of attention alone and of whole steps, and memory, at 16K to 128K tokens.
+"""Compare sparse with dense attention at 16K to 128K tokens: time of attention alone and of whole steps, and memory.
 
     python benchmarks/retrieval.py                 # a few minutes, 6 GiB
     python benchmarks/retrieval.py --lengths 64K   # while working on it
 
-One layer of 8 KV heads of 128, default window and budget. Dense is one plain read of K and V that lie contiguously:
-the best there is, not the engine's own paged attention, which is told beside it. The ceiling is what reading fewer
-tokens could save at most, with all else free: tokens / (window + share of the rest).
+The model has one layer with 8 KV heads of 128 elements, and the default window and budget. Attention alone is compared
+with one plain read of contiguous K and V, the fastest possible dense attention; whole steps are compared with the
+engine's own paged attention. The ceiling is the highest possible speed-up, if only the number of read tokens mattered:
+tokens / (window + share of the rest).
 
-Keys and queries are random walks (along the text, and from step to step), so that neighbours are alike, as in models.
-``still`` asks the same query again and again, and reads the same blocks; ``jumping`` draws each query anew, and nearly
-all of its blocks are others than before: where blocks are read in place this must not matter. Steps of dense and
-sparse alternate, and the fastest of each counts: other work on the machine slows both. What the medians give is told
-beside it. ``resident`` is the share of a sequence's KV that a GPU would hold of it.
+Keys and queries are random walks (along the text, and from step to step), so that neighbours are similar, as in real
+models. ``still`` repeats the same query, and reads the same blocks in each step. ``jumping`` draws each query anew, so
+that nearly all of its blocks change; as blocks are read in place, this must not matter. Dense and sparse steps
+alternate, and the fastest of each counts, because other work on the machine slows both; another column shows the
+medians. ``resident`` is the share of a sequence's KV that a GPU would have to hold.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine.model.attention.retrieval import Retrieval, SparseState
-from engine.model.model_runner import ModelRunner, load_model_config
+from engine.model.checkpoint import load_model_config
+from engine.model.model_runner import ModelRunner
 from engine.scheduling.request import Request, SamplingParams, Sequence
 from engine.scheduling.retrieval_config import Regime, RetrievalConfig
 from engine.scheduling.scheduler import Chunk
@@ -42,7 +44,7 @@ SPEED_BAR, MEMORY_BAR = 0.6, 0.25
 
 
 def walk(steps: int, likeness: float, *shape: int) -> torch.Tensor:
-    """``[steps, *shape]`` of variance 1, each like the one before."""
+    """Return a random walk ``[steps, *shape]`` of variance 1, in which each step is similar to the previous one."""
     values = torch.randn(steps, *shape)
     for step in range(1, steps):
         values[step].mul_((1 - likeness**2) ** 0.5).add_(values[step - 1], alpha=likeness)
@@ -50,7 +52,7 @@ def walk(steps: int, likeness: float, *shape: int) -> torch.Tensor:
 
 
 def sequence_of(tokens: int, max_tokens: int, regime: Regime) -> Sequence:
-    """A sequence whose next step computes its ``tokens``-th token, with all others' KV in blocks 0, 1, ..."""
+    """Return a sequence of ``tokens`` tokens; only the last one is not computed. Its KV is in blocks 0, 1, ..."""
     sequence = Sequence(Request("", (1,) * (tokens - 1), SamplingParams(max_tokens, temperature=0.0)), BLOCK)
     sequence.token_ids.append(1)
     sequence.num_computed = tokens - 1
@@ -60,7 +62,7 @@ def sequence_of(tokens: int, max_tokens: int, regime: Regime) -> Sequence:
 
 
 def alternate(steps: int, *works: Callable[[int], object]) -> list[list[float]]:
-    """Milliseconds of each work, done in turn, the fastest first."""
+    """Call the functions alternately, ``steps`` times each; return for each its milliseconds, sorted."""
     times: list[list[float]] = [[] for _ in works]
     for step in range(steps):
         for work, taken in zip(works, times, strict=True):
@@ -71,7 +73,7 @@ def alternate(steps: int, *works: Callable[[int], object]) -> list[list[float]]:
 
 
 class AttentionOnly:
-    """One layer's attention over one sequence of ``tokens``."""
+    """The attention of one layer over one sequence of ``tokens`` tokens."""
 
     def __init__(self, tokens: int, steps: int, dtype: torch.dtype) -> None:
         self.tokens = tokens
@@ -86,7 +88,11 @@ class AttentionOnly:
         self._steps = steps
 
     def run(self, motion: str) -> tuple[list[float], list[float]]:
-        """Milliseconds of dense and of sparse steps, the fastest first."""
+        """Return the milliseconds of dense and of sparse steps, both sorted.
+
+        Args:
+            motion: how much the queries change from step to step: ``still``, ``walking`` or ``jumping``.
+        """
         retrieval = Retrieval(CONFIG, self._kv, 1, self.tokens)
         sequence = sequence_of(self.tokens, 1, Regime.OFFLOADED)
         state: SparseState = retrieval.state_of(sequence)
@@ -106,11 +112,11 @@ class AttentionOnly:
 
 
 def whole_steps(folder: Path, lengths: list[int], steps: int) -> None:
-    """Print what steps of a model of one layer take, dense and sparse, through the engine's own runner."""
+    """Print the times of whole steps of a model with one layer, dense and sparse, in the engine's own runner."""
     runner = ModelRunner(str(folder), load_model_config(str(folder)), "cpu", torch.float32, BLOCK)
     runner.allocate_kv(-(-(max(lengths) + steps) // BLOCK) + 1)
     runner.kv.normal_()
-    print(f"\nwhole steps, {HIDDEN} wide, vocabulary of {runner.vocab_size}; the engine's paged attention is dense's")
+    print(f"\nwhole steps, {HIDDEN} wide, vocabulary of {runner.vocab_size}; dense: the engine's paged attention")
     print(f"{'tokens':>7} {'dense ms':>9} {'sparse ms':>10} {'speed-up':>9} {'read':>6}")
     for tokens in lengths:
         runner.enable_retrieval(CONFIG, 1, tokens + steps)
@@ -133,7 +139,7 @@ def whole_steps(folder: Path, lengths: list[int], steps: int) -> None:
 
 
 def attention_only(lengths: list[int], steps: int, dtype: torch.dtype) -> None:
-    """Print what one layer's attention takes, and hold it to the bars."""
+    """Print the times of one layer's attention, and compare them with the bars."""
     print(f"attention only: {KV_HEADS} KV heads, {GROUP} queries each, d = {DIM}, {dtype}, blocks of {BLOCK}")
     print(
         f"{'tokens':>7} {'queries':>8} {'dense ms':>9} {'sparse ms':>10} {'speed-up':>9} {'ceiling':>8} {'of it':>6} "
@@ -161,7 +167,7 @@ def attention_only(lengths: list[int], steps: int, dtype: torch.dtype) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """One layer of random weights."""
+    """Write a checkpoint with one layer of random weights."""
     config = Qwen2Config(
         vocab_size=1024,
         hidden_size=HIDDEN,
@@ -178,21 +184,21 @@ def write_model(folder: Path) -> None:
 
 
 def tokens_of(text: str) -> int:
-    """``64K`` -> 65536."""
+    """Parse a number of tokens such as ``64K``."""
     digits = text.removesuffix("K")
     if digits == text or not digits.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no length such as 64K")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a length; give one such as 64K")
     return int(digits) << 10
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description="Sparse attention against dense.")
+    """Measure all figures and print them."""
+    parser = argparse.ArgumentParser(description="Compare sparse with dense attention.")
     parser.add_argument(
         "--lengths", type=tokens_of, nargs="+", metavar="64K", default=[n << 10 for n in (16, 32, 64, 128)]
     )
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of attention alone")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype for attention alone")
     args = parser.parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():

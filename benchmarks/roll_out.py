@@ -1,11 +1,12 @@
-"""What clients see of a roll-out: nothing. Four instances are replaced one after the other under 64 streams.
+"""Replace four instances one after the other under 64 streams, and check that clients notice nothing.
 
     python benchmarks/roll_out.py [--streams 64] [--tokens 48] [--workers 2]
 
-Four mixed instances of our engine, the small checkpoint (``python -m engine.make_model``) and our router. Each one is
-drained (``kvrouter drain --wait --until-restart``), ended by SIGTERM, and started again at the same port; the next one
-follows when ``/ready`` of the new process says that it serves. Every stream must be the text that its prompt had
-before, with one end; the program ends with 1 if one is not, or a request is refused.
+The program starts our router and four mixed instances of our engine with the small checkpoint (``python -m
+engine.make_model``). It drains each instance (``kvrouter drain --wait --until-restart``), ends it with SIGTERM, and
+starts it again at the same port; it goes on with the next instance when ``/ready`` of the new process succeeds. Each
+stream must have the text of an earlier, undisturbed stream, and one end. The program ends with 1 if a stream differs,
+or if a request is refused.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class Fleet:
             self.wait_until_ready(port)
 
     def start_instance(self, port: int) -> None:
-        """Start the instance of this port."""
+        """Start an instance at this port."""
         address = ["--host", "127.0.0.1", "--port", str(port), "--router", self.router]
         self._start(port, "engine.api_server", "--model", self._model, "--max-num-seqs", "32", *address)
 
     def wait_until_ready(self, port: int) -> None:
-        """Wait until the instance serves, and the router knows it."""
+        """Wait until ``/ready`` of the instance succeeds: it serves, and the router knows it."""
         give_up_at = time.monotonic() + READY_S
         while not self._is_ready(port):
             if time.monotonic() > give_up_at:
@@ -64,12 +65,12 @@ class Fleet:
             time.sleep(0.2)
 
     def end_instance(self, port: int) -> int:
-        """End it as an orchestrator does; its exit status."""
+        """End the instance with SIGTERM, as an orchestrator does; return its exit status."""
         self._processes[port].send_signal(signal.SIGTERM)
         return self._processes[port].wait(60)
 
     def stop(self) -> None:
-        """End all of them."""
+        """Kill the router and all instances."""
         for process in self._processes.values():
             process.kill()
             process.wait()
@@ -90,7 +91,7 @@ class Fleet:
 
 
 def read_stream(client: httpx.Client, router: str, prompt: str, tokens: int) -> str:
-    """The text of a greedy stream; anything else begins with "!"."""
+    """Read a greedy stream; return its text, or a description of the error that begins with "!"."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
     said, finishes, done = "", 0, 0
     try:
@@ -112,7 +113,7 @@ def read_stream(client: httpx.Client, router: str, prompt: str, tokens: int) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Roll all instances once."""
+    """Replace all instances once; return the exit status."""
     parser = argparse.ArgumentParser(description="Replace four instances under streams.")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)

@@ -1,25 +1,26 @@
-"""What the router costs: ours with all features on, against sglang-router, smg, vllm-router and no router, in one run.
+"""Measure the cost of our router with all features on, against sglang-router, smg, vllm-router and no router.
 
     python benchmarks/router_overhead.py --peers-venv /tmp/peers [--quick] [--workers 1 --workers 2] [--json FILE]
     python benchmarks/router_overhead.py --only ours --workers 1 --mode pd --case small --connections 32 --seconds 5
 
-All systems stand before the same mock instances (2 prefill + 2 decode, then 4 mixed; ``native/worker.c``) and under
-the same load (``native/load.c``) over keep-alive connections; both are compiled at the start. A case is measured for
-all systems in turn, several rounds of that; figures are medians. "Direct" is the load at the instances that give the
-answer (in P/D mode the decode ones); "+" is what a system adds to it. "Stall" lies between a stream's last event and
-the end of its answer: Nagle's algorithm against delayed acknowledgements shows there as 40 ms.
+All systems get the same mock instances (2 prefill + 2 decode, then 4 mixed; ``native/worker.c``) and the same load
+(``native/load.c``) over keep-alive connections. Both programs are compiled at the start. Each case is measured with all
+systems in turn, in several rounds; figures are medians. "Direct" is the load without a router, at the instances that
+answer (in P/D mode the decode instances); "+" is the difference of a system from that. "Stall" is the time between a
+stream's last event and the end of its answer: Nagle's algorithm together with delayed acknowledgements would take 40 ms
+there.
 
-Ours is measured with 1, 2 and 4 workers ("ours", "ours x2", "ours x4"; ``--workers``). The bars at the end hold for
-two workers on two cores, or for the number that was measured.
+Our router is measured with 1, 2 and 4 workers ("ours", "ours x2", "ours x4"; ``--workers``). The bars at the end apply
+to two workers on two cores, or to the first measured number of workers if two were not measured.
 
-Fairness. Ours runs with its defaults: both legs supervised, health probes, metrics, load-aware policies, heartbeats
-every 5 s. The peers get the flags that make them fastest: round_robin in both modes (their default, cache_aware,
-keeps a tree over prompts), only errors logged, no retries, no circuit breaker. sglang-router and smg send both legs at
-once, as ours does; vllm-router's P/D waits for the prefill leg's answer before it asks the decode leg. Nothing is
-pinned to a core. Router, instances and load share the cores, so requests per second are what is left after all three;
-CPU per request (user and system time of all the router's threads and processes, from /proc) is the steadier figure.
-What load and instances took is in the table: where they take most of a core, they limit too. "Others" are other
-processes, the kernel's own work and what the host of a virtual machine took away: where it is large, measure again.
+Fairness. Our router runs with its defaults: both legs supervised, health probes, metrics, load-aware policies,
+heartbeats every 5 s. The peers get their fastest flags: round_robin in both modes (their default, cache_aware, keeps a
+tree of prompts), only errors logged, no retries, no circuit breaker. sglang-router and smg send both legs at once, as
+ours does; vllm-router's P/D waits for the prefill leg's answer before it sends the decode leg. No process is pinned to
+a core. Router, instances and load share the cores, so that requests per second depend on all three. CPU per request
+(user and system time of all threads and processes of the router, from /proc) varies less. The table shows the CPU of
+load and instances: if they use most of a core, they limit the figures, too. "Others" are other processes, the kernel,
+and time that the host of a virtual machine took: if this figure is large, repeat the measurement.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from tests.support.registration import registration_fields
 
 NATIVE = Path(__file__).with_name("native")
 ROOT = NATIVE.parent.parent
-# Each by the module that starts it: two of the packages bring a command called smg.
+# Each peer is started by its module, because two of the packages install a command called smg.
 PEERS = {
     "sglang-router": ("sglang_router.launch_router",),
     "smg": ("smg", "launch"),
@@ -62,7 +63,7 @@ NUMBERS_OF_WORKERS = (1, 2, 4)
 WORKERS_OF_THE_BARS = 2
 ROLES = {"pd": ("prefill", "prefill", "decode", "decode"), "mixed": ("mixed",) * 4, "many": ("mixed",) * 64}
 MODES = {"pd": "prefill/decode: 2 + 2 instances", "mixed": "mixed: 4 instances", "many": "mixed: 64 instances"}
-# Here the peers, too, place each prompt by its prefix.
+# Modes in which the peers also choose the instance by the prompt's prefix, as our router does.
 POLICIES = {"many": "cache_aware"}
 EVENTS = 256
 PACED_EVENTS = 100
@@ -77,12 +78,17 @@ Figures = dict[str, float]
 
 
 class Unable(Exception):
-    """A system cannot serve a case; the text says why, for the table."""
+    """The error that a system cannot serve a case; its text is for the table."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of load. ``events`` of 0: answers that are not streams; ``pace_ms`` lies between two events."""
+    """One kind of load.
+
+    Attributes:
+        events: events of each stream; 0: answers are not streams.
+        pace_ms: milliseconds between two events.
+    """
 
     kind: str
     connections: int
@@ -102,7 +108,7 @@ class Case:
         return f"{what}, {self.connections} connection{'s' if self.connections > 1 else ''}"
 
     def body(self) -> bytes:
-        """The request, in fields of the OpenAI API only (native/worker.c says how it reads them)."""
+        """Return the body of a request. It has only fields of the OpenAI API; native/worker.c says how it uses them."""
         start = "#" * 16 if self.kind == "unique" else ""  # native/load.c puts a number there
         messages = [
             {"role": "system", "content": "You are a helpful assistant."},
@@ -126,7 +132,7 @@ QUICK_CASES = tuple(case for case in CASES if case.events or case.connections ==
 
 @dataclass
 class System:
-    """What a load is sent to: its ports, and the process whose CPU is counted (0: there is no router)."""
+    """The target of a load: its ports, and the id of the process to measure (0: there is no router)."""
 
     ports: Sequence[int]
     pid: int = 0
@@ -154,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         systems = [each for name in wanted for each in (map(_our_name, numbers) if name == "ours" else [name])]
         bench = Bench(Path(folder), systems, peers_venv)
         for mode in [args.mode] if args.mode else ROLES:
-            # With many instances it is placing a prompt that costs, with few ones passing it on.
+            # With many instances, the choice of an instance for a prompt costs most; with few, the forwarding does.
             chosen = [case for case in cases if (case.kind == "unique") == (mode == "many")]
             seconds, rounds = args.seconds or (1.0 if args.quick else 2.0), args.rounds or (1 if args.quick else 3)
             bench.run(mode, chosen, seconds, rounds)
@@ -165,26 +171,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What the router costs, against other routers and none.")
+    parser = argparse.ArgumentParser(description="Measure the cost of the router, against other routers and none.")
     parser.add_argument(
         "--peers-venv", type=Path, metavar="DIR", help="virtual environment of the peers; made if absent"
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases, one round: about three minutes")
     parser.add_argument("--only", action="append", choices=("direct", "ours", *PEERS), help="may be repeated")
     parser.add_argument(
-        "--workers", type=int, action="append", metavar="N", help="of ours; may be repeated (default 1, 2 and 4)"
+        "--workers", type=int, action="append", metavar="N", help="workers of ours; may be repeated (default 1, 2, 4)"
     )
     parser.add_argument("--mode", choices=tuple(ROLES))
     parser.add_argument("--case", choices=sorted({case.kind for case in CASES}))
-    parser.add_argument("--connections", type=int, help="only the cases with so many")
-    parser.add_argument("--seconds", type=float, help="that one measurement takes (default 2, quick 1)")
+    parser.add_argument("--connections", type=int, help="only the cases with this number of connections")
+    parser.add_argument("--seconds", type=float, help="length of one measurement (default 2, quick 1)")
     parser.add_argument("--rounds", type=int, help="measurements of each case and system (default 3, quick 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     return parser.parse_args(argv)
 
 
 class Bench:
-    """Starts everything, measures, and keeps each measurement."""
+    """Starts systems and load, and stores all measurements."""
 
     def __init__(self, folder: Path, systems: Sequence[str], peers_venv: Path) -> None:
         self.folder = folder
@@ -213,7 +219,7 @@ class Bench:
                         self._measure(Cell(mode, case, name), system, workers, seconds)
 
     def medians(self) -> dict[Cell, Figures]:
-        """The median of each figure of each cell."""
+        """Return the median of each figure of each cell."""
         return {
             cell: {figure: statistics.median(each[figure] for each in rounds) for figure in rounds[0]}
             for cell, rounds in self.measured.items()
@@ -248,7 +254,7 @@ class Bench:
             "connections": case.connections,
             "seconds": seconds,
             "body": body,
-            "events": case.events and case.events + 1,  # [DONE] is one more
+            "events": case.events and case.events + 1,  # the further event is [DONE]
             "stagger-ms": case.pace_ms,
         }
         argv = [str(self.load), *(f"--{name}={value}" for name, value in options.items())]
@@ -272,10 +278,10 @@ class Bench:
 
     @contextlib.contextmanager
     def _system(self, name: str, mode: str, workers: Sequence[int]) -> Iterator[System]:
-        """Start one system, warm and ready.
+        """Start one system, and wait until it answers.
 
         Raises:
-            Unable: it does not come to answer.
+            Unable: the system ends, or does not answer in time.
         """
         if name == "direct":
             answering = [port for role, port in zip(ROLES[mode], workers, strict=True) if role != "prefill"]
@@ -313,7 +319,7 @@ def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -
     if mode == "mixed":
         instances = ["--worker-urls", *urls]
     else:
-        # Both take a bootstrap port beside a prefill instance's URL; the mock instances never open it.
+        # The peers take a bootstrap port with a prefill instance's URL; the mock instances never open it.
         prefill = [
             arg for url, worker in zip(urls[:2], workers, strict=False) for arg in ("--prefill", url, str(worker))
         ]
@@ -338,7 +344,7 @@ def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -
 
 @contextlib.contextmanager
 def running_process(command: Sequence[str], log: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process and, when it is ended, whatever it started; our router is the one that lies beside this program."""
+    """Run a process in this repository's folder; at the end, kill it and all processes of its group."""
     with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True) as process:
         try:
             yield process
@@ -364,7 +370,7 @@ def heartbeats(port: int, mode: str, workers: Sequence[int]) -> Iterator[None]:
 
 
 def post(port: int, path: str, body: bytes) -> int:
-    """The status of the answer; 0 if there is none."""
+    """Send a POST request; return the status of the answer, or 0 if there is none."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}", data=body, headers={"content-type": "application/json"}
     )
@@ -389,7 +395,7 @@ def compiled(name: str, folder: Path) -> Path:
 
 
 def _install_peers(venv: Path) -> None:
-    """Make the peers' environment, if it is not there, and print which peers it holds."""
+    """Make the peers' virtual environment if it does not exist, and print the versions of the peers."""
     python = venv / "bin" / "python"
     if not python.exists():
         print(f"installing {' and '.join(PEERS)} in {venv}", file=sys.stderr)
@@ -410,14 +416,14 @@ def free_port() -> int:
 
 
 def _times(router: int, workers: int) -> tuple[float, float, float, float]:
-    """Seconds of the clock, of all cores' work and of what the host took from them, of the router, of the instances."""
+    """Return the clock, and CPU seconds of all cores (including stolen time), of the router and of the instances."""
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     busy = (user + nice + system + irq + softirq + steal) / TICKS_PER_S
-    return time.monotonic(), busy, _cpu_seconds(router), _cpu_seconds(workers)
+    return time.monotonic(), busy, cpu_seconds(router), cpu_seconds(workers)
 
 
-def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process and all its descendants, ended ones included; 0 for pid 0."""
+def cpu_seconds(pid: int) -> float:
+    """Return the user and system time of a process and all its descendants, also of ended ones; 0 for pid 0."""
     ticks = 0
     for each in family(pid) if pid else ():
         with contextlib.suppress(OSError):
@@ -426,7 +432,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def family(pid: int) -> set[int]:
-    """A process that leads a session, all its descendants, and all others of the session, such as orphans of theirs."""
+    """Return the ids of a session leader, its descendants, and the other processes of its session, such as orphans."""
     parents: dict[int, int] = {}
     found = {pid}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -441,12 +447,12 @@ def family(pid: int) -> set[int]:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name."""
+    """Return the fields of /proc/PID/stat after the name."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 class Bar(NamedTuple):
-    """What is promised of a figure, and what it is."""
+    """One figure, and the bar that it must meet."""
 
     what: str
     value: float
@@ -455,7 +461,7 @@ class Bar(NamedTuple):
 
 
 def bars(measured: dict[Cell, list[Figures]]) -> list[Bar]:
-    """The promises that these measurements can be held to; each is the median of what the single rounds say."""
+    """Return the bars for which there are measurements; each value is the median over the rounds."""
     found = []
     names = dict.fromkeys(cell.system for cell in measured if cell.system.startswith("ours"))
     wanted = _our_name(WORKERS_OF_THE_BARS)
@@ -475,7 +481,8 @@ def bars(measured: dict[Cell, list[Figures]]) -> list[Bar]:
 
     everybody = tuple(PEERS)
     for mode, faster, peers in (("pd", 1.3, everybody[:2]), ("mixed", 1.0, everybody)):
-        # In pairs we are held to be ahead of all, in mixed mode not to be behind the one that does as much.
+        # CPU and p50: in P/D mode, our router must not be worse than any peer; in mixed mode, not than the peer with
+        # similar features.
         equals = everybody if mode == "pd" else everybody[:1]
         hold(mode, Case("small", 32), "small, 32: req/s", "per_s", peers, faster, math.inf)
         hold(mode, Case("small", 32), "small, 32: CPU per request", "router_us", equals, 0.0, 1.0)
@@ -536,7 +543,7 @@ PACED: tuple[Column, ...] = (
     ("stall p99 ms", _plain("stall_p99_us", 1e-3), ".2f"),
     *SHARED,
 )
-# What one looks at first: the figures of three cases, side by side.
+# The most important figures, from three cases.
 SUMMARY: tuple[tuple[str, Case, str, str], ...] = (
     ("req/s", Case("small", 32), "per_s", ",.0f"),
     ("CPU us/req", Case("small", 32), "router_us", ".1f"),
@@ -548,7 +555,7 @@ COLUMNS = {"small": ANSWERS, "large": ANSWERS, "unique": ANSWERS, "burst": BURST
 
 
 def show(bench: Bench) -> None:
-    """The tables, for people."""
+    """Print the tables."""
     figures, unable = bench.medians(), bench.unable
     print(f"{os.cpu_count()} cores, shared by router, instances and load; the last columns are cores in use")
     for mode, case in dict.fromkeys((cell.mode, cell.case) for cell in (*figures, *unable)):

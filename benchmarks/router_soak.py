@@ -1,17 +1,17 @@
-"""A soak: does the router grow, leak connections or lose requests under 1,000 clients that do as they like?
+"""Soak test: check that the router does not grow, leak connections or lose requests with 1,000 random clients.
 
     python benchmarks/router_soak.py [--seconds 60] [--connections 1000] [--mode pd|mixed] [--workers 1]
 
-A real router, of one process or of several workers, stands before mock instances (2 prefill + 2 decode, or 4 mixed;
-``native/worker.c``). Each connection sends one request after another, drawn at random: whole answers, streams of paced
-events, prompts of 32 KB that nobody has sent before, bodies that are no JSON, listings; and some clients leave before
-the answer or in the middle of a stream, and come back on a new connection.
+A real router, with one process or several workers, uses mock instances (2 prefill + 2 decode, or 4 mixed;
+``native/worker.c``). Each connection sends one random request after another: for whole answers, for streams with pauses
+between events, with new prompts of 32 KB, with bodies that are not JSON, and for the list of models. Some clients leave
+before the answer or in the middle of a stream, and connect again.
 
-The program ends with 1 if an answer was not what it should be (each is read to its end and checked), if the router's
-memory grows by more than --growth-mb after the warm-up, if a request still counts at an instance when all clients are
-gone, or if descriptors are left open. The warm-up, a third of the time, fills what is bounded by design: the records
-kept for /admin/explain (10,000 requests) and the prefix index, which is made small for it. Memory and descriptors are
-those of all the router's processes together, and what processes share in memory counts once.
+The program ends with 1 if an answer is wrong (each is read to its end and checked), if the router's memory grows by
+more than --growth-mb after the warm-up, if a request still counts at an instance when all clients have left, or if file
+descriptors stay open. The warm-up takes a third of the time. It fills the stores of limited size: the records for
+/admin/explain (10,000 requests) and the prefix index, which is small in this test. Memory and descriptors are those of
+all the router's processes together; memory that processes share counts once.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ PREFIX_ENTRIES = 20_000
 PATIENCE_S = 30.0
 READY_S = 60.0
 SHRINKS_WITHIN_S = 15.0
-# Clients come one by one over this time.
+# Clients connect at random times within this time.
 RAMP_S = 1.0
-# A few descriptors more than at the start may be open at the end, in each worker: connections of heartbeats and probes.
+# The number of descriptors by which each worker may have more at the end: connections of heartbeats and probes.
 FEW = 16
-# Kinds of requests, and how often each is sent.
+# Kinds of requests, and their relative frequency.
 KINDS = {"whole": 40, "stream": 25, "long": 10, "bad": 5, "models": 2, "leaves at once": 6, "leaves a stream": 12}
 
 
 class Lost(Exception):
-    """An answer that is not what it should be."""
+    """The error that an answer is wrong."""
 
 
 class Tally:
-    """What became of the requests."""
+    """Counters of the requests' outcomes."""
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter()
-        """Requests by kind that ended as they should."""
+        """Number of requests of each kind that ended properly."""
         self.lost: Counter[str] = Counter()
-        """Sentences on the others."""
+        """Number of the other requests, by a description of the error."""
         self.is_over = False
-        """Whether clients should leave."""
+        """Whether clients must stop."""
 
     @property
     def requests(self) -> int:
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _soak(pid: int, port: int, options: argparse.Namespace) -> list[str]:
-    """Send, print what is seen, and return what is wrong with it."""
+    """Run the clients, print the table, and return a sentence for each problem."""
     tally = Tally()
     clients = [asyncio.ensure_future(_client(port, tally, seed)) for seed in range(options.connections)]
     print(f"{'':<16}{'processes':>10}{'memory MB':>10}{'open files':>12}{'requests':>10}{'lost':>6}")
@@ -126,7 +126,7 @@ async def _soak(pid: int, port: int, options: argparse.Namespace) -> list[str]:
         client.cancel()
     await asyncio.gather(*clients, return_exceptions=True)
     left = await _left_running(port)
-    # Connections to instances are kept for further use, but only for some seconds.
+    # The router keeps idle connections to instances only for some seconds.
     give_up_at = time.monotonic() + SHRINKS_WITHIN_S
     while _weigh(pid).files > before.files + few and time.monotonic() < give_up_at:
         await asyncio.sleep(0.1)
@@ -147,7 +147,7 @@ async def _soak(pid: int, port: int, options: argparse.Namespace) -> list[str]:
 
 
 async def _client(port: int, tally: Tally, seed: int) -> None:
-    """One connection after another, with requests drawn at random, until cancelled."""
+    """Send random requests over one connection after another, until cancelled."""
     draw = random.Random(seed)
     await asyncio.sleep(draw.random() * RAMP_S)
     while not tally.is_over:
@@ -167,10 +167,10 @@ async def _client(port: int, tally: Tally, seed: int) -> None:
 
 
 async def _ask(kind: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, draw: random.Random) -> bool:
-    """Send one request and check its answer; False if the client leaves.
+    """Send one request and check its answer; return False if the client leaves.
 
     Raises:
-        Lost: the answer is not the right one.
+        Lost: the answer is wrong.
     """
     is_stream = kind in ("stream", "leaves a stream")
     prompt = draw.randbytes(LONG_PROMPT_BYTES // 2).hex() if kind == "long" else f"question {draw.randrange(1000)}"
@@ -201,7 +201,7 @@ async def _ask(kind: str, reader: asyncio.StreamReader, writer: asyncio.StreamWr
 
 
 async def _read_stream(reader: asyncio.StreamReader, leave_after: int | None) -> bool:
-    """Read a chunked event stream to its end, or until so many events have come."""
+    """Read a chunked event stream; return True at its end, or False after more than ``leave_after`` events."""
     stream = b""
     while size := int(await reader.readline(), 16):
         stream += await reader.readexactly(size)
@@ -215,7 +215,7 @@ async def _read_stream(reader: asyncio.StreamReader, leave_after: int | None) ->
 
 
 async def _left_running(port: int) -> int:
-    """Requests that count at instances; after giving them time to end."""
+    """Wait some time for running requests to end; return the number that the router still counts at instances."""
     left = 0
     async with httpx.AsyncClient(trust_env=False) as client:
         for _ in range(100):
@@ -228,7 +228,7 @@ async def _left_running(port: int) -> int:
 
 
 class Weight(NamedTuple):
-    """What all processes of the router take together."""
+    """Memory and open files of all processes of the router together."""
 
     processes: int
     memory_mb: float
@@ -236,7 +236,7 @@ class Weight(NamedTuple):
 
 
 def _show(when: str, pid: int, tally: Tally) -> Weight:
-    """Print a line of the table; return the router's part of it."""
+    """Print a line of the table; return the router's figures in it."""
     own = _weigh(pid)
     print(
         f"{when:<16}{own.processes:>10}{own.memory_mb:>10.1f}{own.files:>12}"
@@ -249,14 +249,14 @@ def _show(when: str, pid: int, tally: Tally) -> Weight:
 def _weigh(pid: int) -> Weight:
     weights = []
     for each in family(pid):
-        with contextlib.suppress(OSError, StopIteration):  # one that has ended
+        with contextlib.suppress(OSError, StopIteration):  # if the process has ended
             folder = Path(f"/proc/{each}")
             weights.append((_memory_mb(folder), len(os.listdir(folder / "fd"))))
     return Weight(len(weights), sum(memory for memory, _ in weights), sum(files for _, files in weights))
 
 
 def _memory_mb(process: Path) -> float:
-    """A process's memory; a page that it shares with others counts in part ("proportional set size")."""
+    """Return a process's memory in MB; a shared page counts in part ("proportional set size")."""
     lines = (process / "smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1e3
 
@@ -270,7 +270,7 @@ def _router(options: argparse.Namespace, port: int) -> list[str]:
 
 @contextlib.contextmanager
 def _workers(folder: Path, mode: str) -> Iterator[list[int]]:
-    """The mock instances' ports."""
+    """Run the mock instances; yield their ports."""
     command = [str(compiled("worker", folder)), *ROLES[mode]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -1,14 +1,14 @@
-"""Random conversations over prefill and decode instances that are killed, stopped and started again at random.
+"""Soak test: random conversations with prefill and decode instances that are killed, suspended and restarted at random.
 
     python benchmarks/soak.py [--minutes 10] [--seed N] [--prefill 2] [--decode 2] [--logs FOLDER]
 
-Real instances behind the real router on a real Mooncake pool, with a model of two layers, few KV blocks and a small
-pool, so that much happens: eviction, preemption, chunked prefill, direct hand-over, loads. First an instance without
-any cache says what the right answers are. Then users lead those conversations, streamed and not, some hanging up, while
-instances are killed and started anew, or stopped for some seconds, and the master likewise; of each role one instance
-is left in peace at any time. The last fifth of the time nothing more is done to them.
+Real instances run behind the real router with a real Mooncake pool. The model has two layers, and there are few KV
+blocks and a small pool, so that evictions, preemptions, chunked prefill, direct hand-overs and loads all happen. First,
+an instance without any cache computes the right answers. Then users hold the same conversations, with and without
+streams; some hang up. Meanwhile instances and the master are killed and started again, or suspended for some seconds.
+At any time, at least one instance of each role is undisturbed. In the last fifth of the time, there are no faults.
 
-Prints what came of it beside what it is held to; exits with 1 if something is violated.
+The program prints the figures with their bars; it exits with 1 if a bar is violated.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from tests.support.processes import Child, child
 
 LAYERS = 2
 BATCHED = 128  # tokens computed in a step
-BLOCK, BLOCKS, SEQUENCES, LONGEST = 16, 128, 6, 1024  # an instance holds two of the longest conversations
-SEGMENT = "16MiB"  # what an instance gives the pool: 512 blocks
-MARGIN = 1e-3  # nats by which the right token must lead, so that rounding (2e-5) never decides
+BLOCK, BLOCKS, SEQUENCES, LONGEST = 16, 128, 6, 1024  # an instance has room for two of the longest conversations
+SEGMENT = "16MiB"  # memory that an instance gives to the pool: 512 blocks
+MARGIN = 1e-3  # smallest lead of the right token in nats, so that rounding (2e-5) never changes an answer
 CONVERSATIONS, TURNS, ANSWER = 96, 5, 48
 USERS = 8
 HANGS_UP = 0.06  # share of requests
 
-DEADLINE = 60.0  # seconds in which a request must have ended
-TRIES = 20  # of a user whose answer was cut off
-WARM = 30.0  # seconds after which a process should not grow any more
-MIB_GROWN = 48.0  # that an instance may grow by: its part of the pool, and what malloc keeps
-FDS_GROWN, FDS_PER_END = 12, 3  # file descriptors: Mooncake's client keeps some of every process that ended
-IDLE_SECONDS = 75.0  # in which blocks must be free: D keeps those that a lost P may still write to for 60 s
+DEADLINE = 60.0  # seconds within which a request must end
+TRIES = 20  # most attempts of a user whose answers were cut off
+WARM = 30.0  # seconds after which a process must not grow any more
+MIB_GROWN = 48.0  # allowed growth of an instance: its part of the pool, and memory that malloc keeps
+FDS_GROWN, FDS_PER_END = 12, 3  # allowed new descriptors; Mooncake's client keeps some for each process that ended
+IDLE_SECONDS = 75.0  # seconds until all blocks must be free; D keeps blocks that a lost P may still write for 60 s
 
 Message = dict[str, str]
 
@@ -68,14 +68,14 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Turn:
-    """What is asked, and the words of the right answer."""
+    """One turn of a conversation: the messages of the request, and the words of the right answer."""
 
     messages: tuple[Message, ...]
     words: tuple[str, ...]
 
 
 def shallow_model(folder: Path) -> Path:
-    """The first layers of the shipped small model: a step takes a few milliseconds."""
+    """Write a checkpoint with the first layers of the small model; its steps take a few milliseconds."""
     whole, shallow = folder / "whole", folder / "shallow"
     make_model(whole)
     shutil.copytree(whole, shallow)
@@ -89,7 +89,7 @@ def shallow_model(folder: Path) -> Path:
 
 
 async def conversations(port: int, choices: random.Random) -> list[list[Turn]]:
-    """Conversations with the answers of the instance at ``port``; several begin alike."""
+    """Return conversations with the answers of the instance at ``port``; several have the same beginning."""
     systems = [_words(choices, 20 * i) for i in range(4)]
     begun = [(random.Random(choices.random()), choices.choice(systems)) for _ in range(CONVERSATIONS)]
     slots = asyncio.Semaphore(SEQUENCES)
@@ -113,7 +113,7 @@ async def conversations(port: int, choices: random.Random) -> list[list[Turn]]:
 
 
 async def _clear_answer(client: httpx.AsyncClient, messages: list[Message]) -> tuple[str, ...]:
-    """The answer's words, up to the first that was not a clear choice."""
+    """Return an answer's words up to the first word that was not a clear choice."""
     fields = {"messages": messages, "max_tokens": ANSWER, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     answer = await client.post("/v1/chat/completions", json=fields)
     answer.raise_for_status()
@@ -135,23 +135,26 @@ def _words(choices: random.Random, count: int) -> str:
 
 @dataclass(eq=False)
 class Life:
-    """A process from its start to its end, and what it took of the machine."""
+    """One run of a process, and samples of its resources."""
 
     name: str
     process: Child
     ready_at: float = 0.0
     samples: list[tuple[float, float, int]] = field(default_factory=list)
-    """When, MiB resident, open file descriptors."""
+    """The time, the resident memory in MiB, and the number of open file descriptors of each sample."""
 
     def sample(self) -> None:
-        """Take one sample, if it still runs."""
+        """Take one sample, if the process still runs."""
         folder = Path("/proc") / str(self.process.pid)
         with contextlib.suppress(OSError, IndexError):
             mib = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
             self.samples.append((time.monotonic(), mib, len(list((folder / "fd").iterdir()))))
 
     def grown(self, warm: float) -> tuple[float, float, int, int] | None:
-        """MiB and descriptors once warm, and now; None if it is too young to tell."""
+        """Return MiB after the warm-up and now, and descriptors after the warm-up and now.
+
+        Return None if there are too few samples after the warm-up.
+        """
         later = [sample for sample in self.samples if sample[0] > self.ready_at + warm]
         if len(later) < 10:
             return None
@@ -165,7 +168,7 @@ class Life:
 
 
 class Instance:
-    """An instance under its address, through all its lives."""
+    """An instance at one address, with all runs of its process."""
 
     def __init__(self, role: str, number: int, argv: Sequence[str], env: dict[str, str], logs: Path) -> None:
         self.name = f"{role} {number}"
@@ -177,21 +180,21 @@ class Instance:
         self._logs = logs / self.name.replace(" ", "-")
         self.lives: list[Life] = []
         self.troubles: list[tuple[float, float]] = []
-        """From when to when it was killed or stopped, and not yet back."""
+        """Begin and end of each time in which the instance was killed or suspended."""
 
     @property
     def life(self) -> Life:
         return self.lives[-1]
 
     def start(self) -> None:
-        """Begin a new life."""
+        """Start a new process."""
         folder = self._logs / str(len(self.lives))
         folder.mkdir(parents=True)
         process = Child(self._argv, folder / "out", {**self._env, "FD_LOG_DIR": str(folder)})
         self.lives.append(Life(self.name, process))
 
     async def until_ready(self) -> None:
-        """Wait until it answers (it registers at once then) and has computed steps of all lengths."""
+        """Wait until the instance answers and thus registers; then let it compute steps of all lengths."""
         async with _waiting_for(self.name, 120):
             while await self.metrics() is None:
                 if self.life.process.exit_code is not None:
@@ -201,7 +204,7 @@ class Instance:
         self.life.ready_at = time.monotonic()
 
     async def _compute_all_lengths(self) -> None:
-        """Prompts of all lengths for which oneDNN keeps code (70 MiB), that it does not look like a leak later."""
+        """Send prompts of all lengths for which oneDNN stores code (70 MiB), so that it does not look like a leak."""
         async with httpx.AsyncClient(base_url=f"http://{self.key}", timeout=60) as client:
             for length in sorted({round_up_rows(length) for length in range(1, BATCHED + 1)}):
                 prompt = f" {_words(random.Random(length), length)}"
@@ -209,23 +212,23 @@ class Instance:
                 answer.raise_for_status()
 
     async def metrics(self) -> dict[str, float] | None:
-        """Its metrics by name; None if it does not answer."""
+        """Return the instance's metrics by name; None if it does not answer."""
         return await read_metrics(self.port)
 
     def was_in_trouble(self, since: float) -> bool:
-        """Whether it was killed or stopped at any time from ``since`` to now."""
+        """Return whether the instance was killed or suspended at any time from ``since`` to now."""
         return any(end >= since for _, end in self.troubles)
 
     @contextlib.contextmanager
     def trouble(self) -> Iterator[None]:
-        """What is done to it, until it is back."""
+        """Note that the instance is killed or suspended during this ``with`` block."""
         self.troubles.append((time.monotonic(), float("inf")))
         yield
         self.troubles[-1] = (self.troubles[-1][0], time.monotonic())
 
 
 async def read_metrics(port: int) -> dict[str, float] | None:
-    """All metrics at ``port`` by name and labels; None if nobody answers."""
+    """Return all metrics of the server at ``port`` by name and labels; None if it does not answer."""
     try:
         async with httpx.AsyncClient(timeout=5) as client:
             answer = await client.get(f"http://127.0.0.1:{port}/metrics")
@@ -252,10 +255,10 @@ async def _waiting_for(what: str, seconds: float) -> AsyncIterator[None]:
 
 @dataclass
 class Record:
-    """What came of all requests."""
+    """The outcomes of all requests."""
 
     ends: Counter[str] = field(default_factory=Counter)
-    """How requests ended: right, wrong, stuck, left, excused: ..., error: ..."""
+    """Number of requests for each outcome: right, wrong, stuck, left, excused: ..., error: ..."""
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
     unanswered: int = 0
@@ -268,7 +271,13 @@ class Record:
 
 
 class CutOff(Exception):
-    """The answer ended with an error: its kind, and whether words had come before."""
+    """An answer that ended with an error.
+
+    Args:
+        kind: the kind of the error.
+        message: the text of the error.
+        began: whether the answer had begun before.
+    """
 
     def __init__(self, kind: str, message: str, *, began: bool) -> None:
         super().__init__(message)
@@ -277,7 +286,7 @@ class CutOff(Exception):
 
 
 class Users:
-    """Lead conversations at the router until told to stop."""
+    """Users that hold conversations through the router until the time ``until``."""
 
     def __init__(
         self, router: int, script: Sequence[Sequence[Turn]], instances: Sequence[Instance], seed: int, until: float
@@ -292,7 +301,7 @@ class Users:
         )
 
     async def run(self) -> None:
-        """All users, until the time is over and each has ended its conversation."""
+        """Run all users until the time is over and each has ended its conversation."""
         async with self._client:
             await asyncio.gather(*(self._user() for _ in range(USERS)))
 
@@ -303,7 +312,7 @@ class Users:
                 await asyncio.sleep(self._choices.uniform(0, 0.3))
 
     async def _ask(self, turn: Turn) -> None:
-        """Ask until it is answered; only what was cut off with an instance is asked again."""
+        """Send a request until it is answered, at most ``TRIES`` times; sometimes hang up instead."""
         length = self._choices.randint(1, len(turn.words))
         stream = self._choices.random() < 0.6
         expected = "".join(turn.words[:length])
@@ -332,7 +341,10 @@ class Users:
         self.record.unanswered += 1
 
     def _judged(self, error: CutOff, asked: float) -> tuple[str, str]:
-        """An error is excused when it names an instance that something was done to while it answered."""
+        """Return the outcome for an error, and its details.
+
+        The error is excused if it names an instance that was killed or suspended during the answer.
+        """
         named = [instance for instance in self._instances if instance.key in str(error)]
         if error.began and any(instance.was_in_trouble(asked) for instance in named):
             return f"excused: {error.kind}", ""
@@ -368,16 +380,16 @@ def _cut_off(error: dict[str, Any], status: int) -> CutOff:
     return CutOff(f"{status} {error['code']}", error["message"], began=status == 200)
 
 
-# --- what is done to them -------------------------------------------------------------------------------------
+# --- the faults -----------------------------------------------------------------------------------------------
 
 
 class Chaos:
-    """Kills, stops and starts, at most one instance of a role at a time."""
+    """Random faults: kills or suspends the master and, for each role, at most one instance at a time."""
 
     def __init__(self, instances: Sequence[Instance], master: Child, logs: Path, seed: int, until: float) -> None:
         self.done: Counter[str] = Counter()
         self.ends: list[float] = []
-        """When processes were killed."""
+        """The times at which processes were killed."""
         self.master = Life("mooncake_master", master, time.monotonic())
         self._instances = instances
         self._logs = logs
@@ -385,7 +397,7 @@ class Chaos:
         self._until = until
 
     async def run(self) -> None:
-        """Until the time is over and everything is back."""
+        """Cause faults until the time is over; return when all processes run again."""
         await asyncio.gather(self._trouble("prefill"), self._trouble("decode"), self._trouble_master())
 
     async def _trouble(self, role: str) -> None:
@@ -422,7 +434,7 @@ class Chaos:
         process.signal(signal.SIGCONT)
 
     async def _pause(self, least: float, most: float) -> bool:
-        """Wait; whether there is time for more."""
+        """Wait for a random time, at most until the end; return whether there is time for another fault."""
         end = time.monotonic() + self._choices.uniform(least, most)
         await asyncio.sleep(min(end, self._until) - time.monotonic())
         return end < self._until
@@ -433,7 +445,7 @@ class Chaos:
 
 @dataclass(frozen=True)
 class Line:
-    """One figure and what it is held to; ``is_met`` None: only told."""
+    """One figure and its bar; ``is_met`` is None for a figure without a bar."""
 
     what: str
     figure: str
@@ -442,7 +454,7 @@ class Line:
 
 
 class Soak:
-    """The whole system, its users and its troubles."""
+    """The whole system, its users and its faults."""
 
     def __init__(self, options: argparse.Namespace, logs: Path) -> None:
         self._options = options
@@ -452,12 +464,12 @@ class Soak:
         self._warm = min(WARM, self._seconds / 4)
 
     async def run(self) -> list[Line]:
-        """Soak; what came of it."""
+        """Run the soak test and return its figures."""
         model = shallow_model(self._logs)
         script = await self._script(model)
         router_port = free_port()
         argv = [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", str(router_port), "--splitwise"]
-        # Sooner than the defaults, because those who are stopped are stopped for some seconds only.
+        # Shorter than the defaults, because instances are suspended for only some seconds.
         argv += ["--health-check-interval-secs", "1", "--health-check-timeout-secs", "2"]
         argv += ["--access-log", str(self._logs / "access.jsonl")]
         with mooncake_master(self._logs / "master.out") as master, child(argv, self._logs / "router.out") as router:
@@ -475,7 +487,7 @@ class Soak:
                 try:
                     await asyncio.gather(users.run(), chaos.run())
                     leaks = await self._leaks(instances, router_port)
-                    await asyncio.sleep(3)  # for the last samples, idle
+                    await asyncio.sleep(3)  # so that the last samples are from idle processes
                 finally:
                     watching.cancel()
                     chaos.master.process.stop()
@@ -493,7 +505,7 @@ class Soak:
                         instance.life.process.stop()
 
     async def _script(self, model: Path) -> list[list[Turn]]:
-        """The conversations, from an instance that has nothing of what is soaked."""
+        """Return the conversations, with the answers of an instance without cache, pool and router."""
         argv = [*self._argv(model), "--no-enable-prefix-caching"]
         reference = Instance("mixed", 0, argv, self._env(), self._logs)
         reference.start()
@@ -544,7 +556,7 @@ class Soak:
                 await asyncio.sleep(1)
 
     async def _leaks(self, instances: Sequence[Instance], router: int) -> list[Line]:
-        """What is still held once nothing is asked any more."""
+        """Check after the last request that no block is held and no request is running."""
         wanted = {
             "fastdeploy:available_gpu_block_num": float(BLOCKS),
             "kvstore_reserved_blocks": 0.0,
@@ -608,7 +620,7 @@ class Soak:
         ]
 
     def _tracebacks(self) -> Line:
-        """What no part may leave in its log, whatever becomes of the others."""
+        """Count the tracebacks in all logs; no process may log one, whatever happens to other processes."""
         number = sum(log.read_text(errors="replace").count("Traceback (most") for log in self._logs.rglob("*out"))
         return Line("tracebacks in logs", str(number), "0", not number)
 
@@ -639,14 +651,14 @@ class Soak:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Soak prefill and decode instances in random load and random faults.")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of load (default %(default)g)")
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of all that is random")
+    parser.add_argument("--minutes", type=float, default=10.0, help="minutes of load (default %(default)g)")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="seed of all random choices")
     parser.add_argument("--prefill", type=int, default=2, help="prefill instances, at least 2 (default %(default)s)")
     parser.add_argument("--decode", type=int, default=2, help="decode instances, at least 2 (default %(default)s)")
     parser.add_argument("--logs", type=Path, help="new folder that keeps every process's output")
     options = parser.parse_args(argv)
     if min(options.prefill, options.decode) < 2:
-        parser.error("--prefill and --decode must be at least 2: one of each is left in peace")
+        parser.error("--prefill and --decode must be at least 2, because one instance of each role is undisturbed")
     print(f"seed {options.seed}, {options.prefill} prefill and {options.decode} decode instances", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         logs: Path = options.logs or Path(scratch)

@@ -1,14 +1,15 @@
-"""The engine's answers when blocks pass through staging and the pool breaks: 100 prompts a fault, all equal?
+"""Check the engine's answers while the pool is faulty and blocks pass through staging: 100 prompts for each fault.
 
     python benchmarks/staged_faults.py                     # every fault
     python benchmarks/staged_faults.py --fault late torn   # some of them
+    python benchmarks/staged_faults.py --family gemma3     # a model whose layers form several groups
 
-A small checkpoint on CPU, in float32; KV memory stands for a device's (the stand-in of ``kvstore_backend.staging``),
-buffers hold three blocks. The right answers are those of an instance without a pool. One instance has filled a real
-Mooncake pool, whose memory other processes hold; another, with an empty cache of its own, is asked all prompts, eight
-at a time, while the fault comes and goes. Faults of processes are real; ``evicted`` removes blocks between look-up and
-read, ``late`` has one call in five last longer than its deadline with garbage in its targets, ``torn`` has a read end
-half-way.
+A small checkpoint runs on CPU in float32. Its KV memory is used like a device's memory (by the stand-in of
+``kvstore_backend.staging``); the buffers have room for three blocks. An instance without a pool computes the right
+answers. One instance fills a real Mooncake pool; other processes hold the pool's memory. Another instance, with an
+empty cache, then answers all prompts, eight at a time, while the fault begins and ends. Faults of processes are real.
+``evicted`` removes blocks between look-up and read. ``late`` lets one call in five exceed its deadline, with garbage in
+its targets. ``torn`` lets some reads fail half-way.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from kvstore_backend.staging import StagedMemory
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.wrappers.wrapper import Wrapper
-from tests.engine.checkpoints import CHECKPOINTS, VOCAB_SIZE, write_checkpoint
+from tests.engine.checkpoints import CHECKPOINTS, GROUPED, VOCAB_SIZE, write_checkpoint
 from tests.engine.running import Answering, Engine
 from tests.faults.client import Owner
 from tests.support.mooncake import MooncakeMaster, mooncake_master
@@ -46,7 +47,7 @@ DEADLINES = Deadlines(lookup_seconds=2.0, transfer_seconds=0.5)
 
 
 class Broken(Wrapper):
-    """A store whose transfers go wrong at random, while ``fault`` says how."""
+    """A store with random faults in its transfers; ``fault`` is the kind of fault, or "" for none."""
 
     def __init__(self, store: StorageBackend, fault: str) -> None:
         super().__init__(store)
@@ -74,12 +75,14 @@ class Broken(Wrapper):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Answers by way of staging, while the pool breaks.")
-    parser.add_argument("--fault", nargs="+", choices=FAULTS, default=list(FAULTS), help="which (default all)")
+    parser = argparse.ArgumentParser(description="Check answers with staging while the pool is faulty.")
+    parser.add_argument("--fault", nargs="+", choices=FAULTS, default=list(FAULTS), help="faults (default all)")
+    families = {**CHECKPOINTS, **GROUPED}
+    parser.add_argument("--family", choices=families, default="qwen2-grouped-untied", help="default %(default)s")
     args = parser.parse_args(argv)
     num_bad = 0
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_checkpoint(CHECKPOINTS["qwen2-grouped-untied"](), Path(folder) / "model")
+        checkpoint = write_checkpoint(families[args.family](), Path(folder) / "model")
         prompts = make_prompts()
         with Engine(checkpoint) as engine:
             block_bytes = engine.runner.shape.nbytes
@@ -98,14 +101,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_prompts() -> list[list[int]]:
-    """Ten beginnings of four blocks, with ten endings each of up to six."""
+    """Return prompts with ten different beginnings of four blocks, and random endings of at most 100 tokens."""
     chance = random.Random(0)
     beginnings = [chance.choices(range(VOCAB_SIZE), k=64) for _ in range(10)]
     return [[*beginnings[i % 10], *chance.choices(range(VOCAB_SIZE), k=chance.randint(1, 100))] for i in range(PROMPTS)]
 
 
 def try_fault(fault: str, checkpoint: Path, prompts: list[list[int]], log: Path) -> tuple[list[Answering], float, int]:
-    """All requests, tokens of prompts that came from the pool, and how many calls were given up."""
+    """Run all prompts with one fault.
+
+    Returns:
+        The answers, the number of prompt tokens from the pool, and the number of calls that were given up.
+    """
     with (
         mooncake_master(log, "--default_kv_lease_ttl=200") as master,
         Owner(master.config()) as owner,
@@ -129,7 +136,7 @@ def try_fault(fault: str, checkpoint: Path, prompts: list[list[int]], log: Path)
 
 
 def open_broken(config: PoolConfig, fault: str) -> GuardedBackend:
-    """The pool, with a fault below its checks."""
+    """Return the pool's store with a fault below its checks."""
     guarded = GuardedBackend(lambda: CheckedBackend(Broken(open_store(config), fault)), DEADLINES)
     assert guarded.wait_ready(60)
     return guarded
@@ -137,7 +144,7 @@ def open_broken(config: PoolConfig, fault: str) -> GuardedBackend:
 
 @contextlib.contextmanager
 def staging(buffer_bytes: int) -> Iterator[None]:
-    """Engines stage all blocks, by way of buffers of this size."""
+    """Let engines move all blocks through buffers of this size during the ``with`` block."""
     connector = functools.partial(PoolConnector, staged=True)
     memory = functools.partial(StagedMemory, buffer_bytes=buffer_bytes)
     with mock.patch("engine.core.PoolConnector", connector), mock.patch("engine.pool.staging.StagedMemory", memory):
@@ -166,7 +173,7 @@ FAULTS: dict[str, Callable[[MooncakeMaster, Owner], dict[int, Callable[[], None]
     "late": lambda master, owner: {},
     "torn": lambda master, owner: {},
 }
-"""What happens before which eight prompts."""
+"""For each fault, a function that returns the actions by number of the batch of prompts before which they happen."""
 
 
 if __name__ == "__main__":

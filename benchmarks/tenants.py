@@ -1,11 +1,11 @@
-"""Does one tenant's flood evict another's hot blocks? Two tenants of one Mooncake pool, one at ten times the rate.
+"""Measure whether the puts of one tenant evict the frequently used blocks of another tenant of the same Mooncake pool.
 
     python benchmarks/tenants.py
 
-The quiet one reads blocks of a working set that fits its quota, some far more often than others, and puts those that
-it does not find. The loud one puts new blocks only, ten times as many. Its hit rate alone is compared with that beside
-the flood, on masters of this script's own: without tenants, with quotas that add up to more than the pool has at its
-watermark, and with quotas that do not.
+The quiet tenant reads blocks of a working set that fits its quota, some far more often than others, and puts those that
+it does not find. The loud tenant only puts new blocks, at ten times the rate. The hit rate of the quiet tenant alone is
+compared with its hit rate during the loud tenant's puts, with three masters that the script starts: without tenants,
+with quotas that together exceed the pool's watermark, and with quotas that do not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POOL_MIB = 64
 WORKING_SET = 320  # blocks: 20 MiB
 QUIET_RATE = 100.0  # blocks a second
 FLOOD_FACTOR = 10
-CASES: dict[str, tuple[int, int] | None] = {  # MiB of the quiet one, of the loud one
+CASES: dict[str, tuple[int, int] | None] = {  # quotas in MiB of the quiet and of the loud tenant
     "one tenant": None,
     "quotas of 24 and 40 MiB, the whole pool": (24, 40),
     "quotas of 24 and 32 MiB, below the watermark": (24, 32),
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[int, int] | None] = {  # MiB of the quiet one, of the lou
 
 
 class Tenant:
-    """One tenant's client, and one block of memory that all its blocks have the bytes of."""
+    """One tenant's client. All its blocks have the same bytes, from one block of memory."""
 
     def __init__(self, master: MooncakeMaster, name: str, segment: str) -> None:
         self.store: StorageBackend = open_store(master.config(tenant_id=name, global_segment_size=segment))
@@ -56,7 +56,7 @@ class Tenant:
         return self.store.put(keys, [self._value] * len(keys))
 
     def read(self, key: str) -> bool:
-        """Whether the block was there; it is afterwards."""
+        """Read a block; put it if the pool does not have it. Return whether the pool had it."""
         if self.store.get([key], [self._value])[0]:
             return True
         self.put([key])
@@ -64,7 +64,7 @@ class Tenant:
 
 
 def measure_hits(tenant: Tenant, seconds: float) -> float:
-    """The share of reads that found their block, at the quiet one's rate."""
+    """Read blocks of the working set at the quiet tenant's rate; return the share of reads that found their block."""
     chance = random.Random(7)
     weights = [1 / (rank + 1) ** 0.7 for rank in range(WORKING_SET)]
     hits = reads = 0
@@ -79,7 +79,7 @@ def measure_hits(tenant: Tenant, seconds: float) -> float:
 
 @contextlib.contextmanager
 def flooding(tenant: Tenant, told: dict[str, float]) -> Iterator[None]:
-    """New blocks at ten times the rate, until the end of the block."""
+    """Put new blocks at ten times the quiet tenant's rate during the ``with`` block; add the figures to ``told``."""
 
     def flood(is_over: threading.Event) -> None:
         began, count, taken = time.monotonic(), 0, 0
@@ -96,7 +96,7 @@ def flooding(tenant: Tenant, told: dict[str, float]) -> Iterator[None]:
 
 
 def run_case(quotas: tuple[int, int] | None, seconds: float, folder: Path) -> dict[str, float]:
-    """The quiet one's hit rates alone and beside the flood."""
+    """Return the quiet tenant's hit rates alone and with the loud tenant, and the loud tenant's figures."""
     flags = []
     if quotas:
         policy = folder / "quotas.yaml"
@@ -110,7 +110,7 @@ def run_case(quotas: tuple[int, int] | None, seconds: float, folder: Path) -> di
             quiet.put([f"hot-{first + i}" for i in range(20)])
         told = {"alone": measure_hits(quiet, seconds)}
         with flooding(loud, told):
-            time.sleep(seconds / 4)  # until the flood has filled what it may have
+            time.sleep(seconds / 4)  # until the loud tenant has filled its quota or the pool
             told["beside"] = measure_hits(quiet, seconds)
         quiet.store.close()
         loud.store.close()

@@ -1,14 +1,14 @@
-"""What the pool is worth to vLLM, and what it costs: two real instances on CPU with our connector, one without.
+"""Measure the gain and the cost of the pool for vLLM: two real instances on CPU with our connector, one without.
 
     python benchmarks/vllm_connector.py [--prompts 100] [--pairs 9] [--json FILE] [--only PART] [--memory staged]
         [--flags="--max-num-seqs 4"] [--family gemma3]
 
-Run it with a Python that has this project and mooncake_master; VLLM names vLLM's program where it is not on the PATH.
-Parts: ``hits``, ``answers``, ``throughput``, ``strangers``. Every instance is a process of its own with one compute
-thread; answers are greedy and compared with those of the instance without connector, token by token. The model is
-make_model's: its best word leads clearly, so answers do not depend on how the work was cut. ``--memory staged`` has
-blocks pass through the stand-in for a GPU's memory. ``--family`` takes a small random model of another kind instead
-(``hybrid_models.py``).
+Run it with a Python that has this project and mooncake_master. The environment variable VLLM names the program ``vllm``
+if it is not on the PATH. Parts: ``hits``, ``answers``, ``throughput``, ``strangers``. Each instance is a separate
+process with one compute thread. Answers are greedy; they are compared, token by token, with those of the instance
+without connector. The model is that of make_model: its best token leads clearly, so that answers do not depend on the
+division of the work into steps. ``--memory staged`` moves blocks through the stand-in for a GPU's memory. ``--family``
+uses a small random model of another kind instead (``hybrid_models.py``).
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ PARTS = {
     "throughput": ("plain", "first"),
     "strangers": ("first",),
 }
-MIN_THROUGHPUT = 0.97  # of that without connector
+MIN_THROUGHPUT = 0.97  # bar: throughput with connector / without
 
 Prompt = list[int]
 
 
 def prompt(length: int, seed: str) -> Prompt:
-    """Token ids, the same for the same seed."""
+    """Return random token ids; the same seed gives the same ids."""
     return random.Random(seed).choices(range(FIRST_WORD, LAST_WORD), k=length)
 
 
 def mixed_prompts(count: int, seed: str) -> list[Prompt]:
-    """Of 20 to 2,000 tokens; every third continues another, so that prefixes are shared."""
+    """Return prompts of 20 to 2,000 tokens; every third one continues an earlier one, so that they share prefixes."""
     chooser = random.Random(seed)
     prompts: list[Prompt] = []
     for number in range(count):
@@ -68,13 +68,13 @@ def mixed_prompts(count: int, seed: str) -> list[Prompt]:
 
 
 class Client:
-    """Asks instances; whatever is not a whole answer counts as failed."""
+    """A client of the instances. An incomplete answer counts as failed."""
 
     def __init__(self) -> None:
         self._http = httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=64), trust_env=False)
 
     async def answer(self, port: int, asked: Prompt, max_tokens: int = 16) -> list[int] | None:
-        """The answer's token ids; ``None``: failed."""
+        """Send a prompt; return the answer's token ids, or None if the request failed."""
         body = {"model": "m", "prompt": asked, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         try:
             response = await self._http.post(
@@ -86,7 +86,7 @@ class Client:
         return choice["token_ids"] if choice["finish_reason"] == "length" else None
 
     async def answers(self, ports: Sequence[int], asked: Sequence[Prompt], at_once: int = 4) -> list[list[int] | None]:
-        """All answers; prompt ``i`` goes to ``ports[i % len(ports)]``."""
+        """Send prompt ``i`` to ``ports[i % len(ports)]``, ``at_once`` prompts at the same time; return all answers."""
         turn = asyncio.Semaphore(at_once)
 
         async def one(i: int) -> list[int] | None:
@@ -96,7 +96,7 @@ class Client:
         return await asyncio.gather(*(one(i) for i in range(len(asked))))
 
     async def ttft(self, port: int, asked: Prompt) -> float:
-        """Seconds to the first token."""
+        """Send a prompt and return the seconds to the first token."""
         body = {"model": "m", "prompt": asked, "max_tokens": 2, "temperature": 0, "stream": True}
         start = time.perf_counter()
         async with self._http.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body) as response:
@@ -107,7 +107,7 @@ class Client:
 
 
 async def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Poll; saves are asynchronous."""
+    """Wait until ``condition`` is true; end the program if that takes longer than ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -116,17 +116,17 @@ async def until(condition: Callable[[], object], what: str, seconds: float = 60.
 
 
 def blocks(port: int, operation: str, outcome: str) -> float:
-    """Blocks that the connector of an instance counted."""
+    """Return the number of blocks that an instance's connector counted for an operation and outcome."""
     return metric(port, "vllm:kvstore_blocks_total", f'operation="{operation}"', f'outcome="{outcome}"')
 
 
 def ended(port: int, operation: str) -> float:
-    """Blocks whose load or save has ended, one way or the other."""
+    """Return the number of blocks whose load or save has ended, with any outcome."""
     return sum(blocks(port, operation, outcome) for outcome in ("ok", "failed", "dropped"))
 
 
 class Bench:
-    """The parts, over one running cluster."""
+    """The parts of the benchmark, with one running cluster."""
 
     def __init__(self, cluster: Cluster, ports: Mapping[str, int], options: argparse.Namespace) -> None:
         self._cluster = cluster
@@ -136,33 +136,29 @@ class Bench:
         self._client = Client()
         self.figures: dict[str, object] = {}
         self.missed: list[str] = []
-        self._saved = self._ok = 0.0
 
     async def hits(self) -> None:
-        """Time to first token of 2,000 tokens: computed by the first instance, then loaded by the second."""
-        self._saved, self._ok = ended(self._first, "save"), blocks(self._first, "save", "ok")
+        """Measure the TTFT of prompts of 2,000 tokens that the first instance computes and the second one loads."""
+        full = (LONG - 1) // BLOCK
         await self._client.ttft(self._first, prompt(LONG, "warm"))
-        await self._is_saved((LONG - 1) // BLOCK)
+        await until(lambda: ended(self._first, "save") >= full, "saving")
         await self._client.ttft(self._second, prompt(LONG, "warm too"))
         cold: list[float] = []
         hit: list[float] = []
-        full = (LONG - 1) // BLOCK
         for number in range(24):
             asked = prompt(LONG, f"hit {number}")
+            saved, lost = ended(self._first, "save"), self._lost()
             computed = await self._client.ttft(self._first, asked)
-            if not await self._is_saved(full):
-                continue  # this machine was busy with something else: the save passed its deadline
-            loaded = blocks(self._second, "load", "ok")
-            vllms = metric(self._second, "vllm:external_prefix_cache_hits_total")
-            loads = ended(self._second, "load")
+            await self._settle(self._first, "save", saved + full)
+            loads, hits = ended(self._second, "load"), metric(self._second, "vllm:external_prefix_cache_hits_total")
             answered = await self._client.ttft(self._second, asked)
-            await until(partial(self._has_loaded, loads + full), "loading")
-            ours = (blocks(self._second, "load", "ok") - loaded) * BLOCK
-            vllms = metric(self._second, "vllm:external_prefix_cache_hits_total") - vllms
-            if ours < full * BLOCK:
-                continue  # busy again
-            if ours != vllms:
-                fail(f"our counters say that {ours:g} tokens were loaded, and vLLM's {vllms:g}")
+            hits = metric(self._second, "vllm:external_prefix_cache_hits_total") - hits
+            if hits:
+                await self._settle(self._second, "load", loads + 1)
+            if self._lost() > lost:
+                continue  # the machine was busy with other work, so that transfers missed their deadlines
+            if hits != full * BLOCK:
+                fail(f"vLLM's counter says that {hits:g} tokens were loaded, not {full * BLOCK}")
             cold.append(computed)
             hit.append(answered)
             if len(hit) == 10:
@@ -171,25 +167,34 @@ class Bench:
             fail(f"of 24 prompts only {len(hit)} were saved and loaded within the pool's deadline")
         ratio = statistics.median(hit) / statistics.median(cold)
         self.figures["hits"] = {
-            "tokens loaded of 2,000, by our counters and by vLLM's": full * BLOCK,
+            "tokens loaded of 2,000, by vLLM's counter": full * BLOCK,
             "TTFT cold, median s": round(statistics.median(cold), 3),
             "TTFT full hit, median s": round(statistics.median(hit), 3),
             "hit / cold": round(ratio, 3),
         }
         self._expect(ratio <= 0.3, f"TTFT of a full hit is {ratio:.2f} of cold, more than 0.3")
 
-    async def _is_saved(self, count: int) -> bool:
-        """Whether the first instance saved ``count`` blocks since the last call; waits until it did or could not."""
-        self._saved += count
-        await until(lambda: ended(self._first, "save") >= self._saved, "saving")
-        ok, self._ok = self._ok, blocks(self._first, "save", "ok")
-        return self._ok == ok + count
+    async def _settle(self, port: int, operation: str, at_least: float) -> None:
+        """Wait until an instance has counted ``at_least`` blocks, and the count has not changed for 0.5 s.
 
-    def _has_loaded(self, count: float) -> bool:
-        return ended(self._second, "load") >= count
+        The count may be higher: a model with several groups of layers has one block in each group for the same tokens.
+        """
+        await until(lambda: ended(port, operation) >= at_least, operation)
+        count = -1.0
+        while ended(port, operation) != count:
+            count = ended(port, operation)
+            await asyncio.sleep(0.5)
+
+    def _lost(self) -> float:
+        """Return the blocks that were not saved or not loaded."""
+        return sum(
+            blocks(port, operation, outcome)
+            for port, operation in ((self._first, "save"), (self._second, "load"))
+            for outcome in ("failed", "dropped")
+        )
 
     async def answers(self) -> None:
-        """The same answers from all three instances, the second loading what the first computed."""
+        """Check that all three instances give the same answers, while the second one loads blocks of the first."""
         asked = mixed_prompts(self._num_prompts, "answers")
         truth = await self._client.answers([self._plain], asked)
         loaded = blocks(self._second, "load", "ok")
@@ -211,7 +216,7 @@ class Bench:
             fail("the second instance loaded nothing")
 
     async def throughput(self) -> None:
-        """Prompts that nobody has seen, with connector and without, in turn."""
+        """Measure the throughput of new prompts, alternately with and without connector."""
         rates: dict[int, list[float]] = {self._plain: [], self._first: []}
         names = {self._plain: "plain", self._first: "first"}
         spent: dict[int, list[float]] = {port: [] for port in rates}
@@ -222,7 +227,8 @@ class Bench:
                 answers = await self._client.answers([port], asked, at_once=6)
                 rates[port].append(sum(map(len, filter(None, answers))) / (time.perf_counter() - start))
                 spent[port].append(self._cluster.cpu_seconds(names[port]) - cpu)
-        # Of neighbours in time, as this machine may be busy with something else, too; the first pair warms up.
+        # Ratios of consecutive measurements, because other work on the machine changes over time. The first pair is a
+        # warm-up and does not count.
         ratios, costs = (
             [mine / others for mine, others in zip(told[self._first][1:], told[self._plain][1:], strict=True)]
             for told in (rates, spent)
@@ -239,7 +245,7 @@ class Bench:
         self._expect(ratio >= MIN_THROUGHPUT, f"throughput with the connector is {ratio:.3f} of without")
 
     async def strangers(self) -> None:
-        """Instances of another dtype, and of another block size, on the same pool: no block changes hands."""
+        """Check that instances with another dtype or block size find no blocks of the first instance in the pool."""
         asked = [prompt(LONG, f"stranger {i}") for i in range(4)]
         await self._client.answers([self._first], asked)
         found: dict[str, object] = {}
@@ -260,7 +266,7 @@ class Bench:
             fail(f"three kinds of instances, but the statistics name {seen}")
 
     def _expect(self, holds: bool, sentence: str) -> None:
-        """Timings that miss their bar do not keep the other parts from running."""
+        """Note ``sentence`` if a bar was missed; the other parts still run."""
         if not holds:
             self.missed.append(sentence)
 
@@ -272,7 +278,7 @@ class Bench:
 
 
 async def run(bench: Bench, parts: Sequence[str]) -> None:
-    """The parts in order."""
+    """Run the parts in this order, and print the figures of each."""
     for part in parts:
         start = time.monotonic()
         await getattr(bench, part)()
@@ -280,19 +286,26 @@ async def run(bench: Bench, parts: Sequence[str]) -> None:
 
 
 def make_parser(text: str) -> argparse.ArgumentParser:
-    """The flags of all benchmarks with real vLLM; ``text`` is the program's own."""
+    """Return a parser with the flags of all benchmarks with real vLLM.
+
+    Args:
+        text: the program's docstring; its first line becomes the description.
+    """
     parser = argparse.ArgumentParser(description=text.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=100, help="how many answers are compared (default 100)")
+    parser.add_argument("--prompts", type=int, default=100, help="number of prompts to compare (default 100)")
     parser.add_argument(
-        "--flags", type=shlex.split, default=[], help="more of vLLM's, for all instances, in one string"
+        "--flags", type=shlex.split, default=[], help="further flags of vLLM for all instances, in one string"
     )
-    parser.add_argument("--json", type=Path, help="where the figures go, too")
-    parser.add_argument("--family", choices=FAMILIES, help="of a small random model; default: this project's own model")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--family", choices=FAMILIES, help="a small random model; default: this project's own model")
     return parser
 
 
 def choose_model(family: str | None) -> Path:
-    """The checkpoint of a family of ``hybrid_models.py``, which is made if need be; default: this project's own."""
+    """Return the checkpoint of a family of ``hybrid_models.py``, which is made if it is missing.
+
+    For None, return this project's own small checkpoint.
+    """
     if family is None:
         return find_model(None)
     folder = Path(tempfile.gettempdir()) / "kvstore-hybrid-models" / family
@@ -303,11 +316,11 @@ def choose_model(family: str | None) -> Path:
 
 
 def main() -> None:
-    """Entry point."""
+    """Start the instances and run the parts."""
     parser = make_parser(__doc__)
     parser.add_argument("--only", choices=PARTS, action="append", help="only this part")
-    parser.add_argument("--pairs", type=int, default=9, help="rounds of the throughput with connector and without")
-    parser.add_argument("--memory", choices=("staged", "direct"), help="of the instances with connector")
+    parser.add_argument("--pairs", type=int, default=9, help="measurements of throughput with and without connector")
+    parser.add_argument("--memory", choices=("staged", "direct"), help="memory of the instances with connector")
     options = parser.parse_args()
     parts = options.only or list(PARTS)
     wanted = {name for part in parts for name in PARTS[part]}

@@ -1,12 +1,13 @@
-"""Two real vLLM instances on CPU, of tensor-parallel size 2 and 1, that read each other's blocks.
+"""Check that two real vLLM instances on CPU, of tensor-parallel size 2 and 1, read each other's blocks.
 
     python benchmarks/vllm_cuts.py [--prompts 10] [--json FILE]
 
-Run it with a Python that has this project and mooncake_master; VLLM names vLLM's program where it is not on the PATH.
-First an instance of size 1 without connector answers all prompts. Then each of the two computes its half of them, and
-is asked for the other half, which the other computed. Exits 0 only if all answers are those of the first instance, and
-each was given every whole block of the other's prompts. The model is make_model's: its best word leads clearly, so
-answers do not depend on rounding. Each worker has one compute thread.
+Run it with a Python that has this project and mooncake_master. The environment variable VLLM names the program ``vllm``
+if it is not on the PATH. First, an instance of size 1 without connector answers all prompts. Then each of the two
+instances computes one half of the prompts, and afterwards gets the other half, which the other instance computed. The
+program exits with 0 only if all answers equal those of the first instance, and each instance got every whole block of
+the other's prompts from the pool. The model is that of make_model: its best token leads clearly, so that answers do not
+depend on rounding. Each worker has one compute thread.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from engine.make_model import default_folder, make_model  # noqa: E402
 BLOCK = 128
 FIRST_WORD, LAST_WORD = 300, 1600  # token ids that are whole words in make_model's vocabulary
 SIZES = (2, 1)
-# Markers of other shardings are looked for every 10 s, and written when an instance starts.
+# Instances write a marker of their sharding at their start, and look for other markers every 10 s.
 LOOK_AROUND_S = 11.0
 
 Prompt = list[int]
 
 
 def main() -> None:
-    """Ask, compare, print."""
+    """Run the check and print the figures."""
     parser = argparse.ArgumentParser(description="vLLM instances of two tensor-parallel sizes share blocks.")
-    parser.add_argument("--prompts", type=int, default=10, help="computed by each of the two (default 10)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--prompts", type=int, default=10, help="prompts that each instance computes (default 10)")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     args = parser.parse_args()
     model = default_folder()
     make_model(model)
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def start(cluster: Cluster, instances: dict[str, tuple[str, ...]], **options: Any) -> list[int]:
-    """Instances, by name and further flags; their ports, when all answer."""
+    """Start instances with these names and further flags; return their ports when all are ready."""
     ports = [cluster.start_vllm(name, *flags, **options) for name, flags in instances.items()]
     for name, port in zip(instances, ports, strict=True):
         cluster.wait_ready(name, port)
@@ -79,7 +80,7 @@ def start(cluster: Cluster, instances: dict[str, tuple[str, ...]], **options: An
 
 
 def read_others(port: int, size: int, prompts: Sequence[Prompt], right: Sequence[list[int]]) -> dict[str, object]:
-    """Ask an instance for prompts that the other computed."""
+    """Send prompts to an instance that the other one computed; check the answers and the loaded blocks."""
     before = given(port), gathered(port)
     compare([answer(port, prompt) for prompt in prompts], right, f"TP {size}, reading")
     tokens, blocks = given(port) - before[0], gathered(port) - before[1]
@@ -98,7 +99,7 @@ def read_others(port: int, size: int, prompts: Sequence[Prompt], right: Sequence
 
 
 def answer(port: int, prompt: Prompt) -> list[int]:
-    """The 16 greedy tokens behind a prompt."""
+    """Return the 16 greedy tokens after a prompt."""
     body = {"model": "m", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     data = json.dumps({**body, "return_token_ids": True}).encode()
     request = urllib.request.Request(
@@ -110,14 +111,14 @@ def answer(port: int, prompt: Prompt) -> list[int]:
 
 
 def compare(answers: Sequence[list[int]], right: Sequence[list[int]], who: str) -> None:
-    """Fail unless all answers are right."""
+    """End the program if an answer is not right."""
     wrong = sum(one != other for one, other in zip(answers, right, strict=True))
     if wrong:
         fail(f"{who}: {wrong} of {len(right)} answers are not those of the instance without connector")
 
 
 def wait_saved(port: int, pieces: int) -> None:
-    """Until an instance's workers have saved so many."""
+    """Wait until an instance's workers have saved ``pieces`` pieces of blocks."""
     deadline = time.monotonic() + 60
     while metric(port, "vllm:kvstore_blocks_total", 'operation="save"', 'outcome="ok"') < pieces:
         if time.monotonic() > deadline:
@@ -126,12 +127,12 @@ def wait_saved(port: int, pieces: int) -> None:
 
 
 def given(port: int) -> float:
-    """Tokens of prompts that came from the pool."""
+    """Return the number of prompt tokens that an instance got from the pool."""
     return metric(port, "vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"')
 
 
 def gathered(port: int) -> float:
-    """Blocks that all workers together read from another sharding."""
+    """Return the number of blocks that all workers together read from another sharding."""
     return metric(port, "vllm:kvstore_blocks_total", 'operation="gather"', 'outcome="ok"')
 
 

@@ -1,14 +1,15 @@
-"""Prompts that two real vLLM instances on CPU answer while their pool is broken: none fails, none differs.
+"""Check the answers of two real vLLM instances on CPU while their pool has faults: no request fails, no answer differs.
 
     python benchmarks/vllm_faults.py [--prompts 100] [--memory staged] [--json FILE] [--flags="--max-num-seqs 4"]
         [--family gemma3]
 
-Run it with a Python that has this project and mooncake_master; VLLM names vLLM's program where it is not on the PATH.
-``--memory staged`` has blocks pass through the stand-in for a GPU's memory. An instance without connector says what is
-right, token by token. Then each of two others computes half of the prompts, and answers the half that the other has
-computed, four at a time, while in turn blocks are removed as they are read, a process that holds a third of them is
-stopped (reads of its memory are given up and end late), and the master is killed, started again, and stopped. In the
-end the pool must be in use again.
+Run it with a Python that has this project and mooncake_master. The environment variable VLLM names the program ``vllm``
+if it is not on the PATH. ``--memory staged`` moves blocks through the stand-in for a GPU's memory. An instance without
+connector gives the right answers, which are compared token by token. Each of two other instances computes one half of
+the prompts, and then answers the half that the other one computed, four prompts at a time. Meanwhile these faults
+happen one after the other: blocks are removed during reads; a process that holds a third of the blocks is suspended, so
+that reads of its memory are given up and end late; the master is killed, started again, and suspended. In the end, the
+instances must use the pool again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "vllm")]
 
-from cluster import Cluster, fail, namespaces, scratch  # noqa: E402
+from cluster import Cluster, fail, metric, namespaces, scratch  # noqa: E402
 from vllm_connector import (  # noqa: E402
     Client,
     Prompt,
@@ -52,20 +53,20 @@ HEAL_S = 120.0
 
 
 class Faults:
-    """What happens to the pool, told by the share of prompts that were answered."""
+    """The faults of the pool. Each happens when a certain share of the prompts has been answered."""
 
     def __init__(self, cluster: Cluster, owner: Peer, evictor: StorageBackend, digests: Sequence[str]) -> None:
         self._cluster = cluster
         self._owner = owner
         self._evictor = evictor
-        # A key goes on with its block's hash, so a prefix with one digit more has a 256th of the blocks.
+        # After the prefix, a key has its block's hash in hexadecimal: two digits more select a 256th of the blocks.
         self._prefixes = [f"{key_prefix(digest)}{digits:02x}" for digest in digests for digits in range(256)]
         random.Random(5).shuffle(self._prefixes)
         self.answered = 0.0
         self.removals = 0
 
     async def run(self) -> None:
-        """All of them in turn."""
+        """Run all faults one after the other."""
         await self._remove_blocks_until(0.3)
         for share, act in self._plan():
             await self._wait_for(share)
@@ -96,7 +97,13 @@ class Faults:
 
 
 class Trial:
-    """The prompts, the right answers, and the two instances that are to give them."""
+    """The check of two instances with all prompts.
+
+    Args:
+        cluster: the cluster of the instances.
+        ports: the ports of the two instances.
+        asked: the prompts.
+    """
 
     def __init__(self, cluster: Cluster, ports: Sequence[int], asked: Sequence[Prompt]) -> None:
         self._cluster = cluster
@@ -105,15 +112,20 @@ class Trial:
         self._client = Client()
 
     async def run(self, plain: int) -> dict[str, object]:
-        """The figures; ends the program where an answer is missing or differs."""
+        """Run the check and return the figures; end the program if an answer is missing or differs.
+
+        Args:
+            plain: port of the instance without connector.
+        """
         truth = await self._client.answers([plain], self._asked)
         self._cluster.stop("plain")
-        with _open_owner(self._cluster.master.pool) as owner:
+        with open_owner(self._cluster.master.pool) as owner:
             self._compare("before faults", truth, await self._client.answers(self._ports, self._asked))
-            with _open_evictor(self._cluster.master.pool) as evictor:
+            with open_evictor(self._cluster.master.pool) as evictor:
                 digests = sorted(set.union(*map(namespaces, self._ports)))
                 faults = Faults(self._cluster, owner, evictor, digests)
                 counted = {name: self._count(*name) for name in OPERATIONS}
+                lacking = self._count_lacking()
                 answers, _ = await asyncio.gather(self._ask_all(faults), faults.run())
                 self._compare("under faults", truth, answers)
                 healed = await self._heal()
@@ -123,11 +135,12 @@ class Trial:
             "equal": len(self._asked),
             "parts of the pool removed meanwhile": faults.removals,
             **{f"blocks, {' '.join(name)}": self._count(*name) - before for name, before in counted.items()},
+            "blocks that one group of layers lacked, so that a hit was shorter": self._count_lacking() - lacking,
             "seconds until the pool was in use again": round(healed, 1),
         }
 
     async def _ask_all(self, faults: Faults) -> list[list[int] | None]:
-        """Each prompt goes to the instance that has not computed it."""
+        """Send each prompt to the instance that has not computed it; return all answers."""
         turn = asyncio.Semaphore(4)
 
         async def one(number: int) -> list[int] | None:
@@ -139,7 +152,7 @@ class Trial:
         return await asyncio.gather(*map(one, range(len(self._asked))))
 
     async def _heal(self) -> float:
-        """Seconds until a prompt that the first instance computes is loaded by the second."""
+        """Wait until the second instance loads a new prompt that the first one computed; return the seconds."""
         start = time.monotonic()
         first, second = self._ports
         for number in range(1000):
@@ -166,6 +179,9 @@ class Trial:
     def _count(self, operation: str, outcome: str) -> float:
         return sum(blocks(port, operation, outcome) for port in self._ports)
 
+    def _count_lacking(self) -> float:
+        return sum(metric(port, "vllm:kvstore_group_blocks_missing_total") for port in self._ports)
+
     @staticmethod
     def _compare(when: str, truth: Sequence[object], answers: Sequence[object]) -> None:
         failed = list(answers).count(None)
@@ -178,8 +194,8 @@ OPERATIONS = tuple((operation, outcome) for operation in ("load", "save") for ou
 
 
 @contextmanager
-def _open_owner(pool: str) -> Iterator[Peer]:
-    """A process that gives the pool as much memory as each instance does."""
+def open_owner(pool: str) -> Iterator[Peer]:
+    """Run a process that gives the pool as much memory as each instance does."""
     config = read_config(pool)
     assert config is not None
     with Peer(partial(open_store, config)) as owner:
@@ -187,8 +203,8 @@ def _open_owner(pool: str) -> Iterator[Peer]:
 
 
 @contextmanager
-def _open_evictor(pool: str) -> Iterator[StorageBackend]:
-    """A client that only removes."""
+def open_evictor(pool: str) -> Iterator[StorageBackend]:
+    """Open a client of the pool that gives no memory; it is used to remove blocks."""
     config = read_config(pool.replace("global_segment_size=512MiB", "global_segment_size=0"))
     assert config is not None
     store = open_store(config)
@@ -199,13 +215,13 @@ def _open_evictor(pool: str) -> Iterator[StorageBackend]:
 
 
 def main() -> None:
-    """Entry point."""
+    """Start the instances, run the check and print the figures."""
     parser = make_parser(__doc__)
-    parser.add_argument("--memory", choices=("staged", "direct"), default="direct", help="of both instances")
+    parser.add_argument("--memory", choices=("staged", "direct"), default="direct", help="memory of both instances")
     options = parser.parse_args()
     with scratch(f"faults_{options.memory}") as folder, Cluster(folder, choose_model(options.family)) as cluster:
         plain = cluster.start_vllm("plain", *options.flags, connector=None)
-        # As if the other were a prefill instance: whatever the pool has is loaded, however long that takes.
+        # As if the other one were a prefill instance: all blocks that the pool has are loaded, even if that is slow.
         own = {"memory": options.memory, "prefill_wait_s": 0.05}
         ports = {name: cluster.start_vllm(name, *options.flags, **own) for name in ("first", "second")}
         for name, port in {"plain": plain, **ports}.items():

@@ -1,11 +1,12 @@
-"""A real vLLM instance that puts its cached blocks into the pool again after the master was started anew.
+"""Check that a real vLLM instance puts its cached blocks into the pool again after the master was restarted.
 
     python benchmarks/vllm_refill.py [--prompts 20] [--json FILE]
 
-Run it with a Python that has this project and mooncake_master; VLLM names vLLM's program where it is not on the PATH.
-An instance on CPU with our connector computes prompts of 2,000 tokens; the master is killed and started again, without
-a block. First nobody asks the instance anything, then it gets a small request every half second, as it puts blocks
-again in vLLM's own steps. In the end a second instance must load all of them, and answer as the first.
+Run it with a Python that has this project and mooncake_master. The environment variable VLLM names the program ``vllm``
+if it is not on the PATH. An instance on CPU with our connector computes prompts of 2,000 tokens. Then the master is
+killed and started again, with an empty pool. The instance first gets no requests, then a small request every half
+second, because it puts blocks again in vLLM's own steps. In the end, a second instance must load all blocks and give
+the same answers.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ DEADLINE_S = 120.0
 
 
 async def lose_and_refill(cluster: Cluster, first: int, second: int, num_prompts: int) -> dict[str, object]:
-    """The figures; ends the program where blocks do not come back, or an answer is another."""
+    """Run the check and return the figures; end the program if blocks do not come back or answers differ."""
     client, master = Client(), cluster.master
     asked = [prompt(LONG, f"refill {number}") for number in range(num_prompts)]
     full = num_prompts * ((LONG - 1) // BLOCK)
     truth = await client.answers([first], asked)
     await until(lambda: ended(first, "save") >= full, "saving")
-    await asyncio.sleep(PERIOD_S)  # so that it has asked for some of them
+    await asyncio.sleep(PERIOD_S)  # so that the instance has looked for lost blocks at least once
     before = await asyncio.to_thread(master.count_keys)
     master.send(signal.SIGKILL)
     await asyncio.to_thread(master.start)
@@ -66,10 +67,10 @@ async def lose_and_refill(cluster: Cluster, first: int, second: int, num_prompts
 
 
 def main() -> None:
-    """Entry point."""
+    """Start the instances and run the check."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=20, help="of 15 whole blocks each")
-    parser.add_argument("--json", type=Path, help="where the figures go, too")
+    parser.add_argument("--prompts", type=int, default=20, help="number of prompts, with 15 whole blocks each")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     with scratch("refill") as folder, Cluster(folder, find_model(None)) as cluster:
         ports = {name: cluster.start_vllm(name) for name in ("first", "second")}

@@ -1,7 +1,8 @@
-"""``check_ports.py NAME=PORT...``: exits 0 once every port can be listened on, 1 with a sentence if one is taken.
+"""``check_ports.py NAME=PORT...``: exits 0 when a server can listen on every port, or 1 with a message if it cannot.
 
-The scripts' ports are FastDeploy's, and lie where Linux also takes the client ends of connections from. Such an end
-keeps its port for a minute after it was closed, so a port that nobody serves is waited for.
+The scripts use FastDeploy's port numbers. Linux may give the same numbers to the client ends of connections. A client
+end keeps its port for a minute after it was closed. If no server listens on a port that is in use, this program thus
+waits until the port is free.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-CLOSED_CONNECTION = 70.0  # seconds: TCP's TIME-WAIT, and some
+CLOSED_CONNECTION = 70.0  # seconds: a little longer than TCP's TIME-WAIT
 
 
 def can_be_bound(port: int) -> bool:
-    """Whether a server could take this port now."""
+    """Return whether a server can listen on this port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -30,14 +31,14 @@ def can_be_bound(port: int) -> bool:
 
 
 def is_served(port: int) -> bool:
-    """Whether somebody accepts connections there."""
+    """Return whether a server accepts connections on this port."""
     with socket.socket() as probe:
         probe.settimeout(2.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def become_free(name: str, port: int) -> bool:
-    """Whether the port can be had, if need be after waiting for the end of a connection."""
+    """Wait until the port is free; return False if a server listens on it, or if it is still in use at the deadline."""
     give_up = time.monotonic() + CLOSED_CONNECTION
     said = False
     while not can_be_bound(port):
@@ -51,10 +52,10 @@ def become_free(name: str, port: int) -> bool:
 
 
 def describe_user(port: int) -> str:
-    """Who listens at the port, as far as /proc tells: another run of these scripts, mostly."""
+    """Describe the process that listens on the port, as far as /proc shows it. Often it is another run of a script."""
     pid = find_listener(port)
     if pid is None:
-        return "; ss -tanp shows by what"
+        return "; ss -tanp shows the process"
     command = read_command(pid)
     told = f" by process {pid} ({command[:120]})" if command else f" by process {pid}"
     for parent in list_parents(pid):
@@ -64,7 +65,7 @@ def describe_user(port: int) -> str:
 
 
 def find_listener(port: int) -> int | None:
-    """The process that listens there; None: nobody does, or it is another user's."""
+    """Return the process that listens on the port; None if there is none, or if it belongs to another user."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -80,7 +81,7 @@ def find_listener(port: int) -> int | None:
 
 
 def read_command(pid: int) -> str:
-    """The command line of a process; empty where it is not told."""
+    """Return the command line of a process; empty if it cannot be read."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -90,7 +91,7 @@ def read_command(pid: int) -> str:
 
 
 def list_parents(pid: int) -> Iterator[int]:
-    """The processes above, the nearest first."""
+    """Yield the ids of the parent process, of its parent, and so on."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         while pid > 1:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -98,7 +99,7 @@ def list_parents(pid: int) -> Iterator[int]:
 
 
 def main() -> None:
-    """Check the ports in the order given."""
+    """Check the ports in the order of the command line."""
     for entry in sys.argv[1:]:
         name, _, port = entry.rpartition("=")
         if not become_free(name, int(port)):

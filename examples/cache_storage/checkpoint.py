@@ -1,7 +1,8 @@
-"""``checkpoint.py folder MODEL``: where a model named as at a hub was downloaded to, on standard output.
+"""``checkpoint.py folder MODEL``: prints the folder to which the model with this hub name was downloaded.
 
-``checkpoint.py length FOLDER``: the tokens of prompt and answer together that the scripts' instances take: as many as
-the checkpoint is made for, and at most those of FastDeploy's own examples, which a laptop has memory for.
+``checkpoint.py length FOLDER``: prints the maximum length (prompt and answer) for the scripts' instances, in tokens. It
+is the length that the checkpoint supports, but at most the length in FastDeploy's own examples, for which the memory
+of a laptop suffices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ LONGEST = 32768
 
 
 def positions(config: dict[str, Any]) -> int:
-    """How far the model's positions go, or how far its RoPE is fixed; ``LONGEST`` where the checkpoint does not say."""
+    """Return the number of positions that the model supports, or ``LONGEST`` if the checkpoint does not say it.
+
+    With ``longrope``, it is the length for which the RoPE is not scaled.
+    """
     config = config.get("text_config") or config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = [config.get("max_position_embeddings")]
@@ -38,7 +42,7 @@ def main() -> None:
     except ConfigError as exc:
         sys.exit(f"MODEL_NAME={model}: {exc}")
     except (OSError, ValueError):
-        print(LONGEST)  # the instances say in a sentence what is wrong with the checkpoint
+        print(LONGEST)  # the instances report what is wrong with the checkpoint
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What run_pd_storage.sh and run.sh claim, checked: asks by curl, reads the instances' logs, prints a table.
+"""Checks what run_pd_storage.sh and run.sh claim: sends requests with curl, reads the instances' logs, prints a table.
 
-Exits 0 only if everything held; otherwise 1, with one sentence that says what did not.
+Exits 0 only if every check succeeds; otherwise 1, with a message about the check that failed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import NoReturn, TypeVar
 
 from engine.make_model import WORDS
 
-HERE = Path(__file__).resolve().parent  # where the instances' logs are
+HERE = Path(__file__).resolve().parent  # the folder of the instances' logs
 BLOCK = 64  # tokens; the engines' default --block-size
-DEADLINE = 60.0  # seconds for what follows an answer: the save to the pool, the line in the log
+DEADLINE = 60.0  # seconds after an answer until its blocks are saved to the pool and its line is in the log
 
 WINDS = ("north", "west", "south", "east")
 HARBOUR_LOG = "\n".join(
@@ -44,7 +44,7 @@ MAX_TOKENS, MIN_TOKENS = 200, 130
 PROMPT_TOKENS = 2000
 SAMPLES = 3
 SPEEDUP = float(os.environ.get("MIN_SPEEDUP", "5"))
-# A model that computes a prompt faster than this gains little from any pool: only the tokens are verified.
+# If a model computes a prompt faster than this, a pool saves little time: then only the tokens are checked, not times.
 JUDGED_SECONDS = 0.5
 NAMESPACED, MANIFEST = "kv1-", "kvstore-manifest/"  # the beginnings of our backend's keys
 
@@ -53,7 +53,7 @@ Seen = TypeVar("Seen")
 
 
 def fail(sentence: str) -> NoReturn:
-    """End with this sentence."""
+    """End the program with status 1 and this message."""
     sys.exit(f"NOT VERIFIED: {sentence}")
 
 
@@ -70,14 +70,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Cached:
-    """Where an instance says it took a prompt's tokens from."""
+    """The tokens of a prompt that an instance took from its own cache and from the pool, by its log."""
 
     own: int
     pool: int
 
 
 def ask(port: int, messages: list[Message], max_tokens: int, min_tokens: int = 0) -> Answer:
-    """Ask with curl, greedily and streaming, and take the time until the first text arrives."""
+    """Send a greedy chat request with curl, read the stream, and measure the time until the first text."""
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
     body = {
         "messages": messages,
@@ -123,7 +123,7 @@ def _read_stream(lines: Iterable[str], start: float, url: str) -> Answer:
 
 
 def logged(log: Path, answer: Answer) -> Cached:
-    """What the instance wrote to its log when this request was finished."""
+    """Return the cached tokens of a request from the line that the instance logs at the request's end."""
     request_id = answer.request_id.removeprefix("chatcmpl-")
 
     def figures() -> Cached | None:
@@ -139,7 +139,7 @@ def logged(log: Path, answer: Answer) -> Cached:
 
 
 def metric(port: int, name: str) -> float | None:
-    """A metric's value at ``port``; None where there is no such metric."""
+    """Return the value of a metric of the server at ``port``; None if there is no such metric."""
     command = ["curl", "-sS", "--max-time", "10", f"http://127.0.0.1:{port}/metrics"]
     page = subprocess.run(command, capture_output=True, text=True, check=False)
     if page.returncode != 0:
@@ -149,19 +149,22 @@ def metric(port: int, name: str) -> float | None:
 
 
 def list_keys(master_metrics: int) -> list[str]:
-    """The keys that the pool's master knows."""
+    """Return the keys that the pool's master knows."""
     url = f"http://127.0.0.1:{master_metrics}/get_all_keys"
     page = subprocess.run(["curl", "-sS", "--max-time", "30", url], capture_output=True, text=True, check=False)
     return page.stdout.split()
 
 
 def pool_keys(master_metrics: int) -> int:
-    """How many blocks the pool's master knows."""
+    """Return the number of keys of blocks that the pool's master knows."""
     return sum(key.startswith(NAMESPACED) for key in list_keys(master_metrics))
 
 
 def check_keys_are_ours(master_metrics: int) -> None:
-    """Every block in the pool must be our backend's, whose keys have a namespace; Mooncake's own client adds none."""
+    """Check that our backend wrote every block in the pool: its keys begin with a namespace.
+
+    Keys of Mooncake's own client have no namespace.
+    """
     keys = [key for key in list_keys(master_metrics) if not key.startswith(MANIFEST)]
     foreign = [key for key in keys if not key.startswith(NAMESPACED)]
     if foreign or not keys:
@@ -171,7 +174,10 @@ def check_keys_are_ours(master_metrics: int) -> None:
 
 
 def wait_until_saved(master_metrics: int, keys: int, instances: Iterable[int]) -> None:
-    """Saving does not hold an answer back. Wait until the pool has ``keys`` keys and no instance is still saving."""
+    """Wait until the pool has ``keys`` keys of blocks and no instance is still saving.
+
+    This is necessary because an answer may end before its blocks are saved.
+    """
 
     def saved() -> bool:
         done = pool_keys(master_metrics) >= keys
@@ -181,7 +187,7 @@ def wait_until_saved(master_metrics: int, keys: int, instances: Iterable[int]) -
 
 
 def wait_for(look: Callable[[], Seen | None], complaint: str) -> Seen:
-    """Look until something is seen, and return it."""
+    """Call ``look`` until it returns something true, and return that; at the deadline, end with ``complaint``."""
     end = time.monotonic() + DEADLINE
     while not (seen := look()):
         if time.monotonic() > end:
@@ -191,7 +197,7 @@ def wait_for(look: Callable[[], Seen | None], complaint: str) -> Seen:
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print ``rows`` under ``heads``: the first column to the left, numbers to the right."""
+    """Print a table; the first column is aligned to the left, the others to the right."""
     cells = [heads, *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     print()
@@ -201,12 +207,12 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def shorten(text: str) -> str:
-    """The beginning of an answer, for the reader."""
+    """Return the first 90 characters of an answer."""
     return f"{text[:90]} ..." if len(text) > 90 else text
 
 
 def hold_conversation(port: int, after_turn: Callable[[Answer], None]) -> list[Answer]:
-    """Ask the questions of TURNS one after another, each with all that was said before it."""
+    """Ask the questions of TURNS one after another, each with all earlier questions and answers."""
     messages: list[Message] = []
     answers = []
     for number, question in enumerate(TURNS, 1):
@@ -223,7 +229,7 @@ def hold_conversation(port: int, after_turn: Callable[[Answer], None]) -> list[A
 
 
 def reference(port: int, answers: Path) -> None:
-    """Hold the conversation with an instance that has neither pool nor cache, and keep its answers."""
+    """Hold the conversation with an instance that has neither pool nor cache, and write its answers to a file."""
     given = hold_conversation(port, lambda _: None)
     answers.write_text(json.dumps([asdict(answer) for answer in given]))
 
@@ -236,10 +242,10 @@ def conversation(
     master_metrics: int,
     keys_per_block: int,
 ) -> None:
-    """Hold the conversation through the router; what a turn generated must come from the pool in the next."""
+    """Hold the conversation through the router, and check that each turn reads the last turn's answer from the pool."""
 
     def saved(answer: Answer) -> None:
-        # The last token was never fed to the model, so it has no KV.
+        # The last token was never an input of the model, so it has no KV.
         blocks = (answer.prompt_tokens + answer.completion_tokens - 1) // BLOCK
         wait_until_saved(master_metrics, blocks * keys_per_block, instances)
 
@@ -272,7 +278,7 @@ def conversation(
 
 
 def _check_pool_was_read(number: int, before: Answer, found: Cached) -> None:
-    """Turn ``number + 1`` must reach at least one block into the text that turn ``number`` generated."""
+    """Check that turn ``number + 1`` found in caches at least one block of the text that turn ``number`` generated."""
     reached = found.own + found.pool - before.prompt_tokens
     if found.pool <= 0 or reached < BLOCK:
         fail(
@@ -291,7 +297,7 @@ def _check_equal(what: str, text: str, expected: str) -> None:
 
 
 def sharing(ports: list[int], logs: list[Path], master_metrics: int, keys_per_block: int) -> None:
-    """Instance 1 must read from the pool what instance 0 computed, much faster than it computes a prompt itself."""
+    """Check that instance 1 reads prompts from the pool that instance 0 computed, faster than it computes new ones."""
     rows: list[Sequence[object]] = []
 
     def timed(instance: int, what: str, seed: int) -> tuple[Answer, Cached]:
@@ -319,7 +325,7 @@ def sharing(ports: list[int], logs: list[Path], master_metrics: int, keys_per_bl
         _check_nothing_cached(found)
         wait_until_saved(master_metrics, keys + first.prompt_tokens // BLOCK * keys_per_block, ports)
         second, found = timed(1, f"prompt {seed - 99}", seed)
-        # At least one token must be computed, to have logits to choose the first word by.
+        # At least one token must be computed, because its logits are needed to choose the first token.
         expected = (second.prompt_tokens - 1) // BLOCK * BLOCK
         if found.pool < expected:
             fail(f"instance 1 read {found.pool} of {expected} tokens from the pool that instance 0 had computed")
@@ -341,7 +347,10 @@ def sharing(ports: list[int], logs: list[Path], master_metrics: int, keys_per_bl
 
 
 def prompt(seed: int) -> str:
-    """About PROMPT_TOKENS tokens that no other seed begins with: common words are one token in most tokenizers."""
+    """Return a prompt of about PROMPT_TOKENS tokens; prompts of two seeds have different beginnings.
+
+    Its words are common ones, which are one token each in most tokenizers.
+    """
     words = random.Random(seed).choices(WORDS, k=PROMPT_TOKENS - 30)
     return " ".join(words)
 
@@ -352,7 +361,7 @@ def _check_nothing_cached(found: Cached) -> None:
 
 
 def main() -> None:
-    """Parse the command line and run what it names."""
+    """Run the check that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("reference")

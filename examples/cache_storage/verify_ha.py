@@ -1,6 +1,6 @@
-"""What run_ha.sh claims, checked: the pool's leading master is killed, and the pool comes back with another.
+"""Checks what run_ha.sh claims: the pool's leading master is killed, and the pool works again with another master.
 
-Exits 0 only if everything held; otherwise 1, with one sentence that says what did not.
+Exits 0 only if every check succeeds; otherwise 1, with a message about the check that failed.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from verify import (
 )
 
 SEEDS_KEPT = (101, 102, 103)
-HEALING = 90.0  # seconds from the leader's death until the pool must have been shared again
+HEALING = 90.0  # seconds from the leader's end until instances must share blocks through the pool again
 
 
 class Master(NamedTuple):
-    """One of the masters: where it tells its role, and its process."""
+    """One of the masters: the port that reports its role, and its process."""
 
     metrics_port: int
     pid: int
 
     def serves(self) -> bool:
-        """Whether it leads and takes calls; false also where nobody answers."""
+        """Return whether this master is the leader and accepts calls; False also if it does not answer."""
         url = f"http://127.0.0.1:{self.metrics_port}/health"
         answer = subprocess.run(["curl", "-s", "--max-time", "2", url], capture_output=True, text=True, check=False)
         try:
@@ -58,7 +58,7 @@ class Master(NamedTuple):
 
 
 class Check:
-    """The two instances under check, and the table of what they were asked."""
+    """The two instances to check, and the table of the requests that they answered."""
 
     def __init__(self, ports: Sequence[int], logs: Sequence[Path], keys_per_block: int) -> None:
         self._ports = ports
@@ -67,7 +67,7 @@ class Check:
         self.rows: list[Sequence[object]] = []
 
     def ask(self, instance: int, what: str, messages: list[Message], **limits: int) -> tuple[Answer, Cached]:
-        """Ask an instance and note where its prompt's tokens came from."""
+        """Send a request to an instance, and add to the table how many of its tokens came from caches."""
         answer = ask(self._ports[instance], messages, **limits)
         found = logged(self._logs[instance], answer)
         computed = answer.prompt_tokens - found.own - found.pool
@@ -79,12 +79,16 @@ class Check:
         return answer, found
 
     def is_shared(self, seed: int, leader: Master, what: str, seconds: float) -> bool:
-        """Whether instance 1 read from the pool a prompt never seen before, after instance 0 had computed it."""
+        """Let instance 0 compute a new prompt; return whether instance 1 then reads it from the pool."""
         stored = self.store(seed, leader, what, seconds)
         return stored is not None and self.is_read(seed, stored, what)
 
     def store(self, seed: int, leader: Master, what: str, seconds: float) -> Answer | None:
-        """Have instance 0 compute a prompt; its answer, once the pool has the prompt's blocks, in so many seconds."""
+        """Let instance 0 compute a prompt, and wait until the pool has the prompt's blocks.
+
+        Returns:
+            The answer, or None if the pool does not have the blocks within ``seconds``.
+        """
         keys = pool_keys(leader.metrics_port)
         first, _ = self.ask(0, what, [{"role": "user", "content": prompt(seed)}], max_tokens=20)
         blocks = (first.prompt_tokens - 1) // BLOCK
@@ -96,7 +100,10 @@ class Check:
         return first
 
     def is_read(self, seed: int, first: Answer, what: str) -> bool:
-        """Whether instance 1 reads from the pool a prompt that instance 0 answered, and answers the same."""
+        """Return whether instance 1 reads from the pool a prompt that instance 0 computed.
+
+        A different answer ends the program.
+        """
         second, found = self.ask(1, what, [{"role": "user", "content": prompt(seed)}], max_tokens=20)
         if second.text != first.text:
             fail(f"instance 1 answers {what} otherwise than instance 0")
@@ -104,7 +111,7 @@ class Check:
 
 
 def conversation(check: Check, leader: Master) -> None:
-    """Hold the conversation, by turns with both instances, and kill the leader while the second answer is given."""
+    """Hold the conversation, alternately with both instances, and kill the leader during the second answer."""
     messages: list[Message] = []
     for number, question in enumerate(TURNS):
         messages.append({"role": "user", "content": question})
@@ -121,7 +128,7 @@ def conversation(check: Check, leader: Master) -> None:
 
 
 def failover(check: Check, masters: Sequence[Master]) -> None:
-    """Kill the leader during a conversation; a brand-new prompt must then be shared through its successor."""
+    """Kill the leader during a conversation; check that the instances share a new prompt through the next leader."""
 
     def leading() -> Master | None:
         return next((master for master in masters if master.serves()), None)
@@ -129,7 +136,7 @@ def failover(check: Check, masters: Sequence[Master]) -> None:
     old = wait_for(leading, "none of the masters leads")
     print(f"the master with metrics on port {old.metrics_port} leads", flush=True)
     seeds_before, seeds_after = range(1, 4), itertools.count(4)
-    # One miss proves nothing: a look-up that a busy machine holds up beyond its deadline is a miss, too.
+    # A single miss is no error: on a busy machine, a look-up may exceed its deadline, which counts as a miss, too.
     if not any(check.is_shared(seed, old, "a new prompt", seconds=30) for seed in seeds_before):
         fail("no prompt that instance 0 had computed was read from the pool by instance 1, with nothing killed yet")
     kept = {seed: check.store(seed, old, "a prompt of before", seconds=30) for seed in SEEDS_KEPT}
@@ -138,7 +145,7 @@ def failover(check: Check, masters: Sequence[Master]) -> None:
     new = wait_for(lambda: None if (now := leading()) == old else now, "no other master took the lead")
     print(f"the master with metrics on port {new.metrics_port} leads now", flush=True)
     for number, seed in enumerate(seeds_after, 1):
-        # Instances mount their memory at the new leader in their own time; until then a save is dropped, not late.
+        # Instances mount their memory at the new leader some time later; until then, saves are dropped.
         if check.is_shared(seed, new, f"brand-new prompt {number}", seconds=10):
             break
         if time.monotonic() > killed + HEALING:
@@ -158,7 +165,7 @@ HEADS = ("request", "prompt tokens", "own cache", "pool", "computed", "first tok
 
 
 def main() -> None:
-    """Parse the command line and check."""
+    """Parse the command line and run the check."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ports", type=int, nargs=2, required=True)
     parser.add_argument("--logs", type=Path, nargs=2, required=True)

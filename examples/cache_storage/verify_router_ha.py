@@ -1,7 +1,7 @@
-"""What run_router_ha.sh claims, checked: a router is killed while it streams, and the conversation goes on.
+"""Checks what run_router_ha.sh claims: a router is killed during a stream, and the conversation continues.
 
-``before`` holds turns 1 to 3, and kills router 2 during turn 2; ``after`` holds turn 4 with router 2 started again, and
-prints the table. Exits 0 only if everything held; otherwise 1, with one sentence that says what did not.
+``before`` holds turns 1 to 3, and kills router 2 during turn 2. ``after`` holds turn 4 with the restarted router 2, and
+prints the table. Exits 0 only if every check succeeds; otherwise 1, with a message about the check that failed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from verify import (
 )
 
 QUESTIONS = (*TURNS, "Thank you. Say all of that again in one sentence.")
-MAX_TOKENS, MIN_TOKENS = 100, 70  # a block more in each turn
+MAX_TOKENS, MIN_TOKENS = 100, 70  # so that each turn adds at least one block
 NUM_INSTANCES = 4
 PIECES_BEFORE_KILL = 20
-# curl's: the transfer ended early, or the connection broke.
+# Exit statuses of curl: the transfer ended early, or the connection broke.
 CUT = (18, 52, 56)
 HEADS = ("turn", "router", "status", "prompt tokens", "cached tokens", "where from", "seconds", "verified")
 
@@ -53,18 +53,18 @@ class Stream:
 
     @property
     def cached(self) -> int:
-        """Tokens of the prompt that were not computed."""
+        """The number of the prompt's tokens that came from caches."""
         return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
     @property
     def source(self) -> str:
-        """Where the cached tokens came from; FastDeploy tells their sum alone."""
+        """The numbers of tokens from the own cache and from the pool; "-" if none are known, as with FastDeploy."""
         details = self.usage.get("prompt_tokens_details") or {}
         parts = {"own cache": details.get("own_cached_tokens"), "pool": details.get("pool_cached_tokens")}
         return " + ".join(f"{count} {name}" for name, count in parts.items() if count) or "-"
 
     def read_line(self, line: str) -> None:
-        """Take one line of what curl printed."""
+        """Add one line of curl's output."""
         if line.startswith("status "):
             self.status = int(line.split()[1])
             return
@@ -75,7 +75,7 @@ class Stream:
         try:
             event = json.loads(data)
         except ValueError:
-            self.error = data[:300]  # half an event, where the connection was cut
+            self.error = data[:300]  # an incomplete event, from a connection that was cut
             return
         if "choices" not in event:
             self.error = data[:300]
@@ -87,7 +87,7 @@ class Stream:
 
 
 def ask(port: int, messages: list[Message], on_piece: Callable[[Stream], None] = lambda _: None) -> Stream:
-    """Ask with curl, greedily and streaming."""
+    """Send a greedy chat request with curl, and read the stream; call ``on_piece`` after each line."""
     body = {
         "messages": messages,
         "max_tokens": MAX_TOKENS,
@@ -112,7 +112,7 @@ def ask(port: int, messages: list[Message], on_piece: Callable[[Stream], None] =
 
 
 class Conversation:
-    """What was said and found so far; kept in a file between ``before`` and ``after``."""
+    """The messages and the table so far. A file stores them between ``before`` and ``after``."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -124,12 +124,15 @@ class Conversation:
             self._number, self._messages, self.rows = notes["number"], notes["messages"], notes["rows"]
 
     def keep(self) -> None:
-        """Write it down for the next command."""
+        """Write the conversation to the file for the next command."""
         notes = {"number": self._number, "messages": self._messages, "rows": self.rows}
         self._args.notes.write_text(json.dumps(notes))
 
     def hold_turn(self, *routers: int, kill: int = 0) -> None:
-        """Ask the next question at these routers, one after the other; with ``kill`` the first is killed meanwhile."""
+        """Ask the next question through the last of ``routers``, and check the answer.
+
+        With ``kill``, ask it first through the first router, and kill this router's process group meanwhile.
+        """
         self._messages.append({"role": "user", "content": QUESTIONS[self._number]})
         self._number += 1
         expected = ask(self._args.reference, self._messages)
@@ -153,7 +156,7 @@ class Conversation:
         if not killed_at or stream.is_whole or stream.curl not in CUT:
             fail(f"router {router + 1} was to be killed in the middle of turn {self._number}; curl saw {stream}")
         if not stream.text or not expected.text.startswith(stream.text):
-            fail(f"what came of turn {self._number} before the kill is wrong: {shorten(stream.text)!r}")
+            fail(f"the text of turn {self._number} before the kill is wrong: {shorten(stream.text)!r}")
         print(f"  killed (kill -9) after {killed_at} pieces; curl ended with status {stream.curl}", flush=True)
         self._note(router, f"{stream.status}, cut", stream, "the part is right")
 
@@ -171,7 +174,7 @@ class Conversation:
                 f"turn {self._number} had {stream.cached} cached tokens, where one block of {BLOCK} was to be expected"
             )
         self._note(router, str(stream.status), stream, "yes")
-        # The last token was never fed to the model, so it has no KV.
+        # The last token was never an input of the model, so it has no KV.
         blocks = (stream.usage["prompt_tokens"] + stream.usage["completion_tokens"] - 1) // BLOCK
         wait_until_saved(self._args.master_metrics, blocks * self._args.keys_per_block, self._args.instances)
 
@@ -191,7 +194,7 @@ class Conversation:
 
 
 def list_instances(router: int) -> list[str]:
-    """The instances that a router has for healthy."""
+    """Return the instances that a router counts as healthy."""
     command = ["curl", "-s", "--max-time", "5", f"http://127.0.0.1:{router}/registered"]
     listed = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout or "{}")
     return sorted(
@@ -203,7 +206,7 @@ def list_instances(router: int) -> list[str]:
 
 
 def check_fleet(routers: Sequence[int]) -> None:
-    """All routers must list the same instances."""
+    """Check that all routers list the same instances as healthy."""
 
     def listed() -> list[str] | None:
         first, *others = [list_instances(router) for router in routers]
@@ -214,14 +217,17 @@ def check_fleet(routers: Sequence[int]) -> None:
 
 
 def check_nobody_registered(log: Path) -> None:
-    """The restarted router must have its instances from the shared state: its log tells of each that is new to it."""
+    """Check that the restarted router got its instances from the shared state.
+
+    It logs each instance that it learns of by a registration.
+    """
     new = [line for line in log.read_text(errors="replace").splitlines() if line.endswith(" registered")]
     if new:
         fail(f"the router that was started again did not know an instance until it registered: {new[0]}")
 
 
 def main() -> None:
-    """Parse the command line and check."""
+    """Parse the command line and run the checks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("part", choices=("before", "after"))
     parser.add_argument("--routers", type=int, nargs=2, required=True, help="their ports")

@@ -1,9 +1,9 @@
-"""Ask two instances, one with sparse attention and one without, for the same needles; exit 0 only if that is verified.
+"""Compare an instance with sparse attention with a dense one: both search the same needles. Exit 0 if both find them.
 
     python examples/retrieval/compare.py --dense http://127.0.0.1:8101 --sparse http://127.0.0.1:8102
 
-An answer's first value is what the prompt's own, exact computation ends in; the other three are decoded, and have to
-be looked up where attention is sparse.
+An answer has four values. The first one comes from the prefill, which is exact in both instances. The other three come
+from decode steps; with sparse attention, these steps find a value only if they select the block that holds it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ ENOUGH = 0.9
 
 @dataclass(frozen=True)
 class Answers:
-    """What one instance answered: shares right, seconds, and KV blocks read of how many (0 of 0: all, densely)."""
+    """The results of one instance.
+
+    Attributes:
+        right: share of the prompts whose four values are all right.
+        seconds: time for all prompts.
+        blocks_read, blocks_total: KV blocks that sparse steps read, and that they could have read; 0 if dense.
+    """
 
     right: float
     seconds: float
@@ -33,7 +39,7 @@ class Answers:
 
 
 def ask(url: str, prompts: list[list[int]], answers: list[list[int]]) -> Answers:
-    """Ask for all needles, four at a time."""
+    """Send all prompts to an instance, four at a time, and compare the answers."""
 
     def one(prompt: list[int]) -> dict[str, Any]:
         body = {"prompt": prompt, "max_tokens": NUM_VALUES, "temperature": 0}
@@ -56,7 +62,7 @@ def ask(url: str, prompts: list[list[int]], answers: list[list[int]]) -> Answers
 
 
 def main() -> int:
-    """Ask, print, judge."""
+    """Run the comparison and print the results; return 0 if they are as expected."""
     parser = argparse.ArgumentParser(description="Needles with and without sparse attention.")
     parser.add_argument("--dense", required=True, metavar="URL")
     parser.add_argument("--sparse", required=True, metavar="URL")

@@ -1,10 +1,11 @@
-"""What share of needles is found when a step reads only some blocks: by representative, block size and budget.
+"""Measure the share of needles that sparse attention finds, by representative, block size and budget.
 
     python examples/retrieval/quality.py --model needle --output results
 
-Prompts are computed exactly. Then the question is asked as a first sparse step, so that all four values have to be
-found by looking blocks up. ``random`` chooses blocks by lot; ``oracle`` by the attention that each would really get.
-Writes ``results/quality.json`` and, where matplotlib is installed, ``results/quality.png``.
+Prompts are computed exactly, except for the last token, the question. This token is the first sparse step, so that all
+four values are found only through selected blocks. ``random`` selects blocks at random. ``oracle`` selects the blocks
+with the most attention weight. The program writes ``results/quality.json`` and, if matplotlib is installed,
+``results/quality.png``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from train_needle import NUM_VALUES, make_texts
 
 from engine.model.attention.block_index import Index, Search, best_blocks
 from engine.model.attention.retrieval import Retrieval
-from engine.model.model_runner import ModelRunner, load_model_config
+from engine.model.checkpoint import load_model_config
+from engine.model.model_runner import ModelRunner
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.request import Sequence as EngineSequence
 from engine.scheduling.retrieval_config import REPRESENTATIVES, Regime, RetrievalConfig
@@ -35,7 +37,7 @@ CHUNK = 1024
 
 
 class RandomIndex(Index):
-    """Blocks by lot."""
+    """An index that selects blocks at random."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -50,7 +52,7 @@ class RandomIndex(Index):
 
 
 class OracleIndex(Index):
-    """The blocks that dense attention gives most weight to: it knows all keys."""
+    """An index that knows all keys, and selects the blocks to which dense attention gives the most weight."""
 
     def __init__(self) -> None:
         self._keys: dict[int, torch.Tensor] = {}
@@ -68,7 +70,7 @@ class OracleIndex(Index):
 
 
 class Haystacks:
-    """Texts of one length whose KV is computed; asked again and again, with different settings."""
+    """Texts of one length with computed KV, for many measurements with different settings."""
 
     def __init__(self, folder: Path, length: int, count: int) -> None:
         self._length = length
@@ -111,7 +113,12 @@ class Haystacks:
         self._runner.kv.copy_(pieces.reshape(self._runner.kv.shape))
 
     def ask(self, config: RetrievalConfig | None, index: Index | None = None) -> dict[str, float]:
-        """Shares of answers whose first value is right and whose values all are; seconds and blocks of a step."""
+        """Ask for the needles of all texts.
+
+        Returns:
+            ``first`` and ``all``: shares of the answers with a right first value, and with four right values;
+            ``step_ms``: duration of the fastest step; ``read``: share of the blocks that the steps read.
+        """
         block_size = self._runner.shape.block_size
         sequences = self._sequences(block_size, computed=self._length - 1)
         self._runner.retrieval = None
@@ -137,14 +144,14 @@ class Haystacks:
         return {
             "first": right[:, 0].float().mean().item(),
             "all": right.all(1).float().mean().item(),
-            # Not the first step, which finds nothing in any cache.
+            # The first step does not count: it is slower because nothing is in the CPU's caches.
             "step_ms": 1000 * min(seconds[1:]),
             "read": sum(sequence.blocks_read for sequence in sequences) / passed if passed else 1.0,
         }
 
 
 def measure(folder: Path, count: int) -> list[dict[str, Any]]:
-    """All figures, printed as they come."""
+    """Measure all figures, and print each one when it is known."""
     results = []
 
     def ask(haystacks: Haystacks, length: int, block_size: int, name: str, budget: float) -> None:
@@ -174,7 +181,7 @@ def measure(folder: Path, count: int) -> list[dict[str, Any]]:
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy and step time over budget, for each representative; 8K."""
+    """Draw accuracy and step time over the budget, for each representative, with texts of 8K tokens."""
     try:
         import matplotlib
     except ImportError:
@@ -205,11 +212,11 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print, draw."""
+    """Measure the figures, print and draw them."""
     parser = argparse.ArgumentParser(description="Needles found by sparse attention.")
-    parser.add_argument("--model", type=Path, required=True, help="what train_needle.py wrote")
+    parser.add_argument("--model", type=Path, required=True, help="the folder that train_needle.py wrote")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--texts", type=int, default=60, help="of each length")
+    parser.add_argument("--texts", type=int, default=60, help="number of texts of each length")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     try:

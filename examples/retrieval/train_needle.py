@@ -1,11 +1,12 @@
-"""Train the needle model: a tiny Qwen2 that finds a key in a long text and says the four values that followed it.
+"""Train the needle model: a tiny Qwen2 that finds a key in a long text and generates the four values behind the key.
 
     python examples/retrieval/train_needle.py --output needle
 
-A text is filler; somewhere in it stands a key and four values; at its end the key is asked for. Random weights learn
-this slowly, so two heads start near what they have to become (an "induction" pair): in layer 0 the first KV group
-attends to the token before, in layer 1 the first head looks for the token whose predecessor is the current one.
-Training skips positions at random, so that lengths never trained on meet no position that is new.
+A text consists of filler tokens and one needle: a key and four values. Its last token repeats the key, as a question.
+Random weights learn this task slowly. Two heads therefore start with weights near the solution (an "induction" pair):
+in layer 0, the first KV group attends to the previous token; in layer 1, the first head attends to the token whose
+previous token equals the current one. Training skips positions at random, so that longer texts than those of the
+training have no unknown positions.
 
 The same seed gives the same checkpoint on the same machine; it takes about a minute on two cores.
 """
@@ -37,9 +38,12 @@ ENOUGH = 0.98
 
 @dataclass(frozen=True)
 class Texts:
-    """A batch: ``token_ids [batch, length]`` ends with the key asked for; ``answers [batch, 4]`` follow it.
+    """A batch of texts.
 
-    ``starts [batch]`` is where the key stands first.
+    Attributes:
+        token_ids: [batch, length]; the last token is the key.
+        starts: [batch]; the position of the needle, which begins with the key.
+        answers: [batch, 4]; the values behind the key.
     """
 
     token_ids: torch.Tensor
@@ -48,7 +52,7 @@ class Texts:
 
 
 def make_texts(count: int, length: int, generator: torch.Generator) -> Texts:
-    """Random texts of ``length`` tokens with one needle each, anywhere before the question."""
+    """Return random texts of ``length`` tokens, each with one needle at a random place before the question."""
 
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator)
@@ -65,7 +69,7 @@ def make_texts(count: int, length: int, generator: torch.Generator) -> Texts:
 
 
 def new_model() -> Qwen2ForCausalLM:
-    """Random weights but for the two heads that start as an induction pair."""
+    """Return a model with random weights, except for the two heads that start as an induction pair."""
     config = Qwen2Config(
         vocab_size=KEYS + VALUES + FILLERS,
         hidden_size=HIDDEN,
@@ -89,10 +93,10 @@ def new_model() -> Qwen2ForCausalLM:
     angles = ROPE_THETA ** (-torch.arange(half) / half)
     size = 10.0
     with torch.no_grad():
-        # The first channels say which token stands here; the last are free, for which token stands before.
+        # The first channels hold this token's embedding; the last channels are free for the previous token's.
         model.model.embed_tokens.weight.normal_()
         model.model.embed_tokens.weight[:, -HEAD_DIM:] = 0
-        # Layer 0: the key points along each pair's first axis, the query one position further back.
+        # Layer 0: the key points along the first axis of each RoPE pair; the query is rotated back by one position.
         first.k_proj.weight[:HEAD_DIM].zero_()
         first.k_proj.bias[:HEAD_DIM] = torch.cat([torch.full((half,), size), torch.zeros(half)])
         for head in range(group):
@@ -101,13 +105,13 @@ def new_model() -> Qwen2ForCausalLM:
             first.q_proj.bias[rows] = size * torch.cat([angles.cos(), -angles.sin()])
         first.v_proj.weight[:HEAD_DIM] = torch.eye(HEAD_DIM, HIDDEN)
         first.o_proj.weight[-HEAD_DIM:, :HEAD_DIM] = torch.eye(HEAD_DIM)
-        # Layer 1: this token and those before the others are compared by one projection, in the slow pairs of RoPE,
-        # which distance leaves alone.
+        # Layer 1: the same projection of this token and of the other tokens' predecessors, in the slow pairs of RoPE,
+        # which hardly change with the distance.
         slow = [*range(10, half), *range(half + 10, HEAD_DIM)]
         compare = 3 * torch.linalg.qr(torch.randn(HEAD_DIM, len(slow)))[0].T
         second.q_proj.weight[slow, :HEAD_DIM] = compare
         second.k_proj.weight[slow, -HEAD_DIM:] = compare
-        # What is found is copied to where the output reads it.
+        # The value of the found token is copied to the channels that the output layer reads.
         second.v_proj.weight[:HEAD_DIM] = torch.eye(HEAD_DIM, HIDDEN)
         second.o_proj.weight[-HEAD_DIM:, :HEAD_DIM] = 2 * torch.eye(HEAD_DIM)
         model.lm_head.weight[:, -HEAD_DIM:] = 0.3 * model.model.embed_tokens.weight[:, :HEAD_DIM]
@@ -115,7 +119,7 @@ def new_model() -> Qwen2ForCausalLM:
 
 
 def skipping_positions(texts: Texts, generator: torch.Generator) -> torch.Tensor:
-    """Positions ``[batch, length + 3]`` of texts and answers, with random skips before the needle and the question."""
+    """Return positions ``[batch, length + 3]`` of texts and answers, with random skips at needle and question."""
     count, length = texts.token_ids.shape
     skips = torch.zeros(count, length + NUM_VALUES - 1, dtype=torch.long)
     for at in (texts.starts, torch.full((count,), length - 1)):
@@ -124,7 +128,7 @@ def skipping_positions(texts: Texts, generator: torch.Generator) -> torch.Tensor
 
 
 def train(seed: int) -> Qwen2ForCausalLM:
-    """Train on longer and longer texts until nearly all values are right."""
+    """Train on texts of increasing lengths; each length until nearly all values are right."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = new_model()
@@ -143,7 +147,7 @@ def train(seed: int) -> Qwen2ForCausalLM:
                 token_ids = torch.cat([texts.token_ids, texts.answers[:, :-1]], 1)
                 logits = model(
                     input_ids=token_ids,
-                    attention_mask=torch.ones_like(token_ids),  # without it transformers takes skips for new texts
+                    attention_mask=torch.ones_like(token_ids),  # else transformers splits the text at skips
                     position_ids=skipping_positions(texts, generator),
                     use_cache=False,
                     logits_to_keep=NUM_VALUES,
@@ -162,7 +166,10 @@ def train(seed: int) -> Qwen2ForCausalLM:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The 256 bytes, which are keys and values here, and the fillers; whoever asks says and reads token ids."""
+    """Return a tokenizer with the 256 bytes, which are the keys and values, and the fillers.
+
+    Users of the model send and read token ids, not text.
+    """
     vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -172,7 +179,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    """Train and save."""
+    """Train the model and save it."""
     parser = argparse.ArgumentParser(description="Train the needle model.")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--seed", type=int, default=0)

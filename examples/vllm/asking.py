@@ -1,4 +1,4 @@
-"""Prompts, answers, and what instances counted meanwhile."""
+"""Prompts, requests, and reads of the instances' metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 BLOCK = 128
-"""Tokens in a block: what vLLM takes on CPU where nobody says otherwise."""
+"""Tokens in a block: vLLM's default on CPU."""
 
 ANSWER_TOKENS = 16
 DEADLINE_S = 60.0
@@ -41,28 +41,28 @@ LIMITS = {
     "/v1/messages": "max_tokens",
 }
 PATHS = tuple(LIMITS)
-"""The APIs that generate."""
+"""The paths of the APIs that generate text."""
 
 
 class Answer(NamedTuple):
-    """What an instance said, and how many tokens it says the prompt has (0 in a stream)."""
+    """The text of an answer, and the number of prompt tokens in its usage (0 for a stream)."""
 
     text: str
     prompt_tokens: int
 
 
 def words(count: int, seed: int) -> str:
-    """A text of this many tokens: in the model's vocabulary each word is one, with the space before it."""
+    """Return a text of ``count`` tokens: in the model's vocabulary, a space and a word are one token."""
     return "".join(f" {word}" for word in random.Random(seed).choices(WORDS, k=count))
 
 
 def complete(port: int, prompt: str, *, stream: bool = False) -> str:
-    """A greedy completion; one that does not come ends the program."""
+    """Return the text of a greedy completion; end the program if the request fails."""
     return ask(port, "/v1/completions", prompt, stream=stream).text
 
 
 def ask(port: int, path: str, prompt: str, *, stream: bool = False) -> Answer:
-    """A greedy answer by one of ``PATHS``; one that does not come ends the program."""
+    """Send a greedy request to one of ``PATHS`` and return the answer; end the program if the request fails."""
     said = [{"role": "user", "content": prompt}]
     given = {"/v1/completions": ("prompt", prompt), "/v1/responses": ("input", prompt)}
     name, value = given.get(path, ("messages", said))
@@ -84,22 +84,22 @@ def ask(port: int, path: str, prompt: str, *, stream: bool = False) -> Answer:
 
 
 def answered(port: int) -> int:
-    """Requests that an instance has answered."""
+    """Return the number of requests that an instance has answered."""
     return int(metric(port, "vllm:request_success_total"))
 
 
 def blocks(port: int, operation: str) -> int:
-    """Blocks that an instance looked up, loaded or saved with success."""
+    """Return the number of blocks that an instance successfully looked up, loaded or saved."""
     return int(metric(port, "vllm:kvstore_blocks_total", f'operation="{operation}"', 'outcome="ok"'))
 
 
 def wait_for(port: int, operation: str, count: int) -> None:
-    """Until an instance has counted so many blocks; transfers do not hold answers up."""
+    """Wait until an instance has counted ``count`` blocks. Answers do not wait for transfers."""
     _wait(lambda: blocks(port, operation), count, f"the instance on port {port} has {{}} blocks ({operation})")
 
 
 def wait_answered(port: int, count: int) -> None:
-    """Until an instance has answered so many requests; its metrics may come after its answers."""
+    """Wait until an instance has counted ``count`` answered requests. It may count a request after the answer."""
     _wait(lambda: answered(port), count, f"the instance on port {port} has answered {{}} requests")
 
 
@@ -115,7 +115,7 @@ def _read_whole(path: str, answer: Any) -> Answer:
 
 
 def _read_event(event: Any) -> str:
-    """What an event of any of the APIs adds to the text."""
+    """Return the text that an event of any of the APIs adds to the answer."""
     if "error" in event:
         fail(f"a stream ended with {event['error']}")
     if "choices" in event:

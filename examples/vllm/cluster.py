@@ -36,7 +36,11 @@ MODEL = "m"  # the name that requests use
 
 
 def make_parser(text: str) -> argparse.ArgumentParser:
-    """The flags of all programs here that take a connector; ``text`` is the program's own."""
+    """Return a parser with the flags that these programs share: ``--connector`` and ``--model``.
+
+    Args:
+        text: the program's docstring; its first line becomes the description.
+    """
     parser = argparse.ArgumentParser(description=text.splitlines()[0])
     parser.add_argument("--connector", choices=("kvstore", "nixl"), default="kvstore", help="default: kvstore, ours")
     parser.add_argument(
@@ -46,7 +50,7 @@ def make_parser(text: str) -> argparse.ArgumentParser:
 
 
 def find_model(folder: Path | None) -> Path:
-    """The checkpoint in ``folder``; without one the small one of this project, which is made if need be."""
+    """Return ``folder``; for None, the folder of this project's small checkpoint, which is made if it is missing."""
     if folder is None:
         folder = default_folder()
         make_model(folder)
@@ -54,12 +58,12 @@ def find_model(folder: Path | None) -> Path:
 
 
 def fail(sentence: str) -> NoReturn:
-    """End with this sentence."""
+    """End the program with status 1 and this message."""
     sys.exit(f"NOT VERIFIED: {sentence}")
 
 
 class Process:
-    """One program in a process group of its own, its output in a log."""
+    """One program in its own process group. Its output goes to a log file."""
 
     def __init__(self, argv: Sequence[str | Path], log: Path, env: dict[str, str]) -> None:
         self.log = log
@@ -74,7 +78,7 @@ class Process:
             )
 
     def wait_ready(self, url: str) -> None:
-        """Until ``url`` answers 200."""
+        """Wait until ``url`` answers with success; end this program if the process ends first, or at the deadline."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError, urllib.error.URLError), urllib.request.urlopen(url, timeout=2):
@@ -91,12 +95,12 @@ class Process:
             os.killpg(self._process.pid, signal_number)
 
     def kill(self) -> None:
-        """KILL to the whole group."""
+        """Send SIGKILL to the whole process group, and wait for the end of the process."""
         self.send(signal.SIGKILL)
         self._process.wait()
 
     def cpu_seconds(self) -> float:
-        """Processor time that its processes have taken so far."""
+        """Return the CPU time that the processes of the group have used so far."""
         ticks = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
@@ -106,7 +110,7 @@ class Process:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def stop(self) -> None:
-        """TERM, and at the deadline KILL."""
+        """Send SIGTERM to the process, and SIGKILL to the group at its end or at the deadline."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -115,7 +119,7 @@ class Process:
 
 
 class Master:
-    """``mooncake_master``, which may be killed, hung and started again at the same address."""
+    """A ``mooncake_master`` process, which can be killed, suspended and started again at the same address."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -124,7 +128,7 @@ class Master:
         self._process: Process | None = None
 
     def start(self) -> None:
-        """Start it, with an empty pool."""
+        """Start the master, with an empty pool, and wait until it is ready."""
         beside = Path(sys.executable).with_name("mooncake_master")
         program = str(beside) if beside.exists() else shutil.which("mooncake_master")
         if program is None:
@@ -134,27 +138,27 @@ class Master:
         self._process.wait_ready(f"http://127.0.0.1:{self._metrics}/health")
 
     def count_keys(self) -> int:
-        """How many blocks it knows, and manifests of namespaces."""
+        """Return the number of keys that the master knows: blocks, and manifests of namespaces."""
         return int(metric(self._metrics, "master_key_count"))
 
     def send(self, signal_number: int) -> None:
-        """``SIGKILL``: dead; ``SIGSTOP``: hung; ``SIGCONT``: goes on."""
+        """Send a signal: ``SIGKILL`` kills the master, ``SIGSTOP`` suspends it, ``SIGCONT`` resumes it."""
         assert self._process is not None
         self._process.send(signal_number)
 
     def stop(self) -> None:
-        """End it, if it was started."""
+        """Stop the master, if it was started."""
         if self._process is not None:
             self._process.send(signal.SIGCONT)
             self._process.stop()
 
 
 class Cluster:
-    """Starts processes, and stops all of them at its end, the master last.
+    """A context manager that starts processes, and stops all of them at its end, the master last.
 
     Args:
-        folder: for logs and files.
-        model: folder of the checkpoint.
+        folder: the folder for logs and files.
+        model: the folder of the checkpoint.
     """
 
     def __init__(self, folder: Path, model: Path) -> None:
@@ -183,21 +187,21 @@ class Cluster:
         port: int | None = None,
         **options: object,
     ) -> int:
-        """Begin to start an instance; its port. ``wait_ready`` waits for it.
+        """Begin to start an instance and return its port; ``wait_ready`` waits for the instance.
 
         Args:
-            name: the instance's, and its log's.
+            name: the name of the instance and of its log.
             flags: further flags of ``vllm serve``.
             connector: ours, vLLM's own, or none.
-            port: of an instance that ran before; default: a free one.
-            options: of ``kv_connector_extra_config``, beside the pool.
+            port: the port of an instance that ran before; default: a free port.
+            options: further members of ``kv_connector_extra_config``.
         """
         free, side_channel = free_ports(2)
         port = port or free
         argv = [_vllm(), "serve", self._model, "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", port]
         argv += ["--max-model-len", "4096", "--max-num-seqs", "8", "--dtype", "float32", "--enforce-eager"]
         argv += ["--num-gpu-blocks-override", "1024"]  # 1 GiB with this project's small model
-        argv += ["--shutdown-timeout", "10"]  # else vLLM kills its workers, which then do not take leave of the pool
+        argv += ["--shutdown-timeout", "10"]  # without it, vLLM kills its workers before they can leave the pool
         transfer: dict[str, object] = {}
         if connector == "kvstore":
             transfer["kv_connector"] = "KVStoreConnector"
@@ -207,21 +211,21 @@ class Cluster:
             transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
         if transfer:
             argv += ["--kv-transfer-config", json.dumps({**transfer, "kv_role": "kv_both"})]
-        # One compute thread each: several instances share this machine's cores.
+        # One compute thread for each instance, because several instances share this machine's cores.
         env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
         env |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1"}
-        # NixlConnector on CPU: through TCP and shared memory; each instance tells of its blocks at a port of its own.
+        # NixlConnector on CPU uses TCP and shared memory; each instance describes its blocks at its own port.
         env |= {"UCX_TLS": "tcp,self,sm", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
         env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel)
         self._processes[name] = Process([*map(str, argv), *flags], self.folder / f"{name}.log", env)
         return port
 
     def start_router(self, roles: Mapping[int, str], connector: Connector = "kvstore") -> int:
-        """Our router before instances that do not know it: a register file names them; its port.
+        """Start our router with a register file that names the instances, and return its port.
 
         Args:
-            roles: of the instances, by port; all ``mixed``, or each ``prefill`` or ``decode``.
-            connector: theirs, which decides how a pair is asked.
+            roles: for each instance's port, its role; all ``mixed``, or each ``prefill`` or ``decode``.
+            connector: the instances' connector; the router needs it to send requests to a pair.
         """
         (port,) = free_ports(1)
         kind = f"engine: vllm, kv_connector: {connector}"
@@ -238,11 +242,11 @@ class Cluster:
         return port
 
     def wait_ready(self, name: str, port: int) -> None:
-        """Until a started process answers."""
+        """Wait until a started process is ready."""
         self._processes[name].wait_ready(f"http://127.0.0.1:{port}/health")
 
     def cpu_seconds(self, name: str) -> float:
-        """Processor time that a started program has taken so far, with its children."""
+        """Return the CPU time that a started program and its children have used so far."""
         return self._processes[name].cpu_seconds()
 
     def stop(self, name: str) -> None:
@@ -250,12 +254,12 @@ class Cluster:
         self._processes.pop(name).stop()
 
     def kill(self, name: str) -> None:
-        """End one program as a crash would (SIGKILL), with its children."""
+        """Kill one program and its children with SIGKILL."""
         self._processes.pop(name).kill()
 
 
 def metric(port: int, name: str, *labels: str) -> float:
-    """The sum of vLLM's samples of this metric that carry all of ``labels`` (such as ``operation="load"``)."""
+    """Return the sum of a metric's samples that have all of ``labels`` (such as ``operation="load"``)."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     samples = [line for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line)]
@@ -263,13 +267,13 @@ def metric(port: int, name: str, *labels: str) -> float:
 
 
 def namespaces(port: int) -> set[str]:
-    """Of which namespaces an instance's statistics speak."""
+    """Return the namespaces in an instance's metrics."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         return set(re.findall(r'kvstore_blocks_total\{.*?namespace="(\w+)"', answer.read().decode()))
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, below those that systems give to outgoing connections."""
+    """Return ports that no server uses now, below the range that systems give to outgoing connections."""
     with contextlib.ExitStack() as held:
         ports: list[int] = []
         for port in random.sample(range(20000, 32000), 1000):
@@ -282,29 +286,27 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for_interrupt() -> None:
-    """Until Ctrl-C."""
+    """Wait until Ctrl-C."""
     print("(Ctrl-C stops everything)")
     with contextlib.suppress(KeyboardInterrupt):
         signal.pause()
 
 
 def _vllm() -> str:
-    """The program ``vllm``: what the variable VLLM names, beside this Python, or on the PATH."""
+    """Return the program ``vllm``: the one that the variable VLLM names, or beside this Python, or on the PATH."""
     named = os.environ.get("VLLM")
     if named and not shutil.which(named):
-        fail(f"VLLM={named}: there is no such program; give the path of vLLM's, as in VLLM=/path/to/bin/vllm")
+        fail(f"VLLM={named}: there is no such program; give the path of vLLM, as in VLLM=/path/to/bin/vllm")
     beside = Path(sys.executable).with_name("vllm")
     program = named or (str(beside) if beside.exists() else shutil.which("vllm"))
     if program is None:
-        fail(
-            "vLLM is not installed here; set VLLM to the path of its program, in an environment with this project, too"
-        )
+        fail("vLLM is not installed here; set VLLM to the path of vllm in an environment that also has this project")
     return program
 
 
 @contextlib.contextmanager
 def scratch(name: str) -> Iterator[Path]:
-    """A new folder for logs, which is left behind: they tell what happened."""
+    """Make a new folder for logs. It stays at the end, so that the logs can be read."""
     folder = Path(__file__).with_name(f"log_{name}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

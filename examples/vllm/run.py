@@ -1,10 +1,10 @@
-"""Two vLLM instances on CPU, one Mooncake pool, our router before them. Exits 0 only if it verified what it claims.
+"""Run two vLLM instances on CPU with one Mooncake pool, behind our router. Exit 0 only if all checks succeed.
 
     python examples/vllm/run.py [--keep]
 
-What the first instance computes the second loads; through the router both serve, and answer as the first does alone.
-vLLM is used as it is: ``--kv-transfer-config`` names our connector, a register file names the instances to the router.
-What must be installed: ``README.md`` here.
+The second instance must load a prompt that the first one computed. Through the router, both must serve requests, with
+the same answers as the first instance alone. vLLM is not changed: ``--kv-transfer-config`` names our connector, and a
+register file names the instances to the router. ``README.md`` in this folder says what must be installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKENS = 2000
 
 
 def converse(port: int, user: int) -> str:
-    """Three turns, each of which continues what was said before; all of it."""
+    """Hold a conversation of three turns and return its whole text. Each turn continues the text so far."""
     said = words(400, seed=100 + user)
     for turn in range(3):
         said += complete(port, said) + words(150, seed=1000 + 10 * user + turn)
@@ -29,7 +29,7 @@ def converse(port: int, user: int) -> str:
 
 
 def verify(first: int, second: int, router: int) -> None:
-    """Ask the instances themselves, then through the router."""
+    """Check the answers of the instances themselves, then those through the router."""
     full = (TOKENS - 1) // BLOCK
     prompt = words(TOKENS, seed=1)
     print(f"asking the first instance: a prompt of {TOKENS:,} tokens")
@@ -61,7 +61,7 @@ def verify(first: int, second: int, router: int) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Start everything and run the checks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", action="store_true", help="leave everything running until Ctrl-C")
     options = parser.parse_args()

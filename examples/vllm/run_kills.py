@@ -1,13 +1,13 @@
-"""What the client of a stream sees when the vLLM instance that generates it is killed: nothing.
+"""Kill vLLM instances during streams, and check that the clients of the streams notice nothing.
 
     python examples/vllm/run_kills.py [--connector kvstore|nixl] [--tokens N] [--every N] [--from N] [--to N]
         [--path PATH] [--decodes N] [--model FOLDER]
 
-A prefill instance, some decode instances, and our router in splitwise mode. Of greedy streams by chat and completions
-the client reads some tokens, then the decode instance that answers is ended by ``kill -9``, and another goes on with
-the tokens so far. Each stream's text must equal the one that was asked before and not disturbed, with one end and usage
-that counts each token once. The instance is started again meanwhile, which takes a minute; ``--path``, ``--from`` and
-``--to`` cut a long run in pieces. What must be installed: ``README.md`` here.
+There are a prefill instance, some decode instances, and our router in splitwise mode. The client reads some tokens of a
+greedy stream (chat and completions); then the decode instance that answers is killed with ``kill -9``, and another one
+continues the stream. The stream's text must equal that of an earlier stream without a kill, with one end, and the usage
+must count each token once. The killed instance then starts again, which takes a minute. ``--path``, ``--from`` and
+``--to`` divide a long run into parts. ``README.md`` in this folder says what must be installed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,24 @@ PROMPT_WORDS = 300
 
 
 class Stream(NamedTuple):
-    """What the client of one stream got."""
+    """What the client of one stream received.
+
+    Attributes:
+        finishes: number of events with a finish reason.
+        completion_tokens: the ``completion_tokens`` of each event with usage.
+        is_done: whether the stream ended with ``[DONE]``.
+        error: the last error event; "" if there was none.
+    """
 
     text: str
     finishes: int
     completion_tokens: list[int]
-    """As usage says; once."""
     is_done: bool
     error: str
 
 
 class Fleet:
-    """A prefill instance, decode instances that may be killed, and the router before them."""
+    """A prefill instance, decode instances that can be killed, and their router."""
 
     def __init__(self, cluster: Cluster, connector: Connector, decodes: int) -> None:
         self._cluster = cluster
@@ -54,13 +60,13 @@ class Fleet:
         self.router = cluster.start_router({prefill: "prefill", **dict.fromkeys(self._names, "decode")}, connector)
 
     def kill(self, port: int) -> None:
-        """End a decode instance, and begin to start it again."""
+        """Kill a decode instance, and begin to start it again."""
         self._cluster.kill(self._names[port])
         self.kills += 1
         self._cluster.start_vllm(self._names[port], connector=self._connector, port=port)
 
     def wait_for_two(self) -> None:
-        """Until two decode instances serve, by their own word and by the router's."""
+        """Wait until two decode instances answer their health checks and are healthy for the router."""
         deadline = time.monotonic() + START_S
         while sum(map(self._serves, self._list_healthy())) < 2:
             if time.monotonic() > deadline:
@@ -83,7 +89,12 @@ class Fleet:
 def read_stream(
     router: int, path: str, prompt: str, tokens: int, on_event: Callable[[int, int], None] = lambda count, decode: None
 ) -> Stream:
-    """One greedy stream; ``on_event`` hears how many events with text have come, and the port of decode."""
+    """Read one greedy stream.
+
+    Args:
+        on_event: is called after each event with text, with the number of these events so far and the port of the
+            decode instance.
+    """
     given = {"prompt": prompt} if path == "/v1/completions" else {"messages": [{"role": "user", "content": prompt}]}
     body = {"model": MODEL, **given, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
     body["stream_options"] = {"include_usage": True}
@@ -112,7 +123,7 @@ def read_stream(
 
 
 def kill_in(fleet: Fleet, path: str, prompt: str, tokens: int, kill_after: int) -> Stream:
-    """A stream whose decode instance is killed once so many events with text have come."""
+    """Read a stream, and kill its decode instance after ``kill_after`` events with text."""
 
     def kill_at(count: int, decode: int) -> None:
         if count == kill_after:
@@ -122,7 +133,7 @@ def kill_in(fleet: Fleet, path: str, prompt: str, tokens: int, kill_after: int) 
 
 
 def list_kills(tokens: int, every: int, first: int | None, last: int | None) -> range:
-    """After how many tokens of a stream decode is killed; none fits ends the program."""
+    """Return the numbers of tokens after which decode is killed; end the program if there is none."""
     kills = range(first or every, min(tokens - 1, last or tokens) + 1, every)
     if not kills or kills[0] < 1:
         fail(f"no kill lies within a stream of {tokens} tokens; --from and --to name tokens from 1 to {tokens - 1}")
@@ -130,7 +141,7 @@ def list_kills(tokens: int, every: int, first: int | None, last: int | None) -> 
 
 
 def main() -> None:
-    """Entry point."""
+    """Start everything and run the checks."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="in each stream; default: 64")
     parser.add_argument("--every", type=int, default=8, metavar="N", help="kill after each N-th token; default: 8")

@@ -1,15 +1,17 @@
-"""vLLM on CPU with prefill and decode apart, our router in splitwise mode before them.
+"""Run a prefill and a decode instance of vLLM on CPU, behind our router in splitwise mode.
 
     python examples/vllm/run_pd.py [--connector kvstore|nixl] [--prompts N] [--runs N] [--at-once N] [--answers FILE]
         [--model FOLDER] [--keep]
 
-The router asks prefill first, for one token, then decode. With our connector (``kvstore``) prefill's answer says that
-the prompt's blocks are in the pool, a Mooncake one, from which decode loads them; with vLLM's own NixlConnector
-(``nixl``, on CPU too) the answer has ``kv_transfer_params``, which decode takes to fetch them from prefill. Requests
-come by four APIs in turn, every other one as a stream. Exits 0 only if vLLM's own metrics say, for each run, that
-prefill computed every prompt and said one token, that decode was given at least 95 % of the prompt tokens that it can
-be given (our connector: of whole blocks; NixlConnector: of all), and if all answers are those of an instance without
-connector, asked before. What must be installed: ``README.md`` here.
+The router first requests one token from prefill; then it sends the request to decode. With our connector
+(``kvstore``), prefill's answer says that the prompt's blocks are in the pool, a Mooncake pool, and decode loads them
+from there. With vLLM's own NixlConnector (``nixl``, also on CPU), the answer has ``kv_transfer_params``, with which
+decode fetches the blocks from prefill. Requests use four APIs in turn; every other request is a stream.
+
+Exits 0 only if vLLM's own metrics show the following for each run: prefill computed every prompt and generated one
+token, and decode got at least 95 % of the prompt tokens that it can get (our connector: tokens in whole blocks;
+NixlConnector: all tokens). In addition, all answers must equal those of an instance without connector, which gets the
+same requests before. ``README.md`` in this folder says what must be installed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 from asking import ANSWER_TOKENS, BLOCK, PATHS, Answer, answered, ask, wait_answered, words
 from cluster import Cluster, Connector, fail, find_model, make_parser, metric, scratch, wait_for_interrupt
 
-# The first transfers open connections and commit memory, which may take longer than the pool allows.
+# The first transfers open connections and allocate memory, which may take longer than the pool's time limits.
 WARM_UPS = 2
 ENOUGH = 0.95
 LENGTHS = (320, 150, 513, 100, 350, 900, 129, 260)  # words; one prompt is shorter than a block
@@ -37,7 +39,7 @@ Given = TypeVar("Given")
 
 
 class Prompt(NamedTuple):
-    """A text, by which API it is asked, and what an instance alone answers."""
+    """A prompt, the path of its API, and the answer of an instance without connector."""
 
     text: str
     path: str
@@ -46,17 +48,23 @@ class Prompt(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What an instance's metrics say it has done."""
+    """Counters of an instance's metrics.
+
+    Attributes:
+        requests: answered requests.
+        generated: generated tokens.
+        computed: tokens of prompts that the instance computed.
+        given: tokens of prompts that the connector loaded.
+    """
 
     requests: int
     generated: int
     computed: int
-    """Tokens of prompts; those that it was given follow."""
     given: int
 
     @classmethod
     def of(cls, port: int) -> Counted:
-        """Now."""
+        """Read the present counters of the instance at ``port``."""
 
         def prompt_tokens(source: str) -> int:
             return int(metric(port, "vllm:prompt_tokens_by_source_total", f'source="{source}"'))
@@ -73,23 +81,31 @@ class Counted(NamedTuple):
 
 
 def ask_all(at_once: int, ask_one: Callable[[Item], Given], items: Sequence[Item]) -> list[Given]:
-    """Answers, in order."""
+    """Call ``ask_one`` for all items, ``at_once`` at the same time; return the answers in the order of the items."""
     with ThreadPoolExecutor(at_once) as threads:
         return list(threads.map(ask_one, items))
 
 
 class Pair(NamedTuple):
-    """A prefill and a decode instance, and the router before them, by their ports."""
+    """The ports of a prefill instance, a decode instance and their router.
+
+    Attributes:
+        connector: the connector of both instances.
+        at_once: number of requests at the same time.
+    """
 
     prefill: int
     decode: int
     router: int
     connector: Connector
     at_once: int
-    """Requests that are asked at the same time."""
 
     def run(self, prompts: Sequence[Prompt]) -> float:
-        """Ask the router, and see by the instances' metrics who did what; which share of it decode was given."""
+        """Send all prompts to the router, and check the answers and the instances' metrics.
+
+        Returns:
+            Of the prompt tokens that decode can get from prefill, the share that it got.
+        """
         before = Counted.of(self.prefill), Counted.of(self.decode)
         texts = ask_all(
             self.at_once,
@@ -119,18 +135,18 @@ class Pair(NamedTuple):
         return given / most
 
     def most_given(self, prompt: Prompt) -> int:
-        """How many of a prompt's tokens decode may be given."""
+        """Return the most tokens of a prompt that decode can get from prefill."""
         tokens = prompt.alone.prompt_tokens
         return tokens if self.connector == "nixl" else (tokens - 1) // BLOCK * BLOCK
 
 
 class Alone:
-    """What an instance without connector answers; it is started with the first prompt whose answer is not known.
+    """An instance without connector, and its answers. It starts only if the answer to a prompt is not known yet.
 
     Args:
-        cluster: where it is started.
-        file: keeps the answers for the next time, with the same model and vLLM.
-        at_once: requests that are asked at the same time.
+        cluster: the cluster that starts it.
+        file: stores the answers for later runs with the same model and vLLM.
+        at_once: number of requests at the same time.
     """
 
     def __init__(self, cluster: Cluster, file: Path | None, at_once: int) -> None:
@@ -142,10 +158,10 @@ class Alone:
         self._port: int | None = None
 
     def ask_run(self, run: int, count: int) -> list[Prompt]:
-        """The prompts of one run, which no other run has, with their answers."""
+        """Return the prompts of one run with their answers; no other run has the same prompts."""
         asked = []
         for number in range(count):
-            # Each API comes with each length, whole and as a stream.
+            # Each API gets each length, with and without a stream.
             length = LENGTHS[(number + number // len(LENGTHS)) % len(LENGTHS)]
             text = words(length, seed=1000 * run + number)
             path = PATHS[number // 2 % len(PATHS)]
@@ -187,7 +203,7 @@ class Alone:
 
 
 def main() -> None:
-    """Entry point."""
+    """Start everything and run the checks."""
     parser = make_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=16, metavar="N", help="in each run; default: 16")
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="how often, with new prompts; default: 1")

@@ -24,8 +24,8 @@ def free_ports() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_new_prompt_is_shared_through_the_new_leader() -> None:
-    with running("run_ha.sh") as script:
+def test_a_new_prompt_is_shared_through_the_new_leader(few_words: Path) -> None:
+    with running("run_ha.sh", MODEL_NAME=str(few_words)) as script:
         status = script.end(400)
     if "etcd is not installed" in script.output:
         assert not shutil.which("etcd")

@@ -37,10 +37,3 @@ def test_a_busy_port_is_named_before_anything_is_trained(tmp_path: Path) -> None
     assert ended.returncode == 1
     assert ended.stderr.startswith(f"port {port}, wanted for the sparse instance, is in use by process {os.getpid()} (")
     assert not (tmp_path / "output").exists()
-
-
-def test_quality_says_in_one_sentence_that_there_is_no_model(tmp_path: Path) -> None:
-    ended = run(sys.executable, FOLDER / "quality.py", "--model", "/nonexistent", "--output", tmp_path / "output")
-    assert ended.returncode == 1
-    assert ended.stderr.count("\n") == 1
-    assert ended.stderr.startswith("quality.py: --model '/nonexistent': there is no such folder; ")

@@ -16,9 +16,11 @@ PORTS = (15001, 15002, 15003, 16379, 52400, 52401, 52500, 52501, 52600, 52700, 5
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
-def test_a_conversation_outlives_one_of_two_routers(require_ports: Callable[[Sequence[int]], None]) -> None:
+def test_a_conversation_outlives_one_of_two_routers(
+    require_ports: Callable[[Sequence[int]], None], few_words: Path
+) -> None:
     require_ports(PORTS)
-    with running("run_router_ha.sh", ENGINE="kvstore") as script:
+    with running("run_router_ha.sh", ENGINE="kvstore", MODEL_NAME=str(few_words)) as script:
         assert script.end(400) == 0, script.output
     rows = re.findall(r"^(\d)  +(\d)  +(200|200, cut)  .*  (yes|the part is right)$", script.output, re.MULTILINE)
     assert rows == [

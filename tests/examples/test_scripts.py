@@ -25,8 +25,8 @@ SCRIPTS = {"run.sh": 2, "run_pd_storage.sh": 3, "run_03b_pd_storage.sh": 3, "run
 
 
 @needs_ports
-def test_two_instances_share_the_pool_with_no_interface_but_loopback() -> None:
-    with running("run.sh", under=loopback_only()) as script:
+def test_two_instances_share_the_pool_with_no_interface_but_loopback(few_words: Path) -> None:
+    with running("run.sh", under=loopback_only(), MODEL_NAME=str(few_words)) as script:
         assert script.end(400) == 0, script.output
     assert "verified: instance 1 read from the pool what instance 0 had computed" in script.output
     assert re.search(r"All \d+ keys in the pool are our backend's \(kv1-", script.output)
@@ -273,5 +273,5 @@ def test_the_processes_are_told_the_folder_of_a_hubs_model(tmp_path: Path) -> No
 
 def test_a_hubs_model_that_was_not_downloaded_is_said_in_one_sentence() -> None:
     said = complaint("run.sh", "--dry-run", ENGINE="kvstore", MODEL_NAME="Nobody/Has-This-0.5B")
-    assert said.startswith("MODEL_NAME=Nobody/Has-This-0.5B: model 'Nobody/Has-This-0.5B' is no folder here")
+    assert said.startswith("MODEL_NAME=Nobody/Has-This-0.5B: model 'Nobody/Has-This-0.5B' is not a folder here")
     assert said.count("\n") == 1

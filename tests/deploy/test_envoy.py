@@ -1,0 +1,40 @@
+"""The files for Envoy and for gateways with an InferencePool."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import yaml
+
+from router.settings import load_settings
+from tests.support.envoy import CONFIG, find_envoy
+
+POOL = Path(__file__).parents[2] / "deploy" / "envoy" / "inferencepool.yaml"
+
+
+def test_envoy_takes_the_configuration() -> None:
+    command = [str(find_envoy()), "--mode", "validate", "--log-level", "warning", "-c", str(CONFIG)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_pool_its_service_and_its_picker_fit_together() -> None:
+    pool, service, deployment = yaml.safe_load_all(POOL.read_text())
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert container["command"] == ["kvrouter", "epp"]
+    settings = load_settings(container["args"], {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, epp_port=9002)
+    labels = pool["spec"]["selector"]["matchLabels"]
+    assert settings.selector == tuple(f"{name}={value}" for name, value in labels.items())
+    assert [port["number"] for port in pool["spec"]["targetPorts"]] == [settings.service_discovery_port]
+    picker = pool["spec"]["endpointPickerRef"]
+    assert picker["name"] == service["metadata"]["name"]
+    assert picker["port"]["number"] == settings.epp_port
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    ports = {port["targetPort"] for port in service["spec"]["ports"]}
+    assert ports == {settings.port, settings.epp_port} == {port["containerPort"] for port in container["ports"]}
+    grace = settings.shutdown_delay_secs + settings.shutdown_grace_secs
+    assert pod["spec"]["terminationGracePeriodSeconds"] > grace
+    for probe in ("readinessProbe", "livenessProbe"):
+        assert container[probe]["grpc"]["port"] == settings.epp_port
