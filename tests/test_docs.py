@@ -117,7 +117,7 @@ def test_the_first_page_has_four_cards(site: Path) -> None:
 
 
 def test_the_site_has_the_dashboards_logo_and_colours(site: Path) -> None:
-    (icon,) = re.findall(r"^ICON = \((.*?)^\)", (DASHBOARD / "look.py").read_text(), re.MULTILINE | re.DOTALL)
+    (icon,) = re.findall(r"^ICON = \((.*?)^\)", (DASHBOARD / "style.py").read_text(), re.MULTILINE | re.DOTALL)
     assert "".join(re.findall(r"'(.*)'", icon)) == (site / "assets" / "logo.svg").read_text().strip()
     colours = set(re.findall(r"#[0-9a-f]{6}", (site / "assets" / "site.css").read_text()))
     assert colours - set(re.findall(r"#[0-9a-f]{6}", (DASHBOARD / "style.css").read_text())) == set()

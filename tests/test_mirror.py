@@ -16,8 +16,10 @@ MODULES = sorted(
 TESTED_IN = {
     # What the programs use of the base package is tested with them.
     "kvcommon/formats.py": "tests/router/console/dashboard/test_words.py",
+    "kvcommon/http_limits.py": "tests/router/http/test_server.py",
     "kvcommon/mooncake.py": "tests/router/console/dashboard/test_figures.py",
     "kvcommon/request_ids.py": "tests/engine/serving/test_http_server.py",
+    "kvcommon/shutdown.py": "tests/router/test_launch.py",
     "kvcommon/versions.py": "tests/kvstore_backend/cli/test_commands.py",
     "router/serving/services.py": "tests/router/serving/test_attempt.py",
     "router/telemetry/records.py": "tests/router/telemetry/test_audit.py",
@@ -28,6 +30,11 @@ TESTED_IN = {
     "router/http/request_id.py": "tests/router/http/test_server.py",
     "router/http/replies.py": "tests/router/test_app.py",
     # Several processes, from outside: how they start, are told, die and are replaced.
+    # A picker as its own process; its messages, as a real Envoy takes them.
+    "router/console/epp.py": "tests/router/epp/test_faults.py",
+    "router/epp/messages.py": "tests/router/epp/test_picker.py",
+    "router/epp/protos.py": "tests/router/epp/test_protocol.py",
+    "router/epp/request.py": "tests/router/epp/test_picker.py",
     "router/launch/__main__.py": "tests/router/test_launch.py",
     "router/launch/logs.py": "tests/router/test_launch.py",
     "router/launch/forkserver_preload.py": "tests/router/sharing/test_supervisor.py",
@@ -46,7 +53,7 @@ TESTED_IN = {
             "chat",
             "fleet",
             "frame",
-            "look",
+            "style",
             "parts",
             "pool",
             "prompts",
@@ -88,7 +95,16 @@ TESTED_IN = {
     "kvstore_backend/cli/master.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/report.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/stats.py": "tests/kvstore_backend/cli/test_commands.py",
+    **{
+        f"kvstore_backend/cli/certify/{name}.py": "tests/kvstore_backend/cli/certify/test_command.py"
+        for name in ("cases", "instances", "isolation", "page", "processes", "recipe", "tampering")
+    },
     "kvstore_backend/cli/operator/asking.py": "tests/kvstore_backend/cli/operator/test_why_miss.py",
+    # What the connector for vLLM is made of, by its own tests.
+    **{
+        f"kvstore_backend/integrations/vllm/{name}.py": "tests/kvstore_backend/integrations/vllm/test_connector.py"
+        for name in ("metrics", "namespace", "support")
+    },
     # Staging from one end to the other; what it is for, with delays at random; an engine's codec.
     "kvstore_backend/staging/device.py": "tests/kvstore_backend/staging/test_order.py",
     "kvstore_backend/staging/ring.py": "tests/kvstore_backend/staging/test_memory.py",
@@ -96,11 +112,16 @@ TESTED_IN = {
     # Attention, beside transformers' own.
     "engine/serving/control_paths.py": "tests/engine/serving/test_control.py",
     "engine/model/attention/paged.py": "tests/engine/model/test_models.py",
+    "engine/model/attention/places.py": "tests/engine/model/test_models.py",
+    "engine/model/checkpoint.py": "tests/engine/model/test_model_runner.py",
+    "engine/model/layer_groups.py": "tests/engine/model/test_models.py",
+    "engine/model/short_conv.py": "tests/engine/model/test_models.py",
+    "engine/scheduling/block_groups.py": "tests/engine/scheduling/test_scheduler.py",
     "engine/scheduling/retrieval_config.py": "tests/engine/model/attention/test_retrieval.py",
+    "engine/apis/completion_response.py": "tests/engine/apis/test_completions.py",
     # Other APIs, spoken to by their own clients.
     "engine/apis/plain_body.py": "tests/engine/apis/test_messages.py",
     "engine/apis/responses_body.py": "tests/engine/apis/test_responses.py",
-    "engine/apis/typed_events.py": "tests/engine/apis/test_responses.py",
     # The strategies of the three roles, beside each other.
     "engine/generation/base.py": "tests/engine/generation/test_generation.py",
     "engine/generation/decode.py": "tests/engine/generation/test_generation.py",

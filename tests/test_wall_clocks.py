@@ -18,8 +18,10 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 
 # Who may read it, how often, and why.
 READERS = {
+    "engine/telemetry/kv_events.py": (1, "the time of a batch of events, which vLLM's format has"),
     "engine/protocol.py": (1, "the member created of answers"),
     "kvcommon/spans.py": (1, "when a span began, for its receiver"),
+    "kvstore_backend/cli/certify/command.py": (1, "when the cases were run, as text"),
     "kvstore_backend/manifest_keeper.py": (1, "when a manifest was written, as text"),
     "kvstore_backend/stores/file/ledger.py": (1, "the modification times of files, which the kernel gives, too"),
     "kvstore_backend/stores/file/store.py": (1, "the modification times of files, which the kernel gives, too"),

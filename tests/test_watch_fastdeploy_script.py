@@ -250,7 +250,7 @@ def test_a_reader_finds_names_and_what_is_said_of_them(reader: str, of: str, tex
 
 @pytest.mark.parametrize(
     ("name", "is_found"),
-    [("--splitwise-role", True), ("--splitwise-rol", False), ("EngineArgs.block_size", True), ("role", False)],
+    [("--splitwise-role", True), ("--splitwise-rol", False), ("EngineArgs.block_size", True), ("splitwise", False)],
 )
 def test_a_name_is_found_in_our_code_as_a_whole_word_in_any_spelling(name: str, is_found: bool) -> None:
     group = NAMESPACE["Group"](kind="flag", reader="arguments", files=[], ours={"engine/args.py": None})

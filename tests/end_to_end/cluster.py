@@ -79,7 +79,8 @@ def router(
     port = free_port()
     argv = [sys.executable, "-m", "router.launch", "--port", str(port), "--host", "127.0.0.1", *flags]
     argv += ["--splitwise"] if splitwise else []
-    with child(argv, folder / f"router-{port}.out", environ, is_forked="--workers" not in flags) as process:
+    argv += [] if "--workers" in flags else ["--workers", "1"]
+    with child(argv, folder / f"router-{port}.out", environ, is_forked=True) as process:
         process.wait_for(lambda: _answers(port), "answering")
         yield Router(process, port)
 

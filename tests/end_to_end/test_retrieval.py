@@ -7,6 +7,7 @@ is handed, whichever way they come.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.end_to_end.cluster import QUESTION, Instance, Router, ask, instance, 
 from tests.end_to_end.test_prefill_decode import text
 from tests.support import plain_http
 from tests.support.mooncake import MooncakeMaster, mooncake_master
+from tests.support.nursery import run_forked
 from tests.support.waiting import wait_until
 
 BLOCK = 32
@@ -98,7 +100,7 @@ def test_a_pair_answers_as_one_instance_whichever_way_prompts_are_handed_over(tm
 
         environ = without_transfer_engine(tmp_path)
         with side("prefill", tmp_path, model, between, master, port=prefill.port, environ=environ) as another:
-            assert "Prompts are handed over through the pool only" in another.process.output
+            assert "Prompts are transferred only through the pool" in another.process.output
             short = [{"role": "user", "content": "Are you there?"}]
             wait_until(lambda: ask(between.url, short, max_tokens=1)["status"] == 200, "the pair to serve")
             before = handed_over(decode)
@@ -108,3 +110,12 @@ def test_a_pair_answers_as_one_instance_whichever_way_prompts_are_handed_over(tm
             # A pool that is slow on a busy machine is not waited for.
             assert (added["direct"], added["pool"] + added["computed"]) == (0, len(by_pool))
             assert added["pool"] > 0
+
+
+def test_quality_says_in_one_sentence_that_there_is_no_model(tmp_path: Path) -> None:
+    program = Path(__file__).parents[2] / "examples" / "retrieval" / "quality.py"
+    command = [sys.executable, str(program), "--model", "/nonexistent", "--output", str(tmp_path / "output")]
+    ended = run_forked(command)
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("quality.py: --model '/nonexistent': there is no such folder; ")

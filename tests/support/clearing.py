@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvstore_backend.backend import Status, StorageBackend
-from kvstore_backend.clear_marks import make_mark, mark_key
+from kvstore_backend.clear_marks import ClearMarks, make_mark, mark_key
 from kvstore_backend.wrappers.checked import HEADER_BYTES
 from tests.support.memory import Memory
 
-__all__ = ["leave_mark"]
+__all__ = ["leave_mark", "looks"]
 
 
 def leave_mark(backend: StorageBackend, digest: str) -> None:
@@ -16,3 +18,17 @@ def leave_mark(backend: StorageBackend, digest: str) -> None:
     memory = Memory(make_mark(key)[HEADER_BYTES:].tobytes())
     backend.remove([key], force=True)
     assert backend.put([key], [memory.value]) == [Status.OK]
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
+    """Result of each look for a clear. Made before an instance, or a look that began earlier could find a mark."""
+    told: list[bool | None] = []
+    look = ClearMarks.look
+
+    def note(marks: ClearMarks) -> bool | None:
+        told.append(look(marks))
+        return told[-1]
+
+    monkeypatch.setattr(ClearMarks, "look", note)
+    return told

@@ -42,6 +42,8 @@ def expand_variables(text: str, values: Mapping[str, str]) -> str:
 
 
 def _check_router(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    if arguments[:1] == ["epp"]:
+        arguments = arguments[1:]  # it takes the flags of the router
     if arguments and arguments[0] in COMMANDS:
         return _check_console(arguments)
     settings = load_settings(list(arguments), environ)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = ["ForkedProcess", "run_forked"]
 
-PRELOADED = ("kvstore_backend.cli", "router.launch", "router.register")
+PRELOADED = ("kvstore_backend.cli", "router.launch.worker", "router.register")
 PRELOADED_WITH_TORCH = (*PRELOADED, "engine.api_server", "engine.serving.server")
 
 
@@ -97,6 +97,7 @@ def _run_program(words: Sequence[str], outputs: tuple[Path, Path], env: Mapping[
     dash_m, *rest = words
     if dash_m != "-m":
         sys.argv[:] = words
+        sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")
         return
     sys.argv[:] = rest

@@ -11,11 +11,24 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as WireSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from tests.support.threaded_http import QuietHandler, ThreadedServer
 from tests.support.waiting import wait_until
 
-__all__ = ["OtlpReceiver", "ReceivedSpan", "hide_opentelemetry", "receive_spans"]
+__all__ = [
+    "NAMES_OF_OPENTELEMETRY",
+    "OtlpReceiver",
+    "ReceivedSpan",
+    "hide_opentelemetry",
+    "list_genai_names",
+    "receive_spans",
+]
+
+NAMES_OF_OPENTELEMETRY = frozenset(
+    value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_") and isinstance(value, str)
+)
+"""Attributes of OpenTelemetry's semantic conventions for GenAI, from its own package."""
 
 
 class ReceivedSpan(NamedTuple):
@@ -89,6 +102,11 @@ def receive_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     yield receiver
     receiver.close()
+
+
+def list_genai_names(span: ReceivedSpan) -> set[str]:
+    """The span's attributes for GenAI."""
+    return {name for name in span.attributes if name.startswith("gen_ai.")}
 
 
 def hide_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:

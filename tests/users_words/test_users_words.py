@@ -99,7 +99,7 @@ def test_a_hubs_name_that_is_not_here_says_where_it_was_looked_for(
     monkeypatch.setenv("FD_LOG_DIR", str(tmp_path))
     ended = run_module("engine.api_server", "--model", MODEL, "--host", "127.0.0.1", "--port", str(free_ports(1)[0]))
     assert ended.returncode == 2
-    assert f"model '{MODEL}' is no folder here and was not found among downloaded models" in ended.stderr
+    assert f"model '{MODEL}' is not a folder here and was not found among downloaded models" in ended.stderr
     assert str(tmp_path / MODEL) in ended.stderr
 
 
@@ -132,7 +132,7 @@ def test_their_file_is_read_where_there_is_rdma(tmp_path: Path, devices: Path) -
 
 
 def test_their_file_without_rdma_is_answered_with_file_word_and_remedy(tmp_path: Path, devices: Path) -> None:
-    with pytest.raises(ConfigError, match=r'"protocol" in .*mooncake_config.json is .rdma.; .*no RDMA device: say tcp'):
+    with pytest.raises(ConfigError, match=r'"protocol" in .*mooncake_config.json is .rdma.; .*no RDMA device; set tcp'):
         mooncake_settings(with_their_file(tmp_path))
 
 
