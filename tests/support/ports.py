@@ -16,8 +16,9 @@ from pathlib import Path
 
 __all__ = ["free_port", "free_ports", "is_bindable"]
 
-# Above what servers and Mooncake's clients (12300 to 14300) take by default, below Linux' ip_local_port_range.
-_PORTS = range(15000, 32500)
+# Above the ports of the example scripts (15001 to 15003, 16379) and of Mooncake's clients (tests/conftest.py: 17200 to
+# 19999), below Linux' ip_local_port_range.
+_PORTS = range(20000, 32500)
 _DEALT = Path(tempfile.gettempdir()) / f"kvstore-tests-port-{os.getuid()}"
 
 
