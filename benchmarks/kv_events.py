@@ -7,6 +7,7 @@ CPU, with a small model and no pool. It holds conversations, turn by turn, in fo
 clears its cache before each turn; the instance is killed and started again; the cache is too small for all
 conversations. For each request, it compares the tokens that the router expected in the instance's own cache with the
 number that the instance counts. A figure is the mean of the differences, without the first turn of each conversation.
+``--json`` writes a table for ``scripts/results``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "vl
 
 import httpx
 from cluster import Cluster
+from pool_gain import describe_run
 
 from engine.make_model import make_model
 from tests.end_to_end.cluster import instance, router
@@ -58,8 +60,10 @@ def measure(folder: Path, model: Path, situation: str, options: argparse.Namespa
         def start() -> None:
             flags = ("--num-gpu-blocks-override", str(num_tokens // block_size), "--block-size", str(block_size))
             if options.vllm:
-                told = ("--kv-events-config", json.dumps({"publisher": "zmq", **config}))
-                cluster.start_vllm("vllm", *flags, "--enable-prompt-tokens-details", *told, connector=None, port=port)
+                events_flags = ("--kv-events-config", json.dumps({"publisher": "zmq", **config}))
+                cluster.start_vllm(
+                    "vllm", *flags, "--enable-prompt-tokens-details", *events_flags, connector=None, port=port
+                )
                 instances.callback(cluster.stop, "vllm")
                 cluster.wait_ready("vllm", port)
                 register(front.url, port, config)
@@ -100,8 +104,8 @@ def measure(folder: Path, model: Path, situation: str, options: argparse.Namespa
 def register(url: str, port: int, events: dict[str, Any]) -> None:
     """Register a vLLM instance and its events with the router, as ``python -m router.register`` does."""
     endpoints = {name: events[name].replace("*", "127.0.0.1") for name in ("endpoint", "replay_endpoint")}
-    told = {"role": "mixed", "host_ip": "127.0.0.1", "port": port, "engine": "vllm", "kv_events": endpoints}
-    httpx.post(f"{url}/register", json=told, trust_env=False).raise_for_status()
+    registration = {"role": "mixed", "host_ip": "127.0.0.1", "port": port, "engine": "vllm", "kv_events": endpoints}
+    httpx.post(f"{url}/register", json=registration, trust_env=False).raise_for_status()
 
 
 def _say(chance: random.Random, count: int) -> str:
@@ -124,6 +128,16 @@ def _read_expected(explained: dict[str, Any], prompt_tokens: int) -> float:
     return float(reasons["own_tokens"]) * prompt_tokens / max(1.0, estimated)
 
 
+def make_table(title: str, figures: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return a table of the figures (without events, with events) of each situation."""
+    columns = [{"name": "without events"}, {"name": "with events", "plot": True}]
+    rows = [
+        {"name": situation, "ours": True, "values": [round(figure, 1) for figure in both]}
+        for situation, both in figures.items()
+    ]
+    return {"section": "events", "title": title, "row": "situation", "columns": columns, "rows": rows}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all situations and print a table; return 1 if the bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -134,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the second for /reset_prefix_cache
+    begun, load = time.gmtime(), os.getloadavg()[0]
     figures: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
@@ -151,7 +166,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"ratio {with_events / without:.2f} (bar 0.25)"
     )
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+        engine = "A real vLLM 0.32" if options.vllm else "Our engine"
+        title = f"{engine}: tokens between the expected and the actual cached tokens of a request"
+        table = make_table(title, figures) | describe_run("kv_events.py", argv, begun, load)
+        options.json.write_text(json.dumps(table, indent=1) + "\n")
     return int(with_events > 0.25 * without)
 
 

@@ -157,6 +157,23 @@ def measure_lengths(folder: Path) -> dict[str, Any]:
     }
 
 
+def describe_run(program: str, argv: Sequence[str] | None, begun: time.struct_time, load: float) -> dict[str, str]:
+    """Return how a program of this folder measured, for ``scripts/results``.
+
+    Args:
+        program: name of the file.
+        argv: the program's arguments; None for those of this process.
+        begun: time at which it began, in UTC.
+        load: the machine's load at that time.
+    """
+    return {
+        "date": time.strftime("%Y-%m-%d", begun),
+        "command": shlex.join(["python", f"benchmarks/{program}", *(sys.argv[1:] if argv is None else argv)]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} processors, load {load:.1f} at the start",
+        "versions": f"kvstore {find_version()}, Python {platform.python_version()}",
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,14 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             picked = pick_conversations(read_trace(options.trace), options.requests, MOST_BLOCKS)
             spread = f"{len(picked)} requests, {AT_ONCE} at a time, blocks of 512 tokens scaled to 32"
             table = measure_trace([row.hash_ids for row in picked], 32, "Conversations", spread, folder)
-    facts = {
-        "date": time.strftime("%Y-%m-%d", begun),
-        "command": shlex.join(["python", "benchmarks/pool_gain.py", *(sys.argv[1:] if argv is None else argv)]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} processors, load {load:.1f} at the start",
-        "versions": f"kvstore {find_version()}, Python {platform.python_version()}",
-    }
     if options.json:
-        options.json.write_text(json.dumps({**table, **facts}, indent=1) + "\n")
+        options.json.write_text(json.dumps(table | describe_run("pool_gain.py", argv, begun, load), indent=1) + "\n")
     return 0
 
 
