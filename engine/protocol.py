@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's completions API: checks requests; builds usage and error objects (also Anthropic's errors).
+"""Checks bodies of requests to OpenAI's completions API, and builds usage and error objects (also Anthropic's errors).
 
 Unknown fields are ignored, because clients send many fields that do not change the answer. A field that would change
 the answer and that this engine does not support is refused, unless its value changes nothing. A field with ``null``

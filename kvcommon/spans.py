@@ -125,7 +125,7 @@ class SpanSender:
         self._service = service
         self._span_type, self._event_type = ReadableSpan, Event
         self._resource, self._scope = resource, InstrumentationScope(scope)
-        # The SDK gives access to the sampler of the standard variables only through a provider.
+        # Only a provider gives access to the sampler that OTEL_TRACES_SAMPLER selects.
         self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
         self._propagator = TraceContextTextMapPropagator()
         self._exporter = LoggingExporter(OTLPSpanExporter(), receiver, log)

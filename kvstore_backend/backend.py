@@ -238,7 +238,7 @@ class StorageBackend(abc.ABC):
 
     @abc.abstractmethod
     def stats(self) -> StoreStats:
-        """Return the measurements of the store."""
+        """Return the kind of the store, the number and the bytes of its values, and its capacity in bytes."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -16,7 +16,7 @@ Decision = Literal["load", "compute"]
 DECISIONS: tuple[Decision, ...] = ("load", "compute")
 """All decisions, as labels of a metric."""
 
-# The fastest of this number of last loads is used, because a single load may be slow by chance.
+# The estimate uses the fastest of the last _NUM_LOADS loads, because a single load may be slow by chance.
 _NUM_LOADS = 4
 # After this number of decisions to compute, a load is tried again, because the pool may have become faster.
 _TRY_AGAIN_AFTER = 15

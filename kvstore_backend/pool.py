@@ -215,7 +215,7 @@ class BlockPool:
         return self._stack.health()
 
     def stats(self) -> StoreStats:
-        """Return the measurements of the store."""
+        """Return the kind of the store, the number and the bytes of its values, and its capacity in bytes."""
         return self._stack.stats()
 
     def clear(self) -> Status:

@@ -169,7 +169,7 @@ class DirectMemory:
 
 
 class _DirectWindow:
-    """Window that consists of the memory of the blocks themselves."""
+    """A window without a buffer: the pool reads and writes the memory of the blocks directly."""
 
     def __init__(self, blocks: Sequence[int], values: list[Value], clear: Callable[[Sequence[int]], None]) -> None:
         self.values = values

@@ -327,7 +327,7 @@ class RouterApp:
         )
 
     def _share_stored_responses(self) -> StoredResponses:
-        """Return the index of stored responses, to which this process and the other processes add."""
+        """Return the index of stored responses. This process and the other processes add entries to it."""
         topic = "kept_responses"
         stored = StoredResponses(lambda *response: self.link.publish_event(topic, response))
         self.link.subscribe_to_topic(topic, stored.on_message)

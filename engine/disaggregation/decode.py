@@ -327,7 +327,7 @@ class HandoverReceiver:
         """Check the written blocks after "ready"; return the prompt, or None if a block has a wrong digest."""
         reservation, memory = handover.reservation, self._memory
         if memory is None or reservation is None:
-            raise ValueError("the prefill instance sent ready, but no blocks were reserved for it")
+            raise ValueError('the prefill instance sent "ready", but this instance had reserved no blocks')
         token = decode_number(message["token"], memory.vocab_size)
         logprobs = decode_logprobs(message["logprobs"], memory.vocab_size)
         start, count = time.monotonic(), len(reservation.missing)

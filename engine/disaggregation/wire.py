@@ -152,7 +152,7 @@ async def receive_message(reader: asyncio.StreamReader, silence_seconds: float |
     """Wait for the next message.
 
     Raises:
-        asyncio.TimeoutError: no message arrived within ``silence_seconds``; None: there is no such limit.
+        asyncio.TimeoutError: no message arrived within ``silence_seconds``, if this is not None.
         EOFError: the other side has closed the connection.
         ValueError: the message is not a JSON object with a type, or is longer than ``LINE_LIMIT``.
         OSError: the connection was lost.

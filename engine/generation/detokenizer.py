@@ -68,7 +68,7 @@ class Detokenizer:
         return self.met_stop is not None
 
     def add_token(self, token_id: int) -> str:
-        """Add a token, and return the text that is certain now.
+        """Add a token, and return the new text that later tokens cannot change.
 
         The text of the token itself may be held back, because it is an incomplete character or may be the beginning of
         a stop string.

@@ -130,7 +130,7 @@ def read_model(folder: str, dtype: torch.dtype, *, is_copied: bool) -> tuple[Any
             )
     except ConfigError:
         raise
-    except Exception as exc:  # transformers raises many kinds here
+    except Exception as exc:  # transformers raises many types of exceptions here
         reason = str(exc).strip().splitlines()[0]
         raise ConfigError(f"--model {folder!r} has no weights that transformers can load: {reason}") from exc
     if is_copied:
@@ -239,7 +239,7 @@ def load_tokenizer(folder: str) -> Any:
         # Without a tokenizer's files some classes load an empty vocabulary instead of failing.
         if not tokenizer("a", add_special_tokens=False)["input_ids"]:
             raise ValueError("its vocabulary is empty")
-    except Exception as exc:  # transformers raises many kinds here
+    except Exception as exc:  # transformers raises many types of exceptions here
         reason = str(exc).strip().splitlines()[0]
         raise ConfigError(f"--model {folder!r} has no tokenizer that transformers can load: {reason}") from exc
     return tokenizer

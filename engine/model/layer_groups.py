@@ -77,15 +77,15 @@ class LayerGroups:
 
     @property
     def layers(self) -> set[int]:
-        """The numbers of all layers."""
+        """The indices of all layers."""
         return set(self.places)
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
-        """The number of the group of each layer, and the place of the layer in a block of the group."""
+        """For each layer, the index of its group and the place of the layer in a block of the group."""
         return {
-            layer: (number, place)
-            for number, member in enumerate(self.members)
+            layer: (index, place)
+            for index, member in enumerate(self.members)
             for place, layer in enumerate(member.layers)
         }
 
@@ -116,7 +116,7 @@ def group_layers(folder: str, config: Any, block_size: int, layer_elements: int)
     Raises:
         ConfigError: this engine does not support a type of layers, or a state does not fit in a block.
     """
-    kinds, ignored_window = _list_kinds(folder, config), _find_ignored_window(config)
+    kinds, ignored_window = _list_layer_types(folder, config), _find_ignored_window(config)
     if ignored_window:
         kinds = [_FULL if kind == _WINDOW else kind for kind in kinds]
     full, window, conv = ([i for i, kind in enumerate(kinds) if kind == each] for each in _SUPPORTED)
@@ -141,8 +141,8 @@ def group_layers(folder: str, config: Any, block_size: int, layer_elements: int)
     return replace(found, members=(*members, *states), conv=state)
 
 
-def _list_kinds(folder: str, config: Any) -> list[str]:
-    """Return the type of each layer, by transformers' names; raise ``ConfigError`` if a type is not supported."""
+def _list_layer_types(folder: str, config: Any) -> list[str]:
+    """Return the layers' types, with transformers' names for them; raise ``ConfigError`` if one is not supported."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or [_WINDOW if window else _FULL] * config.num_hidden_layers
     kinds = list(types)[: config.num_hidden_layers]

@@ -43,7 +43,8 @@ from kvstore_backend.resharding import ShardingFamily, find_family
 __all__ = ["KVShape", "ModelRunner"]
 
 LAYOUT = "layer,kv,head,token,dim"
-# Block sizes of other instances that share blocks with this one, if one of the two sizes divides the other.
+# Block sizes that other instances may have. This instance shares blocks with them if its own size divides theirs, or
+# theirs divides its own.
 _OTHER_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 

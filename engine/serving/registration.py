@@ -39,7 +39,7 @@ def router_url(text: str) -> str:
         raise ConfigError(_NO_ADDRESS % text) from None
     url = address._replace(host="127.0.0.1").url if address.host == "0.0.0.0" else address.url
     try:
-        httpx.URL(url).host.encode("idna")  # fails for a name that cannot be looked up, such as one with empty labels
+        httpx.URL(url).host.encode("idna")  # raises UnicodeError for names that DNS cannot have (empty labels)
     except (httpx.InvalidURL, UnicodeError):
         raise ConfigError(_NO_ADDRESS % text) from None
     return url

@@ -151,7 +151,7 @@ class _Meter:
         """Call ``call`` with each batch, and return the measurements without the warm-up batches.
 
         Raises:
-            PoolUnavailable: ``call`` returned another number than the number of blocks in the batch.
+            PoolUnavailable: the number that ``call`` returned is not the number of blocks in the batch.
         """
         seconds = []
         for hashes in batches:

@@ -148,7 +148,7 @@ def set_native_cluster(settings: MooncakeSettings) -> None:
 
 def set_snapshot_folder(folder: str) -> dict[str, str]:
     """Set the snapshot folder of the Mooncake master that replaces this process; return the variables that were set."""
-    # Without the second variable a restarted master forgets all blocks that have no lease at that time.
+    # Without ..._SKIP_CLEANUP a restarted master forgets all blocks that have no lease at that time.
     variables = {
         "MOONCAKE_SNAPSHOT_LOCAL_PATH": str(Path(folder).absolute()),
         "MOONCAKE_MASTER_SERVICE_SNAPSHOT_TEST_SKIP_CLEANUP": "1",

@@ -172,7 +172,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return self._load_pages("kv", keys, self._locate_pages("kv", keys, host_indices))
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Store the missing pages of KV; return for each page whether the pool has it then."""
+        """Store the missing pages of KV; return for each page whether the pool has it afterwards."""
         return self._save_pages("kv", keys, self._locate_pages("kv", keys, host_indices))
 
     # SGLang's interface v2: pages of each kind of state, by address. SGLang calls the memory of a kind a pool.
@@ -207,7 +207,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return {each.name: self._move_pages(self._load_pages, each) for each in transfers}
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """Store the missing pages of each kind of state; return for each page whether the pool has it then."""
+        """Store the missing pages of each kind of state; return for each page whether the pool has it afterwards."""
         return {each.name: self._move_pages(self._save_pages, each) for each in transfers}
 
     # SGLang's interface without "interface_v1": pages of KV, as flat tensors.

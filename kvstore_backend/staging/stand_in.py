@@ -66,7 +66,7 @@ class _ThreadStream:
 
 
 class _End:
-    """Event for the end of steps. ``synchronize`` raises the exception of a step."""
+    """Event for the end of a list of copy steps. ``synchronize`` raises the exception of the step that failed."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future

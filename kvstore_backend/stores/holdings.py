@@ -61,7 +61,7 @@ class _Values:
             return self._store.put(keys, [_as_spans(value) for value in values])
 
     def keep_values(self, keys: Sequence[str], values: Sequence[StoredBytes], seconds: float) -> list[Status]:
-        """Pin values that are already stored, for ``seconds``; 0 removes the pins."""
+        """Pin stored values for ``seconds`` seconds; 0 removes the pins."""
         with self._register(values):
             return self._store.keep(keys, [_as_spans(value) for value in values], seconds)
 

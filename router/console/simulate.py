@@ -400,7 +400,7 @@ def _pace_arrivals(
 ) -> tuple[list[Arrival], Cluster]:
     """Scale the rate of the requests to the number of instances, and choose how fast these instances compute.
 
-    All instances together can compute ``headroom`` times all prompt tokens.
+    All instances together can compute ``headroom`` times the prompt tokens that arrive in the same time.
     """
     pace = instances / _INSTANCES_OF_TRACE
     paced = [arrival._replace(at=(arrival.at - arrivals[0].at) / pace) for arrival in arrivals]
@@ -431,7 +431,7 @@ def make_parser() -> FlagParser:
     )
     parser.add_argument(
         "--headroom", type=_positive_number(float), default=0.9, metavar="H",
-        help="fraction of all prompt tokens that the instances can compute (default 0.9)",
+        help="computing capacity of all instances together, as a fraction of the trace's prompt tokens (default 0.9)",
     )  # fmt: skip
     parser.add_argument(
         "--cache-blocks", type=_positive_number(int), default=3000, metavar="N",

@@ -110,7 +110,7 @@ class GatewayRequest(ClientRequest):
         self._on_complete = on_complete
         self.on_served: Callable[[Instance], None] | None = None
         """See ``Gateway.on_served``."""
-        self._exchange: GatewayExchange | None = None  # the exchange that the gateway carries out, once it has begun
+        self._exchange: GatewayExchange | None = None  # the exchange that the gateway performs; None until it begins
         self._response_head: Headers = []  # the headers of the response that the gateway has reported
         self._awaits_head = False  # whether the gateway waits for a reply to the head of the response
         self._has_trailers = False  # whether trailers follow: after the request, later after the response

@@ -1,7 +1,7 @@
 """Registry: stores all instances, and emits events when an instance changes.
 
-An instance from a register file, or from the snapshot of an earlier start, is unhealthy until its first probe, which
-follows immediately.
+An instance from a register file, or from the snapshot of an earlier start, is unhealthy until a probe succeeds. The
+first probe follows immediately.
 
 All times are seconds of one monotonic clock, ``time.monotonic`` unless the caller injects another.
 """

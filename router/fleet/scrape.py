@@ -76,7 +76,7 @@ class Scraper:
 
 
 def _parse_figures(text: bytes) -> tuple[int, int]:
-    """Return the numbers of running and waiting requests in Prometheus's text format.
+    """Parse Prometheus's text format; return the number of running requests and that of waiting requests.
 
     Raises:
         ValueError: one of the numbers is missing.

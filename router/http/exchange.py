@@ -510,7 +510,7 @@ class Connection(asyncio.Protocol):
         if not 100 <= status <= 599:
             raise ValueError(f"status {status}")
         if len(self._headers) > MAX_HEADERS:
-            raise ValueError(f"more than {MAX_HEADERS} headers")  # the parser passes it on to ``data_received``
+            raise ValueError(f"more than {MAX_HEADERS} headers")  # the parser reports it to ``data_received``
         self._is_informational = status < 200
         exchange = self._exchange
         if self._is_informational or self._is_whole or exchange is None:

@@ -560,7 +560,7 @@ class RouterProtocol(HttpToolsProtocol):
                 self.transport.close()
             return
         if request.arriving is not None:
-            # Stays a bytearray, because a copy would block the router. Its bytes do not change any more.
+            # The body stays a bytearray, because a copy would block the router. It does not change any more.
             request.body, request.arriving = cast(bytes, request.arriving), None
         if not self.pipeline or self._has_its_turn(request):
             self._start_asgi_task(request, self._data_plane)

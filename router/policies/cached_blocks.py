@@ -27,7 +27,8 @@ BlockHash = int | bytes
 # mistake. After the second, no more events are expected, and the prompt is given up.
 _SETTLE_SECONDS = 0.1
 _MAX_SETTLE_SECONDS = 5.0
-# Stored blocks may belong to a running request for this time, and are listed for at most twice this time.
+# Seconds for which a block is listed as recent, because the request that stored it may still run. It leaves the list
+# after at most twice this time.
 _RECENT_SECONDS = 600.0
 
 

@@ -202,7 +202,7 @@ class RequestTimeline:
         selection: Selection,
         attempt: Attempt,
     ) -> None:
-        """Add the instances and the engine's token counts to the record. After a success, let the policy learn."""
+        """Add the instances and token counts to the record. After a success, pass the measurements to the policy."""
         usage = own_usage = response.read_usage()
         record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         if selection.prefill is None:

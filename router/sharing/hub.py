@@ -44,7 +44,7 @@ __all__ = ["Hub", "RetiredCounters"]
 
 _log = logging.getLogger("router.sharing.hub")
 
-# Number of each query that the hub itself sends to its workers. Workers begin their numbers with 1.
+# Id of all queries that the hub itself sends to its workers. The ids of the workers' queries begin with 1.
 _OWN_QUERY = 0
 
 _Figures = Sequence[Any]
@@ -206,7 +206,7 @@ class Hub:
         """Send a query to ``workers``, except the asker, and to ``routers``.
 
         Args:
-            key: name of the asker, and the number that it gave the query.
+            key: name of the asker, and the id that it gave the query.
             deliver: called with both parts of ``key`` and the answers, when all have answered or the time is over.
         """
         timer = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._close_query, key)

@@ -17,8 +17,8 @@ __all__ = ["LoadSync"]
 # Minimum time between two messages with changed counts. With 10 ms, a router with two workers under full load needs
 # some per cent more CPU for these messages, and the simulator shows an improvement of at most 1 %.
 SEND_SECONDS = 0.025
-# All counts are sent at this interval, for new processes and to replace lost messages. A process without requests
-# sends its empty counts only MAX_IDLE_REPORTS times in sequence.
+# All counts are sent at this interval, for new processes and to replace lost messages. A process that has no requests
+# sends empty counts at its first MAX_IDLE_REPORTS intervals without requests, and then nothing.
 SEND_ALL_SECONDS = 1.0
 MAX_IDLE_REPORTS = 3
 

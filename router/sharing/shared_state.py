@@ -282,7 +282,7 @@ class SharedState:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for message in batch:
                     if message[0] == "keep":
-                        # The record first: a router that finds a member of the set without a record removes the member.
+                        # The record is written before the member: routers remove a member that has no record.
                         pipeline.set(self._record + message[1], pack(message[2]), ex=int(STALE_SECONDS))
                         pipeline.sadd(self._instances, message[1])
                 pipeline.publish(self._channel, data)
@@ -295,9 +295,9 @@ class SharedState:
         try:
             sender, number, batch = unpack(data)
             if not (isinstance(sender, str) and isinstance(number, int) and isinstance(batch, list)):
-                raise TypeError("it does not consist of a name, a number and messages")
+                raise TypeError("it is not a list of a router's name, a batch number and a list of messages")
         except (ValueError, TypeError) as exc:
-            _log.error("a message from another router is ignored: %s", exc)
+            _log.error("a batch of messages from another router is ignored: %s", exc)
             return
         if sender == self.name:
             self._received_own_at = self._clock()

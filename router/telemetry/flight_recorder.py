@@ -395,13 +395,13 @@ def _describe_request(record: RequestRecord) -> dict[str, Any]:
                 "ended": attempt.ended if attempt.ended in _GOOD_ENDS else attempt.trouble or "failed",
                 "began_us": int((attempt.began_at - started) * 1e6),
                 "ended_us": int((attempt.ended_at - started) * 1e6),
-                # instance, cost of the prefill in tokens, tokens that are expected in a cache, reasons
+                # Each choice has: instance, cost of the prefill in tokens, tokens expected in a cache, reasons.
                 "choices": [
                     (decision.key, decision.work, decision.cached_tokens, decision.reasons)
                     for decision in attempt.decisions
                 ],
-                # instance, role, status; times at which the request was sent, the first byte arrived and the leg ended,
-                # in microseconds after the arrival of the request; 0 if this did not happen
+                # Each leg has: instance, role, status; times at which the request was sent, the first byte arrived and
+                # the leg ended, in microseconds after the arrival of the request; 0 if this did not happen.
                 "legs": [
                     (
                         *(instance, role.value, exchange.status),

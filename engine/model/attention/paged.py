@@ -198,7 +198,8 @@ def paged_attention(
         scaling: factor of the scores; None: 1 / sqrt(head_dim).
         sliding_window: the window of the layer. It must be that of the layer's group, or ``paged.ignored_window``.
         softcap: limit of the scores, as in Gemma 2; None: no limit.
-        s_aux: sinks as in gpt-oss, ``[heads]``: for each head a score for attending to nothing; None: no sinks.
+        s_aux: sinks as in gpt-oss, ``[heads]``: for each head a score that takes part in the softmax but has no value;
+            None if the model has no sinks.
 
     Returns:
         The output ``[1, tokens, heads, head_dim]``, and None in place of the weights.
@@ -308,7 +309,8 @@ def _attend_with_scores(
             ``[..., heads, tokens, context]``. None: each token attends to the whole context.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         softcap: limit of the scores; None: no limit.
-        sinks: scores for attending to nothing; they can be broadcast to ``[..., heads, tokens, 1]``. None: no sinks.
+        sinks: scores of the attention sinks, which take part in the softmax but have no value; they can be broadcast to
+            ``[..., heads, tokens, 1]``. None if there are no sinks.
     """
     context, kv_heads = keys.shape[-2], keys.shape[-3]
     scale = queries.shape[-1] ** -0.5 if scale is None else scale

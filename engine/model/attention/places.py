@@ -125,7 +125,7 @@ class Prefill:
 class Decodes:
     """A group of N chunks of one token each, in one group of attention layers. They are padded to the longest."""
 
-    rows: torch.Tensor | None  # [N], positions in the step's row of tokens; None: all positions, in order
+    rows: torch.Tensor | None  # [N], positions of the chunks' tokens in the step; None: all positions, in order
     pages: torch.Tensor  # pages of the contexts, [2 * N * kv_heads * n], see TablePlan.find_pages
     first: int  # number of leading tokens in the pages that no chunk attends to
     width: int  # number of tokens in the pages that are read, including the first ones
@@ -139,7 +139,7 @@ class Tables:
     write_blocks: torch.Tensor  # [tokens], the block to which the KV of each token is written
     prefills: list[Prefill]
     decodes: list[Decodes]
-    span: int  # window of the layers in tokens; 0: full attention
+    span: int  # length in tokens of the layers' sliding window; 0: full attention
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class InstanceSettings:
     """An inference server with OpenAI's endpoints.
 
     Attributes:
-        plain: value of ``${cache}`` for the instance without a cache.
+        plain: text that replaces ``${cache}`` in ``command`` for the instance that runs without a cache.
         ready: path that is answered with 200 when the instance is ready.
         model: name of the model in requests.
         hits: metric with the number of tokens that came from the pool; empty: ``usage`` of the responses has them.

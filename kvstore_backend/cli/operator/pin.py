@@ -93,7 +93,7 @@ def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> in
             would = "would be " if arguments.dry_run else ""
             print(f"{counts['done']} blocks of namespace {digest} {would}{verb}{_tell_rest(counts)}")
     if seconds and not any(counts["done"] or counts["failed"] for counts in results.values()):
-        raise PoolUnavailable("the pool has none of these blocks complete, so nothing is pinned")
+        raise PoolUnavailable("the selected blocks are not in the pool or are damaged, so nothing is pinned")
     if not seconds and any(counts["damaged"] for counts in results.values()):
         raise PoolUnavailable(
             "damaged blocks are not written again, so their pins stay; remove these blocks with kvstore clear"

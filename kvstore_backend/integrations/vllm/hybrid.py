@@ -71,7 +71,7 @@ class HybridSchedulerHalf(SchedulerHalf):
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
         if num_computed % self._block_size:
-            return 0  # not a resume point, so no state can be continued there
+            return 0  # not a resume point, so no load can begin here
         return super().matched_tokens(request, num_computed)
 
     def _name_blocks(self, request: Request, first: int, end: int) -> Sequence[bytes]:  # type: ignore[override]

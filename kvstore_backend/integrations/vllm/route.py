@@ -87,9 +87,9 @@ def _require_device_access(config: PoolConfig) -> None:
     else:
         return
     raise ConfigError(
-        f'memory in kv_connector_extra_config is "direct", and the KV is on a GPU, but {trouble}; Mooncake reaches a '
-        "GPU's memory only by RDMA with GPUDirect, in its build for CUDA; leave memory out, so that blocks pass "
-        "through host buffers"
+        '"memory": "direct" in kv_connector_extra_config requires that Mooncake reaches the memory of the GPU, but '
+        f"{trouble}; Mooncake reaches it only by RDMA with GPUDirect, in its build for CUDA; remove "
+        '"memory" from kv_connector_extra_config, so that blocks pass through host buffers'
     )
 
 

@@ -553,7 +553,7 @@ class SchedulerHalf:
         return _Found(count, run)
 
     def _extend_run(self, wanted: Sequence[bytes], count: int) -> Run | None:
-        """Find more leading blocks than the first ``count``, in other shardings; None: there are no more."""
+        """Find, in other shardings, blocks after the first ``count``; return the run, or None if there are none."""
         if self._peers is None or count == len(wanted) or not self._is_ready or self._peers.is_alone():
             return None
         by_rank = [pool.exists(wanted[count:]) for pool in self._pools]

@@ -97,7 +97,7 @@ class FolderRemoved(OSError):
 
 
 class Ledger:
-    """Limits a folder to one size for all processes that open it.
+    """Enforces one size limit for a folder, on all processes that open it.
 
     The ledger stores the size limit of the folder. A process without a configured size uses the stored limit. A process
     with another size is refused while another process has the folder open; otherwise it changes the stored limit. (If

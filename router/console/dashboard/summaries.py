@@ -130,7 +130,7 @@ def sum_answers(by_status: Mapping[str, float]) -> dict[str, float]:
 def read_router(
     read: Callable[[RouterFigures], Mapping[K, float]],
 ) -> Callable[[Moment], Mapping[str, Mapping[K, float]]]:
-    """Return a function that reads some of the router's counters from a poll, for the methods of ``History``."""
+    """Return a function that applies ``read`` to the router's values of one poll, for the methods of ``History``."""
 
     def read_counters(moment: Moment) -> Mapping[str, Mapping[K, float]]:
         return {} if moment.router is None else {"router": read(moment.router)}

@@ -1,4 +1,4 @@
-"""The headers in which clients name the session of a request, and the session that started this session."""
+"""Reads from the headers of a request the id of its session, and the id of the session that started that one."""
 
 from __future__ import annotations
 

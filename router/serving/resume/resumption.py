@@ -97,7 +97,7 @@ class Resumption:
                     return "its client has the id of a token that ends with an incomplete character"
                 merger.drop_last(unfinished)
                 return ""
-        merger.drop_last(0)  # the text is unknown, or really contains this character
+        merger.drop_last(0)  # the text is unknown, or it really contains U+FFFD
         return ""
 
     def prepare_after_failure(

@@ -237,7 +237,7 @@ def test_a_pool_that_cannot_reach_a_gpu_is_refused_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, store_settings: Any, trouble: str
 ) -> None:
     monkeypatch.setattr(route, "_is_installed", lambda _: False)
-    with pytest.raises(ConfigError, match=f"{trouble}.*GPUDirect.*leave memory out"):
+    with pytest.raises(ConfigError, match=f'{trouble}.*GPUDirect.*remove "memory" from'):
         choose_route("direct", fake_memory(True), PoolConfig(store_settings))
 
 
