@@ -307,7 +307,7 @@ def _add_retrieval_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> RetrievalConfig | None:
-    """Return the settings of sparse attention; None: it is not enabled.
+    """Return the settings of sparse attention, or None if it is not enabled.
 
     Each setting comes from its flag, else from its environment variable, else from the defaults.
     """
@@ -391,7 +391,7 @@ def _parse_protocols(text: str) -> tuple[str, ...]:
 
 
 def _find_token_file(values: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
-    """Return the file with the router's token, from the flag, else from the environment; None: there is no router.
+    """Return the file with the router's token, from the flag, else from the environment, or None if there is no router.
 
     Without ``--router`` the flag is an error, and the variable is ignored.
     """

@@ -63,8 +63,8 @@ class Prefilled:
 
     Attributes:
         reservation: the blocks with the prompt's KV.
-        token: the first token of the answer. None: this instance samples the first token, and computes the prompt's
-            last token again for that.
+        token: the first token of the answer, or None if this instance must sample it. For that, it computes the
+            prompt's last token again.
         logprobs: the log probabilities of ``token``, if the client requested them.
     """
 
@@ -80,7 +80,7 @@ class EngineCore:
         runner: computes the steps; its KV memory is allocated.
         scheduler: chooses the chunks of each step; its block manager has as many blocks as the KV memory.
         metrics: the counters to update.
-        pool: the pool to load from and save to; ``stop`` closes it. None: the engine uses no pool.
+        pool: the pool to load from and save to; ``stop`` closes it. None if the engine uses no pool.
         save_outputs: whether full blocks of generated tokens are saved too, not only those of prompts (output caching).
     """
 

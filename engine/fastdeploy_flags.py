@@ -25,7 +25,7 @@ class _Flag(NamedTuple):
 
     Attributes:
         nargs: number of arguments, as in argparse; 0: the flag is a switch.
-        harmless: the values that are accepted, because they change nothing here; None: all values.
+        harmless: the values that are accepted, because they change nothing here, or None for all values.
         remedy: the end of the message for any other value: why it is refused, and what to do instead.
         is_boolean: whether there is also a ``--no-`` form.
     """

@@ -315,7 +315,7 @@ class GenerationBody(Body):
         return options
 
     def num_logprobs(self) -> int | None:
-        """Return the number of alternatives to report for each token; None: report no log probabilities."""
+        """Return the number of alternatives to report for each token, or None to report no log probabilities."""
         return None
 
 
@@ -519,7 +519,7 @@ def build_usage(
         own_cached, pool_cached: number of prompt tokens from the own cache, and from the pool.
         written: number of prompt tokens that were computed and are cached from now on.
         blocks: with sparse attention, the number of blocks that were read, and the number that full attention would
-            have read, both summed over steps and layers; None: without sparse attention.
+            have read, both summed over steps and layers; None without sparse attention.
     """
     details = {} if blocks is None else {"retrieval_details": {"blocks_read": blocks[0], "blocks_total": blocks[1]}}
     return {

@@ -49,20 +49,20 @@ class BlockStored:
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
-    """Hash of the block before the first one; None: the prompt begins with the first one, or the publisher does not
-    know the hash."""
+    """Hash of the block before the first one. None if the prompt begins with the first one, or if the publisher does
+    not know the hash."""
     token_ids: list[int]
     """Tokens of all blocks of the event; empty if the publisher does not know them."""
     block_size: int
     """Tokens in a block."""
     lora_id: int | None = None
     medium: str | None = None
-    """Where the blocks are, such as GPU, CPU or POOL; None: in the instance's own cache."""
+    """Where the blocks are, such as GPU, CPU or POOL, or None for the instance's own cache."""
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
     """For each block, the values other than tokens that its hash contains, such as ``[cache_salt]``, or None."""
     group_idx: int | None = None
-    """Index of the group of layers; None: all layers."""
+    """Index of the group of layers, or None for all layers."""
     kv_cache_spec_kind: str | None = None
     """Kind of attention in the group, such as full_attention or sliding_window."""
     kv_cache_spec_sliding_window: int | None = None
@@ -72,7 +72,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Event: blocks were removed from ``medium``; None: from the instance's own cache."""
+    """Event: blocks were removed from ``medium``, or from the instance's own cache if this is None."""
 
     block_hashes: list[BlockHash]
     medium: str | None = None

@@ -185,7 +185,7 @@ class SpanSender:
         Args:
             times: beginning and end of the span, in seconds since 1970; the times of ``events`` have the same unit.
             attributes: attributes of the span; an attribute with the value None or "" is omitted.
-            kind: kind of the span; None: internal.
+            kind: type of the span, or None for an internal one.
             trouble: reason why the operation failed; "" if it succeeded.
         """
         api = self._api

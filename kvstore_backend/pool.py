@@ -65,7 +65,7 @@ class BlockPool:
         Args:
             backend: a store, with or without wrappers; ``close`` closes it.
             namespace: the namespace of the blocks.
-            keeper: writer of the namespace's manifest; ``close`` closes it. None: no manifest is written.
+            keeper: writer of the namespace's manifest; ``close`` closes it. None if no manifest is written.
         """
         self.namespace = namespace
         self._stack = backend
@@ -280,7 +280,7 @@ def open_pool(
         registry: registry for metrics, as in ``open_backend``.
         background: whether to open the store in the background, as in ``open_backend``.
         facts: facts for the manifest of the namespace, which is stored in the pool; they help an operator who compares
-            two namespaces. None: no manifest is stored, for example for a namespace that is used only for a short time.
+            two namespaces. If it is None, no manifest is stored, as for a namespace that is used only for a short time.
         is_summed: whether blocks have checksums, as in ``open_backend``.
 
     Raises:
@@ -324,7 +324,7 @@ def open_backend(
 
     Args:
         config: configuration of the pool.
-        registry: registry for the pool's metrics; it can have the metrics of one pool only. None: no metrics.
+        registry: registry for the pool's metrics; it can have the metrics of one pool only. None for no metrics.
         background: if True, return immediately, and open the store on another thread, which tries again until it
             succeeds; until then every call is a miss. If False, open the store before returning.
         on_open: called with the store, without wrappers, each time the store was opened.

@@ -120,7 +120,7 @@ class TransferMemory(Protocol):
     """Interface of an engine's KV memory for transfers."""
 
     def record_event(self) -> Event | None:
-        """Return an event for the end of the work on blocks that this thread has begun; None if it has ended."""
+        """Return an event for the end of the work on blocks that this thread has begun, or None if it has ended."""
 
     def open_incoming(self, blocks: Sequence[int], after: Event | None) -> Window:
         """Open a window for a read of one or more leading blocks of ``blocks``.
@@ -194,7 +194,7 @@ class _Transfer:
 
     Attributes:
         after: event for the end of the work on the blocks that the owner had begun before it requested the transfer.
-        set_aside: window that a late call may still use; None: there is no late call.
+        set_aside: window that a late call may still use, or None if there is no late call.
         is_released: whether the owner may use the blocks as soon as the transfer has ended.
     """
 
@@ -258,7 +258,7 @@ class Transfers:
             on_release: called when the owner may use the blocks again.
             decide: called on the loading thread with a function that reads a given number of leading blocks. It returns
                 the result of that function, or 0 to read nothing. Before, it may change the lists ``hashes`` and
-                ``blocks``, to load other blocks that the owner holds. None: all blocks are read.
+                ``blocks``, to load other blocks that the owner holds. If it is None, all blocks are read.
         """
         transfer = _Transfer(hashes, blocks, on_end, on_release)
         self._submit_transfer(self._loads, transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED)

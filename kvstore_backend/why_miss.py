@@ -207,7 +207,7 @@ def compare_prompts(
     Args:
         first: tokens of the earlier prompt.
         second: tokens of the later prompt, which should have shared blocks with the earlier one.
-        decode: converts tokens, also special ones, to text; None: there is no tokenizer.
+        decode: converts tokens, also special ones, to text, or None if there is no tokenizer.
     """
     token = count_common(first, second)
     if token == len(first) == len(second):

@@ -147,7 +147,7 @@ class CompletionResponse(BegunResponse):
         raise NotImplementedError
 
     def _describe_logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any] | None:
-        """Return the log probabilities of pieces of a choice; None: the client did not request them."""
+        """Return the log probabilities of pieces of a choice, or None if the client did not request them."""
         raise NotImplementedError
 
     def _token_ids(self, index: int, pieces: list[Piece], *, with_prompt: bool) -> dict[str, Any]:

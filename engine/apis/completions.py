@@ -47,11 +47,11 @@ class PairDialect:
     """Further fields of the instance's registration at the router."""
 
     def find_request_id(self, body: GenerationBody) -> str | None:
-        """Return the id of the request that the client gave; None: it gave none."""
+        """Return the id of the request that the client gave, or None if it gave none."""
         return body.request_id
 
     def read_pairs(self, body: GenerationBody, request_id: str, num_prompts: int) -> Sequence[PairInfo | None]:
-        """Return for each prompt the pair that serves it; None: this instance answers the prompt alone.
+        """Return for each prompt the pair that serves it, or None if this instance answers the prompt alone.
 
         Args:
             body: the request body.
@@ -75,7 +75,7 @@ class Completions:
         vocab_size: size of the vocabulary; token ids in requests must be smaller.
         defaults: default sampling parameters.
         eos_token_ids: the tokens that end an answer.
-        dialect: the dialect of requests to a pair; None: FastDeploy's.
+        dialect: the dialect of requests to a pair, or None for FastDeploy's.
     """
 
     def __init__(
@@ -353,8 +353,8 @@ class Completions:
         Args:
             body: the request body.
             messages: the messages to render.
-            lets_assistant_speak: whether the text ends with the beginning of the assistant's turn; None: as
-                ``add_generation_prompt`` in ``body`` says.
+            lets_assistant_speak: whether the text ends with the beginning of the assistant's turn, or None if
+                ``add_generation_prompt`` in ``body`` decides.
 
         Raises:
             ApiError: 400; the messages cannot be rendered.

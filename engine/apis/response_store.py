@@ -49,7 +49,7 @@ class ResponseStore:
             self.remove_response(next(iter(self._responses)))
 
     def find_response(self, response_id: str) -> StoredResponse | None:
-        """Return the response with this id; None: it is not stored."""
+        """Return the response with this id, or None if it is not stored."""
         response = self._responses.get(response_id)
         if response is not None:
             self._responses.move_to_end(response_id)

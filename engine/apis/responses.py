@@ -29,7 +29,7 @@ class Responses:
 
     Args:
         completions: renders conversations and begins answers.
-        store: stores a response if its client wants that. None: responses are not stored. This is for prefill
+        store: stores a response if its client wants that. None if responses are not stored. This is for prefill
             instances, because their answers end after the first token.
     """
 

@@ -53,7 +53,7 @@ class HandoverResult:
         own_cached_tokens: number of prompt tokens that the prefill instance had in its own cache.
         pool_cached_tokens: number of prompt tokens that the prefill instance loaded from the pool.
         prefilled: the prompt's KV in blocks of this instance, if the transfer was direct. Its owner must submit it to
-            the engine, or cancel its reservation. None: the KV is in the pool.
+            the engine, or cancel its reservation. None if the KV is in the pool.
     """
 
     own_cached_tokens: int
@@ -78,20 +78,20 @@ class _Handover:
         self.reservation: Reservation | None = None
         self.is_claimed = False
         self.late_seconds: float | None = None
-        """Number of seconds for which P's bytes may still arrive; None: P has not reported that it has stopped."""
+        """Number of seconds for which P's bytes may still arrive, or None if P has not reported that it has stopped."""
         self._memory = memory
         self._is_taken = False
         self._result: asyncio.Future[HandoverResult | None] = loop.create_future()
         self._given_up: asyncio.Future[None] = loop.create_future()
 
     async def wait_for_result(self) -> HandoverResult | None:
-        """Wait for the result; None: the hand-over failed. The caller becomes the owner of the result's reservation."""
+        """Wait for the result. Return None if the hand-over failed; otherwise the caller owns the reservation in it."""
         result = await asyncio.shield(self._result)
         self._is_taken = True
         return result
 
     def set_result(self, result: HandoverResult | None) -> None:
-        """Set the result of the hand-over, unless it is set already. None: the hand-over failed."""
+        """Set the result of the hand-over, unless it is set already. It is None if the hand-over failed."""
         if self._result.done():
             return
         self._result.set_result(result)
@@ -135,7 +135,7 @@ class HandoverReceiver:
     """The decode instance's side of all hand-overs: accepts connections from prefill instances.
 
     Args:
-        memory: the blocks to which prefill instances may write; None: no direct transfers, only the pool.
+        memory: the blocks to which prefill instances may write, or None if hand-overs go only through the pool.
         silence_seconds: maximum time without a message from the prefill instance.
         expiry_seconds: time after which blocks are released if their request has not arrived.
     """
@@ -186,7 +186,7 @@ class HandoverReceiver:
             prompt: the prompt that the request has here; the prefill instance must have the same one.
 
         Returns:
-            The result; None: the hand-over failed, and this instance must compute the prompt.
+            The result, or None if the hand-over failed and this instance must compute the prompt.
         """
         begun, is_first = self._find_or_add(request_id), True
         try:

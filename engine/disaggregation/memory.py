@@ -107,8 +107,8 @@ class BlockMemory:
         """Reserve blocks for ``prompt``.
 
         Returns:
-            The reservation; the caller passes it to the engine, or calls ``cancel_reservation``. None: there are not
-            enough free blocks, or ``max_reserved`` would be exceeded.
+            The reservation, which the caller passes to the engine or to ``cancel_reservation``; or None if there are
+            not enough free blocks, or ``max_reserved`` would be exceeded.
         """
         reserved = self._num_requested + sum(len(incoming.blocks) for incoming in self._incoming.values())
         wanted = self._core.scheduler.groups.count_held(prompt.num_tokens)

@@ -44,7 +44,7 @@ class HandoverSender:
     Args:
         request_id: the id of the request.
         prompt: the prompt.
-        memory: the blocks to write; None: no direct transfer, only the pool.
+        memory: the blocks to write, or None if hand-overs go only through the pool.
     """
 
     def __init__(self, request_id: str, prompt: Prompt, memory: BlockMemory | None) -> None:
@@ -211,7 +211,7 @@ class HandoverSender:
         """Write the blocks of the prompt as they are computed.
 
         Returns:
-            The digests of the written blocks; None: the direct transfer failed or was stopped.
+            The digests of the written blocks, or None if the direct transfer failed or was stopped.
         """
         digests: list[str] = []
         num_written = 0
@@ -312,7 +312,7 @@ async def hand_over(
         host, port: D's connector port.
         request_id: the id of the request.
         prompt: the prompt.
-        memory: the blocks to write; None: no direct transfer, only the pool.
+        memory: the blocks to write, or None if hand-overs go only through the pool.
         is_working: returns False if the computation of the prompt hangs. Then D gets no more "alive" messages.
     """
     sender = HandoverSender(request_id, prompt, memory)

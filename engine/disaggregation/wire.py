@@ -104,7 +104,7 @@ def decode_number(value: Any, limit: int) -> int:
 
 
 async def wait_at_most(awaitable: Awaitable[_T], seconds: float | None) -> _T:
-    """Wait for a result for at most ``seconds``; None: without a limit.
+    """Wait for a result for at most ``seconds``, or without a limit if this is None.
 
     ``asyncio.wait_for`` of Python 3.11 loses a cancellation that comes at the same moment as the result. This function
     raises it.

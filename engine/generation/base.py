@@ -32,10 +32,10 @@ class Piece:
 
     Attributes:
         text: the text; it may be empty.
-        token_id: the token; None: the answer ended without a further token.
+        token_id: the token, or None if the answer ended without a further token.
         finish_reason: why the answer ended, in its last piece; None in all others.
         logprobs: the log probabilities of the token, if the client requested them.
-        stop: the stop string that ended the answer; None: no stop string did.
+        stop: the stop string that ended the answer, or None if no stop string did.
     """
 
     text: str
@@ -55,8 +55,8 @@ class SharedParts:
         role: the role of the instance.
         block_size: number of tokens in a block.
         receiver: receives hand-overs of prompts.
-        memory: the blocks for direct transfers; None: hand-overs go only through the pool.
-        tracer: creates spans; None: requests are not traced.
+        memory: the blocks for direct transfers, or None if hand-overs go only through the pool.
+        tracer: creates spans, or None if requests are not traced.
         live: the generations that are running, in the order of their start. They are not found by their ids, because
             clients may use an id twice.
     """
@@ -203,7 +203,7 @@ class Generation(ABC):
         return call_in_loop(end_saves)
 
     def _end_trace(self, trace: RequestTrace, reason: str | None) -> None:
-        """Create the spans of the request. ``reason`` is its finish reason; None: the client left before the end."""
+        """Create the spans of the request. ``reason`` is its finish reason, or None if the client left early."""
         trouble = ""
         if reason is None:
             reason, trouble = "abort", "the client left"

@@ -43,7 +43,7 @@ class Choices:
 
     Args:
         generations: the generations, at least one, in the order of their prompts.
-        per_prompt: number of answers to each prompt; None: all answers are to one prompt.
+        per_prompt: number of answers to each prompt, or None if all answers are to one prompt.
     """
 
     def __init__(self, generations: Sequence[Generation], per_prompt: int | None = None) -> None:

@@ -93,7 +93,7 @@ class DecodeGeneration(Generation):
         return super()._explain_error()
 
     async def _receive_prompt(self) -> HandoverResult | None:
-        """Wait for the result of the hand-over; None: it failed."""
+        """Wait for the result of the hand-over; return None if it failed."""
         prompt = Prompt.of_sequence(self.sequence)
         return await self._parts.receiver.wait_for_prompt(self.request.request_id, prompt)
 

@@ -58,7 +58,7 @@ class Detokenizer:
         self._window += unfinished
         self._held = ""
         self.met_stop: str | None = None
-        """The stop string that was found; None: none was found."""
+        """The stop string that was found, or None if none was found."""
         for token_id in begun_token_ids:
             self.add_token(token_id)
 

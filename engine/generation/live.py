@@ -58,8 +58,8 @@ class Generations:
         role: the role of the instance: ``mixed``, ``prefill`` or ``decode``.
         block_size: number of tokens in a block.
         receiver: receives hand-overs of prompts.
-        memory: the blocks for direct transfers; None: hand-overs go only through the pool.
-        tracer: creates spans; None: requests are not traced.
+        memory: the blocks for direct transfers, or None if hand-overs go only through the pool.
+        tracer: creates spans, or None if requests are not traced.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Generations:
 
         Args:
             request: the request to answer.
-            info: what the request says about its pair; None: this instance answers alone.
+            info: what the request says about its pair, or None if this instance answers alone.
         """
         if info is None:
             return MixedGeneration(self._parts, request)

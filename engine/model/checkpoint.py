@@ -205,7 +205,7 @@ def read_defaults(folder: str, generation_config: Any) -> SamplingDefaults:
 
 
 def _default_max_tokens(folder: str, generation_config: Any) -> int | None:
-    """Return the default ``max_tokens``, from ``max_new_tokens``; None: the context length limits the answer."""
+    """Return the default ``max_tokens``, from ``max_new_tokens``, or None for no limit but the context length."""
     limit = getattr(generation_config, "max_new_tokens", None)
     if limit is None:
         return None

@@ -50,7 +50,7 @@ class LayerGroups:
     Attributes:
         members: the groups. If one has full attention, it is the first one.
         block_layers: a block has room for the KV of this number of layers.
-        conv: the state of each convolution layer; None: the model has no convolution layers.
+        conv: the state of each convolution layer, or None if the model has no convolution layers.
         ignored_window: length of a sliding window that no sequence exceeds: layers with this window are in the group
             with full attention. 0: there is no such window.
     """

@@ -372,7 +372,7 @@ class ModelRunner:
         wait_for_device(self.device)
 
     def _sparse_state(self, chunk: Chunk) -> SparseState | None:
-        """Return the state of sparse attention for a chunk; None: the chunk is computed with full attention."""
+        """Return the state of sparse attention for a chunk, or None if it is computed with full attention."""
         sequence = chunk.sequence
         if self.retrieval is None or sequence.regime is Regime.DENSE or not sequence.is_decoding:
             return None

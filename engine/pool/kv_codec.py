@@ -69,6 +69,6 @@ def quantised_namespace(namespace: Namespace, kv: str) -> Namespace:
 
 
 def choose_codec(namespace: Namespace, kv: torch.Tensor) -> Codec | None:
-    """Return the codec for the blocks of a namespace; None: they are not compressed. ``kv`` is the KV memory."""
+    """Return the codec for the blocks of a namespace, or None if they are not compressed. ``kv`` is the KV memory."""
     name = namespace.kv_dtype.partition(_AS)[2]
     return _QuantisingCodec(kv, name) if name else None

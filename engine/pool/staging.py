@@ -64,7 +64,7 @@ def stage_handovers(
 
 
 def _stand_in(runner: ModelRunner) -> StandInDevice | None:
-    """Return a replacement for a GPU's copies between buffers and KV memory; None: KV memory is on a GPU.
+    """Return a replacement for a GPU's copies between buffers and KV memory, or None if KV memory is on a GPU.
 
     It copies on threads, which have a lower priority than the computation.
     """

@@ -35,7 +35,7 @@ class BlockManager:
 
     Args:
         num_blocks: the number of blocks of the KV memory.
-        events: gets an event for each block that is removed from the prefix cache; None: no events. The scheduler
+        events: gets an event for each block that is removed from the prefix cache, or None. The scheduler
             reports the blocks that are published, because it knows their tokens.
     """
 
@@ -81,7 +81,7 @@ class BlockManager:
         return block_hash in self._block_of
 
     def find_block(self, block_hash: bytes) -> int | None:
-        """Return the block that is published under this hash; None: there is none."""
+        """Return the block that is published under this hash, or None."""
         return self._block_of.get(block_hash)
 
     def withhold_published(self) -> None:

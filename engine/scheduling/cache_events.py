@@ -50,7 +50,7 @@ class CacheEvents:
             sequence: the sequence.
             places: the places of the blocks in the sequence.
             name_blocks: returns the names of the blocks at a range of places.
-            group: number and group of the layers that the blocks belong to; None: the model has one group.
+            group: number and group of the layers that the blocks belong to, or None if the model has one group.
         """
         size, salt = sequence.block_size, sequence.request.cache_salt
         for run in join_runs(places):

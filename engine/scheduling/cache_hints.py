@@ -89,7 +89,7 @@ class CacheMark:
 
     Attributes:
         message: the index of the message.
-        text: the content of the message up to the end of the part; None: the hint is for the whole message.
+        text: the content of the message up to the end of the part, or None if the hint is for the whole message.
         seconds: how long to cache the prompt up to there.
     """
 

@@ -64,7 +64,7 @@ class SamplingParams:
         stop: strings that end the answer.
         stop_token_ids: tokens that end the answer.
         ignore_eos: whether the answer continues after the model's end tokens.
-        logprobs: number of alternatives to report for each token; None: report no log probabilities.
+        logprobs: number of alternatives to report for each token, or None to report no log probabilities.
     """
 
     max_tokens: int
@@ -131,8 +131,8 @@ class TokenOutput:
     """The output of one step for a sequence.
 
     Attributes:
-        token_id: the new token; None: the sequence has ended without a new token, because it was aborted or failed.
-        finish_reason: why the sequence has ended; None: it continues.
+        token_id: the new token, or None if the sequence was aborted or failed, and so has ended without a new token.
+        finish_reason: why the sequence has ended, or None if it continues.
         logprobs: the log probabilities of the token, if the client requested them.
     """
 
@@ -217,9 +217,9 @@ class Sequence:
     ended_at: float = 0.0
     """When the sequence ended; 0: not yet."""
     look_up: tuple[float, float] | None = None
-    """Start and end of the look-up in the pool at the first admission; None: there was none."""
+    """Start and end of the look-up in the pool at the first admission, or None if there was none."""
     load: tuple[float, float] | None = None
-    """Start and end of the read from the pool at the first admission; None: there was none."""
+    """Start and end of the read from the pool at the first admission, or None if there was none."""
     saves: Saves = field(default_factory=Saves)
 
     def __post_init__(self) -> None:

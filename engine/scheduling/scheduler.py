@@ -171,7 +171,7 @@ class Scheduler:
             num_tokens: number of tokens of the prompt.
 
         Returns:
-            The reservation. None: there are not enough blocks, or a sequence waits for blocks.
+            The reservation, or None if there are not enough blocks, or a sequence waits for blocks.
         """
         reserved = len({block for reservation in self.reservations for block in reservation.blocks})
         num_blocks = self.groups.count_held(num_tokens)

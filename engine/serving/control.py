@@ -86,7 +86,7 @@ class Control:
 
     @property
     def version(self) -> str | None:
-        """The version of the weights; None: they have none."""
+        """The version of the weights, or None if they have none."""
         return self._runner.version or None
 
     async def pause(self) -> None:

@@ -204,7 +204,7 @@ async def _complete(
         request: the HTTP request.
         kind: the class of its body.
         begin: checks the body and begins the response.
-        tracer: creates spans; None: requests are not traced.
+        tracer: creates spans, or None if requests are not traced.
     """
     if tracer is not None:
         tracer.enter_request(request.headers.raw)

@@ -147,7 +147,7 @@ def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def _echo_request_id(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bytes] | None:
-    """Return the header ``X-Request-Id`` with the client's id; None: the client sent no valid id."""
+    """Return the header ``X-Request-Id`` with the client's id, or None if the client sent no valid id."""
     try:
         sent = find_request_id(headers)
     except ApiError:

@@ -82,7 +82,7 @@ class Instance:
             args: the arguments.
             around: the router, the pool and the checkpoint.
             connector: the bound socket of the connector port. The instance owns it from now on.
-            dialect: the dialect of requests to a pair; None: FastDeploy's.
+            dialect: the dialect of requests to a pair, or None for FastDeploy's.
         """
         self.args = args
         self.start_id = secrets.token_hex(8)
@@ -146,7 +146,7 @@ class Instance:
         )
 
     def _open_block_memory(self, runner: ModelRunner, rdma_devices: str) -> BlockMemory | None:
-        """Return the blocks for direct transfers; None: the role is mixed, or direct transfers are not possible."""
+        """Return the blocks for direct transfers, or None if the role is mixed or they are not possible."""
         if self.args.splitwise_role == "mixed":
             return None
         try:

@@ -18,11 +18,11 @@ class Surroundings(NamedTuple):
     """The router, the pool and the checkpoint of an instance."""
 
     router: str | None
-    """The URL of the router; None: there is no router."""
+    """The URL of the router, or None if there is no router."""
     router_token: str
     """The token for registrations at the router; "": none."""
     pool: PoolConfig | None
-    """The configuration of the pool; None: there is no pool."""
+    """The configuration of the pool, or None if there is no pool."""
     checkpoint: str
     """The folder of the checkpoint."""
 

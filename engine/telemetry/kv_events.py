@@ -59,7 +59,7 @@ class KvEventsConfig:
     endpoint: str = "tcp://*:5557"
     """The address for events."""
     replay_endpoint: str | None = None
-    """The address for requests to send earlier batches again; None: such requests are not possible."""
+    """The address for requests to send earlier batches again, or None if such requests are not possible."""
     topic: str = ""
     buffer_steps: int = 10_000
     """Number of latest batches that can be sent again."""
@@ -70,7 +70,7 @@ class KvEventsConfig:
     bind: bool | None = None
     """Whether to bind ``endpoint`` (True), or to connect to it, which a broker has bound (False).
 
-    None: connect if it is a TCP address of one host, else bind.
+    If it is None, the publisher connects if ``endpoint`` is a TCP address of one host, and binds otherwise.
     """
 
     @property
@@ -85,7 +85,7 @@ def parse_kv_events(text: str) -> KvEventsConfig | None:
     """Parse the JSON of ``--kv-events-config``, which may be vLLM's or SGLang's.
 
     Returns:
-        The configuration; None: no events are published.
+        The configuration, or None if no events are published.
 
     Raises:
         ConfigError: the JSON is wrong, or pyzmq is not installed. The message is one sentence.
@@ -205,7 +205,7 @@ class KvEventPublisher:
             block_size: number of tokens in a block.
 
         Returns:
-            The description; None: this instance connects to a broker, so subscribers cannot connect to it.
+            The description, or None if this instance connects to a broker, so subscribers cannot connect to it.
         """
         if not self._config.is_bound:
             return None

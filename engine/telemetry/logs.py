@@ -28,7 +28,7 @@ def set_up(named: Path | None, role: str, port: int, level: str) -> None:
     """Set up logging to files, and print the path of the log on standard output.
 
     Args:
-        named: the folder of the files. None: the folder in FastDeploy's guides, which is ``log_prefill`` or
+        named: the folder of the files, or None for the folder in FastDeploy's guides, which is ``log_prefill`` or
             ``log_decode`` by the role, and ``log_PORT`` for the role mixed. If another running process uses the folder
             of the role, it is ``log_ROLE_PORT``.
         role: the role of the instance.

@@ -88,7 +88,7 @@ def open_tracer(receiver: str) -> Tracer | None:
         receiver: the URL of the receiver, for the log.
 
     Returns:
-        The tracer; None: the packages of OpenTelemetry are missing, which is logged.
+        The tracer, or None if the packages of OpenTelemetry are missing, which is logged.
     """
     return open_sender(Tracer, receiver, log)
 
@@ -98,7 +98,7 @@ class _Arrival(NamedTuple):
 
     trace_id: int
     parent: SpanContext | None
-    """The client's span; None: the client sent none."""
+    """The client's span, or None if the client sent none."""
     at: float
     """The time of ``time.monotonic``."""
     epoch: float
@@ -181,7 +181,7 @@ class Tracer(SpanSender):
         self._arrival.set(arrival if is_sampled else None)
 
     def begin_request(self) -> RequestTrace | None:
-        """Return the trace of a new sequence of the current task's request; None: the request is not traced."""
+        """Return the trace of a new sequence of the current task's request, or None if it is not traced."""
         arrival = self._arrival.get()
         return None if arrival is None else RequestTrace(self, arrival)
 
@@ -206,7 +206,7 @@ class Tracer(SpanSender):
             phase: the phase.
             epoch: the time when ``time.monotonic`` was 0, in seconds since 1970.
             context: the context of the span.
-            parent: the context of the parent span; None: there is none.
+            parent: the context of the parent span, or None if there is none.
             is_server: whether the span is of the kind "server", for the whole request.
         """
         times = epoch + phase.start, epoch + phase.end

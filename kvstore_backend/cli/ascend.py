@@ -195,7 +195,7 @@ def context_cost(cards: int, kv_bytes: int | None, cards_per_model: int = 1) -> 
 
     Args:
         cards: number of cards in the pool, at most ``_MAX_LINKS``.
-        kv_bytes: bytes of the KV of one token; None: not known.
+        kv_bytes: bytes of the KV of one token, or None if they are not known.
         cards_per_model: number of cards among which the KV of a sequence may be divided.
     """
     hundredths = _count_hundredths(cards)

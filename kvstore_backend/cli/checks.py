@@ -403,7 +403,7 @@ def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> Ma
 
     Args:
         settings: settings with the address of the master.
-        metrics_address: address of the HTTP interface, as the user gave it; None: try the usual ports.
+        metrics_address: address of the HTTP interface, as the user gave it, or None to try the usual ports.
 
     Raises:
         PoolUnavailable: no master answers, or its HTTP interface does not answer.

@@ -103,7 +103,7 @@ def show_progress(title: str, total: float, file: IO[str] | None = None) -> Iter
     Args:
         title: name of the work.
         total: total amount of work.
-        file: output; None: standard error.
+        file: output, or None for standard error.
     """
     console = Console(file=file or sys.stderr, highlight=False)
     if not console.is_terminal:

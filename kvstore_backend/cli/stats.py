@@ -274,7 +274,7 @@ def _describe_figures(figures: _PoolFigures, before: _PoolFigures | None = None,
 
     Args:
         figures: the measurements.
-        before: the measurements from ``seconds`` ago, to show the growth per second; None: show no growth.
+        before: the measurements from ``seconds`` ago, to show the growth per second, or None to show no growth.
         seconds: time between the two.
     """
     lines = _describe_pool(figures, before, seconds)

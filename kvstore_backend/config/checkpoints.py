@@ -24,7 +24,7 @@ def find_checkpoint(model: str, environ: Mapping[str, str] | None = None, revisi
 
     Args:
         model: the folder itself, which is returned unchanged; or the model's name at a hub, ORGANISATION/NAME.
-        environ: environment with ``FD_MODEL_CACHE``, ``HF_HOME`` and similar variables; None: this process's own.
+        environ: environment with ``FD_MODEL_CACHE``, ``HF_HOME`` and similar variables, or None for this process's own.
         revision: a branch, tag or commit at the hub; empty: the default branch.
 
     Raises:

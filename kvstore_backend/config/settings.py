@@ -50,7 +50,7 @@ def _read_from(variable: str, parse: Callable[[object], object] | None = None, a
 
     Args:
         variable: the environment variable with the value.
-        parse: returns the checked value, or raises ``ValueError``; None: the value is the URL of another store.
+        parse: returns the checked value, or raises ``ValueError``. None if the value is the URL of another store.
         also: another engine's variable for the value, used if ``variable`` is not set.
     """
     return {"variable": variable, "parse": parse, "also": also}
@@ -122,7 +122,7 @@ class FileSettings:
     Attributes:
         path: the folder, on a tmpfs (fast) or an SSD (large). FastDeploy's variable for the folder is also read.
         size: bytes at which the least recently used blocks are evicted. The size must be the same in all processes that
-            have the folder open. None: the size stored in the folder, or 1 GiB for a new folder.
+            have the folder open. If it is None, the limit is the size stored in the folder, or 1 GiB for a new folder.
     """
 
     backend: ClassVar[str] = "file"
@@ -163,7 +163,7 @@ class PoolConfig:
     Attributes:
         store: settings of the shared store.
         async_write: whether blocks are written to the shared store in the background, like MindIE's ``asyncWrite``.
-        fast: settings of the fast tier, a smaller store of this machine in front of the shared store; None: no tier.
+        fast: settings of the fast tier, a smaller store of this machine in front of the shared store, or None.
         kv: form in which blocks are stored: ``int8`` or ``fp8``, which need half or a quarter of the bytes and do not
             keep the exact values; empty: unchanged. Only the reference engine supports ``int8`` and ``fp8``.
     """

@@ -80,9 +80,9 @@ def load_config(
     Args:
         backend: ``mooncake``, ``file`` or ``memory``; or the URL of a pool.
         explicit: values by the names of the backend's settings; ``None`` counts as not given.
-        config_path: a JSON file in any dialect; None: the file in the variable ``MOONCAKE_CONFIG_PATH``. For ``file``
-            and ``memory`` that file is used only if it describes a store of this kind.
-        environ: the environment; None: this process's own. An empty variable counts as not given.
+        config_path: a JSON file in any dialect, or None for the file in the variable ``MOONCAKE_CONFIG_PATH``. For
+            ``file`` and ``memory`` that file is used only if it describes a store of this type.
+        environ: the environment, or None for this process's own. An empty variable counts as not given.
 
     Raises:
         ConfigError: a value cannot be used; the message is one sentence with the key or variable, the value, and a
@@ -132,8 +132,8 @@ def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] 
     """Read the configuration of a pool; return ``None`` if the file turns the pool off.
 
     Args:
-        source: the URL of a pool, or the path of a JSON file in any dialect; None: read the environment.
-        environ: the environment; None: this process's own. An empty variable counts as not given.
+        source: the URL of a pool, or the path of a JSON file in any dialect, or None to read the environment.
+        environ: the environment, or None for this process's own. An empty variable counts as not given.
 
     Raises:
         ConfigError: a value cannot be used, or neither ``source`` nor the environment configures a pool.

@@ -89,7 +89,7 @@ class FastDeployClient(PooledClient):
     def __init__(self) -> None:
         super().__init__()
         self._weights: Weights | None = None
-        self._read_namespace: Callable[[], Namespace] | None = None  # None: the weights cannot change
+        self._read_namespace: Callable[[], Namespace] | None = None  # None if the weights cannot change
 
     def namespace(self) -> Namespace:
         engine = find_engine()
@@ -197,7 +197,7 @@ def _find_compilation(value: object) -> object:
     return {name: each for name, each in settings.items() if "cuda" not in name} or None
 
 
-# Arguments of which only a part can change KV -> a function that returns this part; None: nothing.
+# Arguments of which only a part can change KV -> a function that returns this part, or None if there is none.
 _EFFECTS = {"speculative_config": _find_drafting, "graph_optimization_config": _find_compilation}
 
 

@@ -51,7 +51,7 @@ class MindieServer:
 
     Attributes:
         path: the server's ``config.json``.
-        pool: configuration of the pool that the server joins; None: pooling is off.
+        pool: configuration of the pool that the server joins, or None if pooling is off.
         cards: number of cards of the server's instances; 0 if the file has no card ids.
         model: folder with the weights of the first model; None if the file does not name it.
         cards_per_model: number of cards among which the first model is divided, its ``worldSize``.

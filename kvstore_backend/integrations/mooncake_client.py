@@ -53,7 +53,7 @@ class PooledClient:
         self._pool: BlockPool | None = None
         self._warm_up_until = 0.0
         self._patience = 0.0  # seconds for which failed calls are repeated
-        self._failing_since: float | None = None  # first failure since the last answer; None: no failure
+        self._failing_since: float | None = None  # first failure since the last answer, or None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'not set up' if self._pool is None else repr(self._pool)})"
@@ -84,7 +84,7 @@ class PooledClient:
         return 0.0
 
     def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
-        """Return the pool for a call with ``keys``; None: the call must fail."""
+        """Return the pool for a call with ``keys``, or None if the call must fail."""
         return self._pool
 
     def setup(

@@ -217,7 +217,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Read each page to its tensor in ``target_locations``; return the tensors (None: the page was not read)."""
+        """Read each page to its tensor in ``target_locations``; return the tensors, or None for pages not read."""
         targets = [_tensor_value(tensor) for tensor in target_locations]
         with self._register_temporarily(targets):
             loaded = self._load_pages("kv", keys, targets)

@@ -100,7 +100,8 @@ def find_family(
         num_heads: number of KV heads of the whole model.
         axes: name and size of each axis of a block, as in ``ShardingFamily``.
         block_sizes: other block sizes that peers may have. Needs an axis ``TOKEN``.
-        layout_of: returns ``Namespace.layout`` for a rank with a given number of heads; None: the layout of ``own``.
+        layout_of: returns ``Namespace.layout`` for a rank with a given number of heads. If it is None, all ranks have
+            the layout of ``own``.
 
     Returns:
         The family; it has no peers if the heads are not divided evenly among the ranks of ``own``.

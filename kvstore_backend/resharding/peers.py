@@ -59,7 +59,7 @@ class PeerShardings:
     Args:
         pool: the pool. If its namespace is not ``family.own``, there are no peers, because the blocks have other bytes.
         family: the reader's family.
-        heads: the heads that are read; None: the heads of the own rank.
+        heads: the heads that are read, or None for the heads of the own rank.
     """
 
     def __init__(self, pool: BlockPool, family: ShardingFamily, heads: range | None = None) -> None:

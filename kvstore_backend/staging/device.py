@@ -37,7 +37,7 @@ class Device(Protocol):
     """Device with memory and streams, which can copy from and to host memory."""
 
     def record_event(self) -> Event | None:
-        """Return an event for the end of all device work that this thread has queued; None: it has ended."""
+        """Return an event for the end of all device work that this thread has queued, or None if it has ended."""
 
     def open_stream(self) -> Stream:
         """Open a new stream."""

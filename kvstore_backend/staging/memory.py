@@ -33,8 +33,8 @@ class StagedMemory:
     Args:
         kv: the KV memory.
         registry: object with which all buffers are registered: the pool.
-        codec: converts blocks to another form for the pool; None: blocks are stored in the form of KV memory.
-        device: the device of the KV memory; None: CUDA for CUDA tensors, otherwise the stand-in.
+        codec: converts blocks to another form for the pool, or None to store them in the form of KV memory.
+        device: the device of the KV memory. If it is None, it is CUDA for CUDA tensors, and otherwise the stand-in.
         buffer_bytes: size of a buffer with headroom. A buffer has space for at least one block, and at most for all.
         incoming_bytes: total size of the ring for loads; at least two buffers are allocated.
     """

@@ -38,7 +38,7 @@ class Buffer:
         is_spare: whether the buffer was allocated and registered alone, not with the other buffers of the ring.
 
     Attributes:
-        copied: event for the end of the last copy from or to the buffer; None: there was no copy.
+        copied: event for the end of the last copy from or to the buffer, or None if there was no copy.
     """
 
     def __init__(self, memory: torch.Tensor, blocks: torch.Tensor, nbytes: int, *, is_spare: bool) -> None:

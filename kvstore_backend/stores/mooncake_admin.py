@@ -158,7 +158,7 @@ def find_admin(master: str, given: str | None = None) -> MasterAdmin | None:
 
     Args:
         master: address of the master for clients.
-        given: address of the HTTP interface; None: try the usual ports on the master's host.
+        given: address of the HTTP interface, or None to try the usual ports on the master's host.
     """
     host, _, port = master.rpartition(":")
     usual = [f"{host}:{int(port) + _METRICS_OFFSET}", f"{host}:{_MOONCAKE_METRICS_PORT}"]

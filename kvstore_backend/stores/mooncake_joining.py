@@ -242,7 +242,7 @@ def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
 
 
 def send_http_probe(address: str) -> bytes | None:
-    """Send an HTTP request to ``host:port``, and return the first bytes of the response; None: no response in time.
+    """Send an HTTP request to ``host:port``, and return the first bytes of the response, or None if none came in time.
 
     A Mooncake master closes the connection without a response, so the result is ``b""``.
 
@@ -273,7 +273,7 @@ def _has_network() -> bool:
 def connect_to_master(settings: MooncakeSettings) -> AbstractContextManager[socket.socket | None]:
     """Return a connection to the master, or to a server that knows the master's address.
 
-    None: Mooncake finds the master through Kubernetes, so there is no such server.
+    The value is None if Mooncake finds the master through Kubernetes, because then there is no such server.
     """
     if not settings.ha_backend:
         return _open_connection(settings.master_server_addr, "Mooncake master", "start mooncake_master there")

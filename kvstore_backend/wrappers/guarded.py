@@ -114,7 +114,7 @@ class Deadlines:
 
 
 class _Moment(threading.local):
-    """Time at which the calls of a thread end; None: the calls end at their own deadlines."""
+    """Time at which the calls of a thread end, or None if the calls end at their own deadlines."""
 
     moment: float | None = None
 
@@ -209,7 +209,7 @@ class GuardedBackend(StorageBackend):
         self._known: dict[int, _Region] = {}  # memory that is registered with the store, by address
         self._registering: set[int] = set()  # addresses that are being registered with the store
         self._is_closed = False
-        self._trouble: str | None = "the store is being opened"  # reason why the breaker is open; None: it is closed
+        self._trouble: str | None = "the store is being opened"  # why the breaker is open, or None if it is closed
         self._since = time.monotonic()  # time when the breaker opened
         self._num_late = 0
         self._failures = 0
@@ -235,7 +235,7 @@ class GuardedBackend(StorageBackend):
         return self._trouble is None
 
     def wait_ready(self, seconds: float | None) -> bool:
-        """Wait until the breaker is closed; return False if it is still open after ``seconds`` (None: no limit)."""
+        """Wait until the breaker is closed, without a limit if ``seconds`` is None; return False if it stays open."""
         with self._changed:
             self._changed.wait_for(lambda: self._trouble is None or self._is_closed, seconds)
             return self._trouble is None

@@ -40,7 +40,7 @@ class ConnectionPool:
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         """
         Args:
-            tls: context with the trusted certificate authorities; None: those of the system.
+            tls: context with the trusted certificate authorities, or None for those of the system.
         """
         self._tls = tls
         self._idle: dict[Address, deque[tuple[float, Connection]]] = {}

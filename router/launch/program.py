@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None, *, dialect: str = "python", epp_port
     """Run the router until SIGTERM or SIGINT. Return the exit status.
 
     Args:
-        argv: the flags; None: those of this process.
+        argv: the flags, or None for those of this process.
         dialect, epp_port: as in ``load_settings``.
     """
     try:

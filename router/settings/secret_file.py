@@ -27,7 +27,7 @@ class ApiKey(NamedTuple):
 
     key: str
     tokens_per_sec: float | None = None
-    """Limit of the client's tokens per second. None: the limit for all clients applies; 0: no limit."""
+    """Limit of the client's tokens per second, or None if the limit for all clients applies. 0 means no limit."""
     priority: int = 0
 
 

@@ -63,7 +63,7 @@ class PagedBatch:
         kv: the KV memory, ``[block, layer, 2, kv_head, token, head_dim]``.
         chunks: the chunks of the step.
         token_ids: the tokens of all chunks, in the same order.
-        retrieval: computes sparse attention; None: it is not enabled.
+        retrieval: computes sparse attention, or None if it is not enabled.
         groups: the groups of layers. Default: one group with full attention.
 
     Attributes:
@@ -195,9 +195,9 @@ def paged_attention(
         key, value: the new K and V, ``[1, kv_heads, tokens, head_dim]``; the keys after RoPE.
         attention_mask: unused; ``paged`` has the masks.
         paged: the tokens of the step and their places.
-        scaling: factor of the scores; None: 1 / sqrt(head_dim).
+        scaling: factor of the scores, or None for 1 / sqrt(head_dim).
         sliding_window: the window of the layer. It must be that of the layer's group, or ``paged.ignored_window``.
-        softcap: limit of the scores, as in Gemma 2; None: no limit.
+        softcap: limit of the scores, as in Gemma 2, or None for no limit.
         s_aux: sinks as in gpt-oss, ``[heads]``: for each head a score that takes part in the softmax but has no value;
             None if the model has no sinks.
 
@@ -278,7 +278,7 @@ def _attend_decodes(
         decodes: the group of decodes.
         layer: the place of the layer in a block.
         queries: the queries, ``[kv_heads, group, N, head_dim]``.
-        scaling: factor of the scores; None: 1 / sqrt(head_dim).
+        scaling: factor of the scores, or None for 1 / sqrt(head_dim).
         attend: computes attention; has the arguments of ``scaled_dot_product_attention``.
 
     Returns:
@@ -306,9 +306,9 @@ def _attend_with_scores(
         queries: ``[..., heads, tokens, head_dim]``.
         keys, values: ``[..., heads, context, head_dim]``, or with 1 in the place of ``heads``: all heads share them.
         attn_mask: a bool mask, or a bias that is added to the scores; it can be broadcast to
-            ``[..., heads, tokens, context]``. None: each token attends to the whole context.
-        scale: factor of the scores; None: 1 / sqrt(head_dim).
-        softcap: limit of the scores; None: no limit.
+            ``[..., heads, tokens, context]``. None if each token attends to the whole context.
+        scale: factor of the scores, or None for 1 / sqrt(head_dim).
+        softcap: limit of the scores, or None for no limit.
         sinks: scores of the attention sinks, which take part in the softmax but have no value; they can be broadcast to
             ``[..., heads, tokens, 1]``. None if there are no sinks.
     """

@@ -64,7 +64,7 @@ class PageReader:
             blocks: the blocks to read for each KV head, ``[kv_head, n]``; all tokens in them are read.
             layer: the layer to read.
             newest: K and V of further tokens to read, ``[2, kv_head, token, head_dim]``.
-            scale: factor of the scores; None: 1 / sqrt(head_dim).
+            scale: factor of the scores, or None for 1 / sqrt(head_dim).
 
         Returns:
             The output, ``[kv_head, group, head_dim]``.
@@ -99,7 +99,7 @@ class PageReader:
             blocks: the blocks to read for each sequence and KV head, ``[sequences, kv_head, n]``.
             layer: the layer to read.
             mask: which tokens of these blocks count, ``[sequences, 1, 1, n * token]``.
-            scale: factor of the scores; None: 1 / sqrt(head_dim).
+            scale: factor of the scores, or None for 1 / sqrt(head_dim).
 
         Returns:
             The output, ``[sequences, kv_head, group, head_dim]``.
@@ -123,7 +123,7 @@ class PageReader:
         Args:
             queries: the queries, ``[1, kv_head, group, head_dim]``.
             every_page: the memory as pages, ``[page, elements]``.
-            scale: factor of the scores; None: 1 / sqrt(head_dim).
+            scale: factor of the scores, or None for 1 / sqrt(head_dim).
             pages: the pieces; each has page numbers ``[2, kv_head, n]``.
             worker: the number of the worker.
 

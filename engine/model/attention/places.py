@@ -106,7 +106,7 @@ class Prefill:
     num_before: int  # number of tokens of the context before the chunk
     span: int  # window: number of tokens that each token attends to, including itself; 0: no window
     pages: torch.Tensor  # pages of the context, [2 * kv_heads * n], see TablePlan.find_pages
-    mask: torch.Tensor | None  # [tokens, context]; None: no tokens before the chunk, causal attention
+    mask: torch.Tensor | None  # [tokens, context], or None for causal attention without tokens before the chunk
 
     @property
     def context(self) -> int:
@@ -125,11 +125,11 @@ class Prefill:
 class Decodes:
     """A group of N chunks of one token each, in one group of attention layers. They are padded to the longest."""
 
-    rows: torch.Tensor | None  # [N], positions of the chunks' tokens in the step; None: all positions, in order
+    rows: torch.Tensor | None  # [N], positions of the chunks' tokens in the step, or None for all positions, in order
     pages: torch.Tensor  # pages of the contexts, [2 * N * kv_heads * n], see TablePlan.find_pages
     first: int  # number of leading tokens in the pages that no chunk attends to
     width: int  # number of tokens in the pages that are read, including the first ones
-    mask: torch.Tensor | None  # [N, 1, 1, width]; None: all chunks have the same length
+    mask: torch.Tensor | None  # [N, 1, 1, width], or None if all chunks have the same length
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class StateRun:
 
     start: int  # position of the chunk's first token in the step's row of tokens
     stop: int  # position after the chunk's last token
-    source: torch.Tensor | None  # [], block with the state before the chunk; None: the chunk begins the sequence
+    source: torch.Tensor | None  # [], block with the state before the chunk, or None if it begins the sequence
     targets: torch.Tensor  # [n], blocks to which states are written
     ends: torch.Tensor  # [n], for each of these states, the number of the chunk's tokens after which it is taken
 

@@ -49,7 +49,7 @@ class SparseState:
         self.window_starts: dict[bool, int] = {}
         """First block of the window in the last step; True: in layers that read all blocks, False: in the others."""
         self.host: torch.Tensor | None = None
-        """Full blocks in host memory, ``[number, layer, 2, kv_head, token, head_dim]``; None: it is not offloaded."""
+        """Full blocks in host memory, ``[number, layer, 2, kv_head, token, head_dim]``; None without offload."""
         if sequence.regime is Regime.OFFLOADED:
             try:
                 self.host = allocate_host_memory(-(-self._max_context // config.block_size), kv)
@@ -101,7 +101,7 @@ class SparseState:
             layer: the layer.
             numbers: the numbers of the full blocks to read, ``[kv_head, n]``; the newest block is read, too.
             queries: the queries of one token, ``[kv_head, group, head_dim]``.
-            scale: factor of the scores; None: 1 / sqrt(head_dim).
+            scale: factor of the scores, or None for 1 / sqrt(head_dim).
 
         Returns:
             The output, ``[kv_head, group, head_dim]``.
@@ -132,7 +132,7 @@ class _Step:
         for state, partition in zip(states, partitions, strict=True):
             state.window_starts[is_dense] = partition.window_start
         self.search: Search | None = None
-        """The search for the sequences that choose blocks again in this step; None: no sequence does."""
+        """The search for the sequences that choose blocks again in this step, or None if no sequence does."""
         self.searching, self.searched_rows = (
             send_tensor(torch.tensor(which, dtype=torch.long), kv.device) for which in (some, [rows[i] for i in some])
         )
@@ -234,7 +234,7 @@ class Retrieval:
             layer: the layer.
             states: the states of the sequences.
             queries: the queries of the newest token of each sequence, ``[sequences, kv_heads, group, head_dim]``.
-            scale: factor of the scores; None: 1 / sqrt(head_dim).
+            scale: factor of the scores, or None for 1 / sqrt(head_dim).
 
         Returns:
             The output, ``[sequences, kv_heads, group, head_dim]``.

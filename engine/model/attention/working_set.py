@@ -93,7 +93,7 @@ class WorkingSet:
 
         Args:
             queries: the queries of the token, ``[kv_head, group, head_dim]``.
-            scale: factor of the scores; None: 1 / sqrt(head_dim).
+            scale: factor of the scores, or None for 1 / sqrt(head_dim).
 
         Returns:
             The output, ``[kv_head, group, head_dim]``.

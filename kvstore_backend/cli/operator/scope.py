@@ -53,7 +53,7 @@ class Scope:
 
     Attributes:
         digest: digest of the namespace.
-        keys: keys of the blocks of a prefix, in order; None: all blocks of the namespace.
+        keys: keys of the blocks of a prefix, in order, or None for all blocks of the namespace.
         num_tokens: number of tokens in the blocks of the prefix.
         manifest: manifest of the namespace; None if the pool does not have it.
     """

@@ -43,7 +43,7 @@ class LoadedAdapters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._marks: dict[Adapter, _Marks | None] = {}  # None: the files have changed, or cannot be read
+        self._marks: dict[Adapter, _Marks | None] = {}  # None if the files have changed, or cannot be read
         self._kinds: dict[Adapter, bytes] = {}
         self._new_digests: dict[Adapter, bytes | None] = {}
         self._unread: queue.SimpleQueue[Adapter] = queue.SimpleQueue()
@@ -81,7 +81,7 @@ class LoadedAdapters:
         return False
 
     def take_digests(self) -> dict[Adapter, bytes | None]:
-        """Return the digests that are new since the last call, by adapter; None: the adapter is excluded."""
+        """Return the digests that are new since the last call, by adapter; None for an adapter that is excluded."""
         with self._lock:
             digests, self._new_digests = self._new_digests, {}
         return digests
@@ -142,12 +142,12 @@ class KnownAdapters:
         self._excluded: set[Adapter] = set()
 
     def add_digests(self, reported: Mapping[Adapter, Iterable[bytes | None]]) -> None:
-        """Record the digests that ranks report for each adapter; None: the rank has excluded the adapter."""
+        """Record the digests that ranks report for each adapter, or None if the rank has excluded it."""
         for adapter, digests in reported.items():
             self._digests.setdefault(adapter, []).extend(digests)
 
     def find_digest(self, lora: Any, num_ranks: int) -> bytes | None:
-        """Return the digest of an adapter's files; None: requests with the adapter do not use the pool now.
+        """Return the digest of an adapter's files, or None if requests with the adapter do not use the pool now.
 
         Args:
             lora: vLLM's ``LoRARequest``.
@@ -163,7 +163,7 @@ class KnownAdapters:
 
 
 def _read_marks(path: str) -> _Marks | None:
-    """Return names and ``_STAT_FIELDS`` of the files in a folder, which show a change; None: the folder is missing."""
+    """Return names and ``_STAT_FIELDS`` of the files in a folder, which show a change, or None if it is missing."""
     try:
         files = [(file.name, file.stat()) for file in sorted(Path(path).expanduser().iterdir()) if file.is_file()]
     except OSError:

@@ -274,8 +274,8 @@ def collect_fields(config: Any, special: Mapping[str, object] | None = None) -> 
 
     Args:
         config: vLLM's ``VllmConfig``, a tree of dataclasses.
-        special: values for some fields, by ``<class>.<field>``, which replace the fields' own values; None: the field
-            is not counted.
+        special: values for some fields, by ``<class>.<field>``, which replace the fields' own values, or None for a
+            field that is not counted.
 
     Returns:
         Values that JSON can represent, by ``<class>.<field>``.

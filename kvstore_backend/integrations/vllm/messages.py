@@ -29,7 +29,7 @@ class Transfer:
         names: names of the blocks in the pool, 32 bytes each.
         blocks: vLLM's ids of the blocks. In a model with several groups: ``group * num_blocks + id`` (``memory.py``).
         run: for a load, the blocks that were looked up, if some of them come from another sharding; otherwise None.
-        adapter: LoRA adapter with which the blocks were computed; None: no adapter.
+        adapter: LoRA adapter with which the blocks were computed, or None.
         num_units: for a load of blocks of several groups: number of units of the prompt (``hybrid.py``) that the load
             brings. Such a load is useful only if it is complete. 0: the model has one group, and the leading blocks are
             useful without the others.
@@ -70,7 +70,7 @@ class Report:
         short: ids of requests that loaded fewer blocks than planned.
         loads: for each load, the number of blocks that it brought, and its seconds.
         steps: for each step with parts of prompts, its tokens and its seconds.
-        adapters: LoRA adapter -> digests of its files, from each rank that has read them; None: the files have changed.
+        adapters: LoRA adapter -> digests of its files, from each rank that has read them, or None if they have changed.
         saved: number of each save with which the pool has all of the save's blocks -> number of ranks that report it.
     """
 

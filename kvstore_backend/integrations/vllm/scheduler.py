@@ -136,7 +136,7 @@ class _Lookup:
         found_at: time when the last new block was found.
         found: number of leading blocks that were found.
         run: the blocks of the last look-up, if some of them come from another sharding; otherwise None.
-        decision: whether the found blocks are loaded or computed; None: not decided yet.
+        decision: whether the found blocks are loaded or computed, or None if that is not decided yet.
     """
 
     first: int
@@ -152,7 +152,7 @@ class _Lookup:
 class Stored(NamedTuple):
     """Successive blocks that all ranks have stored in the pool: vLLM's hashes of the blocks, and of their parent.
 
-    The parent is the block before the first one; None: the first one begins the prompt.
+    The parent is the block before the first one, or None if the first one begins the prompt.
     """
 
     block_hashes: Sequence[bytes]
@@ -173,7 +173,8 @@ class _Pin:
     Attributes:
         ranks: number of ranks that have not reported the end.
         on_end: called after the blocks were unpinned.
-        stored: the blocks of a save, which ``take_stored`` returns when all ranks have stored them; None: not reported.
+        stored: the blocks of a save, which ``take_stored`` returns when all ranks have stored them, or None if it must
+            not return them.
         num_unsaved: number of ranks that have not stored all blocks.
     """
 
@@ -248,7 +249,7 @@ class SchedulerHalf:
 
         Args:
             namespaces: the namespace of each rank.
-            family: family of shardings of rank 0; None: blocks of other shardings are not looked up.
+            family: family of shardings of rank 0, or None if blocks of other shardings are not looked up.
         """
         self._pools = [BlockPool(self._backend, namespace) for namespace in namespaces]
         if family is not None:
@@ -270,8 +271,8 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
         """Return the number of tokens after the first ``num_computed`` that the pool has, in full blocks.
 
-        ``None``: not known yet; vLLM asks again in the next step. At least one token of the prompt remains to be
-        computed, because vLLM needs its logits.
+        Return None if the number is not known yet; vLLM asks again in the next step. At least one token of the prompt
+        remains to be computed, because vLLM needs its logits.
         """
         first, end = num_computed // self._block_size, (request.num_tokens - 1) // self._block_size
         if not self._loads or end <= first or request.request_id in self._short_loads or not self._is_ready:
@@ -470,7 +471,7 @@ class SchedulerHalf:
         return bool(self._pools) and now - self._ready_at < _TRUST_SECONDS
 
     def _wait_for_answer(self, lookup: _Lookup) -> int | None:
-        """Return the number of blocks that the last look-up found; ``None``: the look-up has not ended."""
+        """Return the number of blocks that the last look-up found, or None if it has not ended."""
         start = time.monotonic()
         try:
             found, lookup.run = lookup.answer.result(self._patience)
@@ -532,7 +533,7 @@ class SchedulerHalf:
 
         Args:
             wanted: names of the blocks.
-            found_before: number of blocks that earlier look-ups found and counted; None: this is the first look-up.
+            found_before: number of blocks that earlier look-ups found and counted, or None in the first look-up.
         """
         assert self._counts is not None
         start = time.monotonic()
@@ -566,7 +567,7 @@ class SchedulerHalf:
         return [] if adapter is None else name_blocks(request.block_hashes[first:end], adapter, self._epoch)
 
     def _find_adapter(self, request: Request) -> bytes | None:
-        """Return the digest of a request's LoRA adapter; empty: it has no adapter; None: the digest is not known."""
+        """Return the digest of a request's LoRA adapter: empty if it has none, None if the digest is not known."""
         return b"" if (lora := request.lora_request) is None else self._adapters.find_digest(lora, len(self._pools))
 
     def _num_full(self, tracked: _Tracked, computed: int) -> int:

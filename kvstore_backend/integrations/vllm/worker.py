@@ -53,9 +53,9 @@ class WorkerHalf:
     Args:
         pool: the pool; ``close`` closes it.
         memory: the worker's KV memory.
-        family: family of shardings that are read; None: only blocks of the own sharding are read.
-        route: object with which transfers reach ``memory``; None: the direct route.
-        clock: clock that measures the steps; None: the host's clock.
+        family: family of shardings that are read, or None if only blocks of the own sharding are read.
+        route: object with which transfers reach ``memory``, or None for the direct route.
+        clock: clock that measures the steps, or None for the host's clock.
 
     Attributes:
         adapters: LoRA adapters that vLLM has read. Blocks of an adapter are moved only if its files have not changed.

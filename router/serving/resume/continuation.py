@@ -45,7 +45,7 @@ class Merger(Protocol):
         """The text of ``shown_ids``."""
 
     def expect_prompt(self, ids: Sequence[int] | None) -> None:
-        """Set the prompt that the next instance must report; None: it need not report any."""
+        """Set the prompt that the next instance must report, or None if it need not report one."""
 
 
 class CannotContinue(Exception):

@@ -182,7 +182,7 @@ class StreamMerger:
         self._cached = figures
 
     def expect_prompt(self, ids: Sequence[int] | None) -> None:
-        """Set the prompt that the next segment must report; None: it need not report any."""
+        """Set the prompt that the next segment must report, or None if it need not report one."""
         self._expected = ids
 
     def feed_usual(self, event: bytes) -> bytes | None:
