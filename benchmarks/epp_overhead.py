@@ -39,7 +39,7 @@ from router_overhead import (
 from tests.support.envoy import find_envoy, make_config
 
 LOADS = (Case("small", 1), Case("small", 32), Case("large", 32, prompt_bytes=128_000), Case("burst", 32, events=256))
-BUFFERED = {"processing_mode": {"request_body_mode": "BUFFERED"}}
+BUFFERED: dict[str, Any] = {"processing_mode": {"request_body_mode": "BUFFERED"}}
 SYSTEMS = ("kvrouter", "Envoy", "Envoy + picker", "Envoy + picker, buffered")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from google.protobuf.struct_pb2 import Struct
@@ -27,6 +27,7 @@ __all__ = [
     "change_headers",
     "end_with_trailers",
     "make_immediate",
+    "pass_on",
     "read_headers",
     "read_served",
     "read_subset",
@@ -152,6 +153,17 @@ def end_with_trailers(*, is_request: bool) -> Any:
     """Return the message that passes the trailers on unchanged."""
     kind = "request_trailers" if is_request else "response_trailers"
     return ProcessingResponse(**{kind: TrailersResponse()})
+
+
+def pass_on(message: Any) -> Iterable[Any]:
+    """Return the messages that pass a part of a response on unchanged; none for a part of a request."""
+    kind = message.WhichOneof("request")
+    if kind == "response_headers":
+        return (ProcessingResponse(response_headers=HeadersResponse()),)
+    if kind == "response_body":
+        part = message.response_body
+        return split_body(part.body, is_request=False, is_end=part.end_of_stream)
+    return (end_with_trailers(is_request=False),) if kind == "response_trailers" else ()
 
 
 def make_immediate(status: int, headers: Headers, body: bytes) -> Any:

@@ -12,8 +12,10 @@ from typing import Any
 
 import grpc
 
+from kvcommon.http_limits import READ_SECONDS
 from router.access import Access, find_route
 from router.app import RouterApp
+from router.epp.messages import pass_on
 from router.epp.protos import (
     NOT_SERVING,
     SERVING,
@@ -23,7 +25,7 @@ from router.epp.protos import (
     ProcessingResponse,
 )
 from router.epp.request import GatewayRequest
-from router.http import ApiError, is_normal_path
+from router.http import ApiError, Refused, is_normal_path
 from router.settings import SettingsError
 
 __all__ = ["Picker"]
@@ -112,32 +114,73 @@ class _Stream:
         self._outbox: deque[Any] = deque()
         self._is_writing = self._is_cut = False
         self._takes_message = False
+        self._request: GatewayRequest | None = None
+        self._running: asyncio.Task[Any] | None = None
+        self._is_idle = False  # whether the stream is ended because the gateway does not end it
         # Attributes of a ``RouterProtocol``, which ``ClientRequest`` uses.
         self.loop = asyncio.get_running_loop()
         self.tasks: set[asyncio.Task[None]] = set()
         self.known_head: object = None
         self.flow = SimpleNamespace(write_paused=False)
+        self._timeout = router.settings.request_timeout_secs
+        # Times at which the stream began, and at which a message was last received or sent.
+        self._began_at = self._active_at = self.loop.time()
+        self._watch = self.loop.call_later(min(READ_SECONDS, self._timeout), self._check_activity)
 
     async def run(self) -> None:
         """Serve the request until the gateway ends the stream."""
-        request: GatewayRequest | None = None
+        self._running = asyncio.current_task()
+        is_first = True
         try:
             while (message := await self._context.read()) is not grpc.aio.EOF:
-                self._takes_message = True
-                if request is not None:
-                    request.on_message(message)
-                elif message.HasField("request_headers"):
-                    try:
-                        request = self._open_request(message)
-                    except ValueError as exc:
-                        await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
-                else:
-                    await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a head")
-                self._takes_message = False
+                self._takes_message, self._active_at = True, self.loop.time()
+                try:
+                    self._take_message(message, is_first)
+                except ValueError as exc:
+                    await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
+                self._takes_message = is_first = False
                 await self._flush()
+        except asyncio.CancelledError:
+            if not self._is_idle:
+                raise
         finally:
+            self._watch.cancel()
+            # Breaks reference cycles, which only the garbage collector could free.
+            request, self._request, self._running = self._request, None, None
             if request is not None:
                 request.on_client_gone()
+
+    def _take_message(self, message: Any, is_first: bool) -> None:
+        if self._request is not None:
+            self._request.on_message(message)
+        elif is_first and message.HasField("request_headers"):
+            self._request = self._open_request(message)
+        elif is_first and not message.HasField("response_headers"):
+            raise ValueError("the first message must be a head")
+        else:  # the gateway has responded itself, before it asked for an instance
+            for each in pass_on(message):
+                self.write(each)
+
+    def _check_activity(self) -> None:
+        """Refuse a request whose rest does not arrive, and end a stream that the gateway does not end."""
+        request, now = self._request, self.loop.time()
+        unheard, late = self._active_at + READ_SECONDS - now, self._began_at + self._timeout - now
+        if request is not None and request.is_arriving:
+            # A gateway that buffers the body sends nothing until the body is complete.
+            left = late if request.is_buffered else min(unheard, late)
+            if left <= 0:
+                seconds = READ_SECONDS if left == unheard else self._timeout
+                message = f"the rest of the request did not arrive within {seconds:g} s"
+                request.refuse(Refused(ApiError(408, message, "request_incomplete")))
+        elif self._is_writing or (request is not None and not (request.response_complete or request.disconnected)):
+            left = 0.0  # the request is being served, with the time limits of ``Proxy``, or the gateway reads slowly
+        else:
+            left = unheard
+            if left <= 0 and self._running is not None:
+                self._is_idle = True
+                self._running.cancel()
+                return
+        self._watch = self.loop.call_later(min(left, READ_SECONDS) if left > 0 else READ_SECONDS, self._check_activity)
 
     def hang_up(self, request: GatewayRequest) -> None:
         """End the stream with an error, because the response cannot be completed."""
@@ -171,6 +214,7 @@ class _Stream:
         try:
             while self._outbox:
                 await self._context.write(self._outbox.popleft())
+                self._active_at = self.loop.time()
             if self._is_cut:
                 await self._context.abort(grpc.StatusCode.ABORTED, "the response cannot be completed")
         finally:

@@ -19,6 +19,7 @@ from router.epp.messages import (
     change_headers,
     end_with_trailers,
     make_immediate,
+    pass_on,
     read_headers,
     read_served,
     read_subset,
@@ -38,6 +39,8 @@ from router.http import (
     Headers,
     PreparedHead,
     Receiver,
+    Refused,
+    echo_request_id,
     end_to_end,
     path_of,
 )
@@ -78,8 +81,8 @@ class GatewayRequest(ClientRequest):
     """A request of a gateway, and its response. ``on_message`` gets the gateway's messages."""
 
     __slots__ = (
-        *("_awaits_head", "_exchange", "_has_no_body", "_has_trailers", "_held", "_is_buffered", "_on_complete"),
-        *("_response_head", "_router", "_subset", "_write_message", "on_served"),
+        *("_awaits_head", "_exchange", "_has_no_body", "_has_trailers", "_held", "_on_complete", "_response_head"),
+        *("_router", "_subset", "_write_message", "is_buffered", "on_served"),
     )
 
     def __init__(
@@ -117,23 +120,42 @@ class GatewayRequest(ClientRequest):
         # A response that is sent to the gateway in one piece, because the gateway does not wait for an instance's.
         self._held: tuple[int, Headers, list[bytes]] | None = None
         modes = message.protocol_config if message.HasField("protocol_config") else None
-        self._is_buffered = modes is not None and modes.request_body_mode == BUFFERED
+        self.is_buffered = modes is not None and modes.request_body_mode == BUFFERED
+        """Whether the gateway collects the body, and then sends it in one message."""
         if modes is not None and (
             modes.response_body_mode != FULL_DUPLEX_STREAMED
             or modes.request_body_mode not in (FULL_DUPLEX_STREAMED, BUFFERED)
         ):
-            self._refuse(ApiError(500, _WRONG_MODES, "wrong_processing_mode"))
+            self.refuse(Refused(ApiError(500, _WRONG_MODES, "wrong_processing_mode")))
         elif self._has_no_body:
             self._complete_request()
-        elif self._is_buffered:
+        elif self.is_buffered:
             write(CONTINUE)
 
+    @property
+    def is_arriving(self) -> bool:
+        """Return whether the rest of the request is expected."""
+        return self.more_body and not (self.response_complete or self.disconnected)
+
+    def refuse(self, refused: Refused) -> None:
+        """Send an error before the request has arrived completely, and discard the part that has arrived."""
+        self.body, self.arriving = b"", None
+        error, echo = refused.error, echo_request_id(self.headers)
+        self._router.proxy.on_refused(self.method, self.path, error, echo[0][1].decode() if echo else "")
+        self.send_response(error.status, [*_JSON, *refused.headers, *echo], error.body(self.path))
+
     def on_message(self, message: Any) -> None:
-        """Handle the next message of the gateway."""
+        """Handle the next message of the gateway.
+
+        Raises:
+            ValueError: the message is not valid.
+        """
         kind = message.WhichOneof("request")
-        if kind == "request_body":
+        if self.disconnected or (kind == "response_headers" and self._exchange is None and not self.response_complete):
+            self._leave_to_gateway(message)
+        elif kind == "request_body":
             # A buffered body is complete, even if end_of_stream is not set because trailers follow.
-            self._take_body(message.request_body.body, message.request_body.end_of_stream or self._is_buffered)
+            self._take_body(message.request_body.body, message.request_body.end_of_stream or self.is_buffered)
         elif kind == "request_trailers":
             self._take_trailers()
         elif kind == "response_headers":
@@ -175,7 +197,7 @@ class GatewayRequest(ClientRequest):
         if body is not None:
             sent.append((b"content-length", b"%d" % len(body)))
         changes, endpoint = change_headers(arrived, sent), str(exchange.address)
-        if self._is_buffered and not self._has_no_body:
+        if self.is_buffered and not self._has_no_body:
             self._write_message(send_to(endpoint, changes, body, after_body=True))
             return
         self._write_message(send_to(endpoint, changes, None, after_body=False))
@@ -210,6 +232,9 @@ class GatewayRequest(ClientRequest):
 
     def finish_response(self, data: bytes) -> None:
         """Send the last piece of the response's body."""
+        if self.disconnected:  # the gateway has sent a response of its own
+            self._complete_response()
+            return
         self._send_body(data, is_end=True)
         if self._held is not None:
             status, headers, pieces = self._held
@@ -226,7 +251,7 @@ class GatewayRequest(ClientRequest):
                 self._write_message(piece)
 
     def _take_trailers(self) -> None:
-        if self._is_buffered and not self.more_body:  # the body before the trailers was already processed
+        if self.is_buffered and not self.more_body:  # the body before the trailers was already processed
             self._write_message(end_with_trailers(is_request=True))
         else:
             self._has_trailers = True
@@ -238,7 +263,7 @@ class GatewayRequest(ClientRequest):
         limit = self._router.settings.max_body_bytes
         if len(self.body) + len(data) > limit:
             message = f"the body is larger than the {limit} bytes that this router accepts"
-            self._refuse(ApiError(413, message, "body_too_large"))
+            self.refuse(Refused(ApiError(413, message, "body_too_large")))
         elif is_end and not self.body:
             self.body = data
             self._complete_request()
@@ -247,7 +272,7 @@ class GatewayRequest(ClientRequest):
                 if refused := self._router.proxy.find_refusal(
                     self.headers
                 ):  # otherwise any client could fill the memory
-                    self._refuse(refused.error)
+                    self.refuse(refused)
                     return
                 self.arriving = bytearray()
                 self.body = cast(bytes, self.arriving)  # stays a bytearray, because a copy would block the router
@@ -255,13 +280,16 @@ class GatewayRequest(ClientRequest):
             if is_end:
                 self._complete_request()
 
+    def _leave_to_gateway(self, message: Any) -> None:
+        """Pass on the gateway's own response to a request that has no instance yet, and give this request up."""
+        self.body, self.arriving = b"", None
+        self.on_client_gone()
+        for each in pass_on(message):
+            self._write_message(each)
+
     def _complete_request(self) -> None:
         self.more_body, self.arriving = False, None
         self._on_complete(self)
-
-    def _refuse(self, error: ApiError) -> None:
-        self._router.proxy.on_refused(self.method, self.path, error)
-        self.send_response(error.status, _JSON, error.body(self.path))
 
     def _take_response_head(self, message: Any) -> None:
         pseudo, self._response_head, self._has_no_body = read_headers(message.response_headers)
@@ -271,7 +299,7 @@ class GatewayRequest(ClientRequest):
         self._awaits_head = self._held is None
         if exchange is None or exchange.is_closed:
             return
-        status = int(pseudo[b":status"])
+        status = int(pseudo.get(b":status", b""))
         chosen = str(exchange.address)
         instance = self._router.registry.get(read_served(message) or chosen)
         if instance is not None and instance.key != chosen and self.on_served is not None:

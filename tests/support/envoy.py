@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,18 @@ def running_envoy(folder: Path, config: str, port: int) -> Iterator[Envoy]:
         yield Envoy(port, process)
 
 
-def make_config(port: int, picker_port: int, ports: list[int], **ext_proc: Any) -> str:
-    """Return the documented configuration of Envoy with these ports, and these changes of the filter."""
+def make_config(
+    port: int,
+    picker_port: int,
+    ports: list[int],
+    change_listener: Callable[[Any], None] | None = None,
+    **ext_proc: Any,
+) -> str:
+    """Return the documented configuration of Envoy with these ports, and these changes of the filter.
+
+    Args:
+        change_listener: changes the rest of the listener for clients, in place.
+    """
     config = yaml.safe_load(CONFIG.read_text())
     (listener,), (picker, instances) = config["static_resources"]["listeners"], config["static_resources"]["clusters"]
     listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": port}
@@ -60,6 +70,8 @@ def make_config(port: int, picker_port: int, ports: list[int], **ext_proc: Any) 
     filter_config = manager["http_filters"][0]["typed_config"]
     filter_config["processing_mode"] |= ext_proc.pop("processing_mode", {})
     filter_config |= ext_proc
+    if change_listener is not None:
+        change_listener(listener)
     (check,) = picker["health_checks"]
     check |= {"interval": "0.2s", "no_traffic_interval": "0.2s", "timeout": "0.5s"}
     (protocol,) = picker["typed_extension_protocol_options"].values()

@@ -38,12 +38,17 @@ class Gateway:
 def make_gateway(
     make_router: Callable[..., RouterUnderTest], thread: LoopThread, tmp_path: Path
 ) -> Iterator[Callable[..., Gateway]]:
-    """Starts an Envoy and a picker: ``make_gateway(*stand_ins, ext_proc={...}, **settings)``."""
+    """Starts an Envoy and a picker: ``make_gateway(*stand_ins, ext_proc={...}, change_listener=..., **settings)``."""
     from router.epp import Picker
 
     with contextlib.ExitStack() as started:
 
-        def start(*instances: StandIn, ext_proc: dict[str, Any] | None = None, **settings: Any) -> Gateway:
+        def start(
+            *instances: StandIn,
+            ext_proc: dict[str, Any] | None = None,
+            change_listener: Callable[[Any], None] | None = None,
+            **settings: Any,
+        ) -> Gateway:
             router = make_router(*instances, **settings)
 
             async def open_picker() -> Picker:
@@ -55,7 +60,7 @@ def make_gateway(
             started.callback(lambda: thread.run(picker.stop(0)))
             port = free_port()
             ports = [instance.port for instance in instances if instance.role != "prefill"]
-            config = make_config(port, picker.port, ports, **(ext_proc or {}))
+            config = make_config(port, picker.port, ports, change_listener, **(ext_proc or {}))
             envoy = started.enter_context(running_envoy(tmp_path, config, port))
             gateway = Gateway(envoy, router, picker.port)
             started.callback(gateway.client.close)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,8 @@ MakeStandIn = Callable[..., StandIn]
 pytest.importorskip("grpc", reason="the extra epp is not installed")
 
 NUM_TURNS = 24
+DUPLEX: dict[str, Any] = {}
+BUFFERED: dict[str, Any] = {"processing_mode": {"request_body_mode": "BUFFERED"}}
 
 
 def loads(router: RouterUnderTest) -> list[tuple[int, float]]:
@@ -90,6 +94,113 @@ def test_a_request_beyond_the_limits_is_429(make_gateway: MakeGateway, stand_in:
         answer = gateway.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
         assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_the_gateways_own_refusals_reach_the_client(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
+    gateway = make_gateway(stand_in(), change_listener=limit_rate)
+    assert gateway.chat().status_code == 200
+    for method in ("POST", "HEAD"):
+        answer = gateway.client.request(method, "/v1/chat/completions")
+        assert (answer.status_code, answer.text) == (429, "local_rate_limited" if method == "POST" else "")
+    assert len(list_statuses(gateway)) == 1
+    assert is_idle(gateway.router)
+
+
+@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED], ids=["duplex", "buffered"])
+@pytest.mark.parametrize("has_picker_limit", [True, False], ids=["picker", "gateway"])
+def test_an_upload_that_stops_is_408(
+    make_gateway: MakeGateway,
+    stand_in: MakeStandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: dict[str, Any],
+    has_picker_limit: bool,
+) -> None:
+    change = None
+    if has_picker_limit:
+        monkeypatch.setattr("router.epp.picker.READ_SECONDS", 0.3)
+    else:
+        change = limit_upload
+    gateway = make_gateway(stand_in(), ext_proc=mode, change_listener=change, request_timeout_secs=1)
+    with socket.create_connection(("127.0.0.1", gateway.envoy.port), 10) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50\r\n\r\n{")
+        assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+    assert list_statuses(gateway) == ([408] if has_picker_limit else [])
+    assert is_idle(gateway.router)
+
+
+def test_a_body_that_the_gateway_cannot_buffer_is_413(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
+    gateway = make_gateway(stand_in(), ext_proc=BUFFERED, change_listener=limit_buffer)
+    assert gateway.chat(user="u" * 300_000).status_code == 413
+    assert list_statuses(gateway) == []
+    assert is_idle(gateway.router)
+
+
+def test_the_gateway_does_not_repeat_a_refusal_of_the_picker(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
+    held = stand_in("mixed", stalls("1"))
+    gateway = make_gateway(held, change_listener=retry_all, max_concurrent_requests=1, max_queued_requests=0)
+    with gateway.stream() as first:
+        lines = first.iter_lines()
+        assert next(lines) == "data: 1"
+        answer = gateway.chat()
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert list_statuses(gateway) == [429]
+    no_instance = make_gateway(change_listener=retry_all)
+    assert no_instance.chat().status_code == 503
+    assert list_statuses(no_instance) == [503]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_full_instances_are_answered_as_by_the_router(
+    make_gateway: MakeGateway, make_router: MakeRouter, stand_in: MakeStandIn, status: int
+) -> None:
+    full = [stand_in("mixed", is_full(status)) for _ in range(2)]
+    routed, picked = make_router(*full).chat(), make_gateway(*full).chat()
+    assert (picked.status_code, picked.content) == (routed.status_code, routed.content) == (status, b"{}")
+    assert picked.headers.get("retry-after") == routed.headers.get("retry-after") == "7"
+
+
+def is_full(status: int) -> Behaviour:
+    async def behave(_: Received, respond: Responder) -> None:
+        await respond.answer(status, b"{}", ("retry-after", "7"))
+
+    return behave
+
+
+def list_statuses(gateway: Gateway) -> list[int]:
+    return [record["status"] for record in gateway.router.client.get("/admin/requests").json()["requests"]]
+
+
+def find_manager(listener: Any) -> Any:
+    return listener["filter_chains"][0]["filters"][0]["typed_config"]
+
+
+def limit_rate(listener: Any) -> None:
+    everything = {"default_value": {"numerator": 100}}
+    config = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.local_ratelimit.v3.LocalRateLimit",
+        "stat_prefix": "limit",
+        "token_bucket": {"max_tokens": 1, "fill_interval": "3600s"},
+        "filter_enabled": everything,
+        "filter_enforced": everything,
+    }
+    find_manager(listener)["http_filters"].insert(0, {"name": "limit", "typed_config": config})
+
+
+def limit_upload(listener: Any) -> None:
+    find_manager(listener)["request_timeout"] = "0.3s"
+
+
+def limit_buffer(listener: Any) -> None:
+    listener["per_connection_buffer_limit_bytes"] = 20_000
+
+
+def retry_all(listener: Any) -> None:
+    (route,) = find_manager(listener)["route_config"]["virtual_hosts"][0]["routes"]
+    route["route"]["retry_policy"] = {
+        "retry_on": "5xx,gateway-error,retriable-status-codes",
+        "retriable_status_codes": [429, 503],
+        "num_retries": 5,
+    }
 
 
 @pytest.mark.parametrize("broken", [answers(500, b"{}"), answers(503, b"{}"), answers(429, b"{}")])
@@ -176,7 +287,7 @@ def test_the_body_of_a_buffered_request_is_sent_as_the_instance_needs_it(
     make_gateway: MakeGateway, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in("mixed", streams("a"))
-    gateway = make_gateway(instance, ext_proc={"processing_mode": {"request_body_mode": "BUFFERED"}})
+    gateway = make_gateway(instance, ext_proc=BUFFERED)
     text = "many words " * 10_000
     with gateway.stream(messages=[{"role": "user", "content": text}]) as response:
         assert response.read().endswith(b"data: [DONE]\n\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,10 +49,17 @@ class Client:
 
         return self.thread.run(ask())
 
-    async def _exchange(self, messages: Sequence[Any], num_answers: int) -> list[Any]:
+    def open(self) -> Any:
+        """Begin a stream, for a test that looks at what is sent at which time."""
+        return self.thread.run(self._open())
+
+    async def _open(self) -> Any:
         from router.epp.protos import ProcessingRequest, ProcessingResponse
 
-        call = self.channel.stream_stream(METHOD, ProcessingRequest.SerializeToString, ProcessingResponse.FromString)()
+        return self.channel.stream_stream(METHOD, ProcessingRequest.SerializeToString, ProcessingResponse.FromString)()
+
+    async def _exchange(self, messages: Sequence[Any], num_answers: int) -> list[Any]:
+        call = await self._open()
         for message in messages:
             await call.write(message)
         answers = [await asyncio.wait_for(call.read(), 10) for _ in range(num_answers)]
@@ -119,11 +127,11 @@ def make_response_head(status: int = 200, served: str = "") -> Any:
     return message
 
 
-def make_response_body(data: bytes) -> Any:
+def make_response_body(data: bytes, *, is_end: bool = True) -> Any:
     """Return the message with the body of a response."""
     from router.epp.protos import HttpBody, ProcessingRequest
 
-    return ProcessingRequest(response_body=HttpBody(body=data, end_of_stream=True))
+    return ProcessingRequest(response_body=HttpBody(body=data, end_of_stream=is_end))
 
 
 def read_choice(answer: Any) -> tuple[str, str]:
@@ -229,3 +237,158 @@ def test_it_has_tls_if_the_router_has(make_client: MakeClient, tmp_path: Any) ->
 def test_a_stream_that_does_not_begin_with_a_head_is_refused(make_client: MakeClient) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="the first message must be a head"):
         make_client().exchange([make_body()], 1)
+
+
+UPLOAD: list[Callable[[], Any]] = [make_head, lambda: make_body(BODY[:5], is_end=False)]
+
+
+@pytest.mark.parametrize("num_sent", [0, 1, 2], ids=["no request", "head", "part of the body"])
+def test_the_gateways_own_response_is_passed_on(make_client: MakeClient, stand_in: MakeStandIn, num_sent: int) -> None:
+    from router.epp.protos import HttpTrailers, ProcessingRequest
+
+    client = make_client(stand_in())
+    own = [make_response_head(429), make_response_body(b"slow ", is_end=False), make_response_body(b"down")]
+    late = [make_body(BODY[5:])]  # was on its way, and must not complete the request
+    head, *pieces = client.exchange([make() for make in UPLOAD[:num_sent]] + own + late[:num_sent], 3)
+    assert head.HasField("response_headers")
+    assert not head.response_headers.response.header_mutation.set_headers
+    streamed = [each.response_body.response.body_mutation.streamed_response for each in pieces]
+    assert [(each.body, each.end_of_stream) for each in streamed] == [(b"slow ", False), (b"down", True)]
+    trailers = ProcessingRequest(response_trailers=HttpTrailers())
+    *_, end = client.exchange([*own[:2], trailers], 3)
+    assert end.HasField("response_trailers")
+    assert list_records(client) == []
+    assert [instance.load.requests for instance in client.router.app.registry] == [0]
+
+
+def test_the_gateways_own_response_ends_the_wait_for_an_instance(
+    make_client: MakeClient, stand_in: MakeStandIn
+) -> None:
+    client = make_client(stand_in(), max_concurrent_requests=1)
+    app = client.router.app
+    first, second = client.open(), client.open()
+    for call in (first, second):
+        send(client, call, make_head(), make_body())
+        if call is first:
+            assert read_choice(read(client, call))
+    wait_until(lambda: app.admission.waiting == 1, "the second request to wait")
+    send(client, second, make_response_head(504))
+    assert read(client, second).HasField("response_headers")
+    wait_until(lambda: app.admission.waiting == 0 and app.proxy.num_requests == 1, "the end of the wait")
+    assert [record["status"] for record in list_records(client)] == [499]
+    first.cancel()
+    wait_until(lambda: not app.proxy.num_requests, "the end of the first request")
+    assert [instance.load.requests for instance in app.registry] == [0]
+
+
+def test_a_response_without_status_is_refused(make_client: MakeClient, stand_in: MakeStandIn) -> None:
+    from router.epp.protos import ProcessingRequest
+
+    client = make_client(stand_in())
+    bad = ProcessingRequest()
+    bad.response_headers.headers.SetInParent()
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        client.exchange([make_head(), make_body(), bad], 4)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert [instance.load.requests for instance in client.router.app.registry] == [0]
+
+
+@pytest.mark.parametrize("num_sent", [1, 2], ids=["head", "part of the body"])
+def test_a_request_whose_rest_does_not_arrive_is_408_and_its_stream_ends(
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, num_sent: int
+) -> None:
+    monkeypatch.setattr("router.epp.picker.READ_SECONDS", 0.2)
+    client = make_client()
+    call = client.open()
+    send(client, call, *(make() for make in UPLOAD[:num_sent]))
+    answer = read(client, call).immediate_response
+    assert answer.status.code == 408
+    assert b'"the rest of the request did not arrive within 0.2 s"' in answer.body
+    assert read(client, call) is grpc.aio.EOF
+    assert client.thread.run(code_of(call)) is grpc.StatusCode.OK
+    assert [(record["status"], record["error"]) for record in list_records(client)] == [(408, "request_incomplete")]
+
+
+def test_a_request_that_arrives_slowly_has_the_time_of_a_request(make_client: MakeClient) -> None:
+    client = make_client(request_timeout_secs=1)
+    call = client.open()
+    send(client, call, make_head())
+    seconds, answered = 0.0, client.thread.run(begin_reading(call))
+    while not answered.done() and seconds < 20:
+        send(client, call, make_body(b" ", is_end=False))
+        seconds += client.thread.run(pause())
+    answer = client.thread.run(value_of(answered)).immediate_response
+    assert answer.status.code == 408
+    assert b"did not arrive within 1 s" in answer.body
+
+
+def test_a_gateway_that_buffers_the_body_may_be_silent_meanwhile(
+    make_client: MakeClient, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from router.epp.protos import BUFFERED, FULL_DUPLEX_STREAMED
+
+    monkeypatch.setattr("router.epp.picker.READ_SECONDS", 0.05)
+    client, head = make_client(stand_in(), request_timeout_secs=30), make_head()
+    head.protocol_config.request_body_mode = BUFFERED
+    head.protocol_config.response_body_mode = FULL_DUPLEX_STREAMED
+    call = client.open()
+    send(client, call, head)
+    assert read(client, call).HasField("request_headers")
+    client.thread.run(pause(0.3))
+    send(client, call, make_body())
+    assert read(client, call).HasField("request_body")
+    call.cancel()
+
+
+def test_a_stream_without_a_message_ends(make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.epp.picker.READ_SECONDS", 0.1)
+    client = make_client()
+    assert read(client, client.open()) is grpc.aio.EOF
+
+
+def test_a_refused_body_says_how_to_give_a_key(make_client: MakeClient, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("client: secret-of-this-test\n")
+    keys.chmod(0o600)
+    messages = [make_head(), make_body(BODY[:5], is_end=False), make_body(BODY[5:7], is_end=False)]
+    (answer,) = make_client(api_keys_file=str(keys)).exchange(messages, 1)
+    set_headers = answer.immediate_response.headers.set_headers
+    assert answer.immediate_response.status.code == 401
+    assert {each.header.key: each.header.raw_value for each in set_headers}["www-authenticate"] == b"Bearer"
+
+
+def list_records(client: Client) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = client.router.client.get("/admin/requests").json()["requests"]
+    return records
+
+
+def send(client: Client, call: Any, *messages: Any) -> None:
+    async def write() -> None:
+        for message in messages:
+            await call.write(message)
+
+    client.thread.run(write())
+
+
+def read(client: Client, call: Any) -> Any:
+    async def wait() -> Any:
+        return await asyncio.wait_for(call.read(), 10)
+
+    return client.thread.run(wait())
+
+
+async def code_of(call: Any) -> Any:
+    return await call.code()
+
+
+async def begin_reading(call: Any) -> Any:
+    return asyncio.ensure_future(call.read())
+
+
+async def value_of(future: Any) -> Any:
+    return await asyncio.wait_for(future, 10)
+
+
+async def pause(seconds: float = 0.05) -> float:
+    await asyncio.sleep(seconds)
+    return seconds
