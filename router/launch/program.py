@@ -44,7 +44,10 @@ def main(argv: Sequence[str] | None = None, *, dialect: str = "python", epp_port
         if settings.epp_port and importlib.util.find_spec("grpc") is None:
             raise SettingsError(NO_GRPC)
         open_log(settings)
-        listener = _open_listener(settings.host, settings.port)
+        listener = _open_listener(settings.host, settings.port, "--port")
+        if settings.epp_port:
+            # Workers share this port, and gRPC would share it with another picker, too.
+            _open_listener(settings.host, settings.epp_port, "--epp-port").close()
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
         for sentence in settings.without_effect:
             _log.warning("%s", sentence)
@@ -113,8 +116,8 @@ def _run_worker(task: WorkerTask) -> None:
     run_worker(task)
 
 
-def _open_listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on ``host:port``.
+def _open_listener(host: str, port: int, flag: str) -> socket.socket:
+    """Return a socket that listens on ``host:port``, where ``port`` is the value of ``flag``.
 
     Raises:
         SettingsError: the socket cannot be bound.
@@ -137,7 +140,7 @@ def _open_listener(host: str, port: int) -> socket.socket:
     except OSError as exc:
         listener.close()
         if exc.errno == errno.EADDRINUSE:
-            raise SettingsError(f"port {port} of {host} is already in use; choose another with --port") from exc
+            raise SettingsError(f"port {port} of {host} is already in use; choose another with {flag}") from exc
         raise SettingsError(f"cannot listen at {host}:{port}: {exc.strerror}") from exc
     return listener
 
