@@ -58,7 +58,7 @@ MAX_CHOICES = 128  # OpenAI's limit
 MAX_ANSWERS = 1024
 """Maximum number of answers to one request, for all of its prompts together. The router has the same limit."""
 MAX_STOPS = 16  # maximum number of stop strings; OpenAI accepts 4
-# An id is logged and returned in a header. A router accepts 256 characters, and appends a number to retries.
+# An id is logged and returned in a header. A router accepts 256 characters, and appends an index to retries.
 _MAX_ID_CHARACTERS = 300
 
 Unsupported: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]

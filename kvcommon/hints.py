@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 __all__ = ["did_you_mean", "find_nearest", "list_flags", "list_unknown", "suggest_name"]
 
-# Accepts one or two letters that are wrong, missing or swapped; --bogus is not near --host.
+# This accepts one or two letters that are wrong, missing or swapped; --bogus is not near --host.
 _NEAR = 0.65
 
 

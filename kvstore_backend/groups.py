@@ -45,7 +45,7 @@ class Group:
     Attributes:
         kind: part of a prefix that the layers read: ``full``, ``window``, ``chunk`` or ``state``.
         block_size: tokens in a block of the group.
-        span: tokens in the window or in a chunk; 0 for other kinds.
+        span: tokens in the window or in a chunk; 0 if ``kind`` is ``full`` or ``state``.
     """
 
     kind: Kind

@@ -37,7 +37,7 @@ class ManifestKeeper:
     def __init__(self, manifest: Manifest, period: float = _PERIOD_SECONDS) -> None:
         self.manifest = manifest
         self._period = period
-        self._changed = threading.Condition()  # guards the next two
+        self._changed = threading.Condition()  # guards the next two attributes
         self._store: StorageBackend | None = None
         self._is_closed = False
         self._is_ready: Callable[[], bool] = lambda: True

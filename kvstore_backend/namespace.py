@@ -71,7 +71,7 @@ class Namespace:
         layout: order of a block's axes, such as ``"layer,kv,head,token,dim"``.
         weights_version: version of weights that are updated in place (reinforcement learning, hot swaps).
         tp_size: tensor-parallel size.
-        tp_rank: number of the rank.
+        tp_rank: index of the rank.
         tenant: tenant that owns the blocks; empty: the default tenant. This field separates tenants even if the pool's
             master does not.
     """

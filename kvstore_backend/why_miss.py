@@ -44,7 +44,7 @@ REASONS = {
 """Reasons that a verdict may have, with a short description."""
 
 OTHER_TEXT = "other text"
-"""Kind of a difference between two texts that has none of the usual kinds."""
+"""Type of a difference between two texts that is none of the usual types."""
 
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 _PATTERNS = {
@@ -237,7 +237,7 @@ def count_common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def compare_texts(first: str, second: str) -> tuple[str, str, str]:
-    """Return the kind of the first difference of two texts, and the words at this place in each text."""
+    """Return the type of the first difference of two texts, and the words at this place in each text."""
     place = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
     if place is None:  # different tokens may have the same text
         return "other tokens of the same text", "", ""

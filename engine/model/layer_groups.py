@@ -24,7 +24,7 @@ _SUPPORTED = (_FULL, _WINDOW, _CONV)
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """A group, and the numbers of its layers in the order of their KV in a block."""
+    """A group, and the indices of its layers in the order of their KV in a block."""
 
     group: Group
     layers: tuple[int, ...]

@@ -168,7 +168,7 @@ class PoolConnector:
         self._transfers.load(names, blocks, on_end, release, decide=decide)
 
     def _list_blocks(self, sequence: Sequence, places: range) -> tuple[list[bytes], list[int]]:
-        """Return names and numbers of the blocks of all groups at ``places``, without released ones."""
+        """Return names and indices of the blocks of all groups at ``places``, without released ones."""
         hashes = sequence.hashes()
         names: list[bytes] = []
         blocks: list[int] = []
@@ -347,7 +347,7 @@ class PoolConnector:
                 yield range(members[0], members[-1] + 1)
 
     def _start_save_of(self, sequence: Sequence, first: int, last: int, keep_seconds: float) -> None:
-        """Start to save the blocks with the numbers ``first`` to ``last - 1`` of the sequence.
+        """Start to save the blocks with the indices ``first`` to ``last - 1`` of the sequence.
 
         If ``keep_seconds`` is above 0, the pool is asked to pin all these blocks for this time, even if it has them
         already.
@@ -447,7 +447,7 @@ class _Load:
     def list_gathered(self, count: int) -> set[int]:
         """Return which of the first ``count`` blocks of the load are read from another sharding.
 
-        The numbers count from the first block of the prompt.
+        The indices count from the first block of the prompt.
         """
         parts = self.run.gathered if self.run else ()
         return {self.first + i for part in parts for i in part if i < count}

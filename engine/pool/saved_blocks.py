@@ -52,14 +52,14 @@ class SavedBlocks:
         self._post = post
         self._most_held = most_held
         self._saved: dict[bytes, int] = {}
-        """For the name of each block, the number of its group."""
+        """For the name of each block, the index of its group."""
 
     def note_blocks(self, names: SequenceOf[bytes], blocks: SequenceOf[int]) -> None:
         """Record that the pool has blocks. Call this on the engine's thread.
 
         Args:
             names: the names of the blocks.
-            blocks: the numbers of the blocks for ``Transfers``.
+            blocks: the indices of the blocks for ``Transfers``.
         """
         num_blocks = self._blocks.num_blocks
         self._saved.update(zip(names, (block // num_blocks for block in blocks), strict=True))

@@ -40,7 +40,7 @@ class BlockGroups:
         """Return the name of a block in the prefix cache and in the pool.
 
         Args:
-            number: the number of the block's group. In group 0 the name is the block hash itself.
+            number: the index of the block's group. In group 0 the name is the block hash itself.
             block_hash: the hash of all tokens up to the end of the block.
         """
         if number == 0:
@@ -69,7 +69,7 @@ class BlockGroups:
         return sum(end - group.find_first_needed(num_tokens) for group in self.groups)
 
     def list_held(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return group number and place of all blocks that a sequence needs after ``num_tokens``, ordered by place.
+        """Return group index and place of all blocks that a sequence needs after ``num_tokens``, ordered by place.
 
         The last block of each group may be partly filled.
         """

@@ -1,6 +1,6 @@
 """The block manager: counts the references of KV blocks, and has the prefix cache, a map from block hash to block.
 
-A block is a number here; no tensors are used. A block is in one of three states::
+A block is only an index here; no tensors are used. A block is in one of three states::
 
     held      its reference count is above 0: a sequence, load, save or reservation uses it
     idle      its reference count is 0, and it is published: a sequence may take it, or its contents are overwritten

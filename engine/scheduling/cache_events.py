@@ -35,7 +35,7 @@ class CacheEvents:
     def __init__(self, publish: Callable[[list[Event]], None]) -> None:
         self._publish = publish
         self._events: list[Event] = []
-        self._group_of: dict[bytes, int] = {}  # block name -> group number; empty if the model has one group
+        self._group_of: dict[bytes, int] = {}  # block name -> group index; empty if the model has one group
 
     def record_stored(
         self,
@@ -50,7 +50,7 @@ class CacheEvents:
             sequence: the sequence.
             places: the places of the blocks in the sequence.
             name_blocks: returns the names of the blocks at a range of places.
-            group: number and group of the layers that the blocks belong to, or None if the model has one group.
+            group: index and group of the layers that the blocks belong to, or None if the model has one group.
         """
         size, salt = sequence.block_size, sequence.request.cache_salt
         for run in join_runs(places):

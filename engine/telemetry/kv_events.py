@@ -115,7 +115,7 @@ def parse_kv_events(text: str) -> KvEventsConfig | None:
 
 
 class KvEventPublisher:
-    """Numbers batches of KV events, sends them on its own thread, and sends batches again on request.
+    """Gives batches of KV events sequence numbers, sends them on its own thread, and sends batches again on request.
 
     The constructor opens the sockets, so that a wrong address is reported before the model is loaded.
 
@@ -184,7 +184,7 @@ class KvEventPublisher:
     def publish(self, events: Sequence[Event]) -> None:
         """Queue the events of one step as a batch, without waiting. Always call this on the same thread.
 
-        If the queue is full, the batch is lost. Subscribers notice that its number is missing.
+        If the queue is full, the batch is lost. Subscribers notice that its sequence number is missing.
         """
         import zmq
 
@@ -240,7 +240,7 @@ class KvEventPublisher:
                 opened.close(linger=0)
 
     def _replay_batches(self, replay: zmq.Socket[bytes], topic: bytes, sent: deque[tuple[bytes, bytes]]) -> None:
-        """Answer one request for earlier batches: send those from the requested number on, and an end marker."""
+        """Answer one request for earlier batches: send those from the requested one on, and an end marker."""
         request = replay.recv_multipart()
         try:
             client, empty, first = request

@@ -355,7 +355,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 _HELP_SECONDS = 20.0
-# Matches " -rpc_port (Port for RPC server ...) type: int32 default: 0", over several lines.
+# This matches " -rpc_port (Port for RPC server ...) type: int32 default: 0", over several lines.
 _FLAG = re.compile(r"^ +-(\w+) \(.*?\)\s+type: (\w+)\s+default:", re.MULTILINE | re.DOTALL)
 
 

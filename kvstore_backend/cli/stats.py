@@ -224,7 +224,7 @@ def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
 
 
 def _namespace_of(key: str) -> str:
-    """Return the digest of a block's namespace from its key; for another key, return its kind in parentheses."""
+    """Return the digest of a block's namespace from its key; for another key, return its type in parentheses."""
     if key.startswith(MANIFEST_PREFIX):
         return "(manifests)"
     if key.startswith(MARK_PREFIX):

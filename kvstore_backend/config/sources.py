@@ -160,7 +160,7 @@ def names_pool(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _find_kind(environ: Mapping[str, str]) -> type[StoreSettings] | None:
-    """Return the settings class of the first kind of store that has a variable in the environment; None if no kind."""
+    """Return the settings class of the first type of store that has a variable in the environment, or None."""
     for kind in STORE_SETTINGS.values():
         if any(environ.get(setting.metadata["variable"]) for setting in fields(kind)):
             return kind

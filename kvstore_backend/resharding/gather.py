@@ -55,7 +55,7 @@ class AlignedSpan:
         self.num_stored = tokens // sharding.block_size
 
     def cover(self, blocks: range) -> range:
-        """Return the numbers of the spans that contain the reader's ``blocks``.
+        """Return the indices of the spans that contain the reader's ``blocks``.
 
         Blocks and spans are counted from the beginning of the sequence.
         """
@@ -65,7 +65,7 @@ class AlignedSpan:
         """Return the keys of the pieces of a span: for each block of the other sharding, the key of each rank.
 
         Args:
-            number: number of the span.
+            number: index of the span.
             names: names of the other sharding's blocks, from the beginning of the sequence.
 
         Returns:
@@ -109,7 +109,7 @@ class Gatherer:
         Args:
             sharding: the other sharding, as the namespace of its rank 0.
             names: names of the other sharding's blocks, from the beginning of the sequence.
-            first: number of the first block, counted from the beginning of the sequence.
+            first: index of the first block, counted from the beginning of the sequence.
             targets: memory for each block.
 
         Raises:

@@ -37,7 +37,7 @@ class Run:
     Attributes:
         count: number of blocks.
         sharding: the other sharding, as the namespace of its rank 0.
-        gathered: numbers of the blocks that come from the other sharding, counted from the first requested block.
+        gathered: indices of the blocks that come from the other sharding, counted from the first requested block.
     """
 
     count: int
@@ -83,7 +83,7 @@ class PeerShardings:
 
         Args:
             statuses: the pool's answers for the prompt's blocks from ``first`` on, in the own sharding.
-            first: number of the first block, counted from the beginning of the sequence.
+            first: index of the first block, counted from the beginning of the sequence.
             names_of: returns the names of all blocks of the sequence for a given block size.
 
         Returns:
@@ -108,7 +108,7 @@ class PeerShardings:
         Args:
             run: result of ``extend_run``, in this or another process.
             hashes: names of the blocks in the own sharding, from ``first`` on.
-            first: number of the first block, counted from the beginning of the sequence.
+            first: index of the first block, counted from the beginning of the sequence.
             names: names of the other sharding's blocks, from the beginning of the sequence.
         """
 
@@ -190,7 +190,7 @@ def _split(run: Run, wanted: range) -> Iterator[tuple[bool, range]]:
 
 
 def join_runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Convert ascending numbers to ranges of successive numbers: 1, 2, 3, 7 to 1-3 and 7."""
+    """Convert ascending indices to ranges of successive indices: 1, 2, 3, 7 to 1-3 and 7."""
     begin = 0
     for i in range(1, len(numbers) + 1):
         if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:

@@ -51,11 +51,11 @@ class CudaDevice:
 
 
 class _CudaStream:
-    """Queue of copies on a CUDA stream. Memory that torch allocates in a step belongs to this stream."""
+    """Queue of copies on a CUDA stream. Memory that torch allocates in a copy step belongs to this stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._lock = threading.Lock()  # the steps of two copies must not be mixed
+        self._lock = threading.Lock()  # the copy steps of two copies must not be mixed
 
     def queue(self, steps: Sequence[Step], after: Event | None) -> Event:
         with self._lock:
@@ -76,7 +76,7 @@ class _CudaStream:
 
 
 class _Failed:
-    """Event for steps of which one could not be queued. ``synchronize`` raises the error."""
+    """Event for copy steps of which one could not be queued. ``synchronize`` raises the error."""
 
     def __init__(self, error: Exception, stream: torch.cuda.Stream) -> None:
         self._error = error

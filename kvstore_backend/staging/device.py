@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Codec", "Device", "Step", "Stream"]
 
 Step = Callable[[], object]
-"""Step of a copy: a function with torch operations that do not wait for the device."""
+"""Copy step: a part of a copy, as a function with torch operations that do not wait for the device."""
 
 
 class Stream(Protocol):
@@ -23,13 +23,13 @@ class Stream(Protocol):
     """
 
     def queue(self, steps: Sequence[Step], after: Event | None) -> Event:
-        """Queue ``steps``, which run in order, after the event ``after`` and all earlier steps of this stream.
+        """Queue copy steps, which run in order, after the event ``after`` and all earlier copy steps of this stream.
 
-        The steps run in torch's inference mode, because an engine may have created its KV memory in this mode.
+        Copy steps run in torch's inference mode, because an engine may have created its KV memory in this mode.
 
         Returns:
-            Event for the end of the last step. If a step fails, the later steps do not run, and ``synchronize`` of the
-            event raises the step's exception.
+            Event for the end of the last copy step. If a copy step fails, the later ones do not run, and
+            ``synchronize`` of the event raises the exception of the failed one.
         """
 
 

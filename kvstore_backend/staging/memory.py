@@ -74,7 +74,7 @@ class StagedMemory:
 class StagedGroups:
     """KV memory of several groups of layers. Each group has its own buffers, so a window has blocks of one group only.
 
-    The number of a block is ``group * num_blocks + id``.
+    The index of a block is ``group * num_blocks + id``.
 
     Args:
         groups: the memory of each group.
@@ -143,7 +143,7 @@ class _Lane:
         buffer.copied = self._stream.queue([number, *(partial(step, buffer, len(blocks)) for step in steps)], after)
         return buffer.copied
 
-    # The steps of a copy, which run on the stream.
+    # The copy steps, which run on the stream.
 
     def _copy_numbers(self, buffer: Buffer, blocks: Sequence[int]) -> None:
         numbers = buffer.blocks[: len(blocks)]

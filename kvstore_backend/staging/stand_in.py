@@ -1,6 +1,6 @@
 """Stand-in for a device: threads and host memory in place of streams and device memory.
 
-Staging runs the same steps on a device and on the stand-in.
+Staging runs the same copy steps on a device and on the stand-in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StandInDevice:
 
     Args:
         start_thread: called first on the thread of each stream.
-        before_step: called before each step, on the thread of its stream; tests use it to delay copies.
+        before_step: called before each copy step, on the thread of its stream; tests use it to delay copies.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class KVTensors:
         """Copy blocks to ``rows``.
 
         Args:
-            index: numbers of the blocks, int64 ``[n]``, on the device.
+            index: indices of the blocks, int64 ``[n]``, on the device.
             rows: uint8 ``[n, block_bytes]`` on the device. Between rows there may be gaps of a multiple of 8 bytes.
         """
         for part, row in self._pairs(rows):

@@ -90,7 +90,7 @@ class WriteBehindBackend(Wrapper):
         self._flush_seconds = flush_seconds
         self._arena: NDArray[np.uint8] = np.empty(arena_bytes, dtype=np.uint8)
         self._base: int = self._arena.ctypes.data
-        self._changed = threading.Condition()  # guards everything below
+        self._changed = threading.Condition()  # guards all attributes below
         self._blocks: OrderedDict[str, _Block] = OrderedDict()  # in the order of the ring
         self._tail = 0  # offset of the end of the newest block
         self._is_closed = False

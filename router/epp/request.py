@@ -169,7 +169,7 @@ class GatewayRequest(ClientRequest):
     def on_client_gone(self) -> None:
         """Handle the end of the gateway's stream. If the request is not complete, it is aborted."""
         super().on_client_gone()
-        # Breaks reference cycles, which only the garbage collector could free.
+        # This breaks reference cycles, which only the garbage collector could free.
         self.gateway = self._exchange = self.on_served = None
 
     def prepare_exchange(
@@ -275,7 +275,7 @@ class GatewayRequest(ClientRequest):
                     self.refuse(refused)
                     return
                 self.arriving = bytearray()
-                self.body = cast(bytes, self.arriving)  # stays a bytearray, because a copy would block the router
+                self.body = cast(bytes, self.arriving)  # not copied to bytes, because a copy would block the router
             self.arriving += data
             if is_end:
                 self._complete_request()

@@ -247,7 +247,7 @@ class _Feed:
         self._lora_name = followed.lora_name if isinstance(followed, Publisher) else ""
         self._is_connected = False
         self._expected = 0
-        """Number of the batch that is expected next."""
+        """Sequence number of the batch that is expected next."""
         self._last = b""
         """The last batch that was applied."""
         self._last_ts = 0.0
@@ -404,7 +404,7 @@ class _Feed:
         return await self._catch_up()
 
     async def _replay(self, endpoint: str, first: int) -> AsyncGenerator[tuple[int, bytes], None]:
-        """Yield number and data of each batch that the instance still has, from the number ``first`` on.
+        """Yield sequence number and data of each batch that the instance still has, from the number ``first`` on.
 
         Raises:
             asyncio.TimeoutError: the instance does not respond.

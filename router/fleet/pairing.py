@@ -36,7 +36,7 @@ def may_pair(prefill: Registration, decode: Registration) -> bool:
 
 
 def pairing_kind(registration: Registration) -> Hashable:
-    """Return the engine of an instance, and for vLLM its connector. The instances of a pair have the same kind."""
+    """Return the engine of an instance, and for vLLM its connector. The instances of a pair have the same values."""
     is_vllm = registration.engine is EngineKind.VLLM
     return registration.engine, registration.kv_connector if is_vllm else None
 

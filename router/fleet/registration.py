@@ -43,7 +43,7 @@ class Role(str, enum.Enum):
 
 
 class EngineKind(str, enum.Enum):
-    """The engine of an instance, which decides the format of requests. Our own engine has the kind of FastDeploy."""
+    """The engine of an instance, which decides the format of requests. Our own engine counts as FastDeploy."""
 
     FASTDEPLOY = "fastdeploy"
     VLLM = "vllm"

@@ -41,7 +41,7 @@ _DEPTH_CHANGE = np.zeros(256, np.int8)
 _DEPTH_CHANGE[list(b"{[")], _DEPTH_CHANGE[list(b"}]")] = 1, -1
 # Limit of the members of a body. A member that is repeated counts each time.
 MAX_MEMBERS = 1000
-# Translates each byte except line ends to a space, so that the numbers of later lines stay the same.
+# This table translates each byte except line ends to a space, so that later lines keep their line numbers.
 _BLANK = bytes(each if each in b"\r\n" else 0x20 for each in range(256))
 _SPACES = b" " * 65536
 _COMMA, _QUOTE, _OPENING, _CLOSING = b',"{}'

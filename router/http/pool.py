@@ -168,7 +168,7 @@ class ConnectionPool:
             raise ConnectFailed(f"{address} did not accept a connection within {CONNECT_SECONDS:g} s") from None
         except ssl.SSLError as exc:
             raise ConnectFailed(f"cannot connect to {address.url}: {_describe_tls_failure(exc)}") from exc
-        except socket.gaierror as exc:  # its error numbers are not those of connect()
+        except socket.gaierror as exc:  # its error codes are not those of connect()
             error: type[ConnectFailed] = NameUnresolved if exc.errno == socket.EAI_AGAIN else ConnectFailed
             raise error(f"cannot connect to {address}: {exc.strerror}") from exc
         except OSError as exc:

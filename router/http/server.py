@@ -609,7 +609,7 @@ class RouterProtocol(HttpToolsProtocol):
         """Notify every request of this connection that the client has disconnected."""
         requests = self._own_requests
         super().connection_lost(exc)
-        # Breaks a reference cycle, which only the garbage collector could free.
+        # This breaks a reference cycle, which only the garbage collector could free.
         self.cycle = self._served = None  # type: ignore[assignment]
         self._unread = b""
         for watch in (self._watch, self._send_watch):

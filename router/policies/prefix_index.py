@@ -154,7 +154,7 @@ class PrefixIndex:
             current[chunk & _PART_BITS][chunk] = entry
         self._most_in_current += len(chunks)
         if self._retired:
-            # Frees as many dictionaries as new chunks require: all are freed before the current generation is full.
+            # As many dictionaries are freed as new chunks require: all, before the current generation is full.
             del self._retired[-1 - 2 * _NUM_PARTS * len(chunks) // self._max_in_generation :]
 
     def forget_holder(self, key: str) -> None:
@@ -264,7 +264,7 @@ class PrefixIndex:
             hashes.frombytes(view[at : at + 8 * count])
             places.frombytes(view[at + 8 * count : at + 12 * count])
             entries = list(zip(hashes, map(values.__getitem__, places), strict=True))
-            if count > self._max_in_generation:  # keeps the newest entries: a prompt's first chunks before its last
+            if count > self._max_in_generation:  # the newest entries are kept: a prompt's first chunks before its last
                 entries.sort(key=lambda each: each[1] & _TIME, reverse=True)
             generation = _make_generation()
             for chunk, entry in entries[: self._max_in_generation]:

@@ -408,7 +408,7 @@ class _Choice:
             splitwise: whether to form pairs.
         """
         self.groups: list[_Group] = []
-        """Groups of decode instances. All prefill instances of one kind use the same group."""
+        """Groups of decode instances. All prefill instances with the same ``pairing_kind`` use the same group."""
         self.kinds: dict[str, int] = {}
         """For each prefill instance, by key, the index of its decode instances in ``groups``."""
         if not splitwise:
@@ -452,7 +452,7 @@ class _Choice:
         narrowed.kinds, narrowed.weighted = self.kinds, self.weighted
         narrowed.groups = [group.leave_out(keys) for group in self.groups]
         lonely = {place for place, group in enumerate(narrowed.groups) if not group.candidates}
-        if lonely:  # happens rarely, so that few requests examine all prefill instances
+        if lonely:  # this is rare, so that few requests examine all prefill instances
             keys = {*keys, *(key for key, place in self.kinds.items() if place in lonely)}
         narrowed.first = self.first.leave_out(keys)
         narrowed.empty = not narrowed.first.candidates

@@ -137,7 +137,7 @@ class RequestTimeline:
             request: the client's request.
             parsed: the parsed request; None before it is parsed.
             attempt: the last attempt; None if there was none.
-            number: number of the last attempt; 0 if there was none.
+            number: index of the last attempt, from 1 on; 0 if there was none.
         """
         legs = () if attempt is None else (attempt.prefill, attempt.answering)
         return RunningRequest(

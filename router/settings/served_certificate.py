@@ -57,7 +57,7 @@ class ServedCertificate:
 
     def _load_again(self) -> None:
         try:
-            # Loads into another context first. If only half of the pair were loaded, the port could serve no client.
+            # The pair is loaded into another context first. With only half of it, the port could serve no client.
             for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._context):
                 load_certificate(context, self._certfile, self._keyfile)
         except SettingsError as exc:

@@ -49,7 +49,7 @@ class AdmissionServer:
 
         Args:
             worker: name of the worker.
-            number: number that the worker gave the request.
+            number: id that the worker gave the request.
             client: client of the request.
             priority: priority of the request.
             tokens: tokens to charge.

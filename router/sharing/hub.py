@@ -107,7 +107,7 @@ class Hub:
 
         Args:
             source: the worker that sent the message; ``""`` if another router sent it, or the connection to the others.
-            message: the kind of the message and its parts.
+            message: the type of the message and its parts.
         """
         match message:
             case ["publish", _, _, _] | ["gone", _]:

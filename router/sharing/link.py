@@ -113,7 +113,7 @@ class Link:
         self._responders[topic] = respond
 
     def send_message(self, *message: Any) -> None:
-        """Send a message to the supervisor: its kind and its parts. All messages of this process are sent here."""
+        """Send a message to the supervisor: its type and its parts. All messages of this process are sent here."""
         if self._channel is not None:
             self._channel.send_message(*message)
 
@@ -196,7 +196,7 @@ class Link:
                     self.report_end(client, -tokens)  # the request was cancelled before this answer arrived
             case ["state", trouble]:
                 self.trouble = trouble
-                self._has_records.set()  # the supervisor sends the first message of this kind after all records
+                self._has_records.set()  # the supervisor sends the first message of this type after all records
             case ["leave"]:
                 self.is_leaving = True
                 if self._leave_callback is not None:

@@ -32,7 +32,7 @@ __all__ = ["SharedState"]
 
 _log = logging.getLogger("router.sharing.shared_state")
 
-# This number changes with the format of messages, so that routers with different formats ignore each other.
+# This version changes with the format of messages, so that routers with different formats ignore each other.
 FORMAT = 3
 
 # Minimum interval between batches of messages. Without messages, an empty batch is sent after ALIVE_SECONDS.
@@ -57,7 +57,7 @@ PREFIXES_SECONDS = 1.5
 MAX_PREFIXES_BYTES = 64 * 1024 * 1024
 PREFIXES_EXPIRY_SECONDS = 10
 
-# The kinds of messages that routers send each other; see ``hub.py``.
+# The types of messages that routers send each other; see ``hub.py``.
 _KINDS = frozenset({"publish", "keep", "gone", "ask", "answers", "hello", "limits", "want_prefixes"})
 _PATH = re.compile(r"rediss?://[^/?#]*/([^?#]+)")
 
@@ -99,7 +99,7 @@ class SharedState:
         # Other routers: the time of the last message from each, and the names of its processes.
         self._received_at: dict[str, float] = {}
         self._processes: dict[str, set[str]] = {}
-        # The number of this router's last batch, and of the last batch from each other router. A dead router's number
+        # The index of this router's last batch, and of the last batch from each other router. A dead router's index
         # stays, because a late batch of it may still arrive. If the router starts again, it has another name.
         self._num_batches = 0
         self._last_batches: dict[str, int] = {}
@@ -295,7 +295,7 @@ class SharedState:
         try:
             sender, number, batch = unpack(data)
             if not (isinstance(sender, str) and isinstance(number, int) and isinstance(batch, list)):
-                raise TypeError("it is not a list of a router's name, a batch number and a list of messages")
+                raise TypeError("it is not a list of a router's name, a batch's index and a list of messages")
         except (ValueError, TypeError) as exc:
             _log.error("a batch of messages from another router is ignored: %s", exc)
             return
@@ -320,7 +320,7 @@ class SharedState:
                 _log.exception("a message from router %s could not be handled: %s", sender, reprlib.repr(message))
 
     def _on_router_message(self, sender: str, message: list[Any]) -> None:
-        if message[0] not in _KINDS:  # the hub would accept the other kinds, too, which only its workers may send
+        if message[0] not in _KINDS:  # the hub would accept the other types, too, which only its workers may send
             raise ValueError(f"routers do not send messages of this kind: {message[0]!r}")
         if message[0] == "publish":
             self._processes.setdefault(sender, set()).add(message[1])

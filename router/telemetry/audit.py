@@ -217,7 +217,7 @@ def _open_log(destination: str) -> _Output | None:
 
 def _format_line(record: RequestRecord) -> bytes:
     fields = {
-        # Rounds to milliseconds. ``round`` is slower, because it converts to text.
+        # The time is rounded to milliseconds. ``round`` is slower, because it converts to text.
         "time": (record.started_unix * 1e3 + 0.5) // 1.0 / 1e3,
         "method": record.method,
         "path": record.path[:PATH_CHARACTERS],

@@ -75,7 +75,7 @@ class AttemptRecord(NamedTuple):
     legs: Sequence[LegRecord] = ()
     """The legs, in a pair prefill's first; empty if the attempt failed before a request was sent."""
     trouble: str = ""
-    """Kind of the failure, without texts from the instance or the client; ``""`` if the attempt did not fail."""
+    """Type of the failure, without texts from the instance or the client; ``""`` if the attempt did not fail."""
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class RunningRequest(NamedTuple):
     started: float
     """The same time as ``started_unix``, as a value of ``time.perf_counter``."""
     attempt: int
-    """Number of the present attempt; 0 before the first one."""
+    """Index of the present attempt, from 1 on; 0 before the first one."""
     sent_at: float
     """Time at which the present attempt was sent to its instances, a value of ``time.perf_counter``; 0 before."""
     instances: Sequence[str]

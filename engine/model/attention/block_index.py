@@ -112,7 +112,7 @@ class Index(Protocol):
 
         Args:
             row: the row of the sequence.
-            first: the number of the first of these blocks in the sequence.
+            first: the index of the first of these blocks in the sequence.
             keys: the keys of the blocks, ``[blocks, layers, kv_heads, tokens, head_dim]``.
         """
 
@@ -126,8 +126,8 @@ class Index(Protocol):
             scale: the scale of attention's scores.
 
         Returns:
-            Numbers of blocks in their sequences, ``[sequences, kv_heads, search.num_blocks]``, the best first. If
-            fewer blocks of a sequence are searched, its last numbers are undefined.
+            Indices of blocks in their sequences, ``[sequences, kv_heads, search.num_blocks]``, the best first. If
+            fewer blocks of a sequence are searched, its last indices are undefined.
         """
 
 

@@ -72,9 +72,9 @@ class PagedBatch:
         write_offsets: the position of each token in its block, ``[tokens]``.
         logit_rows: the position in the row of the last token of each chunk that samples. If no chunk samples, it has
             one position, because the model computes the logits of at least one token.
-        tables: the places of the tokens for each group of attention layers, by the number of the group.
-        states: the places of the states for each group of convolution layers, by the number of the group.
-        places: for each layer, the number of its group and its place in a block.
+        tables: the places of the tokens for each group of attention layers, by the index of the group.
+        states: the places of the states for each group of convolution layers, by the index of the group.
+        places: for each layer, the index of its group and its place in a block.
         ignored_window: see ``LayerGroups.ignored_window``.
         layers: the layers that were computed so far.
         scores_changed: whether one of these layers has soft-capping or sinks.

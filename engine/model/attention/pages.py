@@ -124,8 +124,8 @@ class PageReader:
             queries: the queries, ``[1, kv_head, group, head_dim]``.
             every_page: the memory as pages, ``[page, elements]``.
             scale: factor of the scores, or None for 1 / sqrt(head_dim).
-            pages: the pieces; each has page numbers ``[2, kv_head, n]``.
-            worker: the number of the worker.
+            pages: the pieces; each has page indices ``[2, kv_head, n]``.
+            worker: the index of the worker.
 
         Returns:
             The output of each piece, and the logarithm of the sum of its weights.
@@ -138,7 +138,7 @@ class PageReader:
         return parts
 
     def _find_pages(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return the page numbers ``[..., 2, kv_head, n]`` of blocks.
+        """Return the page indices ``[..., 2, kv_head, n]`` of blocks.
 
         Args:
             blocks: blocks ``[kv_head, n]``, or ``[..., 1, kv_head, n]``.

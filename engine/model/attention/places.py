@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Settings of attention that are fast on a kind of device. They do not change the result.
+    """Settings of attention that are fast on one type of device. They do not change the result.
 
     Attributes:
         max_gathered_bytes: maximum size of the K and V that are gathered for one group of decodes.
@@ -192,7 +192,7 @@ class TablePlan:
     Args:
         kv: the KV memory, ``[block, layer, 2, kv_head, token, head_dim]``.
         form: the form of attention on the device.
-        number: the number of the group.
+        number: the index of the group.
         group: the group.
         chunks: the chunks of the step.
 
@@ -242,7 +242,7 @@ class TablePlan:
         return Tables(write_blocks, prefills, decodes, self._span)
 
     def find_pages(self, tables: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of the pages of K and V of blocks, for layer 0, flattened from ``[2, N, kv_head, n]``.
+        """Return the indices of the pages of K and V of blocks, for layer 0, flattened from ``[2, N, kv_head, n]``.
 
         A page is the part of a block for one layer, K or V, and one KV head. Page 0 of KV memory is that of block 0,
         layer 0, K, KV head 0.
@@ -322,7 +322,7 @@ class StatePlan:
     """Computes the places of a step's states in one group of convolution layers.
 
     Args:
-        number: the number of the group.
+        number: the index of the group.
         block_size: number of tokens in a block.
         length: a state has the inputs of this number of tokens.
         chunks: the chunks of the step.

@@ -1,10 +1,10 @@
 """Tables of the blocks that sparse attention reads in one step.
 
-Each sequence has a row with the numbers of its blocks. All columns except the recalled blocks are known before a layer
+Each sequence has a row with the indices of its blocks. All columns except the recalled blocks are known before a layer
 has chosen blocks::
 
     column    0      │ 1 .............................. │ .................. │ ......
-    number    newest │ initial blocks, the window, and  │ recalled blocks,   │ padding
+    index     newest │ initial blocks, the window, and  │ recalled blocks,   │ padding
                      │ others that all heads read       │ the best one first │
 """
 
@@ -63,30 +63,30 @@ class StepPlan:
         """``mask``: the tokens that are read, ``[sequences, 1, 1, columns * block_size]``."""
 
     def number_blocks(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the complete table: numbers of blocks, ``[sequences, kv_head, columns]``.
+        """Return the complete table: indices of blocks, ``[sequences, kv_head, columns]``.
 
         Args:
-            chosen: for each row, the numbers of the blocks that were chosen by a search, ``[row, kv_head, n]``.
+            chosen: for each row, the indices of the blocks that were chosen by a search, ``[row, kv_head, n]``.
         """
         chosen = chosen[self._rows]
         return self._numbers.where(~self._is_recalled, chosen.gather(2, self._ranks.expand(-1, chosen.shape[1], -1)))
 
     def find_blocks(self, numbers: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the block in memory for each number, in the same shape.
+        """Return the block in memory for each index, in the same shape.
 
         The padding is the newest block of the sequence. It must not be a block to which a load may be writing, because
         a masked NaN is still NaN.
 
         Args:
             numbers: the result of ``number_blocks``.
-            places: for each row, the block in memory for each full block of its sequence, ``[row, number]``.
+            places: for each row, the block in memory for each full block of its sequence, ``[row, index]``.
         """
         found = places[self._rows][:, None].expand(-1, numbers.shape[1], -1).gather(2, numbers)
         return found.where(self._is_full, self._newest)
 
 
 def _list_shared(partition: BlockPartition) -> list[int]:
-    """Return the numbers of the blocks that all KV heads read, the newest block first."""
+    """Return the indices of the blocks that all KV heads read, the newest block first."""
     last, stop = partition.num_blocks - 1, partition.num_initial
     if partition.num_recalled == partition.num_outside:
         stop = partition.window_start

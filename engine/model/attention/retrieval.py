@@ -49,7 +49,7 @@ class SparseState:
         self.window_starts: dict[bool, int] = {}
         """First block of the window in the last step; True: in layers that read all blocks, False: in the others."""
         self.host: torch.Tensor | None = None
-        """Full blocks in host memory, ``[number, layer, 2, kv_head, token, head_dim]``; None without offload."""
+        """Full blocks in host memory, ``[index, layer, 2, kv_head, token, head_dim]``; None without offload."""
         if sequence.regime is Regime.OFFLOADED:
             try:
                 self.host = allocate_host_memory(-(-self._max_context // config.block_size), kv)
@@ -99,7 +99,7 @@ class SparseState:
 
         Args:
             layer: the layer.
-            numbers: the numbers of the full blocks to read, ``[kv_head, n]``; the newest block is read, too.
+            numbers: the indices of the full blocks to read, ``[kv_head, n]``; the newest block is read, too.
             queries: the queries of one token, ``[kv_head, group, head_dim]``.
             scale: factor of the scores, or None for 1 / sqrt(head_dim).
 
@@ -178,9 +178,9 @@ class Retrieval:
         self._chosen = torch.zeros(
             num_layers, max_num_seqs, num_kv_heads, max_blocks, dtype=torch.long, device=kv.device
         )
-        """For each layer, row and KV head, the numbers of the blocks that were chosen last, the best first."""
+        """For each layer, row and KV head, the indices of the blocks that were chosen last, the best first."""
         self._places = torch.zeros(max_num_seqs, max_blocks, dtype=torch.long, device=kv.device)
-        """For each row and number of a full block, the index of the block in KV memory or in host memory."""
+        """For each row and full block of its sequence, the index of the block in KV memory or in host memory."""
         self._reader = PageReader(kv)
         self._free_rows = set(range(max_num_seqs))
         self._states: dict[EngineSequence, SparseState] = {}

@@ -88,7 +88,7 @@ class LoadedAdapters:
 
     def _note_read(self, lora: Any, before: _Marks | None, after: _Marks | None) -> None:
         adapter = name_adapter(lora)
-        # vLLM interprets the bytes of a file by its kind.
+        # vLLM interprets the bytes of a file according to this flag.
         kind = repr(getattr(lora, "is_3d_lora_weight", False)).encode()
         with self._lock:
             is_new = adapter not in self._marks

@@ -96,7 +96,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._groups = check_support(vllm_config, kv_cache_config)
-        # The model has one group, with full attention; blocks then have no group number.
+        # The model has one group, with full attention; blocks then have no group index.
         self._is_plain = len(self._groups) == 1 and self._groups[0].kind == "full"
         self._config = _read_pool_config(self._kv_transfer_config.kv_connector_extra_config)
         self._route = read_route(self._kv_transfer_config.kv_connector_extra_config)

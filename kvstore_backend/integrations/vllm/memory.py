@@ -7,7 +7,7 @@ several successive kernel blocks. A block has one span per layer if the layout s
 otherwise several.
 
 If a model has several KV cache groups (``kvstore_backend/groups.py``), the groups share the same memory: the bytes of a
-block are those in the layers of the group that owns the block. The number of a block is then
+block are those in the layers of the group that owns the block. The index of a block is then
 ``group * num_blocks + id``.
 """
 

@@ -24,7 +24,7 @@ class Transfer:
     """One load or save of blocks.
 
     Attributes:
-        number: number of the transfer, unique within one scheduler.
+        number: id of the transfer, unique within one scheduler.
         request_id: id of the request; empty for blocks that are saved again because the pool lost them.
         names: names of the blocks in the pool, 32 bytes each.
         blocks: vLLM's ids of the blocks. In a model with several groups: ``group * num_blocks + id`` (``memory.py``).
@@ -66,12 +66,12 @@ class Report:
     """Message from one worker, or from several, to the scheduler.
 
     Attributes:
-        ended: number of each transfer that has released its blocks -> number of ranks that report it.
+        ended: id of each transfer that has released its blocks -> number of ranks that report it.
         short: ids of requests that loaded fewer blocks than planned.
         loads: for each load, the number of blocks that it brought, and its seconds.
         steps: for each step with parts of prompts, its tokens and its seconds.
         adapters: LoRA adapter -> digests of its files, from each rank that has read them, or None if they have changed.
-        saved: number of each save with which the pool has all of the save's blocks -> number of ranks that report it.
+        saved: id of each save with which the pool has all of the save's blocks -> number of ranks that report it.
     """
 
     ended: Counter[int] = field(default_factory=Counter)

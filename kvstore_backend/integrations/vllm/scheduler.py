@@ -339,7 +339,7 @@ class SchedulerHalf:
         """Record the recurrent states that this step computes at block boundaries. Called before ``plan_step``.
 
         Args:
-            offers: request id -> for each state: number of the group, id of the block, number of tokens before the
+            offers: request id -> for each state: index of the group, id of the block, number of tokens before the
                 boundary. Only models with several groups have states.
         """
 

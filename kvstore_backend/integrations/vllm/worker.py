@@ -77,7 +77,7 @@ class WorkerHalf:
         self._memory = memory
         self._pool = pool
         self._counts = Counts(pool.namespace.digest)
-        self._lock = threading.Condition()  # guards the next three; notified of the end of saves
+        self._lock = threading.Condition()  # guards the next three attributes; notified when a save ends
         self._saving: set[int] = set()
         self._loaded = Loaded()
         self._report = Report()

@@ -1,4 +1,4 @@
-"""SGLang: both legs are sent together, with the same body, which contains a room number.
+"""SGLang: both legs are sent together, with the same body, which contains the id of a room.
 
 ``bootstrap_room`` is a number that no other request has. For a batch of prompts, the body has lists of host, port and
 room. An instance of a pair rejects requests without a room. Source: SGLang 0.5, ``srt/disaggregation`` and its router.

@@ -12,7 +12,7 @@ class Api(NamedTuple):
     """An endpoint that generates tokens. A pair may serve its requests."""
 
     id_prefix: str
-    """Prefix of a sequence's id at FastDeploy's engines: ``<prefix><request_id>_<number>``."""
+    """Prefix of a sequence's id at FastDeploy's engines: ``<prefix><request_id>_<index>``."""
     token_limits: tuple[str, ...]
     """Members that limit the number of generated tokens. The first is always set, the others if a client sends them."""
     may_end_early: bool = False
@@ -38,7 +38,7 @@ GENERATING: Mapping[str, Api] = {
 
 
 class EngineIds(NamedTuple):
-    """The ids of one request's sequences at engines: ``<prefix><request id>_<number>``."""
+    """The ids of one request's sequences at engines: ``<prefix><request id>_<index>``."""
 
     prefix: str
     request_id: str
@@ -46,7 +46,7 @@ class EngineIds(NamedTuple):
 
     @property
     def whole(self) -> str:
-        """The id without the number."""
+        """The id without the index."""
         return self.request_id if self.request_id.startswith(self.prefix) else self.prefix + self.request_id
 
     def list_ids(self) -> list[str]:
