@@ -272,8 +272,8 @@ def conversation(
         _check_pool_was_read(number, answers[number - 1], cached[number])
     for number, (answer, cold) in enumerate(zip(answers, without_pool, strict=True), 1):
         _check_equal(f"turn {number} with the pool", answer.text, cold.text)
-    print("verified: prefill read from the pool what decode had generated in the turn before, in every turn after")
-    print("          the first; all answers equal those given without pool and cache.")
+    print("verified: in each turn after the first, prefill read from the pool what decode had generated in the turn")
+    print("          before; all answers equal those given without pool and cache.")
     check_keys_are_ours(master_metrics)
 
 
