@@ -227,7 +227,7 @@ def _decode_event(entry: Any) -> Event | None:
 
 
 def _is_hash(value: Any) -> bool:
-    return type(value) is int or type(value) is bytes
+    return type(value) in _HASH_TYPES
 
 
 def _is_optional_int(value: Any) -> bool:
@@ -238,10 +238,12 @@ def _is_optional_text(value: Any) -> bool:
     return value is None or type(value) is str
 
 
+# Sets, because a batch may have thousands of tokens.
+_INT_TYPES, _HASH_TYPES = frozenset({int}), frozenset({int, bytes})
 _CHECKS: Mapping[str, Callable[[Any], bool]] = {
-    "block_hashes": lambda value: isinstance(value, list) and all(map(_is_hash, value)),
+    "block_hashes": lambda value: isinstance(value, list) and _HASH_TYPES.issuperset(map(type, value)),
     "parent_block_hash": lambda value: value is None or _is_hash(value),
-    "token_ids": lambda value: isinstance(value, list) and all(type(token) is int for token in value),
+    "token_ids": lambda value: isinstance(value, list) and _INT_TYPES.issuperset(map(type, value)),
     "block_size": lambda value: type(value) is int and value > 0,
     "lora_id": _is_optional_int,
     "medium": _is_optional_text,

@@ -220,7 +220,9 @@ class CachedBlocks:
                 siblings.remove(block)
                 if not siblings:
                     del self._children[known.parent]
-            if block not in seen:
+            if block not in self._children and block not in self._chunks_at and block not in self._tips_at:
+                self._leaves.discard(block)  # most blocks: nothing is associated with them or follows them
+            elif block not in seen:
                 self._cut_subtree(block, known, lost, seen)
         if lost:
             self._drop_chunks(lost)
