@@ -1,12 +1,14 @@
 """Measure how well the router knows the caches of instances, with and without their KV events.
 
     python benchmarks/kv_events.py [--conversations 6] [--turns 6] [--json FILE] [--vllm]
+    python benchmarks/kv_events.py --cost
 
 The program starts the router with and without ``--kv-events``, and one of our instances, or a real vLLM instance on a
 CPU, with a small model and no pool. It holds conversations, turn by turn, in four situations: steady; the instance
 clears its cache before each turn; the instance is killed and started again; the cache is too small for all
 conversations. For each request, it compares the tokens that the router expected in the instance's own cache with the
-number that the instance counts. A figure is the mean of the differences, without the first turn of each conversation.
+number that the instance counts. With ``--cost`` it compares the router's CPU time instead (``kv_events_cost.py``).
+A figure is the mean of the differences, without the first turn of each conversation.
 ``--json`` writes a table for ``scripts/results``.
 """
 
@@ -29,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "vllm"))
 
 import httpx
+import kv_events_cost
 from cluster import Cluster
 from pool_gain import describe_run
 
@@ -146,7 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=SITUATIONS)
     parser.add_argument("--vllm", action="store_true", help="use vLLM (the variable VLLM names it) and not our engine")
     parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--cost", action="store_true", help="only compare the router's CPU time for a request")
     options = parser.parse_args(argv)
+    if options.cost:
+        return kv_events_cost.main([])
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the second for /reset_prefix_cache
     begun, load = time.gmtime(), os.getloadavg()[0]
     figures: dict[str, list[float]] = {}
