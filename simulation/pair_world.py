@@ -65,6 +65,8 @@ _SETTLE_SECONDS = 130.0
 # A prefill instance that keeps a prompt waits 30 s for each choice, one after another; then the pool may hang.
 _PATIENCE_SECONDS = 120.0
 _WITHDRAWAL_SECONDS = 20.0
+# Saves of a request that was ended early may go on for this time.
+_SAVING_SECONDS = 10.0
 
 
 def _extend(digest: bytes, token: int) -> bytes:
@@ -213,9 +215,12 @@ class _Leg:
 
     def may_save_broken(self, since: float) -> bool:
         """Return whether the request may have saved blocks with NaN since this time."""
-        if self.ended is None or self.ended <= since:
-            return self.ended is None
-        return self.is_cancelled or self.is_aborted or "error" in self.reasons.values()
+        if self.ended is None:
+            return True
+        is_ended_early = self.is_cancelled or self.is_aborted
+        if self.ended <= since:
+            return is_ended_early and self.ended > since - _SAVING_SECONDS
+        return is_ended_early or "error" in self.reasons.values()
 
     def expect(self) -> tuple[list[int], str]:
         """Return the tokens of the right answer, and its finish reason."""
