@@ -1,12 +1,13 @@
 """Run a prefill and a decode instance of vLLM on CPU, behind our router in splitwise mode.
 
     python examples/vllm/run_pd.py [--connector kvstore|nixl] [--prompts N] [--runs N] [--at-once N] [--answers FILE]
-        [--model FOLDER] [--keep]
+        [--model FOLDER] [--path PATH] [--keep]
 
 The router first requests one token from prefill; then it sends the request to decode. With our connector
 (``kvstore``), prefill's answer says that the prompt's blocks are in the pool, a Mooncake pool, and decode loads them
 from there. With vLLM's own NixlConnector (``nixl``, also on CPU), the answer has ``kv_transfer_params``, with which
-decode fetches the blocks from prefill. Requests use four APIs in turn; every other request is a stream.
+decode fetches the blocks from prefill. Requests use four APIs in turn, or only that of ``--path``; every other request
+is a stream.
 
 Exits 0 only if vLLM's own metrics show the following for each run: prefill computed every prompt and generated one
 token, and decode got at least 95 % of the prompt tokens that it can get (our connector: tokens in whole blocks;
@@ -147,13 +148,15 @@ class Alone:
         cluster: the cluster that starts it.
         file: stores the answers for later runs with the same model and vLLM.
         at_once: number of requests at the same time.
+        paths: the APIs of the prompts.
     """
 
-    def __init__(self, cluster: Cluster, file: Path | None, at_once: int) -> None:
+    def __init__(self, cluster: Cluster, file: Path | None, at_once: int, paths: Sequence[str]) -> None:
         self._cluster = cluster
         self._file = file
         self._at_once = at_once
-        self._known = {key: Answer(*told) for key, told in self._read().items()}
+        self._paths = paths
+        self._known = {key: Answer(*known) for key, known in self._read().items()}
         self._starting = threading.Lock()
         self._port: int | None = None
 
@@ -164,7 +167,7 @@ class Alone:
             # Each API gets each length, with and without a stream.
             length = LENGTHS[(number + number // len(LENGTHS)) % len(LENGTHS)]
             text = words(length, seed=1000 * run + number)
-            path = PATHS[number // 2 % len(PATHS)]
+            path = self._paths[number // 2 % len(self._paths)]
             asked.append((path, text))
         answers = ask_all(self._at_once, lambda one: self._ask(*one), asked)
         prompts = [
@@ -211,11 +214,13 @@ def main() -> None:
     parser.add_argument(
         "--answers", type=Path, metavar="FILE", help="keep the answers of the instance without connector for next time"
     )
+    parser.add_argument("--path", choices=PATHS, help="by this API only; default: four APIs")
     parser.add_argument("--keep", action="store_true", help="leave everything running until Ctrl-C")
     options = parser.parse_args()
     with scratch(f"run_pd_{options.connector}") as folder, Cluster(folder, find_model(options.model)) as cluster:
         print(f"logs are in {folder}", flush=True)
-        alone = Alone(cluster, options.answers, options.at_once)
+        paths = [options.path] if options.path else PATHS
+        alone = Alone(cluster, options.answers, options.at_once, paths)
         runs = [alone.ask_run(run, options.prompts) for run in range(options.runs)]
         alone.stop()
         print(f"starting a prefill and a decode instance, connector {options.connector}", flush=True)
@@ -230,9 +235,8 @@ def main() -> None:
             wait_answered(port, WARM_UPS)
         shares = []
         for number, prompts in enumerate(runs, 1):
-            print(
-                f"run {number} of {len(runs)}: {len(prompts)} prompts by {len(PATHS)} APIs, half as streams", flush=True
-            )
+            apis = options.path or f"{len(paths)} APIs"
+            print(f"run {number} of {len(runs)}: {len(prompts)} prompts by {apis}, half as streams", flush=True)
             shares.append(pair.run(prompts))
         if (short := sum(share < ENOUGH for share in shares)) > 0:
             fail(f"decode was given less than {ENOUGH:.0%} in {short} of {len(shares)} runs")
