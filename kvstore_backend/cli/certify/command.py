@@ -73,7 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
         recipe = read_recipe(arguments.recipe, variables, folder.resolve(), find_free_ports(_MAX_PORTS))
         cases = _choose_cases(recipe, arguments.only, is_quick=arguments.quick)
         if arguments.list:
-            print("\n".join(case.name for case in cases))
+            for case in cases:
+                lack = case.lacks(recipe)
+                print(f"{case.name} (not run: {lack})" if lack else case.name)
             return 0
         begun = time.time()
         results: Sequence[Result | Isolation]
@@ -138,6 +140,8 @@ def _run_cases(recipe: Recipe, cases: Sequence[Case], folder: Path, num_prompts:
             except Exception as exc:  # the other cases are still worth running
                 trial.problems.append(f"the case was not finished: {type(exc).__name__}: {exc}")
             results.append(trial.finish())
+            for problem in results[-1].problems:  # now, because the table comes only after all cases
+                print(f"{case.name}: {problem}", file=sys.stderr, flush=True)
         tell(len(cases))
         return results, version
 

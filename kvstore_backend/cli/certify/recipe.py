@@ -128,7 +128,7 @@ class Recipe:
     instance: InstanceSettings
     router: RouterSettings | None
     pool: str
-    """The URL of a Mooncake pool, or a folder with the pool's files; empty: nothing can be removed or damaged."""
+    """The URL of a Mooncake pool, or a folder whose files are all values; empty: nothing can be removed or damaged."""
     pool_metrics: str
     """HOST:PORT of the metrics of Mooncake's master."""
     groups: Mapping[str, str]

@@ -11,6 +11,7 @@ import pytest
 from kvstore_backend.cli.certify.isolation import compute_auc, compute_interval
 from tests.kvstore_backend.cli.command import kvstore
 
+EXAMPLES = Path(__file__).parents[4] / "examples" / "certify"
 RECIPE = """
 title: toy
 variables:
@@ -90,6 +91,14 @@ def test_each_sabotage_is_found(sabotage: str, case: str, problem: str, tmp_path
     assert problem in " ".join(results[case]["problems"])
 
 
+def test_a_problem_is_also_printed_to_standard_error(tmp_path: Path) -> None:
+    recipe = tmp_path / "toy.yaml"
+    recipe.write_text(RECIPE.format(sabotage="shares nothing", stall=20))
+    ended = kvstore("certify", recipe, "--quick", "--only", "no fault")
+    problem = "no fault: 1 s after the fault, the second instance still loads nothing that the first computes"
+    assert (ended.status, problem in ended.errors.splitlines(), problem in ended.output.splitlines()) == (1, True, True)
+
+
 @pytest.mark.parametrize("sabotage", ["none", "no salt"])
 def test_isolation_tells_whether_a_prompt_of_another_tenant_was_cached(sabotage: str, tmp_path: Path) -> None:
     status, results = certify(tmp_path, sabotage, "--isolation", "--set", "model=slow")
@@ -157,6 +166,20 @@ def test_a_mistake_in_a_recipe_is_one_sentence(change: tuple[str, str], sentence
     ended = kvstore("certify", recipe, "--quick", "--only", "no fault")
     assert ended.status == 1
     assert sentence in ended.errors
+
+
+def test_the_list_says_which_cases_are_not_run(tmp_path: Path) -> None:
+    recipe = tmp_path / "toy.yaml"
+    recipe.write_text(RECIPE.format(sabotage="none", stall=20))
+    lines = kvstore("certify", recipe, "--list").output.splitlines()
+    assert {"no fault", "master hung", "owner hung (not run: the recipe has no part owner)"} <= set(lines)
+    assert "pool full (not run: the recipe's pool is not Mooncake)" in lines
+
+
+@pytest.mark.parametrize("name", ["engine", "engine-folder", "vllm", "vllm-prefix-cache"])
+def test_the_examples_can_be_read(name: str) -> None:
+    ended = kvstore("certify", EXAMPLES / f"{name}.yaml", "--list")
+    assert (ended.status, ended.output.splitlines()[0]) == (0, "no fault"), ended.errors
 
 
 def test_unknown_names_on_the_command_line_are_one_sentence(tmp_path: Path) -> None:
