@@ -1,8 +1,9 @@
 """Aborts: make engines stop requests when no client will read the response.
 
-For some engines, closing the connection is not enough. FastDeploy's engine stops at a disconnect only if it is
-configured to, and KV that a prefill instance has already transferred stays at the decode instance permanently. SGLang
-notices a disconnect only after seconds. vLLM stops immediately, and has no endpoint for aborts.
+For some engines, closing the connection is not enough. FastDeploy's engine does not stop at a disconnect if
+``FD_ENABLE_REQUEST_DISCONNECT_STOP_INFERENCE`` is 0, and KV that a prefill instance has already transferred stays at
+the decode instance permanently. SGLang notices a disconnect only after seconds. vLLM stops immediately, and has no
+endpoint for aborts.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ _log = logging.getLogger("router.serving.aborts")
 ABORT_PATH = "/v1/abort_requests"
 _SGLANG_PATH = "/abort_request"
 ABORT_SECONDS = 5.0
-# An abort has its own connection, so it can reach the instance before the request that it shall stop. An abort that was
-# sent within this time after the request, and found nothing, is sent once more after the same time.
+# An abort has its own connection, so it can reach FastDeploy's engine before the request that it shall stop, and the
+# engine ignores ids that it does not know. An abort that was sent within this time after the request is sent once more
+# after the same time, unless the response says that it has stopped the request: newer versions answer without a body. A
+# request that waits longer than this before the engine (in a slow tokenizer, for example) is not aborted.
 OVERTAKING_SECONDS = 1.0
 # Maximum number of ids in one abort, because each id causes work in every process and at every instance.
 MAX_IDS = 1000
@@ -175,11 +178,17 @@ class Aborter:
         members = {"req_ids": list(engine_ids)}
         body = orjson.dumps(members)
         response = await self._abort_at(instance, members, body)
-        if is_recent and isinstance(response, dict) and _entries(_find_result(response), "not_found"):
+        is_fastdeploy = instance.registration.engine is EngineKind.FASTDEPLOY
+        if is_fastdeploy and is_recent and not self._has_aborted(response, len(engine_ids)):
             await asyncio.sleep(OVERTAKING_SECONDS)
             response = await self._abort_at(instance, members, body)
         if isinstance(response, str):
             _log.info("abort of %s failed: %s", ", ".join(engine_ids), response)
+
+    @staticmethod
+    def _has_aborted(response: dict[str, Any] | str, count: int) -> bool:
+        """Return whether the response says that ``count`` sequences were stopped."""
+        return isinstance(response, dict) and len(_entries(_find_result(response), "aborted")) >= count
 
     async def _abort_at(self, instance: Instance, members: Mapping[str, Any], body: bytes) -> dict[str, Any] | str:
         """Return the instance's response to an abort in FastDeploy's format; one sentence if the abort failed."""

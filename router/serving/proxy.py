@@ -427,7 +427,7 @@ class ServingRequest:
         assert parsed is not None
         assert attempt is not None
         if error is None:
-            await retry_loop.resume_after_preemption()
+            await retry_loop.resume_after_preemption(parsed)
         else:
             await retry_loop.resume_after_failure(parsed, attempt, error)
         if self._response.merger is not None and self._response.merger.complete:

@@ -181,7 +181,7 @@ class RetryLoop:
             else:
                 return None
 
-    async def resume_after_preemption(self) -> None:
+    async def resume_after_preemption(self, parsed: ParsedRequest) -> None:
         """Prepare the next segment of a request that its decode instance has preempted.
 
         Raises:
@@ -201,6 +201,8 @@ class RetryLoop:
         self._response.end_segment(self.current)
         if error is not None:
             raise RequestEnded(error)
+        if isinstance(merger, StreamMerger):
+            await self._remove_unfinished_character(parsed, self.resumption, merger)
 
     async def resume_after_failure(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
         """Prepare the next segment of a stream whose instance has died, ended the stream early, or hangs.

@@ -75,7 +75,8 @@ class Resumption:
             merger: the merger of the stream.
             instance: the instance that is asked for the text of the ids.
             upstream: the connections to instances.
-            may_guess: whether the stream continues if ``instance`` does not report the text.
+            may_guess: whether the ids count as complete if ``instance`` does not report their text. If it has reported
+                an incomplete character, and does not report the text before it, the ids stay doubtful.
 
         Returns:
             Why the stream cannot continue; ``""`` if it can.
@@ -86,6 +87,8 @@ class Resumption:
         for unfinished in range(min(MAX_UNFINISHED_TOKENS + 1, len(ids))):
             text = await _detokenize(upstream, instance, list(ids[: len(ids) - unfinished]))
             if text is None and may_guess:
+                if unfinished:
+                    return ""
                 break
             if text is None:
                 return (
