@@ -406,7 +406,9 @@ class Retries:
 
     def __init__(self, sent: Sent) -> None:
         self.wants_fresh = False
-        """Whether each leg gets a new connection, because an idle connection had been closed."""
+        """Whether each leg gets a new connection, because an attempt has failed. Otherwise an instance that closes an idle
+        connection just then would count as dead, and the request would end after fewer deaths.
+        """
         self._sent = sent
         self._deaths = 0  # number of instances that have died, or may have, while they served the request
         self._failed = 0  # number of failed attempts since the last byte that the client got
@@ -476,12 +478,12 @@ class Retries:
         self._excluded, self._returns = self._hung, None
         self._avoided = frozenset({key})
         self._failed = self._pauses = 0
+        self.wants_fresh = True
 
     async def exclude_and_back_off(self, failure: LegFailed, selection: Selection) -> None:
         """Record which instances the next attempt must not use or should avoid, and wait before the next attempt."""
-        key = failure.instance.key
+        key, self.wants_fresh = failure.instance.key, True
         if failure.is_stale:
-            self.wants_fresh = True
             return
         if failure.trouble is Trouble.HAND_OVER and selection.prefill is not None:
             self._avoided |= {selection.prefill.key, selection.answering.key}
