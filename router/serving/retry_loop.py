@@ -406,8 +406,8 @@ class Retries:
 
     def __init__(self, sent: Sent) -> None:
         self.wants_fresh = False
-        """Whether each leg gets a new connection, because an attempt has failed. Otherwise an instance that closes an idle
-        connection just then would count as dead, and the request would end after fewer deaths.
+        """Whether each leg gets a new connection, because an attempt has failed. Otherwise an instance that just then
+        closes an idle connection would count as dead, and the request would end after fewer deaths.
         """
         self._sent = sent
         self._deaths = 0  # number of instances that have died, or may have, while they served the request
