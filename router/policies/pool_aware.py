@@ -134,19 +134,19 @@ class PoolAware(PrefixPolicy):
         own_expected, pool_expected = float(decision.reasons["own_tokens"]), float(decision.reasons["pool_tokens"])
         reported = outcome.own_cached_tokens
         own = min(own_expected, cached) if reported is None else reported * scale
-        if decision.computed_before[1] and request.reads_cache:
-            # Media, and text that is not English, have more tokens than estimated: a full hit would look partial.
-            most = max(cached, float(outcome.cached_tokens))
-            self._observe_resume_points(
-                request, decision, most, most if reported is None else max(own, float(reported)), outcome.seconds
-            )
-        if own_expected:
-            # One chunk may be missing, because an engine caches whole blocks, which differ from the router's chunks.
-            kept = own + request.tokens_per_chunk >= own_expected
-            self._learn_kept_seconds(float(decision.reasons["own_unused_secs"]), kept)
-        if pool_expected:
-            self._pool_expected += pool_expected - self._pool_expected / _MEMORY
-            self._pool_found += min(pool_expected, max(0.0, cached - own_expected)) - self._pool_found / _MEMORY
+        if request.reads_cache:
+            if decision.computed_before[1]:
+                # Media, and text that is not English, have more tokens than estimated: a full hit would look partial.
+                most = max(cached, float(outcome.cached_tokens))
+                most_own = most if reported is None else max(own, float(reported))
+                self._observe_resume_points(request, decision, most, most_own, outcome.seconds)
+            if own_expected:
+                # One chunk may be missing: an engine caches whole blocks, which differ from the router's chunks.
+                kept = own + request.tokens_per_chunk >= own_expected
+                self._learn_kept_seconds(float(decision.reasons["own_unused_secs"]), kept)
+            if pool_expected:
+                self._pool_expected += pool_expected - self._pool_expected / _MEMORY
+                self._pool_found += min(pool_expected, max(0.0, cached - own_expected)) - self._pool_found / _MEMORY
         if outcome.ttft is not None:
             self._cost.observe_first_token(outcome.queued, request.prompt_tokens - cached, cached - own, outcome.ttft)
         self._update_costs()

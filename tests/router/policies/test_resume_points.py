@@ -161,3 +161,14 @@ def test_requests_that_engines_compute_anew_teach_nothing_about_their_prefix() -
         ask_as(policy, 8, 8 * CHUNK, 8 * CHUNK, 0, reads_cache=False)
     assert ask_as(policy, 9, 9 * CHUNK, 9 * CHUNK, 8 * CHUNK) == 8 * CHUNK
     assert not request_features({"prompt": "word " * 1000, "prompt_logprobs": 1}, 1000).reads_cache
+
+
+def test_requests_that_engines_compute_anew_teach_nothing_about_how_long_caches_keep_a_prefix() -> None:
+    now = [0.0]
+    policy = PoolAware(clock=lambda: now[0])
+    ask_as(policy, 8, 8 * CHUNK, 8 * CHUNK, 0)
+    for _ in range(60):
+        ask_as(policy, 8, 8 * CHUNK, 8 * CHUNK, 0, reads_cache=False)
+    now[0] = 10.0
+    features = RequestFeatures(9 * CHUNK, lambda: range(9), tokens_per_chunk=CHUNK)
+    assert policy.choose_instance(features, [InstanceLoad("a")]).reasons["own_tokens"] == 8 * CHUNK
