@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,11 +27,6 @@ _log = logging.getLogger("router.serving.aborts")
 ABORT_PATH = "/v1/abort_requests"
 _SGLANG_PATH = "/abort_request"
 ABORT_SECONDS = 5.0
-# An abort has its own connection, so it can reach FastDeploy's engine before the request that it shall stop, and the
-# engine ignores ids that it does not know. An abort that was sent within this time after the request is sent once more
-# after the same time, unless the response says that it has stopped the request: newer versions answer without a body. A
-# request that waits longer than this before the engine (in a slow tokenizer, for example) is not aborted.
-OVERTAKING_SECONDS = 1.0
 # Maximum number of ids in one abort, because each id causes work in every process and at every instance.
 MAX_IDS = 1000
 # Number of concurrent aborts at one instance of SGLang, which accepts one id per request.
@@ -141,18 +135,15 @@ class Aborter:
         self._tasks = tasks
         self._count = count
 
-    def abort_soon(self, instance: Instance, engine_ids: Sequence[str], sent_at: float) -> None:
-        """Abort a request at one instance, in the background. A failure is only logged.
+    def abort_soon(self, instance: Instance, engine_ids: Sequence[str]) -> None:
+        """Abort requests at one instance, in the background. A failure is only logged.
 
-        Args:
-            instance: the instance.
-            engine_ids: the ids of the request's sequences at the instance.
-            sent_at: time of ``time.perf_counter`` at which the request was sent to the instance.
+        An abort has its own connection, so it may reach the instance before the request, and FastDeploy ignores ids
+        that it does not know. It is not sent again, because a client may send another request with the same id.
         """
         self._count(instance.key)
         _log.debug("aborting %s at %s", ", ".join(engine_ids), instance.key)
-        is_recent = time.perf_counter() - sent_at < OVERTAKING_SECONDS
-        self._tasks.run_in_background(self._abort_quietly(instance, engine_ids, is_recent=is_recent))
+        self._tasks.run_in_background(self._abort_quietly(instance, engine_ids))
 
     async def abort_everywhere(self, instances: Iterable[Instance], members: Mapping[str, Any]) -> AbortOutcome:
         """Send an abort with these members, in FastDeploy's format, to all ``instances``. Return their responses."""
@@ -166,7 +157,8 @@ class Aborter:
             if isinstance(response, str):
                 outcome.errors.append(response)
                 return
-            found = _find_result(response)
+            result = response.get("result")
+            found = result if isinstance(result, dict) else response
             outcome.aborted.extend(_entries(found, "aborted"))
             if members.get("abort_all"):  # otherwise each instance lists all ids of requests at other instances
                 outcome.not_found.extend(_entries(found, "not_found"))
@@ -174,21 +166,11 @@ class Aborter:
         await gather_spread(map(abort_at, list(instances)))
         return outcome
 
-    async def _abort_quietly(self, instance: Instance, engine_ids: Sequence[str], *, is_recent: bool) -> None:
+    async def _abort_quietly(self, instance: Instance, engine_ids: Sequence[str]) -> None:
         members = {"req_ids": list(engine_ids)}
-        body = orjson.dumps(members)
-        response = await self._abort_at(instance, members, body)
-        is_fastdeploy = instance.registration.engine is EngineKind.FASTDEPLOY
-        if is_fastdeploy and is_recent and not self._has_aborted(response, len(engine_ids)):
-            await asyncio.sleep(OVERTAKING_SECONDS)
-            response = await self._abort_at(instance, members, body)
+        response = await self._abort_at(instance, members, orjson.dumps(members))
         if isinstance(response, str):
             _log.info("abort of %s failed: %s", ", ".join(engine_ids), response)
-
-    @staticmethod
-    def _has_aborted(response: dict[str, Any] | str, count: int) -> bool:
-        """Return whether the response says that ``count`` sequences were stopped."""
-        return isinstance(response, dict) and len(_entries(_find_result(response), "aborted")) >= count
 
     async def _abort_at(self, instance: Instance, members: Mapping[str, Any], body: bytes) -> dict[str, Any] | str:
         """Return the instance's response to an abort in FastDeploy's format; one sentence if the abort failed."""
@@ -259,12 +241,6 @@ def read_asked_ids(members: Mapping[str, Any]) -> list[Any] | None:
     except orjson.JSONEncodeError as exc:
         raise BadBody(f"the body cannot be encoded as JSON: {exc}", "req_ids") from None
     return None if members.get("abort_all") else asked
-
-
-def _find_result(response: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of an instance's response that lists the ids."""
-    result = response.get("result")
-    return result if isinstance(result, dict) else response
 
 
 def _entries(found: dict[str, Any], name: str) -> list[Any]:

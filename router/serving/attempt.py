@@ -369,12 +369,12 @@ class Attempt:
             if timer is not None:
                 timer.cancel()
         legs = [leg for leg in (self.answering, self.prefill) if leg is not None and not leg.is_finished]
-        running = [(leg.instance, leg.exchange.record.sent_at) for leg in legs if leg.runs_at_engine]
+        running = [leg.instance for leg in legs if leg.runs_at_engine]
         for leg in legs:
             leg.finish()
-        for instance, sent_at in running:
+        for instance in running:
             if instance is not culprit and self.engine_ids is not None:
-                self._aborter.abort_soon(instance, self.engine_ids.list_ids(), sent_at)
+                self._aborter.abort_soon(instance, self.engine_ids.list_ids())
 
     async def await_prefill_end(self) -> None:
         """After the loss of the answering leg, wait briefly for the loss of prefill's leg. ``deaths`` counts both."""

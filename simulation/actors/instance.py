@@ -64,6 +64,8 @@ class _Life:
     draws: random.Random
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     """Requests that the engine computes or retains KV for, by their ids in the engine. Setting the event stops one."""
+    unknown_aborts: set[str] = field(default_factory=set)
+    """The ids of aborts that found no request, because it had ended, or because the abort had overtaken it."""
     handed: dict[str, asyncio.Event] = field(default_factory=dict)
     leases: dict[str, tuple[list[int], float]] = field(default_factory=dict)
     connections: dict[ServerConnection, None] = field(default_factory=dict)
@@ -200,6 +202,8 @@ class Instance:
             if stop is not None:
                 stop.set()
                 aborted.append(each)
+            else:
+                self.life.unknown_aborts.add(each)
         await reply.answer(200, {"result": {"aborted": aborted, "not_found": [x for x in ids if x not in aborted]}})
 
     async def _embed(self, asked: Asked, reply: Reply) -> None:

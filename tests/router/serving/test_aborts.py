@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -119,19 +118,6 @@ def test_the_id_in_a_header_or_of_another_engine_is_the_clients_too(
     for name in found:
         assert first[name] != second[name], name
         assert first[name].startswith("job-1-k"), name
-
-
-@pytest.mark.parametrize("answer", [{"result": {"aborted": [], "not_found": ["chatcmpl-job-1_0"]}}, {}])
-def test_an_abort_that_may_have_overtaken_its_request_is_sent_again(
-    make_router: MakeRouter, stand_in: MakeStandIn, answer: dict[str, Any]
-) -> None:
-    instance = stand_in("mixed", stalls())
-    asked = {"req_ids": ["chatcmpl-job-1_0"]}
-    instance.abort_answer = answer
-    router = make_router(instance)
-    with contextlib.suppress(httpx.ReadTimeout):
-        router.client.post("/v1/chat/completions", json={"messages": [], "request_id": "job-1"}, timeout=0.2)
-    wait_until(lambda: instance.aborted == [asked, asked], "both aborts")
 
 
 @pytest.mark.parametrize("form", ["job-1", "chatcmpl-job-1", "chatcmpl-job-1_0"])
