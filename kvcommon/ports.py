@@ -40,6 +40,14 @@ def bind_patiently(bound: socket.socket, address: tuple[Any, ...], on_wait: Call
 
 
 def _is_served(family: int, address: tuple[Any, ...]) -> bool:
+    """Return whether a server listens at the address. A server at ``::`` usually gets IPv4 connections, too."""
+    tried = [(family, address)]
+    if family == socket.AF_INET6 and address[0] == "::":
+        tried.append((socket.AF_INET, ("127.0.0.1", address[1])))
+    return any(_accepts(*each) for each in tried)
+
+
+def _accepts(family: int, address: tuple[Any, ...]) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(address) == 0

@@ -22,6 +22,18 @@ def test_a_port_where_a_server_listens_is_refused_at_once() -> None:
     assert not waits
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_port_where_a_server_listens_by_ipv4_is_refused_at_once_for_all_addresses() -> None:
+    waits: list[None] = []
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_INET6) as bound,
+        pytest.raises(OSError, match="in use"),
+    ):
+        bind_patiently(bound, ("::", server.getsockname()[1]), lambda: waits.append(None))
+    assert not waits
+
+
 def test_a_port_of_the_client_of_a_connection_is_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as bound:
         # Not a port that the kernel may give to a client of another test as soon as it is free.
