@@ -57,9 +57,9 @@ class _ThreadStream:
         def run() -> None:
             if after is not None:
                 after.synchronize()
-            with torch.inference_mode():
-                for step in steps:
-                    before_step()
+            for step in steps:
+                before_step()  # may block, and simulated threads share torch's mode: so it runs outside of the mode
+                with torch.inference_mode():
                     step()
 
         return _End(self._thread.submit(run))
