@@ -564,13 +564,7 @@ class RouterWorld(World):
             event.kind in DELAYS and event.at <= self.now and result.began <= event.at + event.details["seconds"] + 1.0
             for event in self.plan.events
         )
-        if is_slow:
-            return MAX_KILLED_IN_SLOW_PAIRS
-        is_another_down = any(
-            not each.process.is_alive and each.life.start_id not in result.details["killed"]
-            for each in self.instances.values()
-        )
-        return MAX_KILLED_IN_PAIRS + is_another_down
+        return MAX_KILLED_IN_SLOW_PAIRS if is_slow else MAX_KILLED_IN_PAIRS
 
     def _hold_router(self, router: Any, kind: str, seconds: float) -> None:
         processes = router.list_processes()

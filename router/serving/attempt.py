@@ -401,11 +401,15 @@ class Attempt:
             self.prefilled_at = time.perf_counter()
             if leg.instance.breaker.failures:
                 leg.instance.record_success(time.monotonic())
-        elif isinstance(failure, LegFailed) and failure.trouble is Trouble.DEATH and not self._begun:
+        elif isinstance(failure, LegFailed) and not self._begun and self._may_lose_answering(failure.trouble):
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(OTHER_LEG_SECONDS, self._on_prefill_failed, failure)
         else:
             self._on_prefill_failed(failure)
+
+    def _may_lose_answering(self, trouble: Trouble) -> bool:
+        """Return whether the answering leg may be lost a moment after prefill's. Then ``deaths`` should count it."""
+        return trouble is Trouble.DEATH or (trouble is Trouble.UNREACHABLE and self.answering.runs_at_engine)
 
     def _collect(self, data: bytes, is_end: bool) -> None:
         """Store bytes of the leg that the attempt waits for, and take the next step when there are enough bytes."""

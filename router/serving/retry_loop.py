@@ -382,7 +382,8 @@ class RetryLoop:
         """
         deaths = int(failure.trouble is Trouble.DEATH)
         if self.current is not None:
-            if deaths and failure.instance is self.current.answering.instance:
+            is_answering = failure.instance is self.current.answering.instance
+            if is_answering and failure.trouble in (Trouble.DEATH, Trouble.UNREACHABLE):
                 await self.current.await_prefill_end()
             deaths = max(deaths, self.current.deaths)
             self.current.give_up(culprit=failure.instance)
