@@ -155,10 +155,10 @@ def _list_layer_types(folder: str, config: Any) -> list[str]:
         raise ConfigError(f"--model {folder!r} has layers with a sliding window, but its config.json gives no length")
     if getattr(config, "num_kv_shared_layers", 0):
         raise ConfigError(f"--model {folder!r} has layers that use the KV of other layers; this engine does not")
-    if _CONV in kinds and (not hasattr(config, "conv_L_cache") or set(kinds) == {_CONV}):
+    if _CONV in kinds and (getattr(config, "conv_L_cache", 0) < 2 or set(kinds) == {_CONV}):
         raise ConfigError(
             f"--model {folder!r} has convolution layers in a form that this engine does not support; it supports "
-            "LFM2's, in models that also have attention"
+            "LFM2's with a conv_L_cache of at least 2, in models that also have attention"
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise ConfigError(f"--model {folder!r} has bidirectional attention; this engine generates from left to right")

@@ -7,6 +7,7 @@ import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,6 +223,13 @@ def test_retrieval_reads_the_blocks_of_full_attention(family: str, offload_bound
         answers = [each.wait() for each in answering]
         assert all(each.sequence.blocks_read > 0 for each in answering)
     check(folder, PROMPTS[-3:], answers)
+
+
+@pytest.mark.parametrize("length", [{}, {"conv_L_cache": 1}])
+def test_convolutions_without_a_state_are_refused(length: dict[str, int]) -> None:
+    config = SimpleNamespace(layer_types=["conv", "full_attention"], num_hidden_layers=2, hidden_size=8, **length)
+    with pytest.raises(ConfigError, match="conv_L_cache of at least 2"):
+        group_layers("model", config, BLOCK, 512)
 
 
 @pytest.mark.parametrize(
