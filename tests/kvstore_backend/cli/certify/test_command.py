@@ -99,6 +99,7 @@ def test_a_problem_is_also_printed_to_standard_error(tmp_path: Path) -> None:
     assert (ended.status, problem in ended.errors.splitlines(), problem in ended.output.splitlines()) == (1, True, True)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("sabotage", ["none", "no salt"])
 def test_isolation_tells_whether_a_prompt_of_another_tenant_was_cached(sabotage: str, tmp_path: Path) -> None:
     status, results = certify(tmp_path, sabotage, "--isolation", "--set", "model=slow")
