@@ -184,6 +184,8 @@ class Orders:
         self._is_mixed = is_mixed
         self._closed: dict[str, float] = {}
         self._latest: dict[str, dict[str, Any]] = {}
+        self._unanswered: list[dict[str, Any]] = []
+        self._overlapping: list[dict[str, Any]] = []
         self._ends_with_process: set[str] = set()
         self._parted_until = 0.0
         self._restarted_at: dict[str, float] = {}
@@ -196,6 +198,9 @@ class Orders:
 
     def on_sent(self, key: str, path: str, body: dict[str, Any]) -> None:
         """Forget earlier orders for an instance, because a new order for it was sent."""
+        if any(earlier["instance"] == key for earlier in self._unanswered):
+            self._overlapping.append(body)  # either of the two may take effect last
+        self._unanswered.append(body)
         self._latest[key] = body
         self._closed.pop(key, None)
 
@@ -219,6 +224,9 @@ class Orders:
     def check(self, client: Client) -> None:
         """Record the orders that were answered since the last call."""
         for path, body, answer, sent_at, answered_at in client.orders[self._num_seen :]:
+            self._unanswered = [other for other in self._unanswered if other is not body]
+            if any(other is body for other in self._overlapping):
+                continue
             if sent_at < self._parted_until or path not in ("/admin/pause", "/admin/drain"):
                 continue
             key = body["instance"]

@@ -226,7 +226,7 @@ class RetryLoop:
             raise RequestEnded(error) from exc
         reached = Reached.RELAYED if response.bytes_sent else Reached.HEAD
         retries = self._note_retry()
-        end_reason = retries.find_end(reached, trouble, deaths=not is_stall)
+        end_reason = retries.find_end(reached, trouble, int(not is_stall), instance.key)
         self.resumption = self.resumption or Resumption(services.settings)
         is_chat = parsed.api.is_chat
         failed = self.resumption.prepare_after_failure(merger, parsed.body, instance, error, is_chat=is_chat)
@@ -397,13 +397,26 @@ class RetryLoop:
             failure.instance.record_failure(time.monotonic(), str(failure))
         if failure.response is not None and failure.trouble is Trouble.DEATH:
             self._services.health.probe_soon(failure.instance)
-        self.end_reason = self._note_retry().find_end(failure.reached, failure.trouble, deaths)
+        self.end_reason = self._note_retry().find_end(
+            failure.reached, failure.trouble, deaths, failure.instance.key, is_stale=failure.is_stale
+        )
 
 
 class Retries:
     """The failed attempts of one request, and the instances at which they failed."""
 
-    __slots__ = ("_avoided", "_deaths", "_excluded", "_failed", "_hung", "_pauses", "_returns", "_sent", "wants_fresh")
+    __slots__ = (
+        "_avoided",
+        "_deaths",
+        "_excluded",
+        "_failed",
+        "_hung",
+        "_pauses",
+        "_returns",
+        "_sent",
+        "_stale_at",
+        "wants_fresh",
+    )
 
     def __init__(self, sent: Sent) -> None:
         self.wants_fresh = False
@@ -418,6 +431,7 @@ class Retries:
         self._hung = _NONE
         self._returns: dict[str, float] | None = None  # for some excluded instances, when they may be used again
         self._pauses = 0
+        self._stale_at = ""  # the instance that closed an idle connection in the attempt before
 
     def select(
         self, selector: Selector, features: RequestFeatures, is_completion: bool, excluded: frozenset[str] = _NONE
@@ -446,14 +460,21 @@ class Retries:
         """Use this instance again only if there is no other."""
         self._avoided |= {key}
 
-    def find_end(self, reached: Reached, trouble: Trouble, deaths: int) -> str:
+    def find_end(self, reached: Reached, trouble: Trouble, deaths: int, key: str, *, is_stale: bool = False) -> str:
         """Record a failed attempt. Return why the request is not sent again; ``""`` if it is sent again.
 
         Args:
             reached: how far the request had got.
             trouble: the cause of the failure.
             deaths: number of instances that have died, or may have, in this attempt.
+            key: the instance that has failed.
+            is_stale: whether this instance had probably closed the connection before the request was sent.
         """
+        if deaths and not is_stale and self._stale_at == key:
+            # The instance has broken an idle connection and then a new one. This is one death and one attempt.
+            deaths -= 1
+            self._failed -= 1
+        self._stale_at = key if is_stale else ""
         self._deaths += deaths
         self._failed += 1
         limit = find_limit(self._sent, reached, trouble)

@@ -187,8 +187,19 @@ def test_deaths_before_and_within_an_answer_count_together(make_router: MakeRout
 def test_the_death_of_one_of_a_pair_counts_although_the_other_was_not_reached() -> None:
     retries = Retries(Sent.GENERATION)
     for _ in range(MAX_DEATHS - 1):
-        assert not retries.find_end(Reached.UNSENT, Trouble.UNREACHABLE, deaths=1)
-    assert "instances failed 2 times" in retries.find_end(Reached.UNSENT, Trouble.UNREACHABLE, deaths=1)
+        assert not retries.find_end(Reached.UNSENT, Trouble.UNREACHABLE, 1, "a:1")
+    assert "instances failed 2 times" in retries.find_end(Reached.UNSENT, Trouble.UNREACHABLE, 1, "b:1")
+
+
+@pytest.mark.parametrize(("second", "ends"), [("a:1", False), ("b:1", True)])
+def test_an_instance_that_breaks_an_idle_connection_and_then_a_new_one_counts_as_one_death(
+    second: str, ends: bool
+) -> None:
+    retries = Retries(Sent.GENERATION)
+    assert not retries.find_end(Reached.SENT, Trouble.DEATH, 1, "a:1", is_stale=True)
+    assert bool(retries.find_end(Reached.SENT, Trouble.DEATH, 1, second)) == ends
+    if not ends:
+        assert "instances failed 2 times" in retries.find_end(Reached.SENT, Trouble.DEATH, 1, "c:1")
 
 
 @pytest.mark.parametrize(("status", "code"), [(500, "500"), (429, "429")])
