@@ -488,7 +488,7 @@ class EngineCore:
         if self._runner.retrieval is None or sequence.regime is Regime.DENSE:
             return
         self._runner.retrieval.index_blocks(sequence)
-        # A prompt is computed with full attention, which reads all of its blocks: so not before decode.
+        # Blocks are released only in decode, because a prompt is computed with full attention, which reads all of them.
         if sequence.regime is Regime.OFFLOADED and sequence.is_decoding:
             num_full = sequence.num_computed // sequence.block_size
             if self._connector:

@@ -143,7 +143,7 @@ class BlockPool:
         keep_seconds: float | None = None,
         wait: bool = True,
     ) -> list[Status]:
-        """Store block ``i`` from ``sources[i]``. Other than ``save``, this does not look the blocks up first.
+        """Store block ``i`` from ``sources[i]``. Unlike ``save``, this does not look the blocks up first.
 
         With ``keep_seconds``, also write blocks that the pool has already, and pin all blocks for this time: a pinned
         block is evicted only if the pool has no other block to evict.
@@ -250,7 +250,7 @@ class BlockPool:
         self.close()
 
     def _wait_out_late_calls(self, statuses: list[Status], *, wait: bool) -> list[Status]:
-        """Return ``statuses``, with ``wait`` only after all calls that missed their deadlines have returned.
+        """Return ``statuses``. With ``wait``, first wait until all calls that missed their deadlines have returned.
 
         Only a block with the status ``FAILED`` can have such a call.
         """

@@ -148,7 +148,7 @@ def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
             break
         words *= 2
     if tokens == short_tokens:
-        raise ValueError("no prompt was long enough")
+        raise ValueError("the instance accepted no prompt that is longer than the first one")
     return max(0.0, seconds - short_seconds) / (tokens - short_tokens)
 
 

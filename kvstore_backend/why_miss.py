@@ -254,7 +254,7 @@ def compare_texts(first: str, second: str) -> tuple[str, str, str]:
 
 
 def _match_at(pattern: re.Pattern[str], text: str, place: int) -> str:
-    """Return the longest match of ``pattern`` that contains the index ``place`` of ``text``; empty: no match."""
+    """Return the longest match of ``pattern`` that contains the index ``place``, or ends there; empty: no match."""
     found = (match[0] for match in pattern.finditer(text) if match.start() <= place < match.end() + 1)
     return max(found, key=len, default="")
 

@@ -219,8 +219,7 @@ def _make_flags() -> FlagParser:
         "--ca-file",
         type=Path,
         metavar="FILE",
-        help="file with the authorities that may issue the certificates of the router and the server, if they serve "
-        "HTTPS (default: the system's)",
+        help="file with the CA certificates for the router and the server, if they serve HTTPS (default: the system's)",
     )
     parser.add_argument(
         "--connector-port", type=parse_port, help="port at which the server receives KV from prefill instances"

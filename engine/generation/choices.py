@@ -139,7 +139,7 @@ def _add_figures(usage: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 async def _relay_pieces(index: int, generation: Generation, queue: _Queue) -> None:
-    """Put the pieces of an answer into the queue, and at its end None, or the exception that ended it."""
+    """Put the pieces of an answer into the queue; then put None, or the exception that ended the answer."""
     try:
         async with contextlib.aclosing(generation.pieces()) as pieces:
             async for piece in pieces:

@@ -50,7 +50,7 @@ _Move = Callable[[Sequence[bytes], Sequence[Value]], int]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore bench``."""
-    parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
+    parser.add_argument("config", nargs="?", help="configuration file of any engine, or URL; default: the environment")
     parser.add_argument("--block-size", default="1MiB", metavar="SIZE", help="bytes of a block (default 1MiB)")
     parser.add_argument("--blocks", type=int, default=16, metavar="N", help="blocks in a batch (default 16)")
     parser.add_argument("--batches", type=int, default=5, metavar="N", help="batches of each operation (default 5)")

@@ -47,14 +47,16 @@ _SMALLEST_BLOCK = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore doctor``."""
-    parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
+    parser.add_argument("config", nargs="?", help="configuration file of any engine, or URL; default: the environment")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="checkpoint whose KV the pool will store")
     parser.add_argument(
         "--instance",
         metavar="URL",
         help="an idle instance of that checkpoint, to compare loading from the pool with computing",
     )
-    parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
+    parser.add_argument(
+        "--master-metrics", metavar="HOST:PORT", help="address of the master's metrics (its --metrics_port)"
+    )
     parser.add_argument(
         "--cards",
         type=int,

@@ -71,8 +71,10 @@ class _Reading:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore stats``."""
-    parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
-    parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
+    parser.add_argument("config", nargs="?", help="configuration file of any engine, or URL; default: the environment")
+    parser.add_argument(
+        "--master-metrics", metavar="HOST:PORT", help="address of the master's metrics (its --metrics_port)"
+    )
     parser.add_argument(
         "--instances",
         nargs="+",

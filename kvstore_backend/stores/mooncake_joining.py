@@ -83,7 +83,7 @@ def require_library(settings: MooncakeSettings | None = None) -> None:
         load_client_class()
     except ImportError as exc:
         raise PoolUnavailable(
-            f"Mooncake's library cannot be loaded ({exc}): {INSTALL}, or choose the storage backend file"
+            f'Mooncake\'s library cannot be loaded ({exc}): run {INSTALL}, or set the storage backend to "file"'
         ) from exc
     if settings is not None and (missing := find_missing_backend(settings)):
         raise PoolUnavailable("; ".join(missing))

@@ -55,7 +55,7 @@ class SsdFolder:
                 time.sleep(seconds)
 
     def leave(self) -> None:
-        """Write into the mark that this process leaves the pool now."""
+        """Record in the mark's file that this process now leaves the pool."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.write(f"{_LEFT} {_boot_id()} {time.monotonic()}".encode())
@@ -72,7 +72,7 @@ class SsdFolder:
 
 
 def _remove_dead_marks(folder: Path) -> float:
-    """Remove the marks of ended processes; return the seconds after which the master has forgotten their blocks."""
+    """Remove the marks of ended processes; return the seconds until the master has forgotten their blocks."""
     seconds = 0.0
     for mark in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), mark.open("rb") as file:

@@ -219,7 +219,7 @@ class GuardedBackend(StorageBackend):
         after_fork(self)
         try:
             for number in range(_WORKERS):
-                # Daemon threads, because a call that never returns must not prevent the end of the process.
+                # The threads are daemons, because a call that never returns must not prevent the end of the process.
                 threading.Thread(target=self._run_calls, name=f"pool-call-{number}", daemon=True).start()
             threading.Thread(target=self._run_keeper, name="pool-keeper", daemon=True).start()
         except BaseException:
@@ -500,7 +500,7 @@ class GuardedBackend(StorageBackend):
         except PoolUnavailable as exc:
             return str(exc), exc.pause_seconds
         except Exception as exc:  # an error in a library, which may not occur in the next try
-            logger.debug("Opening the store raised", exc_info=True)
+            logger.debug("The store could not be opened, or its memory not registered", exc_info=True)
             return f"{type(exc).__name__}: {exc}", 0.0
         return None, 0.0
 

@@ -249,8 +249,7 @@ def add_router_flags(parser: FlagParser) -> None:
         "--ca-file",
         type=Path,
         metavar="FILE",
-        help="file with the certificates of authorities that may issue the router's certificate (default: the "
-        "system's)",
+        help="file with the CA certificates for the router, if it serves HTTPS (default: the system's)",
     )
 
 

@@ -104,8 +104,8 @@ def _parse_arrival(line: str, where: str) -> Arrival:
     is_chain = all(isinstance(block, int) and 0 <= block < 2**64 for block in blocks)
     if not (math.isfinite(at) and isinstance(tokens, int) and tokens > 0 and is_chain):
         raise BadInput(
-            f"{where} is not a request; it must be a JSON object with a number timestamp (ms), a positive number "
-            "input_length and a list of whole numbers hash_ids from 0 on, as in Mooncake's traces"
+            f"{where} is not a request; it must be a JSON object with timestamp (a number, in ms), input_length (a "
+            "positive whole number) and hash_ids (a list of whole numbers of at least 0), as in Mooncake's traces"
         )
     return Arrival(at, tokens, blocks)
 

@@ -392,7 +392,7 @@ class Instance:
 
         Args:
             trouble: the reason, in one sentence.
-            is_out_of_reach: whether the router only could not connect, which does not mean that the process has ended.
+            is_out_of_reach: whether the router could not connect. The process may still run then.
         """
         self._passed_probes = 0
         self._may_be_another |= not is_out_of_reach

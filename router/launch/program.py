@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None, *, dialect: str = "python", epp_port
         open_log(settings)
         listener = _open_listener(settings.host, settings.port, "--port")
         if settings.epp_port:
-            # Workers share this port, and gRPC would share it with another picker, too.
+            # This socket cannot share the port with another router's picker; gRPC's socket could, if there are workers.
             _open_listener(settings.host, settings.epp_port, "--epp-port").close()
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
         for sentence in settings.without_effect:

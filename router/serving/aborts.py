@@ -29,7 +29,7 @@ _SGLANG_PATH = "/abort_request"
 ABORT_SECONDS = 5.0
 # Maximum number of ids in one abort, because each id causes work in every process and at every instance.
 MAX_IDS = 1000
-# Number of concurrent aborts at one instance of SGLang, which accepts one id per request.
+# Maximum number of concurrent aborts at one instance of SGLang, which accepts one id per request.
 _AT_ONCE = 16
 
 _PREFIX, _NUMBER = re.compile("^(chatcmpl-|cmpl-|resp_|msg_)"), re.compile(r"_[0-9]+$")

@@ -318,8 +318,7 @@ class RouterSettings:
     instance_ca_file: str = _declare(
         "",
         "manager.instance-ca-file",
-        "file with the authorities that may issue certificates of instances with https addresses, in PEM format; "
-        "default: the system's authorities",
+        "file with the CA certificates for instances with https addresses, in PEM format; default: the system's",
     )
 
     without_effect: tuple[str, ...] = ()

@@ -161,7 +161,7 @@ class Hub:
         return self._records
 
     def send_limits(self, running: dict[str, int], charged: dict[str, int]) -> None:
-        """Send the other routers the usage of the limits at this router."""
+        """Send the other routers the running requests and charged tokens of each client at this router."""
         if self.routers is not None:
             self.routers.send_message("limits", self.name, running, charged)
 

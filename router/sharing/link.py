@@ -126,7 +126,7 @@ class Link:
 
         Args:
             key: address of the instance.
-            record: the record. Only its later parts replace those of the stored record; see ``records.py``.
+            record: the record. A part of it replaces the stored part only if its version is later; see ``records.py``.
         """
         self.send_message("keep", key, record)
 

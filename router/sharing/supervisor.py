@@ -370,7 +370,7 @@ class _Worker:
 
     @property
     def load(self) -> int:
-        """Number of the worker's connections: those in its last report, and those passed since."""
+        """Number of the worker's connections: those in its last report, and those given to it since."""
         return self.num_connections + self.num_given - self.num_taken
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class Audit:
         return self._records
 
     def add_record(self, record: RequestRecord) -> None:
-        """Store the record of an ended request. It is passed on with the next batch."""
+        """Store the record of an ended request. Subscribers and the access log get it with the next batch."""
         self._records.append(record)
         pending = self._pending
         pending.append(record)
@@ -84,7 +84,7 @@ class Audit:
             self.lost_lines += self._output.write_lines([_format_line(record) for record in batch])
 
     def close(self) -> None:
-        """Pass the remaining records on, and close the access log."""
+        """Pass the remaining records to the subscribers and the access log, and close the log."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

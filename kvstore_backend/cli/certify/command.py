@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--isolation",
         action="store_true",
-        help="measure instead whether times to first token tell one API key of the router what another has sent",
+        help="run no cases; measure whether a client can learn what another client has sent, from times to first token",
     )
     parser.add_argument(
         "--logs", type=Path, metavar="FOLDER", help="folder for files and logs (default: a temporary one)"
@@ -118,7 +118,7 @@ def _choose_cases(recipe: Recipe, only: Sequence[str], *, is_quick: bool) -> lis
     for text in only:
         if not any(text in case.name for case in cases):
             raise ConfigError(
-                f"--only {text!r} is in the name of no case{suggest_name(text, [case.name for case in cases])}"
+                f"no case has {text!r} from --only in its name{suggest_name(text, [case.name for case in cases])}"
             )
     return [case for case in cases if not only or any(text in case.name for text in only)]
 

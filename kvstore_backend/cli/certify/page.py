@@ -44,7 +44,7 @@ def make_page(
 
     Args:
         facts: names and values, such as the time and the command.
-        results: the cells of each line, of which the last one is the result, and the reasons for that.
+        results: for each line, its cells, and sentences that explain the result. The result is the last cell.
     """
     heads = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     rows = []

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-file",
         type=Path,
         metavar="FILE",
-        help='a prompt: a text, a JSON list of token ids, or JSON with "messages"',
+        help='file with a prompt: a text, a JSON list of token ids, or JSON with "messages"',
     )
     add = parser.add_argument
     add("--compare-with", type=Path, metavar="FILE", help="an earlier prompt that should have the same leading blocks")

@@ -145,7 +145,11 @@ class HybridSchedulerHalf(SchedulerHalf):
             needed = [place for place in group.list_needed(num_tokens) if place >= begin]
             if needed and (needed[-1] >= len(blocks[number]) or self._has_null(blocks[number][needed[0] :])):
                 # A load without blocks counts as failed, so the request computes its tokens.
-                logger.error("vLLM gave %s no blocks of %s to load into", request.request_id, group.name)
+                logger.error(
+                    "request %s is not loaded: vLLM allocated no blocks of group %s for it",
+                    request.request_id,
+                    group.name,
+                )
                 names, targets = [], []
                 break
             names += [wanted.name(number, place) for place in needed]

@@ -340,7 +340,7 @@ def _remove_writer(ledger: int, writer: os.PathLike[str]) -> None:
 
 
 def _remove_files(ledger: int, *values: Block | Draft) -> None:
-    """Remove the files of values, and subtract them from the accounts."""
+    """Remove the files of values, and subtract their sizes and their number from the accounts."""
     if not values:
         return
     used, keys = _read_accounts(ledger)

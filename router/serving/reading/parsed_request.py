@@ -241,7 +241,7 @@ class ParsedRequest:
         return len(self._find_prompts()) if self.body is not None and self.is_batch else 1
 
     def _find_prompts(self) -> Any:
-        """Return the value with the prompt or prompts. FastDeploy would prefer the other member if both exist."""
+        """Return the prompt or the prompts. If both members exist, FastDeploy would prefer ``prompt_token_ids``."""
         assert self.body is not None
         return self.body.members.get("prompt") or self.body.members.get("prompt_token_ids")
 

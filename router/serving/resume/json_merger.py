@@ -90,7 +90,7 @@ class ResponseMerger:
         return bool(self._ids)
 
     def note_cached(self, figures: Mapping[str, int]) -> None:
-        """Record the numbers of prompt tokens that were cached at the first instance, by name."""
+        """Record the cached-token counts of the first instance, by their names in the usage."""
         self._cached = figures
 
     def resume_members(self) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class StreamMerger:
         self._last_count = 0
 
     def note_cached(self, figures: Mapping[str, int]) -> None:
-        """Record the numbers of prompt tokens that were cached at the first instance, by name."""
+        """Record the cached-token counts of the first instance, by their names in the usage."""
         self._cached = figures
 
     def expect_prompt(self, ids: Sequence[int] | None) -> None:

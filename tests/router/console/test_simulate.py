@@ -185,7 +185,7 @@ def test_one_policy_may_be_asked_for(trace: Path, capsys: pytest.CaptureFixture[
         ),
         (["--tracee=TRACE"], "--tracee is not a flag of this program; did you mean --trace?"),
         (["--trace", "TRACE", "--policy", "best"], "invalid choice: 'best'"),
-        (["--trace", "BROKEN"], "line 2 is not a request; it must be a JSON object with a number timestamp"),
+        (["--trace", "BROKEN"], "line 2 is not a request; it must be a JSON object with timestamp (a number"),
         (["--trace", "EMPTY"], "must have at least two requests with different timestamps"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The view "Try it": a conversation through the router, and where each of its prompts came from."""
+"""The view "Try it": a conversation through the router, and how much of each prompt was cached."""
 
 from __future__ import annotations
 
