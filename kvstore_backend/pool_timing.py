@@ -137,6 +137,9 @@ def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
 
     Args:
         ask: sends a prompt with the given number of words; returns its number of tokens, and the seconds.
+
+    Raises:
+        InstanceUnavailable: the instance's context is too short for a second prompt.
     """
     ask(_SHORT_WORDS)  # the first request of an instance may take longer
     short_tokens, short_seconds = min((ask(_SHORT_WORDS) for _ in range(_TRIES)), key=lambda pair: pair[1])
@@ -148,7 +151,7 @@ def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
             break
         words *= 2
     if tokens == short_tokens:
-        raise ValueError("the instance accepted no prompt that is longer than the first one")
+        raise InstanceUnavailable("the instance accepted no prompt that is longer than the first one")
     return max(0.0, seconds - short_seconds) / (tokens - short_tokens)
 
 

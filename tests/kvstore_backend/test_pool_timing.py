@@ -20,12 +20,14 @@ def test_a_hit_pays_from_the_length_on_at_which_it_makes_up_for_its_fixed_time(
     assert Comparison(fixed, load, compute).least_tokens == least
 
 
+@pytest.mark.timing
 def test_computing_is_timed_without_the_time_that_any_request_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_timing, "_LONG_ENOUGH_SECONDS", 0.2)
     with timed_instance(0.001) as url:
         assert 0.0005 < time_computing(url) < 0.01
 
 
+@pytest.mark.timing
 def test_an_instance_with_a_short_context_is_timed_within_it() -> None:
     with timed_instance(0.0) as url:
         assert 0 <= time_computing(url) < 0.01
@@ -39,6 +41,13 @@ def test_what_is_no_instance_is_said_in_a_sentence() -> None:
         time_computing(url)
 
 
+def test_an_instance_whose_context_has_no_room_for_a_second_prompt_is_named_in_a_sentence() -> None:
+    refused = pytest.raises(InstanceUnavailable, match="accepted no prompt that is longer than the first one")
+    with timed_instance(0.0, context=32) as url, refused:
+        time_computing(url)
+
+
+@pytest.mark.timing
 def test_loading_is_timed_and_leaves_nothing_behind() -> None:
     fixed, token = time_loading(load_config("memory"), 1024)
     assert 0 <= fixed < 1
