@@ -470,7 +470,7 @@ class Retries:
             key: the instance that has failed.
             is_stale: whether this instance had probably closed the connection before the request was sent.
         """
-        if deaths and not is_stale and self._stale_at == key:
+        if trouble is Trouble.DEATH and not is_stale and self._stale_at == key:
             # The instance has broken an idle connection and then a new one. This is one death and one attempt.
             deaths -= 1
             self._failed -= 1

@@ -202,6 +202,12 @@ def test_an_instance_that_breaks_an_idle_connection_and_then_a_new_one_counts_as
         assert "instances failed 2 times" in retries.find_end(Reached.SENT, Trouble.DEATH, 1, "c:1")
 
 
+def test_a_death_in_a_pair_counts_if_the_other_instance_had_broken_an_idle_connection_and_is_not_reached_now() -> None:
+    retries = Retries(Sent.GENERATION)
+    assert not retries.find_end(Reached.SENT, Trouble.DEATH, 1, "a:1", is_stale=True)
+    assert "instances failed 2 times" in retries.find_end(Reached.UNSENT, Trouble.UNREACHABLE, 1, "a:1")
+
+
 @pytest.mark.parametrize(("status", "code"), [(500, "500"), (429, "429")])
 def test_the_keeper_of_a_response_that_fails_is_not_asked_again(
     make_router: MakeRouter, stand_in: MakeStandIn, status: int, code: str
