@@ -41,6 +41,12 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
         raise ConfigError(
             "context parallelism is on; KVStoreConnector shares only blocks that contain all their tokens"
         )
+    is_ray = parallel.distributed_executor_backend == "ray"
+    if is_ray and parallel.pipeline_parallel_size > 1 and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        raise ConfigError(
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND is 0, and vLLM's older Ray executor drops the reports of all pipeline "
+            "stages but the last, so a load would never end; unset it, or use --distributed-executor-backend mp"
+        )
     if cache.prefix_caching_hash_algo not in _HASHES:
         raise ConfigError(
             f"--prefix-caching-hash-algo is {cache.prefix_caching_hash_algo}; in a shared pool a hash collision gives "

@@ -70,7 +70,8 @@ def transfer(role: str = "kv_both", **extra: object) -> KVTransferConfig:
 
 def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, Any]:
     """The arguments that vLLM gives a connector, as far as this one looks at them."""
-    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    parallel: dict[str, object] = {**dict.fromkeys(sizes, 1), "distributed_executor_backend": None}
     cache = {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False, "block_size": 16}
     cache["enable_prefix_caching"] = True
     model = {"is_diffusion": False, "is_prefix_caching_supported": True}
@@ -182,6 +183,34 @@ def test_prefix_caching_that_vllm_switched_off_for_batch_invariance_is_refused(
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT is set"):
         KVStoreConnector(*_ordered(config(spec, {}, enable_prefix_caching=False)))
+
+
+@pytest.mark.parametrize(
+    ("executor", "num_stages", "variable", "is_refused"),
+    [
+        ("ray", 2, "0", True),
+        ("ray", 2, "1", False),
+        ("ray", 2, None, False),
+        ("ray", 1, "0", False),
+        ("mp", 2, "0", False),
+    ],
+)
+def test_the_older_ray_executor_is_refused_with_pipeline_stages(
+    spec: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    executor: str,
+    num_stages: int,
+    variable: str | None,
+    is_refused: bool,
+) -> None:
+    monkeypatch.delenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", variable)
+    changes = {"distributed_executor_backend": executor, "pipeline_parallel_size": num_stages}
+    configs = config(spec, {"pool": f"file://{tmp_path}/pool"}, **changes)
+    with pytest.raises(ConfigError, match="would never end") if is_refused else contextlib.nullcontext():
+        KVStoreConnector(*_ordered(configs)).shutdown()
 
 
 def test_only_specs_that_are_known_to_be_causal_are_taken(tmp_path: Any) -> None:
