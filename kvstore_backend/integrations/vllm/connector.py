@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvcommon.hints import suggest_name
@@ -103,6 +104,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         prefill_wait_s = _read_prefill_wait(self._kv_transfer_config)
         self._loaded = Loaded()
         self._report = Report()
+        self._has_saved = False  # whether the saves of this step were begun
+        self._saves_unasked = False  # whether vLLM may not call wait_for_save in this worker
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -239,6 +242,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         pool = open_pool(self._config, namespace, facts=facts, is_summed=is_summed)
         clock = DeviceClock(memory.make_mark) if memory.is_on_device else HostClock()
         self._worker = WorkerHalf(pool, memory, family, route=open_route(route, memory, pool), clock=clock)
+        if self._vllm_config.speculative_config is not None:
+            # vLLM's V1 model runner then calls wait_for_save after the draft model, so only in the last pipeline stage.
+            self._saves_unasked = not get_pp_group().is_last_rank
         if self._vllm_config.lora_config is not None:
             from vllm.lora.worker_manager import WorkerLoRAManager  # this import loads vLLM's layers
 
@@ -250,6 +256,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step. vLLM calls this before all other methods of the step."""
         super().bind_connector_metadata(connector_metadata)
+        self._has_saved = False
         if self._worker is not None:
             self._worker.begin_step()
 
@@ -266,8 +273,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Begin to save the blocks that are full after this step's forward pass.
 
         The saves need not end before the next step, because full blocks do not change. Only for a prefill request this
-        method waits until the blocks are in the pool: after the response, a decode instance looks them up.
+        method waits until the blocks are in the pool: after the response, a decode instance looks them up. A second
+        call in the same step does nothing.
         """
+        if self._has_saved:
+            return
+        self._has_saved = True
         plan = self._get_connector_metadata().plan
         self._mover.end_step(plan.num_tokens)
         self._mover.start_saves(plan.saves)
@@ -278,8 +289,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         vLLM calls four methods at the end of a step. This method is the first one, and takes the outcomes for all four.
         vLLM reads the counts after it. The counts must include all transfers that are reported in this step, because no
-        further step may follow.
+        further step may follow. vLLM has queued the forward pass before.
         """
+        if self._saves_unasked:
+            self.wait_for_save()
         self._loaded, self._report = self._mover.take_outcomes()
         return KVConnectorTransferResults(finished_recving=self._loaded.requests, failed_recving=self._loaded.failed)
 

@@ -15,11 +15,13 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
+from vllm.config import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvstore_backend.backend import Status
 from kvstore_backend.integrations.vllm.connector import KVStoreConnector
@@ -32,13 +34,16 @@ from tests.kvstore_backend.integrations.vllm.test_connector import (
     Table,
     VllmInstance,
     make_config,
+    make_plain,
 )
 from tests.kvstore_backend.integrations.vllm.test_halves import Blocks, Request
 from tests.kvstore_backend.test_namespace import checkpoint
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+connector_module: Any = importlib.import_module("kvstore_backend.integrations.vllm.connector")
 namespace_module: Any = importlib.import_module("kvstore_backend.integrations.vllm.namespace")
+runner_module: Any = importlib.import_module("vllm.v1.worker.kv_connector_model_runner_mixin")
 
 TOKENS = list(range(22))  # five blocks, and two tokens more
 COMPUTED, LOADED = [7, 3, 5, 1, 2, 9], [4, 8, 11, 10, 6, 0]
@@ -50,9 +55,14 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stage = self.tp_rank = 0
+        self.num_stages = 1
         monkeypatch.setattr(namespace_module, "get_tensor_model_parallel_rank", lambda: self.tp_rank)
-        monkeypatch.setattr(namespace_module, "get_pp_group", lambda: SimpleNamespace(rank_in_group=self.stage))
+        for module in (connector_module, namespace_module):
+            monkeypatch.setattr(module, "get_pp_group", self.get_pp_group)
         monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+    def get_pp_group(self) -> Any:
+        return SimpleNamespace(rank_in_group=self.stage, is_last_rank=self.stage == self.num_stages - 1)
 
 
 class StagedInstance(LookUps):
@@ -71,7 +81,7 @@ class StagedInstance(LookUps):
         for stage in range(num_stages):
             names = [f"l{number}" for number in range(stage * size, (stage + 1) * size)]
             for tp_rank in range(num_tp):
-                ranks.stage, ranks.tp_rank = stage, tp_rank
+                ranks.stage, ranks.tp_rank, ranks.num_stages = stage, tp_rank, num_stages
                 caches.append(KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(names, spec)]))
                 worker = KVStoreConnector(config, KVConnectorRole.WORKER, caches[-1])
                 kv = {name: torch.zeros(NUM_BLOCKS, HEADS // num_tp, BLOCK, 6) for name in names}
@@ -93,29 +103,31 @@ class StagedInstance(LookUps):
         output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
         plan = self.scheduler.build_connector_meta(output)
         outputs = []
-        for worker in self.workers.values():
-            worker.bind_connector_metadata(pickle.loads(pickle.dumps(plan)))
-            worker.wait_for_save()
-            worker.start_load_kv(None)
-            results = worker.get_transfer_results(set())
-            outputs.append(
-                ModelRunnerOutput.with_kv_conn_output_only(
-                    KVConnectorOutput(
-                        finished_recving=results.finished_recving,
-                        failed_recving=results.failed_recving,
-                        invalid_block_ids=worker.get_block_ids_with_load_errors(),
-                        kv_connector_worker_meta=worker.build_connector_worker_meta(),
-                        kv_connector_stats=worker.get_kv_connector_stats(),
-                    )
-                )
-            )
-            worker.clear_connector_metadata()
+        for (stage, _), worker in self.workers.items():
+            made = self.step_worker(worker, pickle.loads(pickle.dumps(plan)), stage)
+            outputs.append(ModelRunnerOutput.with_kv_conn_output_only(made))
         # vLLM's executor takes the answer of the last stage's first rank.
         summed = self.aggregator.aggregate(pickle.loads(pickle.dumps(outputs)), output_rank=len(outputs) - 1)
         assert summed is not None
         assert summed.kv_connector_output is not None
         self.scheduler.update_connector_output(summed.kv_connector_output)
         return summed.kv_connector_output
+
+    def step_worker(self, worker: Any, plan: Any, stage: int) -> KVConnectorOutput:
+        """One step of a worker, and what it tells the scheduler."""
+        worker.bind_connector_metadata(plan)
+        worker.wait_for_save()
+        worker.start_load_kv(None)
+        results = worker.get_transfer_results(set())
+        output = KVConnectorOutput(
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            kv_connector_stats=worker.get_kv_connector_stats(),
+        )
+        worker.clear_connector_metadata()
+        return output
 
     def compute(self, request: Request, table: list[int]) -> None:
         """Compute a whole prompt, and end the request."""
@@ -158,6 +170,41 @@ class StagedInstance(LookUps):
         self.scheduler.shutdown()
         for worker in self.workers.values():
             worker.shutdown()
+
+
+class DraftingInstance(StagedInstance):
+    """Speculative decoding: vLLM's V1 model runner then ends the step of the last stage only, after the draft model.
+
+    If vLLM broadcasts the output of the last stage, it ends the step of all stages.
+    """
+
+    is_broadcast = False
+
+    def __init__(self, config: Any, ranks: Ranks, num_stages: int, num_tp: int = 1) -> None:
+        config.speculative_config = make_plain(SpeculativeConfig)
+        self.saved_in: list[tuple[int, list[int]]] = []
+        super().__init__(config, ranks, num_stages, num_tp)
+
+    def step_worker(self, worker: Any, plan: Any, stage: int) -> KVConnectorOutput:
+        planned = SimpleNamespace(kv_connector_metadata=plan, has_sync_kv_loads=False, finished_req_ids=set())
+        begin_saves = worker._mover.start_saves
+
+        def start_saves(saves: Any) -> None:
+            self.saved_in.append((stage, [save.number for save in saves]))
+            begin_saves(saves)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker._mover, "start_saves", start_saves)
+            patch.setattr(runner_module, "get_kv_transfer_group", lambda: worker)
+            patch.setattr(runner_module, "has_kv_transfer_group", lambda: True)
+            patch.setattr(runner_module, "get_forward_context", lambda: None)
+            with KVConnectorModelRunnerMixin._get_kv_connector_output(planned, defer_finalize=True) as output:
+                pass
+            if stage == max(self.workers)[0]:
+                self.saved_in.append((stage, []))  # the draft model
+            if self.is_broadcast or stage == max(self.workers)[0]:
+                KVConnectorModelRunnerMixin.finalize_kv_connector()
+        return output
 
 
 def fill(block_hash: bytes, layer: str, tp_rank: int) -> float:
@@ -254,6 +301,26 @@ class TestStages:
         monkeypatch.setattr(silent, "save", lambda hashes, *given, **options: [Status.FAILED] * len(hashes))
         first.compute(Request("a", TOKENS), COMPUTED)
         assert second.match(Request("b", TOKENS)) == (0, False)
+
+
+@pytest.mark.parametrize("is_broadcast", [False, True])
+def test_all_stages_save_once_with_speculative_decoding(
+    ranks: Ranks, folder: Path, tmp_path: Path, is_broadcast: bool
+) -> None:
+    with contextlib.ExitStack() as stack:
+        first, second = (
+            stack.enter_context(contextlib.closing(DraftingInstance(make_config(folder, tmp_path / "pool"), ranks, 4)))
+            for _ in range(2)
+        )
+        first.is_broadcast = second.is_broadcast = is_broadcast
+        first.compute(Request("a", TOKENS), COMPUTED)
+        # The last stage saves after its draft model.
+        assert first.saved_in[:5] == [(0, [1]), (1, [1]), (2, [1]), (3, []), (3, [1])]
+        assert not first.scheduler._planner.has_pins
+        request = Request("b", TOKENS)
+        output, invalid = second.load(request, LOADED)
+        assert (output.finished_recving, output.failed_recving, invalid) == ({"b"}, set(), set())
+        assert second.list_wrong(request, LOADED[:5]) == []
 
 
 def test_data_parallel_ranks_share_their_blocks(ranks: Ranks, folder: Path, tmp_path: Path) -> None:
