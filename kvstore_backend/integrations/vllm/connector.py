@@ -119,6 +119,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if self._is_plain:
                 events = vllm_config.kv_events_config
                 options["reports_stored"] = events is not None and events.enable_kv_cache_events
+                drafts = vllm_config.speculative_config  # with several groups, it is refused
+                options["drops_last"] = drafts is not None and drafts.use_eagle_block_drop()
                 self._scheduler = SchedulerHalf(backend, vllm_config.cache_config.block_size, **options)
             else:
                 hash_size = kv_cache_config.hash_block_size

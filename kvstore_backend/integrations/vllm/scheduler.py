@@ -199,6 +199,8 @@ class SchedulerHalf:
         prefill_wait_s: seconds for which a prompt waits for its next block from a prefill instance that received the
             request at the same time; 0: no wait.
         reports_stored: whether ``take_stored`` will be called.
+        drops_last: whether the last block of a hit is computed, as in vLLM's own cache with EAGLE or MTP: there the
+            draft layers' KV of a token depends on the next token, which the hash of the token's block may not cover.
     """
 
     def __init__(
@@ -210,8 +212,10 @@ class SchedulerHalf:
         saves: bool = True,
         prefill_wait_s: float = 0.0,
         reports_stored: bool = False,
+        drops_last: bool = False,
     ) -> None:
         self._backend = backend
+        self._num_dropped = int(drops_last)
         self._reports_stored = reports_stored
         self._stored: list[Stored] = []
         self._block_size = block_size
@@ -275,9 +279,9 @@ class SchedulerHalf:
         remains to be computed, because vLLM needs its logits.
         """
         first, end = num_computed // self._block_size, (request.num_tokens - 1) // self._block_size
-        if not self._loads or end <= first or request.request_id in self._short_loads or not self._is_ready:
+        if not self._loads or self._is_stale or end - first <= self._num_dropped:
             return 0
-        if self._is_stale:
+        if request.request_id in self._short_loads or not self._is_ready:
             return 0
         lookup = self._lookups.get(request.request_id)
         if lookup is None or lookup.first != first:
@@ -293,7 +297,8 @@ class SchedulerHalf:
         if self._is_prefilled_elsewhere(request, lookup, found):
             self._is_waiting = True
             return None
-        return found * self._block_size if found and self._decide(lookup, found) == "load" else 0
+        found -= self._num_dropped
+        return found * self._block_size if found > 0 and self._decide(lookup, found) == "load" else 0
 
     def on_allocation(self, request: Request, blocks: Callable[[], Any], num_external: int) -> None:
         """Record that a request got ``blocks``, and plan the load of ``num_external`` tokens from the pool."""

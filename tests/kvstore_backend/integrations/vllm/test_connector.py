@@ -21,7 +21,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 import vllm
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, SpeculativeConfig
 from vllm.config import ModelConfig as ModelConfigOfVllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -77,6 +77,7 @@ def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, An
     model = {"is_diffusion": False, "is_prefix_caching_supported": True}
     vllm_config = SimpleNamespace(
         kv_events_config=None,
+        speculative_config=None,
         kv_transfer_config=transfer(**extra),
         parallel_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in parallel.items()}),
         cache_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in cache.items()}),
@@ -448,6 +449,7 @@ class Table:
 def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process group is up here."""
     monkeypatch.setattr(namespace_module, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(connector_module, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
 
 
@@ -496,6 +498,30 @@ class TestTwoInstances:
             for block_hash, block in zip(request.block_hashes, [4, 8, 11, 10, 6], strict=False):
                 assert bool((tensor[block] == block_hash[0] + layer).all())
         assert second.match(Request("c", list(range(100, 122)))) == (0, False)
+
+    @pytest.mark.parametrize(
+        ("method", "is_disabled", "expected"),
+        [
+            ("eagle", False, 16),
+            ("mtp", False, 16),
+            ("eagle", True, 20),
+            ("ngram", False, 20),
+            ("draft_model", False, 20),
+        ],
+    )
+    def test_the_block_that_vllm_drops_from_its_own_hits_is_not_loaded(
+        self, folder: Path, tmp_path: Path, method: str, is_disabled: bool, expected: int
+    ) -> None:
+        config = make_config(folder, tmp_path / "pool")
+        config.speculative_config = make_plain(SpeculativeConfig)
+        for name, value in {"method": method, "disable_eagle_block_drop": is_disabled}.items():
+            object.__setattr__(config.speculative_config, name, value)
+        with (
+            contextlib.closing(VllmInstance(config)) as first,
+            contextlib.closing(VllmInstance(config)) as second,
+        ):
+            first.compute(Request("a", list(range(22))), [7, 3, 5, 1, 2, 9])
+            assert second.match(Request("b", list(range(22)))) == (expected, True)
 
     def test_blocks_that_do_not_come_are_told_to_vllm(self, two: tuple[VllmInstance, VllmInstance]) -> None:
         first, second = two

@@ -146,6 +146,27 @@ class TestLookUps:
         assert asked.scheduler.matched_tokens(make_request(tokens), computed) == 0
         assert asked.begun == []
 
+    @pytest.mark.parametrize(("found", "expected"), [(5, 16), (2, 4), (1, 0), (0, 0)])
+    def test_the_last_block_of_a_hit_may_have_to_be_computed(
+        self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch, found: int, expected: int
+    ) -> None:
+        with contextlib.closing(Instance(store, drops_last=True)) as drafting:
+            asked = Asked(drafting, monkeypatch)
+            asked.answer(found)
+            assert asked.scheduler.matched_tokens(make_request(), 0) == expected
+            assert asked.begun == [(5, None)]
+
+    def test_the_block_that_vllm_dropped_from_its_own_hit_is_not_looked_up(
+        self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not even where blocks come from a prefill instance, for which a request would wait."""
+        with contextlib.closing(Instance(store, drops_last=True, prefill_wait_s=10.0)) as drafting:
+            asked = Asked(drafting, monkeypatch)
+            assert asked.scheduler.matched_tokens(make_request(), 16) == 0
+            assert asked.begun == []
+            asked.answer(2)
+            assert asked.scheduler.matched_tokens(make_request(), 12) == 4
+
     def test_where_nothing_is_found_nothing_is_decided(self, asked: Asked) -> None:
         asked.answer(0)
         assert asked.scheduler.matched_tokens(make_request(), 0) == 0
@@ -263,6 +284,18 @@ class TestLoads:
         (load,) = asked.scheduler.plan_step({}, lambda _: []).loads
         assert (list(load.blocks), load.names) == ([11, 12, 13], request.block_hashes[1:4])
         assert asked.scheduler.plan_step({}, lambda _: []).loads == []
+
+    def test_a_block_that_is_not_loaded_of_a_hit_is_saved_when_it_is_computed(self, store: StorageBackend) -> None:
+        with contextlib.closing(Instance(store, drops_last=True)) as drafting:
+            request = make_request(name="b")
+            drafting.compute(make_request(), TABLE)
+            table = [16, 17, 18, 19, 20, 21]
+            assert drafting.load(request, table).requests == {"b"}
+            assert [drafting.has(request, index, table[index]) for index in range(5)] == [True] * 4 + [False]
+            request.num_computed_tokens = 16
+            (save,) = drafting.begin({"b": 6}, {"b": table}).saves
+            assert list(save.blocks) == [20]
+            drafting.end_transfers()
 
     def test_of_what_was_found_only_what_vllm_has_room_for_is_loaded(self, asked: Asked) -> None:
         asked.answer(3)
