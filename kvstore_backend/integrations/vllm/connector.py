@@ -50,7 +50,13 @@ from kvstore_backend.integrations.vllm.metrics import KVStoreMetrics, KVStoreSta
 from kvstore_backend.integrations.vllm.namespace import build_namespace, collect_instance_facts, find_readable_family
 from kvstore_backend.integrations.vllm.route import choose_route, open_route, read_route
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
-from kvstore_backend.integrations.vllm.support import check_support, describe_groups, find_memory, require_recompute
+from kvstore_backend.integrations.vllm.support import (
+    check_support,
+    describe_groups,
+    find_memory,
+    require_recompute,
+    warn_of_few_states,
+)
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_backend, open_pool
@@ -123,6 +129,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 options["drops_last"] = drafts is not None and drafts.use_eagle_block_drop()
                 self._scheduler = SchedulerHalf(backend, vllm_config.cache_config.block_size, **options)
             else:
+                if options["saves"]:
+                    warn_of_few_states(kv_cache_config, self._groups)
                 hash_size = kv_cache_config.hash_block_size
                 self._scheduler = HybridSchedulerHalf(backend, self._groups, hash_size, **options)
 

@@ -11,8 +11,9 @@ transfer lists the blocks of full-attention groups last. They are stored last, s
 the blocks of the other groups, without which it could load nothing.
 
 A block of a sliding window is saved when it is full, if vLLM has not dropped it before, because a later prompt may have
-a common prefix of any length. vLLM keeps a recurrent state only if a step ends at a block boundary, and reports it
-once, in the step that computes it (``offer_states``).
+a common prefix of any length. vLLM makes a recurrent state only if a step ends at a block boundary, keeps only some of
+them (``--prefix-cache-retention-interval``), and reports each of these once, in the step that computes it
+(``offer_states``).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvstore_backend.backend import ConfigError
 from kvstore_backend.groups import Group
 from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
 
-__all__ = ["check_support", "describe_groups", "find_memory", "list_specs", "require_recompute"]
+__all__ = ["check_support", "describe_groups", "find_memory", "list_specs", "require_recompute", "warn_of_few_states"]
 
 logger = logging.getLogger("vllm.kvstore")  # a child of vLLM's logger, with the same handlers and level
 
@@ -183,6 +184,17 @@ def require_recompute(transfer: Any) -> None:
             transfer.kv_load_failure_policy,
         )
         transfer.kv_load_failure_policy = "recompute"
+
+
+def warn_of_few_states(kv_cache_config: Any, groups: Sequence[Group]) -> None:
+    """Log a warning if vLLM keeps recurrent states only at the ends of prompts, which is its default."""
+    if kv_cache_config.prefix_cache_retention_interval == 0 and any(group.kind == "state" for group in groups):
+        logger.warning(
+            "vLLM keeps few of this model's recurrent states, so a prompt that shares only its beginning with another "
+            "may find none in the pool; --prefix-cache-retention-interval %d also keeps those at the ends of all "
+            "chunks of prompts, and a multiple of it fewer",
+            math.lcm(*(group.block_size for group in groups)),
+        )
 
 
 def find_memory(kv_cache_config: Any, is_plain: bool, kv_caches: dict[str, Any]) -> KVMemory | GroupedMemory:

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,7 +85,13 @@ def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, An
         attention_config=SimpleNamespace(use_non_causal=changes.get("use_non_causal", False)),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=changes.get("enable_chunked_prefill", True)),
     )
-    return vllm_config, SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec([], spec)], num_blocks=8, hash_block_size=16)
+    cache_config = SimpleNamespace(
+        kv_cache_groups=[KVCacheGroupSpec([], spec)],
+        num_blocks=8,
+        hash_block_size=16,
+        prefix_cache_retention_interval=changes.get("retention", 0),
+    )
+    return vllm_config, cache_config
 
 
 @pytest.fixture
@@ -750,6 +756,41 @@ def test_models_of_several_groups_are_refused_where_they_are_not_known_to_be_rig
     change(vllm_config, kv_cache_config.kv_cache_groups[1])
     with pytest.raises(ConfigError, match=sentence):
         KVStoreConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "retention", "role", "is_warned"),
+    [
+        (("state", "full"), 0, "kv_both", True),
+        (("state",), 0, "kv_producer", True),
+        (("state",), 0, "kv_consumer", False),
+        (("state", "full"), 32, "kv_both", False),
+        (("state", "full"), None, "kv_both", False),
+        (("window", "full"), 0, "kv_both", False),
+        (("full",), 0, "kv_both", False),
+    ],
+)
+def test_a_model_with_few_recurrent_states_in_the_pool_is_warned_of(
+    spec: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: Sequence[str],
+    retention: int | None,
+    role: str,
+    is_warned: bool,
+) -> None:
+    specs = {"full": dataclasses.replace(spec, block_size=32), "state": make_state(), "window": make_window()}
+    vllm_config, kv_cache_config = config(spec, {}, retention=retention)
+    vllm_config.kv_transfer_config = transfer(role, pool=f"file://{tmp_path}/pool")
+    kv_cache_config.kv_cache_groups = [KVCacheGroupSpec([], specs[kind]) for kind in kinds]
+    logged: list[str] = []
+    monkeypatch.setattr(support_module.logger, "warning", lambda text, *given: logged.append(text % given))
+    KVStoreConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config).shutdown()
+    KVStoreConnector(vllm_config, KVConnectorRole.WORKER, kv_cache_config).shutdown()
+    assert len(logged) == is_warned
+    if is_warned:
+        least = 32 if "full" in kinds else 16
+        assert f"--prefix-cache-retention-interval {least} " in logged[0]
 
 
 def make_window(dtype: torch.dtype = torch.float32, **changes: Any) -> SlidingWindowSpec:

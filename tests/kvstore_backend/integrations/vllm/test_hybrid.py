@@ -109,7 +109,8 @@ def next_token(tokens: Sequence[int]) -> int:
 class Instance:
     """One vLLM instance without a model: its scheduler, our connector in it, and worker halves over KV memory.
 
-    With two pipeline stages, each has one of the two layers of every group.
+    With two pipeline stages, each has one of the two layers of every group. ``retention`` is vLLM's
+    ``--prefix-cache-retention-interval``.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Instance:
         tmp_path: Path,
         route: Route = "direct",
         num_stages: int = 1,
+        retention: int = 0,
     ) -> None:
         groups = [
             KVCacheGroupSpec([f"l{number}.{part}" for part in range(2)], spec) for number, spec in enumerate(specs)
@@ -139,6 +141,7 @@ class Instance:
             block_size=min(spec.block_size for spec in specs),
             enable_prefix_caching=True,
             async_scheduling=False,
+            prefix_cache_retention_interval=retention,
             kv_transfer_config=transfer,
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
@@ -158,6 +161,7 @@ class Instance:
                 for part in range(2)
             ],
             kv_cache_groups=groups,
+            prefix_cache_retention_interval=config.cache_config.prefix_cache_retention_interval,
         )
         scheduler_size, hash_size = resolve_kv_cache_block_sizes(cache, config)
         cache.hash_block_size = hash_size
@@ -310,12 +314,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pair:
     """Two instances of one model over one store, whose blocks may be removed."""
 
-    def __init__(self, folder: Path, name: str, tmp_path: Path, route: Route = "direct", num_stages: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        tmp_path: Path,
+        route: Route = "direct",
+        num_stages: int = 1,
+        retention: int = 0,
+    ) -> None:
         self.memory = MemoryStore(64 << 20)
         self.store = CheckedBackend(self.memory)
         self.specs = MODELS[name]
         self.first, self.second = (
-            Instance(folder, self.specs, self.store, tmp_path, route, num_stages) for _ in range(2)
+            Instance(folder, self.specs, self.store, tmp_path, route, num_stages, retention) for _ in range(2)
         )
 
     def list_keys(self) -> list[str]:
@@ -363,8 +375,31 @@ def test_what_one_instance_computes_another_loads(pair: Pair) -> None:
     counts = pair.second.count_all()
     assert counts["load ok"] > 0
     assert not counts.get("load failed")
-    if not any(isinstance(spec, MambaSpec) for spec in pair.specs):  # states are only where a step ended
+    if not any(isinstance(spec, MambaSpec) for spec in pair.specs):  # vLLM keeps few states
         assert not counts.get("lookup absent")
+
+
+@pytest.mark.parametrize("name", ["state", "state and window"])
+@pytest.mark.parametrize(("retention", "expected"), [(0, 0), (16, 192), (96, 192), (112, 0)])
+def test_prompts_with_a_common_beginning_resume_where_vllm_keeps_states(
+    folder: Path, tmp_path: Path, name: str, retention: int, expected: int
+) -> None:
+    """A step computes 96 tokens, so the chunks of a prompt end at 96 and 192 tokens."""
+    beginning = list(range(230))
+    with contextlib.closing(Pair(folder, name, tmp_path, retention=retention)) as pair:
+
+        def count_hit(end: int) -> float:
+            """Tokens that the second instance finds in the pool; the prompt's last 40 tokens are ``end``."""
+            prompt = [*beginning, *[end] * 40]
+            assert pair.second.scheduler.reset_prefix_cache()
+            assert pair.second.ask({f"b{end}": prompt}) == {f"b{end}": answer(prompt)}
+            return 16 * pair.second.count_all().get("lookup ok", 0)
+
+        pair.first.ask({"a": [*beginning, *[1] * 40]})
+        assert count_hit(1) == 256, "the last boundary of the prompt"
+        assert count_hit(2) == expected
+        pair.first.ask({"c": [*beginning, *[3] * 40]})
+        assert count_hit(4) == 224, "the first instance has computed two prompts with this beginning"
 
 
 def test_blocks_of_one_group_that_are_lost_never_make_a_wrong_answer(pair: Pair) -> None:
