@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "vl
 import httpx
 import kv_events_cost
 from cluster import Cluster
-from pool_gain import describe_run
+from describe_run import describe_run
 
 from engine.make_model import make_model
 from tests.end_to_end.cluster import instance, router

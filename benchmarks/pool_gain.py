@@ -17,9 +17,7 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
-import shlex
 import statistics
 import sys
 import tempfile
@@ -34,9 +32,9 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_trace import make_trace
+from describe_run import describe_run
 
 from engine.make_model import WORDS, make_model
-from kvcommon.versions import find_version
 from tests.end_to_end.cluster import instance, router
 from tests.support.mooncake import mooncake_master
 from tests.support.trace import pick_conversations, read_trace
@@ -154,23 +152,6 @@ def measure_lengths(folder: Path) -> dict[str, Any]:
         "rows": rows,
         "lines": True,
         "spread": f"medians of {ROUNDS}; {num_missed} prompts that were not loaded are left out",
-    }
-
-
-def describe_run(program: str, argv: Sequence[str] | None, begun: time.struct_time, load: float) -> dict[str, str]:
-    """Return how a program of this folder measured, for ``scripts/results``.
-
-    Args:
-        program: name of the file.
-        argv: the program's arguments; None for those of this process.
-        begun: time at which it began, in UTC.
-        load: the machine's load at that time.
-    """
-    return {
-        "date": time.strftime("%Y-%m-%d", begun),
-        "command": shlex.join(["python", f"benchmarks/{program}", *(sys.argv[1:] if argv is None else argv)]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} processors, load {load:.1f} at the start",
-        "versions": f"kvstore {find_version()}, Python {platform.python_version()}",
     }
 
 

@@ -3,24 +3,28 @@
     python benchmarks/router_overhead.py --peers-venv /tmp/peers [--quick] [--workers 1 --workers 2] [--json FILE]
     python benchmarks/router_overhead.py --only ours --workers 1 --mode pd --case small --connections 32 --seconds 5
 
-All systems get the same mock instances (2 prefill + 2 decode, then 4 mixed; ``native/worker.c``) and the same load
-(``native/load.c``) over keep-alive connections. Both programs are compiled at the start. Each case is measured with all
-systems in turn, in several rounds; figures are medians. "Direct" is the load without a router, at the instances that
-answer (in P/D mode the decode instances); "+" is the difference of a system from that. "Stall" is the time between a
-stream's last event and the end of its answer: Nagle's algorithm together with delayed acknowledgements would take 40 ms
-there.
+All systems get the same mock instances (2 prefill + 2 decode, then 4, 64 and 256 mixed; ``native/worker.c``) and the
+same load (``native/load.c``) over keep-alive connections. Both programs are compiled at the start. Each case is
+measured with all systems in turn, in several rounds; figures are medians. "Direct" is the load without a router, at the
+instances that answer (in P/D mode the decode instances); "+" is the difference of a system from that. "Stall" is the
+time between a stream's last event and the end of its answer: Nagle's algorithm together with delayed acknowledgements
+would take 40 ms there.
 
 Our router is measured with 1, 2 and 4 workers ("ours", "ours x2", "ours x4"; ``--workers``). The bars at the end apply
 to two workers on two cores, or to the first measured number of workers if two were not measured.
 
 Fairness. Our router runs with its defaults: both legs supervised, health probes, metrics, load-aware policies,
-heartbeats every 5 s. The peers get their fastest flags: round_robin in both modes (their default, cache_aware, keeps a
-tree of prompts), only errors logged, no retries, no circuit breaker. sglang-router and smg send both legs at once, as
-ours does; vllm-router's P/D waits for the prefill leg's answer before it sends the decode leg. No process is pinned to
-a core. Router, instances and load share the cores, so that requests per second depend on all three. CPU per request
-(user and system time of all threads and processes of the router, from /proc) varies less. The table shows the CPU of
-load and instances: if they use most of a core, they limit the figures, too. "Others" are other processes, the kernel,
-and time that the host of a virtual machine took: if this figure is large, repeat the measurement.
+heartbeats every 5 s. The peers get their fastest flags: only errors logged, no retries, no circuit breaker, and
+round_robin instead of their default, cache_aware, which keeps a tree of prompts. The modes ``prefix4`` to ``prefix256``
+are for cache_aware. sglang-router and smg send both legs at once, as ours does; vllm-router's P/D waits for the prefill
+leg's answer before it sends the decode leg. No process is pinned to a core. Router, instances and load share the cores,
+so that requests per second depend on all three. CPU per request (user and system time of all threads and processes of
+the router, from /proc) varies less. The table shows the CPU of load and instances: if they use most of a core, they
+limit the figures, too. "Others" are other processes, the kernel, and time that the host of a virtual machine took: if
+this figure is large, repeat the measurement. Memory is Pss of all processes of the router, before the first case
+("idle") and after a case.
+
+``--table`` writes the modes ``prefix4`` to ``prefix256`` as a table for ``scripts/results``.
 """
 
 from __future__ import annotations
@@ -46,10 +50,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from tests.support.beside import working_beside
-from tests.support.registration import registration_fields
+from describe_run import describe_run  # noqa: E402
+
+from tests.support.beside import working_beside  # noqa: E402
+from tests.support.registration import registration_fields  # noqa: E402
 
 NATIVE = Path(__file__).with_name("native")
 ROOT = NATIVE.parent.parent
@@ -61,10 +67,18 @@ PEERS = {
 }
 NUMBERS_OF_WORKERS = (1, 2, 4)
 WORKERS_OF_THE_BARS = 2
-ROLES = {"pd": ("prefill", "prefill", "decode", "decode"), "mixed": ("mixed",) * 4, "many": ("mixed",) * 64}
-MODES = {"pd": "prefill/decode: 2 + 2 instances", "mixed": "mixed: 4 instances", "many": "mixed: 64 instances"}
 # Modes in which the peers also choose the instance by the prompt's prefix, as our router does.
-POLICIES = {"many": "cache_aware"}
+BY_PREFIX = {f"prefix{count}": count for count in (4, 64, 256)}
+ROLES = {
+    "pd": ("prefill", "prefill", "decode", "decode"),
+    "mixed": ("mixed",) * 4,
+    **{mode: ("mixed",) * count for mode, count in BY_PREFIX.items()},
+}
+MODES = {
+    "pd": "prefill/decode: 2 + 2 instances",
+    "mixed": "mixed: 4 instances",
+    **{mode: f"mixed: {count} instances, chosen by prefix" for mode, count in BY_PREFIX.items()},
+}
 EVENTS = 256
 PACED_EVENTS = 100
 PACE_MS = 20
@@ -132,10 +146,17 @@ QUICK_CASES = tuple(case for case in CASES if case.events or case.connections ==
 
 @dataclass
 class System:
-    """The target of a load: its ports, and the id of the process to measure (0: there is no router)."""
+    """The target of a load.
+
+    Attributes:
+        ports: where the load goes to.
+        pid: the process to measure; 0: there is no router.
+        idle_mib: memory of the router's processes before the first case, in MiB.
+    """
 
     ports: Sequence[int]
     pid: int = 0
+    idle_mib: float = 0.0
 
 
 class Cell(NamedTuple):
@@ -145,7 +166,7 @@ class Cell(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _arguments(argv)
+    args, begun, load = _arguments(argv), time.gmtime(), os.getloadavg()[0]
     cases = [
         case
         for case in (QUICK_CASES if args.quick else CASES)
@@ -160,13 +181,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         systems = [each for name in wanted for each in (map(_our_name, numbers) if name == "ours" else [name])]
         bench = Bench(Path(folder), systems, peers_venv)
         for mode in [args.mode] if args.mode else ROLES:
-            # With many instances, the choice of an instance for a prompt costs most; with few, the forwarding does.
-            chosen = [case for case in cases if (case.kind == "unique") == (mode == "many")]
+            # If prompts share nothing, the choice of an instance by prefix costs most; else the forwarding does.
+            chosen = [case for case in cases if (case.kind == "unique") == (mode in BY_PREFIX)]
             seconds, rounds = args.seconds or (1.0 if args.quick else 2.0), args.rounds or (1 if args.quick else 3)
             bench.run(mode, chosen, seconds, rounds)
     show(bench)
     if args.json:
         args.json.write_text(json.dumps(_for_machines(bench), indent=2) + "\n")
+    if args.table:
+        run = describe_run("router_overhead.py", argv, begun, load)
+        versions = f"{run['versions']}, {bench.versions}"
+        args.table.write_text(json.dumps(make_table(bench) | run | {"versions": versions}, indent=1) + "\n")
     return 0
 
 
@@ -186,6 +211,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="length of one measurement (default 2, quick 1)")
     parser.add_argument("--rounds", type=int, help="measurements of each case and system (default 3, quick 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="also write a table for scripts/results to this file"
+    )
     return parser.parse_args(argv)
 
 
@@ -199,8 +227,7 @@ class Bench:
         self.unable: dict[Cell, str] = {}
         self.worker, self.load = (compiled(name, folder) for name in ("worker", "load"))
         self.peers = peers_venv
-        if set(systems) & PEERS.keys():
-            _install_peers(self.peers)
+        self.versions = _install_peers(self.peers) if set(systems) & PEERS.keys() else "no peers"
 
     def run(self, mode: str, cases: Sequence[Case], seconds: float, rounds: int) -> None:
         """Measure ``cases`` on every system in turn, ``rounds`` times."""
@@ -239,6 +266,7 @@ class Bench:
             return
         wall, busy, router, worker = (late - early for early, late in zip(before, after, strict=True))
         load = figures.pop("cpu_s")
+        figures |= {"idle_mib": system.idle_mib, "memory_mib": memory_mib(system.pid)}
         figures["router_us"] = 1e6 * router / (figures["events"] or figures["answers"])
         figures["router_cores"] = router / wall
         figures["worker_cores"] = worker / wall
@@ -301,7 +329,7 @@ class Bench:
                     last = (log.read().strip().splitlines() or ["it logged nothing"])[-1]
                     raise Unable(f"does not start (answers {status}): {last[-200:]}")
                 time.sleep(0.2)
-            yield System([port], process.pid)
+            yield System([port], process.pid, memory_mib(process.pid))
 
 
 def _our_name(workers: int) -> str:
@@ -316,7 +344,7 @@ def _ours(name: str, mode: str, port: int) -> list[str]:
 
 def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -> list[str]:
     urls = [f"http://127.0.0.1:{worker}" for worker in workers]
-    if mode == "mixed":
+    if mode != "pd":
         instances = ["--worker-urls", *urls]
     else:
         # The peers take a bootstrap port with a prefill instance's URL; the mock instances never open it.
@@ -331,7 +359,7 @@ def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
         *(
             "--policy",
-            POLICIES.get(mode, "round_robin"),
+            "cache_aware" if mode in BY_PREFIX else "round_robin",
             "--log-level",
             "error",
             "--disable-retries",
@@ -394,8 +422,8 @@ def compiled(name: str, folder: Path) -> Path:
     return program
 
 
-def _install_peers(venv: Path) -> None:
-    """Make the peers' virtual environment if it does not exist, and print the versions of the peers."""
+def _install_peers(venv: Path) -> str:
+    """Make the peers' virtual environment if it does not exist; print and return the versions of the peers."""
     python = venv / "bin" / "python"
     if not python.exists():
         print(f"installing {' and '.join(PEERS)} in {venv}", file=sys.stderr)
@@ -407,7 +435,9 @@ def _install_peers(venv: Path) -> None:
     versions = (
         f"from importlib.metadata import version as v; print(*(p + ' ' + v(p) for p in {tuple(PEERS)!r}), sep=', ')"
     )
-    subprocess.run([python, "-c", versions], check=False)
+    found = subprocess.run([python, "-c", versions], check=True, capture_output=True, text=True).stdout.strip()
+    print(found)
+    return found
 
 
 def free_port() -> int:
@@ -429,6 +459,19 @@ def cpu_seconds(pid: int) -> float:
         with contextlib.suppress(OSError):
             ticks += sum(map(int, _stat_fields(each)[11:15]))
     return ticks / TICKS_PER_S
+
+
+def memory_mib(pid: int) -> float:
+    """Return the memory (Pss) of a process and all its descendants in MiB; 0 for pid 0.
+
+    Pss counts a page that n processes share as 1/n in each.
+    """
+    kib = 0
+    for each in family(pid) if pid else ():
+        with contextlib.suppress(OSError):
+            rollup = Path(f"/proc/{each}/smaps_rollup").read_text()
+            kib += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+    return kib / 1024
 
 
 def family(pid: int) -> set[int]:
@@ -487,7 +530,7 @@ def bars(measured: dict[Cell, list[Figures]]) -> list[Bar]:
         hold(mode, Case("small", 32), "small, 32: req/s", "per_s", peers, faster, math.inf)
         hold(mode, Case("small", 32), "small, 32: CPU per request", "router_us", equals, 0.0, 1.0)
         hold(mode, Case("small", 1), "small, 1: p50", "latency_p50_us", equals, 0.0, 1.0)
-    hold("many", CASES[-1], "32 KB that share nothing, 32: p99", "latency_p99_us", everybody[:1], 0.0, 1.0)
+    hold("prefix64", CASES[-1], "32 KB that share nothing, 32: p99", "latency_p99_us", everybody[:1], 0.0, 1.0)
     for mode, case in dict.fromkeys((cell.mode, cell.case) for cell in measured if cell.case.events):
         if case.kind == "burst":
             hold(mode, case, "burst: events/s", "events_per_s", everybody, 1.0, math.inf)
@@ -515,6 +558,8 @@ SHARED: tuple[Column, ...] = (
     ("inst.", _plain("worker_cores"), ".2f"),
     ("load", _plain("load_cores"), ".2f"),
     ("others", _plain("other_cores"), ".2f"),
+    ("idle MiB", _plain("idle_mib"), ".0f"),
+    ("MiB", _plain("memory_mib"), ".0f"),
 )
 ANSWERS: tuple[Column, ...] = (
     ("req/s", _plain("per_s"), ",.0f"),
@@ -602,6 +647,35 @@ def _for_machines(bench: Bench) -> dict[str, Any]:
         ],
         "unable": [[cell.mode, cell.case.title, cell.system, why] for cell, why in bench.unable.items()],
         "bars": [bar._asdict() for bar in bars(bench.measured)],
+    }
+
+
+def make_table(bench: Bench) -> dict[str, Any]:
+    """Return the figures of the modes in which instances are chosen by prefix, as a table for ``scripts/results``."""
+    medians = bench.medians()
+    modes = [mode for mode in BY_PREFIX if any(cell.mode == mode for cell in medians)]
+    figures = (("requests/s", "per_s", 1.0, "higher", 0), ("p99, ms", "latency_p99_us", 1e-3, "lower", 1))
+    columns, rows = [], []
+    for mode in modes:
+        for name, _, _, better, _ in figures:
+            columns.append({"name": f"{name}, {BY_PREFIX[mode]}", "better": better, "plot": better == "higher"})
+    columns += [{"name": "idle memory, MiB", "better": "lower"}, {"name": "memory under load, MiB", "better": "lower"}]
+    for system in (each for each in bench.systems if each != "direct"):
+        own = [medians.get(Cell(mode, CASES[-1], system), {}) for mode in modes]
+        values = [
+            round(each[figure] * scale, digits or None) if each else None
+            for each in own
+            for _, figure, scale, _, digits in figures
+        ]
+        values += [round(own[-1][name]) if own and own[-1] else None for name in ("idle_mib", "memory_mib")]
+        rows.append({"name": system.replace("ours", "kvrouter"), "ours": system.startswith("ours"), "values": values})
+    return {
+        "section": "routers",
+        "title": "Mixed instances chosen by prefix, prompts of 32 KB that share nothing",
+        "row": "router; number of instances",
+        "columns": columns,
+        "rows": rows,
+        "spread": "medians of the rounds, 32 connections; memory of the largest number of instances",
     }
 
 
