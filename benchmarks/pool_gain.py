@@ -1,14 +1,17 @@
-"""Measure what the pool gains: on a conversation trace, on a trace of agents, and by prompt length.
+"""Measure what the pool gains: on a conversation trace, on a trace of agents, by prompt length, and by router.
 
     python benchmarks/pool_gain.py conversations --trace ../shared/traces/conversation_trace.jsonl --json FILE
     python benchmarks/pool_gain.py agents --json FILE
     python benchmarks/pool_gain.py lengths --json FILE
+    python benchmarks/pool_gain.py routers --peers-venv /tmp/peers --json FILE
 
 On the traces, four requests at a time go through our router to two instances of our engine with the small checkpoint,
 without any cache, with their own caches, and with their own caches and a Mooncake pool. Prompts are scaled down, and
 so are the own caches: each has room for a quarter of the different blocks, at least for 288. ``agents`` uses
 ``agent_trace.py``. ``lengths`` takes the time to first token of prompts that one instance computes and the other one
-loads. Each process has one compute thread. ``--json`` writes a table for ``scripts/results``.
+loads. ``routers`` sends the conversation trace through our router, and through sglang-router, smg and vllm-router with
+their policy cache_aware, to instances that have only their own caches. Each process has one compute thread. ``--json``
+writes a table for ``scripts/results``.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_trace import make_trace
 from describe_run import describe_run
+from router_overhead import PEERS, READY_S, free_port, peer_command, post, running_process
 
 from engine.make_model import WORDS, make_model
 from tests.end_to_end.cluster import instance, router
@@ -48,6 +52,13 @@ MAX_TOKENS = 3800
 MIN_OWN_BLOCKS = 288  # more than the longest prompt needs
 BEGUN = 300
 WAYS = {"no cache": (False, False), "own caches": (True, False), "own caches and the pool": (True, True)}
+COLUMNS = [
+    {"name": "cached tokens, %", "better": "higher", "plot": True},
+    {"name": "mean TTFT, ms", "better": "lower", "plot": True},
+    {"name": "median TTFT, ms", "better": "lower"},
+    {"name": "third quartile of TTFT, ms", "better": "lower"},
+    {"name": "requests/s", "better": "higher"},
+]
 
 Prompt = Sequence[int]
 
@@ -72,27 +83,55 @@ def ask(url: str, text: str) -> tuple[float, int, int]:
     return first, usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
 
 
+def choose_flags(prompts: Sequence[Prompt], block_tokens: int) -> list[str]:
+    """Return the flags of instances with own caches that have room for a quarter of the different blocks."""
+    own_blocks = len({block for prompt in prompts for block in prompt}) * block_tokens // ENGINE_BLOCK // 4
+    return ["--block-size", str(ENGINE_BLOCK), "--num-gpu-blocks-override", str(max(own_blocks, MIN_OWN_BLOCKS))]
+
+
+def send_prompts(url: str, prompts: Sequence[Prompt], block_tokens: int) -> list[Any]:
+    """Send all prompts, ``AT_ONCE`` at a time; return the figures of a table's row."""
+    ask(url, write_text([-1], block_tokens))
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        answers = list(threads.map(lambda prompt: ask(url, write_text(prompt, block_tokens)), prompts))
+    seconds = time.perf_counter() - begun
+    times = [1000 * first for first, _, _ in answers]
+    cached, tokens = (sum(answer[number] for answer in answers) for number in (1, 2))
+    figures = [round(statistics.fmean(times)), round(statistics.median(times)), round(statistics.quantiles(times)[2])]
+    return [round(100 * cached / tokens, 1), *figures, round(len(answers) / seconds, 2)]
+
+
 def replay(prompts: Sequence[Prompt], block_tokens: int, model: Path, folder: Path, way: str) -> list[Any]:
     """Send all prompts through the router; return the figures of the table's row."""
     has_caches, has_pool = WAYS[way]
-    own_blocks = len({block for prompt in prompts for block in prompt}) * block_tokens // ENGINE_BLOCK // 4
-    flags = ["--block-size", str(ENGINE_BLOCK), "--num-gpu-blocks-override", str(max(own_blocks, MIN_OWN_BLOCKS))]
-    flags += [] if has_caches else ["--no-enable-prefix-caching"]
+    flags = choose_flags(prompts, block_tokens) + ([] if has_caches else ["--no-enable-prefix-caching"])
     with contextlib.ExitStack() as running:
         master = running.enter_context(mooncake_master(folder / "master.log")) if has_pool else None
         front = running.enter_context(router(folder, splitwise=False))
         for _ in range(2):
             running.enter_context(instance(folder, model, *flags, "--router", f"127.0.0.1:{front.port}", master=master))
         front.wait_for(mixed=2)
-        ask(front.url, write_text([-1], block_tokens))
-        begun = time.perf_counter()
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            answers = list(threads.map(lambda prompt: ask(front.url, write_text(prompt, block_tokens)), prompts))
-        seconds = time.perf_counter() - begun
-    times = [1000 * first for first, _, _ in answers]
-    cached, tokens = (sum(answer[number] for answer in answers) for number in (1, 2))
-    figures = [round(statistics.fmean(times)), round(statistics.median(times)), round(statistics.quantiles(times)[2])]
-    return [round(100 * cached / tokens, 1), *figures, round(len(answers) / seconds, 2)]
+        return send_prompts(front.url, prompts, block_tokens)
+
+
+def replay_by_peer(
+    prompts: Sequence[Prompt], block_tokens: int, model: Path, folder: Path, name: str, venv: Path
+) -> list[Any]:
+    """Send all prompts through another router; return the figures of the table's row."""
+    flags = choose_flags(prompts, block_tokens)
+    with contextlib.ExitStack() as running:
+        ports = [running.enter_context(instance(folder, model, *flags)).port for _ in range(2)]
+        port = free_port()
+        log = running.enter_context((folder / f"{name}.log").open("w"))
+        running.enter_context(running_process(peer_command(name, "prefix4", port, ports, venv), log))
+        deadline = time.monotonic() + READY_S
+        body = json.dumps({"model": "any", "prompt": "a", "max_tokens": 1}).encode()
+        while post(port, "/v1/completions", body) != 200:
+            if time.monotonic() > deadline:
+                sys.exit(f"{name} does not answer: {Path(log.name).read_text()[-300:]}")
+            time.sleep(0.2)
+        return send_prompts(f"http://127.0.0.1:{port}", prompts, block_tokens)
 
 
 def measure_trace(
@@ -106,11 +145,25 @@ def measure_trace(
         values = replay(prompts, block_tokens, model, folder, way)
         print(way, values, flush=True)
         rows.append({"name": way, "ours": way.endswith("pool"), "values": values})
-    better = ("higher", "lower", "lower", "lower", "higher")
-    names = ("cached tokens, %", "mean TTFT, ms", "median TTFT, ms", "third quartile of TTFT, ms", "requests/s")
-    columns = [{"name": name, "better": sign} for name, sign in zip(names, better, strict=True)]
-    columns[0]["plot"] = columns[1]["plot"] = True  # type: ignore[assignment]
-    return {"section": "cache", "title": title, "row": "caches", "columns": columns, "rows": rows, "spread": spread}
+    return {"section": "cache", "title": title, "row": "caches", "columns": COLUMNS, "rows": rows, "spread": spread}
+
+
+def measure_routers(
+    prompts: Sequence[Prompt], block_tokens: int, spread: str, folder: Path, venv: Path
+) -> dict[str, Any]:
+    """Return the table of a trace by router."""
+    model = folder / "model"
+    make_model(model)
+    rows = []
+    for name in ("kvrouter", *PEERS):
+        if name == "kvrouter":
+            values = replay(prompts, block_tokens, model, folder, "own caches")
+        else:
+            values = replay_by_peer(prompts, block_tokens, model, folder, name, venv)
+        print(name, values, flush=True)
+        rows.append({"name": name, "ours": name == "kvrouter", "values": values})
+    title = "Two real instances with own caches"
+    return {"section": "routers", "title": title, "row": "router", "columns": COLUMNS, "rows": rows, "spread": spread}
 
 
 def measure_lengths(folder: Path) -> dict[str, Any]:
@@ -158,9 +211,10 @@ def measure_lengths(folder: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("conversations", "agents", "lengths"))
+    parser.add_argument("part", choices=("conversations", "agents", "lengths", "routers"))
     parser.add_argument("--trace", type=Path, default=Path("../shared/traces/conversation_trace.jsonl"))
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--peers-venv", type=Path, help="environment of the other routers, as for router_overhead.py")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -178,7 +232,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             picked = pick_conversations(read_trace(options.trace), options.requests, MOST_BLOCKS)
             spread = f"{len(picked)} requests, {AT_ONCE} at a time, blocks of 512 tokens scaled to 32"
-            table = measure_trace([row.hash_ids for row in picked], 32, "Conversations", spread, folder)
+            prompts = [row.hash_ids for row in picked]
+            if options.part == "routers":
+                if options.peers_venv is None:
+                    parser.error("routers needs --peers-venv")
+                table = measure_routers(prompts, 32, spread, folder, options.peers_venv.absolute())
+            else:
+                table = measure_trace(prompts, 32, "Conversations", spread, folder)
     if options.json:
         options.json.write_text(json.dumps(table | describe_run("pool_gain.py", argv, begun, load), indent=1) + "\n")
     return 0

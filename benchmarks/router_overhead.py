@@ -316,7 +316,7 @@ class Bench:
             yield System(answering)
             return
         port, is_ours = free_port(), name not in PEERS
-        command = _ours(name, mode, port) if is_ours else _peer(name, mode, port, workers, self.peers)
+        command = _ours(name, mode, port) if is_ours else peer_command(name, mode, port, workers, self.peers)
         with (self.folder / f"{name}-{mode}.log").open("w+") as log, contextlib.ExitStack() as running:
             process = running.enter_context(running_process(command, log))
             if is_ours:
@@ -342,7 +342,8 @@ def _ours(name: str, mode: str, port: int) -> list[str]:
     return [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", str(port), *workers, *splitwise]
 
 
-def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -> list[str]:
+def peer_command(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -> list[str]:
+    """Return the command that starts a peer with its fastest flags in front of instances at these ports."""
     urls = [f"http://127.0.0.1:{worker}" for worker in workers]
     if mode != "pd":
         instances = ["--worker-urls", *urls]
