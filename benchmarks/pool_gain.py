@@ -52,6 +52,7 @@ MAX_TOKENS = 3800
 MIN_OWN_BLOCKS = 288  # more than the longest prompt needs
 BEGUN = 300
 WAYS = {"no cache": (False, False), "own caches": (True, False), "own caches and the pool": (True, True)}
+OUR_POLICIES = ("pool_aware", "cache_aware")
 COLUMNS = [
     {"name": "cached tokens, %", "better": "higher", "plot": True},
     {"name": "mean TTFT, ms", "better": "lower", "plot": True},
@@ -86,7 +87,8 @@ def ask(url: str, text: str) -> tuple[float, int, int]:
 def choose_flags(prompts: Sequence[Prompt], block_tokens: int) -> list[str]:
     """Return the flags of instances with own caches that have room for a quarter of the different blocks."""
     own_blocks = len({block for prompt in prompts for block in prompt}) * block_tokens // ENGINE_BLOCK // 4
-    return ["--block-size", str(ENGINE_BLOCK), "--num-gpu-blocks-override", str(max(own_blocks, MIN_OWN_BLOCKS))]
+    size = ["--block-size", str(ENGINE_BLOCK), "--num-gpu-blocks-override", str(max(own_blocks, MIN_OWN_BLOCKS))]
+    return [*size, "--served-model-name", "any"]
 
 
 def send_prompts(url: str, prompts: Sequence[Prompt], block_tokens: int) -> list[Any]:
@@ -102,13 +104,15 @@ def send_prompts(url: str, prompts: Sequence[Prompt], block_tokens: int) -> list
     return [round(100 * cached / tokens, 1), *figures, round(len(answers) / seconds, 2)]
 
 
-def replay(prompts: Sequence[Prompt], block_tokens: int, model: Path, folder: Path, way: str) -> list[Any]:
+def replay(
+    prompts: Sequence[Prompt], block_tokens: int, model: Path, folder: Path, way: str, policy: str = "pool_aware"
+) -> list[Any]:
     """Send all prompts through the router; return the figures of the table's row."""
     has_caches, has_pool = WAYS[way]
     flags = choose_flags(prompts, block_tokens) + ([] if has_caches else ["--no-enable-prefix-caching"])
     with contextlib.ExitStack() as running:
         master = running.enter_context(mooncake_master(folder / "master.log")) if has_pool else None
-        front = running.enter_context(router(folder, splitwise=False))
+        front = running.enter_context(router(folder, "--policy", policy, splitwise=False))
         for _ in range(2):
             running.enter_context(instance(folder, model, *flags, "--router", f"127.0.0.1:{front.port}", master=master))
         front.wait_for(mixed=2)
@@ -155,13 +159,14 @@ def measure_routers(
     model = folder / "model"
     make_model(model)
     rows = []
-    for name in ("kvrouter", *PEERS):
-        if name == "kvrouter":
-            values = replay(prompts, block_tokens, model, folder, "own caches")
+    for name in (*OUR_POLICIES, *PEERS):
+        if name in OUR_POLICIES:
+            values = replay(prompts, block_tokens, model, folder, "own caches", name)
         else:
             values = replay_by_peer(prompts, block_tokens, model, folder, name, venv)
         print(name, values, flush=True)
-        rows.append({"name": name, "ours": name == "kvrouter", "values": values})
+        is_ours = name in OUR_POLICIES
+        rows.append({"name": f"kvrouter, {name}" if is_ours else name, "ours": is_ours, "values": values})
     title = "Two real instances with own caches"
     return {"section": "routers", "title": title, "row": "router", "columns": COLUMNS, "rows": rows, "spread": spread}
 
