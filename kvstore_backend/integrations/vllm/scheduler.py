@@ -201,6 +201,8 @@ class SchedulerHalf:
         reports_stored: whether ``take_stored`` will be called.
         drops_last: whether the last block of a hit is computed, as in vLLM's own cache with EAGLE or MTP: there the
             draft layers' KV of a token depends on the next token, which the hash of the token's block may not cover.
+        num_rewritten: number of last computed tokens whose KV the next step may write again, as vLLM's MTP with several
+            modules does; they are saved later.
     """
 
     def __init__(
@@ -213,9 +215,11 @@ class SchedulerHalf:
         prefill_wait_s: float = 0.0,
         reports_stored: bool = False,
         drops_last: bool = False,
+        num_rewritten: int = 0,
     ) -> None:
         self._backend = backend
         self._num_dropped = int(drops_last)
+        self._num_rewritten = num_rewritten
         self._reports_stored = reports_stored
         self._stored: list[Stored] = []
         self._block_size = block_size
@@ -577,7 +581,7 @@ class SchedulerHalf:
 
     def _num_full(self, tracked: _Tracked, computed: int) -> int:
         """Return the number of blocks that are full and have a hash when ``computed`` tokens are computed."""
-        return min(computed // self._block_size, len(tracked.request.block_hashes))
+        return min(max(0, computed - self._num_rewritten) // self._block_size, len(tracked.request.block_hashes))
 
     def _count_covered(self, blocks: Any) -> int:
         """Return the number of tokens for which a request's blocks have space."""

@@ -78,6 +78,7 @@ def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, An
     vllm_config = SimpleNamespace(
         kv_events_config=None,
         speculative_config=None,
+        num_prefill_lookahead_tokens=0,
         kv_transfer_config=transfer(**extra),
         parallel_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in parallel.items()}),
         cache_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in cache.items()}),

@@ -451,6 +451,17 @@ class TestSaves:
         request.num_computed_tokens = 8
         assert instance.scheduler.plan_step({"a": 14}, lambda _: TABLE).saves == []
 
+    def test_blocks_with_tokens_that_the_next_step_writes_again_are_saved_later(self, store: StorageBackend) -> None:
+        with contextlib.closing(Instance(store, num_rewritten=2)) as drafting:
+            request = make_request()
+            drafting.scheduler.on_allocation(request, lambda: TABLE, 0)
+            (save,) = drafting.begin({"a": 16}, {"a": TABLE}).saves
+            assert list(save.blocks) == TABLE[:3]
+            request.num_computed_tokens = 16
+            (save,) = drafting.begin({"a": 6}, {"a": TABLE}).saves
+            assert list(save.blocks) == TABLE[3:5]
+            drafting.end_transfers()
+
 
 class TestPins:
     """Blocks are held until every rank has said that nothing touches them."""
