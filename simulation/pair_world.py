@@ -61,7 +61,8 @@ _BROKEN = b"\xff" * _ROW_BYTES
 """The KV of a token that stands for NaN: everything that is computed from it is NaN, too."""
 _CONNECTOR_PORT = 8500
 _KEEP_SECONDS = 30.0
-_SETTLE_SECONDS = 130.0
+# Requests may wait for the memory of prompts that are kept for this time, in several rounds.
+_SETTLE_SECONDS = 220.0
 # A prefill instance that keeps a prompt waits 30 s for each choice, one after another; then the pool may hang.
 _PATIENCE_SECONDS = 120.0
 _WITHDRAWAL_SECONDS = 20.0

@@ -362,19 +362,24 @@ class Attempt:
         instance.record_failure(time.monotonic(), str(error))
         self.give_up(culprit=instance)
 
-    def give_up(self, culprit: Instance | None = None) -> None:
-        """Close all legs at once, and abort the request at their engines, except at ``culprit``, which has failed."""
+    def give_up(self, culprit: Instance | None = None) -> bool:
+        """Close all legs at once, and abort the request at their engines, except at ``culprit``, which has failed.
+
+        Returns:
+            Whether the engine of another instance than ``culprit`` was working at the request.
+        """
         self._owner = None
         for timer in (self._timer, self._refusal_timer):
             if timer is not None:
                 timer.cancel()
         legs = [leg for leg in (self.answering, self.prefill) if leg is not None and not leg.is_finished]
-        running = [leg.instance for leg in legs if leg.runs_at_engine]
+        running = [leg.instance for leg in legs if leg.runs_at_engine and leg.instance is not culprit]
         for leg in legs:
             leg.finish()
         for instance in running:
-            if instance is not culprit and self.engine_ids is not None:
+            if self.engine_ids is not None:
                 self._aborter.abort_soon(instance, self.engine_ids.list_ids())
+        return bool(running)
 
     async def await_prefill_end(self) -> None:
         """After the loss of the answering leg, wait briefly for the loss of prefill's leg. ``deaths`` counts both."""

@@ -380,13 +380,15 @@ class RetryLoop:
         Raises:
             RequestEnded: the attempt failed because a client has aborted the request.
         """
-        deaths = int(failure.trouble is Trouble.DEATH)
+        deaths, is_stale = int(failure.trouble is Trouble.DEATH), failure.is_stale
         if self.current is not None:
             is_answering = failure.instance is self.current.answering.instance
             if is_answering and failure.trouble in (Trouble.DEATH, Trouble.UNREACHABLE):
                 await self.current.await_prefill_end()
-            deaths = max(deaths, self.current.deaths)
-            self.current.give_up(culprit=failure.instance)
+            # Each death counts once, also if the next attempt fails before it has an ``Attempt``.
+            deaths, self.current.deaths = max(deaths, self.current.deaths), 0
+            # Another instance that works at the request may die a moment later, which nobody would count.
+            is_stale &= not self.current.give_up(culprit=failure.instance)
         if selection.prefill is not None:
             self._services.pairs.forget_prefill(selection.prefill)
         self._timeline.end_attempt(self.current, str(failure), failure.trouble.value)
@@ -398,7 +400,7 @@ class RetryLoop:
         if failure.response is not None and failure.trouble is Trouble.DEATH:
             self._services.health.probe_soon(failure.instance)
         self.end_reason = self._note_retry().find_end(
-            failure.reached, failure.trouble, deaths, failure.instance.key, is_stale=failure.is_stale
+            failure.reached, failure.trouble, deaths, failure.instance.key, is_stale=is_stale
         )
 
 
@@ -468,7 +470,8 @@ class Retries:
             trouble: the cause of the failure.
             deaths: number of instances that have died, or may have, in this attempt.
             key: the instance that has failed.
-            is_stale: whether this instance had probably closed the connection before the request was sent.
+            is_stale: whether this instance had probably closed the connection before the request was sent, and no other
+                instance was working at the request.
         """
         if trouble is Trouble.DEATH and not is_stale and self._stale_at == key:
             # The instance has broken an idle connection and then a new one. This is one death and one attempt.

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.serving.attempt import Reached, Trouble
+from router.serving.attempt import OTHER_LEG_SECONDS, Reached, Trouble
 from router.serving.retry_loop import MAX_ATTEMPTS, MAX_DEATHS, Retries, Sent, classify, find_limit
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers
@@ -170,6 +170,35 @@ def test_a_request_that_ends_every_instance_of_pairs_ends_two(
         assert router.chat().status_code == 200
     assert router.chat(user="poison").status_code == 502
     assert len(ended) == MAX_DEATHS
+
+
+def test_poison_that_reaches_a_pair_over_an_idle_connection_that_was_closed_ends_three_instances(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    """The prefill instances die later than the router waits for. Only new connections reach the decode instances."""
+    ended: set[str] = set()
+
+    def dies(name: str, *, is_prefill: bool) -> Behaviour:
+        async def behave(request: Received, respond: Responder) -> None:
+            if b"poison" not in request.body:
+                await answers()(request, respond)
+                return
+            if is_prefill or request.header("connection") == "close":
+                ended.add(name)
+            await asyncio.sleep(3 * OTHER_LEG_SECONDS if is_prefill else 0)
+            respond.cut()
+
+        return behave
+
+    instances = [stand_in("prefill", dies(f"prefill {number}", is_prefill=True)) for number in range(INSTANCES)]
+    instances += [stand_in("decode", dies(f"decode {number}", is_prefill=False)) for number in range(4)]
+    for instance in instances:
+        instance.told["engine"] = "sglang"
+    router = make_router(*instances, splitwise=True, prefill_policy="round_robin", decode_policy="consistent_hash")
+    for _ in range(INSTANCES):  # all prefill instances and one decode instance have an idle connection
+        assert router.chat(user="u").status_code == 200
+    assert router.chat(user="u", stop="poison").status_code == 502
+    assert len(ended) == 3
 
 
 def test_deaths_before_and_within_an_answer_count_together(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
