@@ -66,7 +66,8 @@ DEFECTS = (
         "race: both instances of a pair die, and only the one that is noticed first counts",
         "router/serving/retry_loop.py",
         "                await self.current.await_prefill_end()\n"
-        "            deaths = max(deaths, self.current.deaths)\n",
+        "            # Each death counts once, also if the next attempt fails before it has an ``Attempt``.\n"
+        "            deaths, self.current.deaths = max(deaths, self.current.deaths), 0\n",
         "                pass\n",
     ),
     Defect(
