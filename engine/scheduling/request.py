@@ -236,11 +236,6 @@ class Sequence:
         self.tables[0].blocks = blocks
 
     @property
-    def num_offloaded(self) -> int:
-        """Number of leading blocks of the first group that the sequence has released."""
-        return self.tables[0].num_released
-
-    @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
 
