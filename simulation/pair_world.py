@@ -188,6 +188,11 @@ class _Tokenizer:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
+def _has_broken(block: bytes) -> bool:
+    """Return whether a block has a token whose KV is NaN."""
+    return _BROKEN in [block[i : i + _ROW_BYTES] for i in range(0, len(block), _ROW_BYTES)]
+
+
 @dataclass(eq=False)
 class _Leg:
     """One request of a client to one instance, and its answer."""
@@ -206,6 +211,7 @@ class _Leg:
     refusal: str = ""
     is_cancelled: bool = False
     is_aborted: bool = False
+    meets_broken: bool = False  # whether the pool may have a block of the prompt with NaN when the request comes
     task: asyncio.Task[None] | None = None
 
     def list_names(self) -> list[bytes]:
@@ -568,6 +574,11 @@ class PairWorld(World):
         def begin() -> None:
             if instance.generations is not None and not instance.is_leaving and instance.process.is_alive:
                 self.legs.append(leg)
+                # NaN stays in the pool if its request was ended early, or if the pool had a fault when it was removed.
+                if self._broken:
+                    stored = self._list_stored(math.inf)
+                    is_broken = any(_has_broken(stored.get(block, b"")) for block in leg.list_names())
+                    leg.meets_broken = is_broken or not self.cluster.is_up
                 instance.post(partial(instance.begin_leg, leg, info))
 
         def leave() -> None:
@@ -640,19 +651,22 @@ class PairWorld(World):
                 return
             # A request that fails later checks its own blocks. Nobody notices NaN of a request that was ended early.
             used = {name for each in self.legs if each.may_save_broken(failed_at) for name in each.list_names()}
-            stored = {
-                parse_key(key)[1]: data[HEADER_BYTES:]
-                for key, begun_at, data in (self.cluster.list_whole() if self.cluster.is_up else [])
-                if key.startswith(BLOCK_PREFIX) and begun_at < failed_at + 0.1
-            }
+            stored = self._list_stored(failed_at + 0.1)
             # The request may not have seen blocks of another one behind a block that the pool lacks.
             for name in itertools.takewhile(stored.__contains__, names):
-                rows = [stored[name][i : i + _ROW_BYTES] for i in range(0, len(stored[name]), _ROW_BYTES)]
-                if _BROKEN in rows and name not in used:
+                if _has_broken(stored[name]) and name not in used:
                     self.fail("poison", f"{leg.name} failed, and its block {name.hex()[:8]} with NaN stays in the pool")
 
         if not leg.may_fail:
             self.scheduler.call_later(_WITHDRAWAL_SECONDS, look)
+
+    def _list_stored(self, before: float) -> dict[bytes, bytes]:
+        """Return the bytes of the blocks in the pool whose puts began before this time, by their names."""
+        return {
+            parse_key(key)[1]: data[HEADER_BYTES:]
+            for key, begun_at, data in (self.cluster.list_whole() if self.cluster.is_up else [])
+            if key.startswith(BLOCK_PREFIX) and begun_at < before
+        }
 
     def is_at_rest(self) -> bool:
         last = max([self._troubled_until, *(event.at for event in self.plan.events)])
@@ -719,6 +733,7 @@ class PairWorld(World):
         assert leg.ended is not None
         spans = leg.instance.pauses if reason == "abort" else [(start, end + 30.0) for start, end in self._broken]
         is_disturbed = any(start <= leg.ended and end >= leg.began for start, end in spans)
+        is_disturbed |= reason == "error" and leg.meets_broken
         return is_disturbed or (leg.is_aborted if reason == "abort" else leg.may_fail and reason == "error")
 
     def check_at_rest(self) -> None:
