@@ -182,7 +182,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     table["rows"] = [{"name": way, "ours": way == WAYS[1], "values": []} for way in WAYS]
     spread = f"{len(rows)} requests of the trace of agents, {AT_ONCE} at a time, tokens scaled by 0.01"
     table["spread"] = f"{spread}; one run each"
-    table["notes"] = ["Each client makes its own prompts of the trace's hash ids: compare lines, not clients."]
+    table["notes"] = [
+        "Each client makes its own prompts of the trace's hash ids: compare lines, not clients. Each own cache has "
+        "room for a quarter of the different blocks. Each instance with the pool gives it 256 MiB, in which all blocks "
+        "of a run fit. Own caches are measured first."
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(scratch) / "model")
         for client in CLIENTS:

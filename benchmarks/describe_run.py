@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -15,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kvcommon.versions import find_version
 
 __all__ = ["describe_run"]
+
+_LIBRARIES = {"Mooncake": "mooncake-transfer-engine-non-cuda", "PyTorch": "torch"}
 
 
 def describe_run(program: str, argv: Sequence[str] | None, begun: time.struct_time, load: float) -> dict[str, str]:
@@ -26,9 +29,10 @@ def describe_run(program: str, argv: Sequence[str] | None, begun: time.struct_ti
         begun: time at which it began, in UTC.
         load: the machine's load at that time.
     """
+    libraries = [f"{name} {version(package)}" for name, package in _LIBRARIES.items()]
     return {
         "date": time.strftime("%Y-%m-%d", begun),
         "command": shlex.join(["python", f"benchmarks/{program}", *(sys.argv[1:] if argv is None else argv)]),
         "machine": f"{platform.machine()}, {os.cpu_count()} processors, load {load:.1f} at the start",
-        "versions": f"kvstore {find_version()}, Python {platform.python_version()}",
+        "versions": ", ".join([f"kvstore {find_version()}", f"Python {platform.python_version()}", *libraries]),
     }

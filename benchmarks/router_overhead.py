@@ -21,8 +21,7 @@ leg's answer before it sends the decode leg. No process is pinned to a core. Rou
 so that requests per second depend on all three. CPU per request (user and system time of all threads and processes of
 the router, from /proc) varies less. The table shows the CPU of load and instances: if they use most of a core, they
 limit the figures, too. "Others" are other processes, the kernel, and time that the host of a virtual machine took: if
-this figure is large, repeat the measurement. Memory is Pss of all processes of the router, before the first case
-("idle") and after a case.
+this figure is large, repeat the measurement.
 
 ``--table`` writes the modes ``prefix4`` to ``prefix256`` as a table for ``scripts/results``.
 """
@@ -151,12 +150,10 @@ class System:
     Attributes:
         ports: where the load goes to.
         pid: the process to measure; 0: there is no router.
-        idle_mib: memory of the router's processes before the first case, in MiB.
     """
 
     ports: Sequence[int]
     pid: int = 0
-    idle_mib: float = 0.0
 
 
 class Cell(NamedTuple):
@@ -266,7 +263,6 @@ class Bench:
             return
         wall, busy, router, worker = (late - early for early, late in zip(before, after, strict=True))
         load = figures.pop("cpu_s")
-        figures |= {"idle_mib": system.idle_mib, "memory_mib": memory_mib(system.pid)}
         figures["router_us"] = 1e6 * router / (figures["events"] or figures["answers"])
         figures["router_cores"] = router / wall
         figures["worker_cores"] = worker / wall
@@ -329,7 +325,7 @@ class Bench:
                     last = (log.read().strip().splitlines() or ["it logged nothing"])[-1]
                     raise Unable(f"does not start (answers {status}): {last[-200:]}")
                 time.sleep(0.2)
-            yield System([port], process.pid, memory_mib(process.pid))
+            yield System([port], process.pid)
 
 
 def _our_name(workers: int) -> str:
@@ -462,19 +458,6 @@ def cpu_seconds(pid: int) -> float:
     return ticks / TICKS_PER_S
 
 
-def memory_mib(pid: int) -> float:
-    """Return the memory (Pss) of a process and all its descendants in MiB; 0 for pid 0.
-
-    Pss counts a page that n processes share as 1/n in each.
-    """
-    kib = 0
-    for each in family(pid) if pid else ():
-        with contextlib.suppress(OSError):
-            rollup = Path(f"/proc/{each}/smaps_rollup").read_text()
-            kib += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
-    return kib / 1024
-
-
 def family(pid: int) -> set[int]:
     """Return the ids of a session leader, its descendants, and the other processes of its session, such as orphans."""
     parents: dict[int, int] = {}
@@ -559,8 +542,6 @@ SHARED: tuple[Column, ...] = (
     ("inst.", _plain("worker_cores"), ".2f"),
     ("load", _plain("load_cores"), ".2f"),
     ("others", _plain("other_cores"), ".2f"),
-    ("idle MiB", _plain("idle_mib"), ".0f"),
-    ("MiB", _plain("memory_mib"), ".0f"),
 )
 ANSWERS: tuple[Column, ...] = (
     ("req/s", _plain("per_s"), ",.0f"),
@@ -655,12 +636,15 @@ def make_table(bench: Bench) -> dict[str, Any]:
     """Return the figures of the modes in which instances are chosen by prefix, as a table for ``scripts/results``."""
     medians = bench.medians()
     modes = [mode for mode in BY_PREFIX if any(cell.mode == mode for cell in medians)]
-    figures = (("requests/s", "per_s", 1.0, "higher", 0), ("p99, ms", "latency_p99_us", 1e-3, "lower", 1))
+    figures = (
+        ("requests/s", "per_s", 1.0, "higher", 0),
+        ("CPU µs per request", "router_us", 1.0, "lower", 0),
+        ("p99, ms", "latency_p99_us", 1e-3, "lower", 1),
+    )
     columns, rows = [], []
     for mode in modes:
         for name, _, _, better, _ in figures:
             columns.append({"name": f"{name}, {BY_PREFIX[mode]}", "better": better, "plot": better == "higher"})
-    columns += [{"name": "idle memory, MiB", "better": "lower"}, {"name": "memory under load, MiB", "better": "lower"}]
     for system in (each for each in bench.systems if each != "direct"):
         own = [medians.get(Cell(mode, CASES[-1], system), {}) for mode in modes]
         values = [
@@ -668,7 +652,6 @@ def make_table(bench: Bench) -> dict[str, Any]:
             for each in own
             for _, figure, scale, _, digits in figures
         ]
-        values += [round(own[-1][name]) if own and own[-1] else None for name in ("idle_mib", "memory_mib")]
         rows.append({"name": system.replace("ours", "kvrouter"), "ours": system.startswith("ours"), "values": values})
     return {
         "section": "routers",
@@ -676,7 +659,8 @@ def make_table(bench: Bench) -> dict[str, Any]:
         "row": "router; number of instances",
         "columns": columns,
         "rows": rows,
-        "spread": "medians of the rounds, 32 connections; memory of the largest number of instances",
+        "notes": [f"{cell.system}, {MODES[cell.mode]}: {why}." for cell, why in bench.unable.items()],
+        "spread": "medians of the rounds, 32 connections",
     }
 
 
