@@ -22,6 +22,8 @@ from kvstore_backend.cli.certify.tampering import Tampering
 
 __all__ = ["Case", "NoAnswer", "Result", "Trial", "list_cases"]
 
+_MANY = 4
+"""Number of prompts that a model answers in more than one way."""
 _BEGIN = 0.25
 """Share of the prompts that are answered when a fault begins."""
 
@@ -150,10 +152,15 @@ class Trial:
         Raises:
             NoAnswer: the instance without a cache failed.
         """
+        before = plain.count_hits(())
         right = plain.ask_all(prompts, **self.limit(members))
         for answer in right:
             if answer.text is None:
                 raise NoAnswer(f"the instance without a cache failed: {answer.error}")
+        if hits := plain.count_hits(right) - before:
+            self.problems.append(f"the instance without a cache read {hits:g} tokens from a cache")
+        if len(set(prompts)) >= _MANY and len({answer.text for answer in right}) == 1:
+            self.problems.append("all right answers are the same, so this case would not notice a wrong one")
         failures = [answer.error for answer in answers if answer.text is None]
         pairs = zip(answers, right, strict=True)
         wrong = sum(answer.text is not None and answer.text != other.text for answer, other in pairs)
@@ -200,6 +207,9 @@ class Trial:
         for instance in (self.first, self.second, self.plain):
             if instance.program.has_ended:
                 problems = [*problems, f"the {instance.name} instance ended"]
+        for name, part in self.parts.items():
+            if name != "joiner" and part.has_ended:
+                problems = [*problems, f"the part {name} ended"]
         if result.wrong:
             problems = [f"{result.wrong} of {result.requests} answers are wrong", *problems]
         if result.longest_seconds > self.recipe.stall_seconds:
@@ -415,12 +425,17 @@ def _change(change: Change) -> Callable[[Trial], None]:
 
 @contextlib.contextmanager
 def _repeat(step: Callable[[], object]) -> Iterator[None]:
-    ended = threading.Event()
+    ended, errors = threading.Event(), list[Exception]()
 
     def run() -> None:
         while not ended.wait(0.05):
-            with contextlib.suppress(PoolUnavailable):
+            try:
                 step()
+            except PoolUnavailable:
+                pass
+            except Exception as exc:
+                errors.append(exc)
+                return
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -429,6 +444,8 @@ def _repeat(step: Callable[[], object]) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _lack_pool(recipe: Recipe) -> str:

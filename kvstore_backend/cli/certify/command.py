@@ -65,7 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: the recipe or an argument cannot be used.
         StartFailed: a program did not start.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the programs that it has started end, too
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # so that the programs that it has started end, too
+    if arguments.html and not (arguments.html.parent.is_dir() and not arguments.html.is_dir()):
+        raise ConfigError(f"--html {arguments.html} cannot be written: it must be a file in a folder that exists")
+    if arguments.logs and arguments.logs.exists() and not arguments.logs.is_dir():
+        raise ConfigError(f"--logs {arguments.logs} is not a folder")
     with contextlib.ExitStack() as opened:
         folder = arguments.logs or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="certify-")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,6 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"{cells[0]}: {reason}")
     if arguments.html:
         arguments.html.write_text(make_page(recipe.title, list(facts.items()), columns, lines))
+    if all(getattr(result, "skipped", "") for result in results):
+        print("no case was run", file=sys.stderr)
+        return 1
     return 1 if any(result.problems for result in results) else 0
 
 
@@ -166,7 +174,16 @@ def _measure_isolation(recipe: Recipe, folder: Path, num_prompts: int) -> tuple[
 
 @contextlib.contextmanager
 def _start_parts(recipe: Recipe, folder: Path) -> Iterator[dict[str, Program]]:
-    """Start the pool; end it at the end of the block."""
+    """Start the pool; end it at the end of the block.
+
+    Raises:
+        ConfigError: the pool is a folder that has files, which the cases would remove and damage.
+    """
+    if recipe.pool and "://" not in recipe.pool and any(path.is_file() for path in Path(recipe.pool).rglob("*")):
+        raise ConfigError(
+            f"pool is {recipe.pool!r}, a folder that has files; certify removes and damages all files in it, so it "
+            "must be new or empty"
+        )
     for name, text in recipe.files.items():
         (folder / name).write_text(text)
     for command in recipe.prepare:

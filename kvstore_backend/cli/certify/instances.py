@@ -153,8 +153,11 @@ class Instance:
                 return Answer(None, f"{response.status_code}: {response.text[:200]}", seconds, 0)
             content = response.json()
             details = (content.get("usage") or {}).get("prompt_tokens_details") or {}
-            return Answer(content["choices"][0]["text"], "", seconds, details.get("cached_tokens") or 0)
-        except (httpx.HTTPError, ValueError, KeyError, IndexError) as exc:
+            text = content["choices"][0]["text"]
+            if not isinstance(text, str):
+                return Answer(None, f"the answer has the text {text!r}", seconds, 0)
+            return Answer(text, "", seconds, details.get("cached_tokens") or 0)
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as exc:
             return Answer(None, f"{type(exc).__name__}: {exc}", time.monotonic() - begun, 0)
 
     def ask_all(
@@ -192,7 +195,8 @@ class Instance:
             return sum(answer.cached_tokens for answer in answers)
         page = self._client.get(f"{self._url}/metrics").text
         samples = [line for line in page.splitlines() if line.split("{")[0].split(" ")[0] == self._hits_metric]
-        return sum(float(line.rpartition(" ")[2]) for line in samples)
+        # After the name and the labels comes the value, and after it perhaps a timestamp.
+        return sum(float(line[max(line.rfind("}") + 1, len(self._hits_metric)) :].split()[0]) for line in samples)
 
     def is_ready(self, path: str) -> bool:
         """Return whether ``path`` is answered with 200."""

@@ -63,8 +63,10 @@ class Program:
         """Start the program without waiting.
 
         Raises:
-            StartFailed: the system cannot start it.
+            StartFailed: the system cannot start it, or another program has its port.
         """
+        if self._is_ready():
+            raise StartFailed(f"{self.name} cannot be started: another program already answers in its place")
         try:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
@@ -85,10 +87,12 @@ class Program:
         """
         assert self._process is not None
         deadline = time.monotonic() + self._start_seconds
-        while not self._is_ready():
+        while True:
             status = self._process.poll()
             if status is not None:
                 raise StartFailed(f"{self.name} ended with status {status} before it was ready. {self._quote_log()}")
+            if self._is_ready():
+                return
             if time.monotonic() > deadline:
                 raise StartFailed(f"{self.name} was not ready within {self._start_seconds:g} s. {self._quote_log()}")
             time.sleep(_POLL_SECONDS)
@@ -142,14 +146,24 @@ def run_once(command: Sequence[str], folder: Path) -> None:
         StartFailed: it cannot be started, or its exit status is not 0.
     """
     try:
-        ended = subprocess.run(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     except OSError as exc:
         raise StartFailed(f"prepare: {command[0]}: {exc.strerror}") from exc
-    if ended.returncode:
-        lines = ended.stdout.decode(errors="replace").splitlines()[-_LAST_LINES:]
-        raise StartFailed("\n".join([f"prepare: {command[0]} ended with status {ended.returncode}:", *lines]))
+    try:
+        output = process.communicate()[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what it has started, if this program is ended
+    if process.returncode:
+        lines = output.decode(errors="replace").splitlines()[-_LAST_LINES:]
+        raise StartFailed("\n".join([f"prepare: {command[0]} ended with status {process.returncode}:", *lines]))
 
 
 def is_listening(port: int) -> bool:

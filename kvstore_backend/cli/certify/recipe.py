@@ -9,6 +9,7 @@ cache.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -179,7 +180,7 @@ def read_recipe(path: Path, variables: Mapping[str, str], folder: Path, ports: S
         members = yaml.safe_load(path.read_text())
     except OSError as exc:
         raise ConfigError(f"the recipe {path} cannot be read: {exc.strerror}") from exc
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+    except (yaml.YAMLError, ValueError) as exc:
         raise ConfigError(f"the recipe {path} is not YAML: {' '.join(str(exc).split())}") from exc
     try:
         return _make_recipe(members, path, variables, folder, ports)
@@ -204,27 +205,27 @@ def _make_recipe(members: Any, path: Path, variables: Mapping[str, str], folder:
     return Recipe(
         title=_expand(str(members["title"]), known),
         variables=known,
-        files={name: _expand(str(text), known) for name, text in _read_map(members, "files").items()},
-        prepare=[split_command(_expand(line, known)) for line in _read_list(members, "prepare")],
+        files={_check_file(name): _expand(str(text), known) for name, text in _read_map(members, "files").items()},
+        prepare=[_read_command("prepare", line, known) for line in _read_list(members, "prepare")],
         parts={name: part for name, part in parts.items() if part.command},
         instance=_read_instance(members["instance"]),
         router=_read_router(members.get("router")),
-        pool=_expand(str(members.get("pool", "")), known),
-        pool_metrics=_expand(str(members.get("pool_metrics", "")), known),
-        groups=_read_map(members, "groups"),
-        changes={name: _read_change(name, each) for name, each in _read_map(members, "changes").items()},
+        pool=_expand(_read_text(members, "pool"), known),
+        pool_metrics=_expand(_read_text(members, "pool_metrics"), known),
+        groups=_read_groups(members),
+        changes={name: _read_change(name, each, declared) for name, each in _read_map(members, "changes").items()},
         stall_seconds=_read_number(members, "stall_seconds", 30),
         saved_seconds=_read_number(members, "saved_seconds", 2),
         heal_seconds=_read_number(members, "heal_seconds", 90),
-        prompt_words=int(_read_number(members, "prompt_words", 600)),
-        answer_tokens=int(_read_number(members, "answer_tokens", 12)),
+        prompt_words=int(_read_number(members, "prompt_words", 600, least=6)),
+        answer_tokens=int(_read_number(members, "answer_tokens", 12, least=1)),
     )
 
 
 def _read_part(where: str, part: Any, known: Mapping[str, str]) -> PartSettings:
     _check_members(where, part, _PART_MEMBERS, required=("command", "port"))
     port = _expand(str(part["port"]), known)
-    if not port.isdecimal():
+    if not (port.isascii() and port.isdecimal() and int(port) < 65536):
         raise ConfigError(f"{where}.port is {port!r}; it is the port on which the program listens when it is ready")
     environment = {name: _expand(str(value), known) for name, value in _read_map(part, "environment").items()}
     return PartSettings(split_command(_expand(str(part["command"]), known)), environment, int(port))
@@ -232,15 +233,27 @@ def _read_part(where: str, part: Any, known: Mapping[str, str]) -> PartSettings:
 
 def _read_instance(instance: Any) -> InstanceSettings:
     _check_members("instance", instance, _INSTANCE_MEMBERS, required=("command", "cache"))
+    command, ready, salts = (
+        _read_text(instance, "command"),
+        _read_text(instance, "ready", "/health"),
+        instance.get("salts"),
+    )
+    environment = {name: str(value) for name, value in _read_map(instance, "environment").items()}
+    if not any("${cache}" in text for text in (command, *environment.values())):
+        raise ConfigError("instance.command has no ${cache}, so the instance without a cache would have the pool, too")
+    if not ready.startswith("/"):
+        raise ConfigError(f"instance.ready is {ready!r}; it must be a path that begins with /")
+    if not isinstance(salts, bool | None):
+        raise ConfigError(f"instance.salts is {salts!r}; it must be true or false")
     return InstanceSettings(
-        command=str(instance["command"]),
-        cache=str(instance["cache"]),
-        plain=str(instance.get("plain", "")),
-        environment={name: str(value) for name, value in _read_map(instance, "environment").items()},
-        ready=str(instance.get("ready", "/health")),
-        model=str(instance.get("model", "default")),
-        hits=str(instance.get("hits", "")),
-        has_salts=bool(instance.get("salts", False)),
+        command=command,
+        cache=_read_text(instance, "cache"),
+        plain=_read_text(instance, "plain"),
+        environment=environment,
+        ready=ready,
+        model=_read_text(instance, "model", "default"),
+        hits=_read_text(instance, "hits"),
+        has_salts=bool(salts),
         start_seconds=_read_number(instance, "start_seconds", 300),
     )
 
@@ -252,9 +265,12 @@ def _read_router(router: Any) -> RouterSettings | None:
     return RouterSettings(str(router["command"]), str(router["salts"]), _read_map(router, "instance"))
 
 
-def _read_change(name: str, change: Any) -> Change:
+def _read_change(name: str, change: Any, declared: Mapping[str, str]) -> Change:
     _check_members(f"changes.{name}", change, _CHANGE_MEMBERS)
     variables = {key: str(value) for key, value in _read_map(change, "variables").items()}
+    for key in variables:
+        if key not in declared:
+            raise ConfigError(f"changes.{name}.variables: no variable is named {key!r}{suggest_name(key, declared)}")
     cache = change.get("cache")
     return Change(variables, None if cache is None else str(cache), _read_map(change, "request"))
 
@@ -294,8 +310,38 @@ def _read_list(members: Mapping[str, Any], name: str) -> list[str]:
     return [str(each) for each in value]
 
 
-def _read_number(members: Mapping[str, Any], name: str, default: float) -> float:
+def _read_number(members: Mapping[str, Any], name: str, default: float, *, least: int = 0) -> float:
     value = members.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise ConfigError(f"{name} is {value!r}; it must be a positive number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf or value < least:
+        raise ConfigError(
+            f"{name} is {value!r}; it must be a {f'number of at least {least}' if least else 'positive number'}"
+        )
     return float(value)
+
+
+def _read_text(members: Mapping[str, Any], name: str, default: str = "") -> str:
+    value = members.get(name)
+    return default if value is None else str(value)
+
+
+def _read_command(where: str, line: str, known: Mapping[str, str]) -> list[str]:
+    command = split_command(_expand(line, known))
+    if not command or not command[0]:
+        raise ConfigError(f"{where} has an empty command")
+    return command
+
+
+def _read_groups(members: Mapping[str, Any]) -> dict[str, str]:
+    groups = {name: str(keys) for name, keys in _read_map(members, "groups").items()}
+    for name, keys in groups.items():
+        try:
+            re.compile(keys)
+        except re.error as exc:
+            raise ConfigError(f"groups.{name} is {keys!r}, which is not a regular expression: {exc}") from None
+    return groups
+
+
+def _check_file(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ConfigError(f"files has the name {name!r}; it must be the name of a file in ${{folder}}")
+    return name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 from collections.abc import Callable
@@ -123,13 +124,28 @@ class _FolderTampering:
         pass
 
     def _replace(self, change: Callable[[bytes], bytes]) -> int:
-        paths = self._list_files()
-        for path in paths:
-            path.write_bytes(change(path.read_bytes()))
-        return len(paths)
+        count = 0
+        for path in self._list_files():
+            with contextlib.suppress(FileNotFoundError):  # the pool has removed it meanwhile
+                data = path.read_bytes()
+                with path.open("r+b") as file:
+                    file.write(change(data))
+                    file.truncate()
+                count += 1
+        return count
 
     def _list_files(self, keys: str = "") -> list[Path]:
-        return sorted(path for path in self._folder.rglob("*") if path.is_file() and re.search(keys, str(path)))
+        """Return the files, without links, because these may lead to files outside of the pool."""
+        found = [path for path in self._folder.rglob("*") if re.search(keys, str(path))]
+        return sorted(path for path in found if not path.is_symlink() and _has_one_name(path))
+
+
+def _has_one_name(path: Path) -> bool:
+    """Return whether a path is a file without other hard links."""
+    try:
+        return path.is_file() and path.stat().st_nlink == 1
+    except FileNotFoundError:
+        return False
 
 
 def open_tampering(pool: str, master_metrics: str) -> Tampering:

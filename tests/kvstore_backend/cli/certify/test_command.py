@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore_backend.cli.certify.isolation import compute_auc, compute_interval
+from kvstore_backend.cli.certify.tampering import open_tampering
 from tests.kvstore_backend.cli.command import kvstore
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "certify"
@@ -81,6 +82,7 @@ def test_sound_instances_pass_every_case_that_their_recipe_can_have(tmp_path: Pa
         ("slow", "no fault", "one request took"),
         ("no deadline", "master hung", "a request failed: ReadTimeout"),
         ("shares nothing", "no fault", "still loads nothing"),
+        ("one answer", "no fault", "all right answers are the same"),
     ],
 )
 def test_each_sabotage_is_found(sabotage: str, case: str, problem: str, tmp_path: Path) -> None:
@@ -116,9 +118,69 @@ def test_isolation_tells_whether_a_prompt_of_another_tenant_was_cached(sabotage:
 
 def test_isolation_needs_a_router(tmp_path: Path) -> None:
     recipe = tmp_path / "toy.yaml"
-    recipe.write_text("title: toy\ninstance: {command: 'true', cache: x}\n")
+    recipe.write_text("title: toy\ninstance: {command: 'true ${cache}', cache: x}\n")
     ended = kvstore("certify", recipe, "--isolation")
     assert (ended.status, "--isolation: the recipe has no router" in ended.errors) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("member", "sentence"),
+    [
+        ("instance: {command: 'true', cache: x}", "instance.command has no ${cache}"),
+        ("instance: {command: 'true ${cache}', cache: x, ready: health}", "instance.ready is 'health'"),
+        ("instance: {command: 'true ${cache}', cache: x, salts: 'false'}", "instance.salts is 'false'"),
+        ("heal_seconds: .nan", "heal_seconds is nan"),
+        ("prompt_words: .inf", "prompt_words is inf"),
+        ("prompt_words: 1", "prompt_words is 1; it must be a number of at least 6"),
+        ("prepare: ['']", "prepare has an empty command"),
+        ("files: {../x: y}", "files has the name '../x'"),
+        ("groups: {windows: '('}", "groups.windows is '('"),
+        ("changes: {other: {variables: {modell: b}}}", "no variable is named 'modell'"),
+        ("title: 2020-99-99", "is not YAML"),
+        ("parts: {master: {command: 'true', port: 99999}}", "parts.master.port is '99999'"),
+    ],
+)
+def test_a_mistake_in_a_recipe_is_named_in_a_sentence(member: str, sentence: str, tmp_path: Path) -> None:
+    members = {"title": "toy", "instance": "{command: 'true ${cache}', cache: x}", "variables": "{model: a}"}
+    members |= dict([member.split(": ", 1)])
+    recipe = tmp_path / "toy.yaml"
+    recipe.write_text("".join(f"{name}: {value}\n" for name, value in members.items()))
+    ended = kvstore("certify", recipe)
+    assert (ended.status, sentence in ended.errors, "Traceback" in ended.errors) == (1, True, False), ended.errors
+
+
+def test_an_instance_without_a_cache_that_reads_the_pool_is_found(tmp_path: Path) -> None:
+    recipe = tmp_path / "toy.yaml"
+    text = RECIPE.format(sabotage="none", stall=20)
+    recipe.write_text(text.replace("  salts: true", "  plain: ${folder}/pool\n  salts: true"))
+    ended = kvstore("certify", recipe, "--quick", "--only", "no fault")
+    assert (ended.status, "the instance without a cache read" in ended.errors) == (1, True)
+
+
+def test_a_pool_with_files_of_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pool").mkdir()
+    thesis = tmp_path / "pool" / "thesis.txt"
+    thesis.write_text("words")
+    recipe = tmp_path / "toy.yaml"
+    recipe.write_text(f"title: toy\ninstance: {{command: 'true ${{cache}}', cache: x}}\npool: {tmp_path}/pool\n")
+    ended = kvstore("certify", recipe)
+    assert (ended.status, "it must be new or empty" in ended.errors) == (1, True)
+    assert thesis.read_text() == "words"
+
+
+def test_files_outside_of_the_pool_are_not_damaged_through_links(tmp_path: Path) -> None:
+    pool, outside = tmp_path / "pool", tmp_path / "outside"
+    pool.mkdir()
+    outside.write_text("words")
+    (pool / "symbolic").symlink_to(outside)
+    (pool / "hard").hardlink_to(outside)
+    (pool / "value").write_text("value")
+    assert open_tampering(str(pool), "").truncate() == 1
+    assert (outside.read_text(), (pool / "value").read_text()) == ("words", "v")
+
+
+def test_a_run_without_any_case_is_not_passed(tmp_path: Path) -> None:
+    assert certify(tmp_path, "none", "--only", "owner hung")[0] == 1
 
 
 def test_the_area_under_the_curve_and_its_interval() -> None:

@@ -56,7 +56,7 @@ def answer(prompt: str, salt: str) -> tuple[str, int]:
         if found is None and model == "slow":
             time.sleep(0.01)
         text.update(found or computed)
-    return text.hexdigest(), cached_tokens
+    return "" if sabotage == "one answer" else text.hexdigest(), cached_tokens
 
 
 def ask_master() -> None:
