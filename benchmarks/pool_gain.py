@@ -10,7 +10,7 @@ without any cache, with their own caches, and with their own caches and a Moonca
 so are the own caches: each has room for a quarter of the different blocks, at least for 288. ``agents`` uses
 ``agent_trace.py``. ``lengths`` takes the time to first token of prompts that one instance computes and the other one
 loads. ``routers`` sends the conversation trace through our router, and through sglang-router, smg and vllm-router with
-their policy cache_aware, to instances that have only their own caches. Each process has one compute thread. ``--json``
+their policy cache_aware, to instances with and without the pool. Each process has one compute thread. ``--json``
 writes a table for ``scripts/results``.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -120,12 +121,13 @@ def replay(
 
 
 def replay_by_peer(
-    prompts: Sequence[Prompt], block_tokens: int, model: Path, folder: Path, name: str, venv: Path
+    prompts: Sequence[Prompt], block_tokens: int, model: Path, folder: Path, way: str, name: str, venv: Path
 ) -> list[Any]:
     """Send all prompts through another router; return the figures of the table's row."""
     flags = choose_flags(prompts, block_tokens)
     with contextlib.ExitStack() as running:
-        ports = [running.enter_context(instance(folder, model, *flags)).port for _ in range(2)]
+        master = running.enter_context(mooncake_master(folder / "master.log")) if WAYS[way][1] else None
+        ports = [running.enter_context(instance(folder, model, *flags, master=master)).port for _ in range(2)]
         port = free_port()
         log = running.enter_context((folder / f"{name}.log").open("w"))
         running.enter_context(running_process(peer_command(name, "prefix4", port, ports, venv), log))
@@ -160,23 +162,24 @@ def measure_routers(
     model = folder / "model"
     make_model(model)
     rows = []
-    for name in (*OUR_POLICIES, *PEERS):
+    for way, name in itertools.product(("own caches", "own caches and the pool"), (*OUR_POLICIES, *PEERS)):
         if name in OUR_POLICIES:
-            values = replay(prompts, block_tokens, model, folder, "own caches", name)
+            values = replay(prompts, block_tokens, model, folder, way, name)
         else:
-            values = replay_by_peer(prompts, block_tokens, model, folder, name, venv)
-        print(name, values, flush=True)
+            values = replay_by_peer(prompts, block_tokens, model, folder, way, name, venv)
+        print(way, name, values, flush=True)
         is_ours = name in OUR_POLICIES
-        rows.append({"name": f"kvrouter, {name}" if is_ours else name, "ours": is_ours, "values": values})
+        title = f"{f'kvrouter, {name}' if is_ours else name}, {way}"
+        rows.append({"name": title, "ours": is_ours, "values": values})
     return {
         "section": "routers",
-        "title": "Two real instances with own caches",
-        "row": "router",
+        "title": "Two real instances",
+        "row": "router and caches",
         "columns": COLUMNS,
         "rows": rows,
         "notes": [
-            "Without a pool cache_aware is our better policy; pool_aware is the default, and is made for a pool. The "
-            "peers have their default thresholds of load, which four requests at a time do not reach."
+            "pool_aware is our default. The peers have their default thresholds of load, which four requests at a time "
+            "do not reach."
         ],
         "spread": spread,
     }

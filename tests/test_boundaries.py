@@ -69,6 +69,7 @@ READERS_OF_THE_ENVIRONMENT = ("kvstore_backend/config/", "router/settings/", "en
 # Handlers of every exception that neither raise, nor log, nor count: by file and function, with the reason.
 QUIET_HANDLERS: dict[tuple[str, str], str] = {
     ("kvstore_backend/cli/certify/cases.py", "_run"): "becomes a problem of the case",
+    ("kvstore_backend/cli/certify/cases.py", "run"): "raised at the end of the block, and becomes a problem",
     ("kvstore_backend/cli/certify/command.py", "_run_cases"): "becomes a problem of the case",
     **{
         ("router/serving/proxy.py", function): "given to _end_after, which logs it"

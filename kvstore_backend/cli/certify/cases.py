@@ -430,9 +430,8 @@ def _repeat(step: Callable[[], object]) -> Iterator[None]:
     def run() -> None:
         while not ended.wait(0.05):
             try:
-                step()
-            except PoolUnavailable:
-                pass
+                with contextlib.suppress(PoolUnavailable):
+                    step()
             except Exception as exc:
                 errors.append(exc)
                 return
