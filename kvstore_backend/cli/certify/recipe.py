@@ -233,11 +233,8 @@ def _read_part(where: str, part: Any, known: Mapping[str, str]) -> PartSettings:
 
 def _read_instance(instance: Any) -> InstanceSettings:
     _check_members("instance", instance, _INSTANCE_MEMBERS, required=("command", "cache"))
-    command, ready, salts = (
-        _read_text(instance, "command"),
-        _read_text(instance, "ready", "/health"),
-        instance.get("salts"),
-    )
+    command, ready = _read_text(instance, "command"), _read_text(instance, "ready", "/health")
+    salts = instance.get("salts")
     environment = {name: str(value) for name, value in _read_map(instance, "environment").items()}
     if not any("${cache}" in text for text in (command, *environment.values())):
         raise ConfigError("instance.command has no ${cache}, so the instance without a cache would have the pool, too")

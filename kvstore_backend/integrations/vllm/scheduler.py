@@ -282,7 +282,9 @@ class SchedulerHalf:
         Return None if the number is not known yet; vLLM asks again in the next step. At least one token of the prompt
         remains to be computed, because vLLM needs its logits.
         """
-        first, end = num_computed // self._block_size, (request.num_tokens - 1) // self._block_size
+        first = num_computed // self._block_size
+        # Another instance has saved no block with tokens that are written again, so a request must not wait for one.
+        end = (request.num_tokens - max(1, self._num_rewritten)) // self._block_size
         if not self._loads or self._is_stale or end - first <= self._num_dropped:
             return 0
         if request.request_id in self._short_loads or not self._is_ready:
@@ -581,7 +583,8 @@ class SchedulerHalf:
 
     def _num_full(self, tracked: _Tracked, computed: int) -> int:
         """Return the number of blocks that are full and have a hash when ``computed`` tokens are computed."""
-        return min(max(0, computed - self._num_rewritten) // self._block_size, len(tracked.request.block_hashes))
+        known = min(computed, tracked.request.num_tokens)  # the tokens of a step may include drafts
+        return min(max(0, known - self._num_rewritten) // self._block_size, len(tracked.request.block_hashes))
 
     def _count_covered(self, blocks: Any) -> int:
         """Return the number of tokens for which a request's blocks have space."""

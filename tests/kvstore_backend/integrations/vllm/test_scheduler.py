@@ -462,6 +462,22 @@ class TestSaves:
             assert list(save.blocks) == TABLE[3:5]
             drafting.end_transfers()
 
+    def test_of_a_step_with_drafts_only_known_tokens_count(self, store: StorageBackend) -> None:
+        with contextlib.closing(Instance(store, num_rewritten=2)) as drafting:
+            request = make_request(12)
+            drafting.scheduler.on_allocation(request, lambda: TABLE, 0)
+            (save,) = drafting.begin({"a": 15}, {"a": TABLE}).saves  # three of them are drafts
+            assert list(save.blocks) == TABLE[:2]
+            drafting.end_transfers()
+
+    def test_a_block_that_another_instance_saves_later_is_not_waited_for(self, store: StorageBackend) -> None:
+        with (
+            contextlib.closing(Instance(store, num_rewritten=2)) as prefill,
+            contextlib.closing(Instance(store, num_rewritten=2, prefill_wait_s=100.0)) as decode,
+        ):
+            prefill.compute(make_request(17), TABLE)
+            assert decode.match_request(make_request(17, "b")) == 12
+
 
 class TestPins:
     """Blocks are held until every rank has said that nothing touches them."""
