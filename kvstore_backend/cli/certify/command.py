@@ -66,14 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
         StartFailed: a program did not start.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that the programs that it has started end, too
-    if arguments.html and not (arguments.html.parent.is_dir() and not arguments.html.is_dir()):
-        raise ConfigError(f"--html {arguments.html} cannot be written: it must be a file in a folder that exists")
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as with nohup
+            signal.signal(number, lambda *_: sys.exit(1))  # so that the programs that it has started end, too
     if arguments.logs and arguments.logs.exists() and not arguments.logs.is_dir():
         raise ConfigError(f"--logs {arguments.logs} is not a folder")
     with contextlib.ExitStack() as opened:
         folder = arguments.logs or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="certify-")))
         folder.mkdir(parents=True, exist_ok=True)
+        if arguments.html and not (arguments.html.parent.is_dir() and not arguments.html.is_dir()):
+            raise ConfigError(f"--html {arguments.html} cannot be written: it must be a file in a folder that exists")
         variables = dict(map(_split_setting, arguments.set))
         recipe = read_recipe(arguments.recipe, variables, folder.resolve(), find_free_ports(_MAX_PORTS))
         cases = _choose_cases(recipe, arguments.only, is_quick=arguments.quick)

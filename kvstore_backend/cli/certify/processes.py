@@ -17,6 +17,7 @@ from kvstore_backend.backend import KVStoreError
 __all__ = ["Program", "StartFailed", "find_free_ports", "is_listening", "run_once"]
 
 _STOP_SECONDS = 20.0
+_LEAVE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _LAST_LINES = 12
 
@@ -65,8 +66,11 @@ class Program:
         Raises:
             StartFailed: the system cannot start it, or another program has its port.
         """
-        if self._is_ready():
-            raise StartFailed(f"{self.name} cannot be started: another program already answers in its place")
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._is_ready():  # a child of a killed program keeps its port until its memory is freed
+            if time.monotonic() > deadline:
+                raise StartFailed(f"{self.name} cannot be started: another program already answers in its place")
+            time.sleep(_POLL_SECONDS)
         try:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
@@ -158,9 +162,10 @@ def run_once(command: Sequence[str], folder: Path) -> None:
         raise StartFailed(f"prepare: {command[0]}: {exc.strerror}") from exc
     try:
         output = process.communicate()[0]
-    finally:
+    except BaseException:  # this program is ended: end what the command has started, too
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what it has started, if this program is ended
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
     if process.returncode:
         lines = output.decode(errors="replace").splitlines()[-_LAST_LINES:]
         raise StartFailed("\n".join([f"prepare: {command[0]} ended with status {process.returncode}:", *lines]))

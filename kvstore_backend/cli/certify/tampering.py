@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
 from collections.abc import Callable
@@ -136,7 +137,8 @@ class _FolderTampering:
 
     def _list_files(self, keys: str = "") -> list[Path]:
         """Return the files, without links, because these may lead to files outside of the pool."""
-        found = [path for path in self._folder.rglob("*") if re.search(keys, str(path))]
+        every = (Path(folder, name) for folder, _, names in os.walk(self._folder) for name in names)
+        found = [path for path in every if re.search(keys, str(path))]
         return sorted(path for path in found if not path.is_symlink() and _has_one_name(path))
 
 
