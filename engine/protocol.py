@@ -12,7 +12,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import orjson
@@ -47,7 +47,9 @@ __all__ = [
     "anthropic_error_body",
     "build_usage",
     "check_body",
+    "check_text_content",
     "error_body",
+    "join_texts",
     "parse_body",
     "quote_short",
     "sampling_params",
@@ -467,6 +469,37 @@ def quote_short(value: object) -> str:
     except orjson.JSONEncodeError:  # orjson reads deeper nesting than it writes
         return type(value).__name__
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_text_content(
+    name: str, content: object, param: str | None = None, kinds: Sequence[str] = ("text",)
+) -> str | list[dict[str, Any]]:
+    """Check that the content of a message is a text, or a list of parts that are texts; return the content.
+
+    Args:
+        name: the path of the content in the request's body, for the error message.
+        content: the content.
+        param: the name of the field for the error, or None if the API reports none.
+        kinds: the types of parts that are texts.
+
+    Raises:
+        ApiError: 400; the content is something else.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{name}: it is {quote_short(content)}; give a text, or a list of text parts", param=param)
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if not isinstance(part, dict) or kind not in kinds or not isinstance(part.get("text"), str):
+            message = f"{name}.{index}: a part of type {quote_short(kind)}; only text is supported"
+            raise ApiError(400, message, param=param)
+    return content
+
+
+def join_texts(parts: Iterable[dict[str, Any]]) -> str:
+    """Return the texts of a message's parts as one text."""
+    return "".join(part["text"] for part in parts)
 
 
 def sampling_params(

@@ -22,7 +22,7 @@ import torch
 
 from engine.core import EngineCore
 from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer
-from engine.generation import Generations, PairInfo
+from engine.generation import Generations, PairInfo, SharedParts
 from engine.generation.choices import Choices
 from engine.model.layer_groups import LayerGroups
 from engine.model.model_runner import KVShape
@@ -281,7 +281,9 @@ class _Instance:
         self.core.start()
         self._end = asyncio.Event()
         self.loop = asyncio.get_running_loop()
-        self.generations = Generations(self.core, _Tokenizer(), spec["role"], _BLOCK_SIZE, self.receiver, self.memory)
+        self.generations = Generations(
+            SharedParts(self.core, _Tokenizer(), spec["role"], _BLOCK_SIZE, self.receiver, self.memory)
+        )
         kept = keep_prompts(self.receiver, self.memory)
         self.control = Control(self.core, runner, self.generations, lambda: None, has_dynamic_weights=True)
         self.control.on_pause = lambda: kept.drop_all("this instance is paused")

@@ -21,6 +21,8 @@ from engine.protocol import (
     GenerationBody,
     TokenizeBody,
     check_body,
+    check_text_content,
+    join_texts,
     now,
     quote_short,
     sampling_params,
@@ -395,26 +397,12 @@ class Completions:
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with its content as one text, because templates of text models do not support parts.
 
-    Args:
-        index: the index of the message, for errors.
-        message: the message; its content is a text, or a list of parts that are texts.
-
     Raises:
-        ApiError: 400; the message has no role, or its content is not text.
+        ApiError: 400; the message has no role, or its content is not text. The error names the ``index``.
     """
     if not isinstance(message.get("role"), str):
         raise ApiError(400, f"messages.{index}.role: it is missing; give user, assistant or system", param="messages")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
+    if message.get("content") is None:
         return message
-    if not isinstance(content, list):
-        raise ApiError(400, f"messages.{index}.content: it is {quote_short(content)}; give a text", param="messages")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ApiError(
-                400,
-                f"messages.{index}.content: a part of type {quote_short(kind)}; only text is supported",
-                param="messages",
-            )
-    return {**message, "content": "".join(part["text"] for part in content)}
+    content = check_text_content(f"messages.{index}.content", message["content"], "messages")
+    return message if isinstance(content, str) else {**message, "content": join_texts(content)}

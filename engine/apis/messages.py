@@ -12,7 +12,17 @@ from engine.apis.completion_response import ENGINE_FAILED, REQUEST_ABORTED, Begu
 from engine.apis.completions import Completions
 from engine.apis.plain_body import PlainBody, encode_typed_event
 from engine.generation import Choices, Piece
-from engine.protocol import MAX_STOPS, ApiError, ChatBody, Unsupported, anthropic_error_body, check_body, quote_short
+from engine.protocol import (
+    MAX_STOPS,
+    ApiError,
+    ChatBody,
+    Unsupported,
+    anthropic_error_body,
+    check_body,
+    check_text_content,
+    join_texts,
+    quote_short,
+)
 
 __all__ = ["ConversationBody", "Messages", "MessagesBody", "MessagesResponse"]
 
@@ -111,27 +121,16 @@ def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     return {"role": role, "content": _read_content(f"messages.{index}.content", message.get("content"))}
 
 
-def _read_content(name: str, content: Any) -> str | list[dict[str, Any]]:
+def _read_content(name: str, content: object) -> str | list[dict[str, Any]]:
     """Return the content of a message as one text. If a block of the content has ``cache_control``, return the blocks.
 
-    Args:
-        name: the name of the field, for errors.
-        content: a text, or a list of text blocks.
-
     Raises:
-        ApiError: 400; the content is not text.
+        ApiError: 400; the content is not text. The error has the ``name`` of the field.
     """
-    if isinstance(content, str):
+    content = check_text_content(name, content)
+    if isinstance(content, str) or any(block.get("cache_control") is not None for block in content):
         return content
-    if not isinstance(content, list):
-        raise ApiError(400, f"{name}: it is {quote_short(content)}; give a text, or a list of text blocks")
-    for index, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, dict) else block
-        if not isinstance(block, dict) or kind != "text" or not isinstance(block.get("text"), str):
-            raise ApiError(400, f"{name}.{index}: a block of type {quote_short(kind)}; only text is supported")
-    if any(block.get("cache_control") is not None for block in content):
-        return content
-    return "".join(block["text"] for block in content)
+    return join_texts(content)
 
 
 class MessagesResponse(BegunResponse):

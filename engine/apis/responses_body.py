@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from engine.apis.plain_body import PlainBody
-from engine.protocol import ApiError, ChatBody, Unsupported, check_body, quote_short
+from engine.protocol import (
+    ApiError,
+    ChatBody,
+    Unsupported,
+    check_body,
+    check_text_content,
+    join_texts,
+    quote_short,
+)
 
 __all__ = ["ResponsesBody", "chat_of_responses", "messages_of_input"]
 
@@ -88,17 +96,7 @@ def _message_of_item(name: str, item: dict[str, Any]) -> dict[str, Any]:
     if role not in _ROLES:
         known = ", ".join(_ROLES)
         raise ApiError(400, f"{name}.role: it is {quote_short(role)}; give one of {known}", param="input")
-    content = item.get("content")
-    if isinstance(content, str):
-        return {"role": _ROLES[role], "content": content}
-    if not isinstance(content, list):
-        raise ApiError(400, f"{name}.content: it is {quote_short(content)}; give a text", param="input")
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else part
-        if not isinstance(part, dict) or kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            message = f"{name}.content.{index}: a part of type {quote_short(kind)}; only text is supported"
-            raise ApiError(400, message, param="input")
-    if any("prompt_cache_breakpoint" in part for part in content):
-        parts = [{**part, "type": "text"} for part in content]
-        return {"role": _ROLES[role], "content": parts}
-    return {"role": _ROLES[role], "content": "".join(part["text"] for part in content)}
+    content = check_text_content(f"{name}.content", item.get("content"), "input", _TEXT_PARTS)
+    if not isinstance(content, str) and any("prompt_cache_breakpoint" in part for part in content):
+        return {"role": _ROLES[role], "content": [{**part, "type": "text"} for part in content]}
+    return {"role": _ROLES[role], "content": content if isinstance(content, str) else join_texts(content)}

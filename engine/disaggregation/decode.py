@@ -27,7 +27,6 @@ from engine.disaggregation.wire import (
     wait_at_most,
 )
 from engine.scheduling.scheduler import Reservation
-from engine.telemetry.trace import log_handover_begin, log_verified_blocks
 
 __all__ = ["HandoverReceiver", "HandoverResult"]
 
@@ -297,7 +296,11 @@ class HandoverReceiver:
             send_message(writer, "refused", reason=reason)
             return
         target = await memory.open_blocks(handover.reservation)
-        log_handover_begin(handover.request_id, handover.prompt.num_tokens, len(target.addresses), target.num_cached)
+        log.debug(
+            "request %s: the prefill instance begins a direct transfer of %d tokens; %d blocks are reserved, "
+            "the %d before them are cached here",
+            *(handover.request_id, handover.prompt.num_tokens, len(target.addresses), target.num_cached),
+        )
         send_message(
             writer, "reserved", session=target.session, addresses=target.addresses, num_cached=target.num_cached
         )
@@ -330,14 +333,17 @@ class HandoverReceiver:
             raise ValueError('the prefill instance sent "ready", but this instance had reserved no blocks')
         token = decode_number(message["token"], memory.vocab_size)
         logprobs = decode_logprobs(message["logprobs"], memory.vocab_size)
-        start, count = time.monotonic(), len(reservation.missing)
+        start, nbytes = time.monotonic(), len(reservation.missing) * memory.block_bytes
         if not await memory.accept_blocks(reservation, message["digests"]):
             log.warning(
                 "request %s: blocks from the prefill instance have wrong digests and are not used",
                 handover.request_id,
             )
             return None
-        log_verified_blocks(handover.request_id, count, memory.block_bytes, time.monotonic() - start)
+        log.debug(
+            "request %s: direct transfer verified: %d blocks, %d bytes in %.1f ms",
+            *(handover.request_id, len(reservation.missing), nbytes, 1e3 * (time.monotonic() - start)),
+        )
         return Prefilled(reservation, token, logprobs)
 
     async def _give_back(self, handover: _Handover, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

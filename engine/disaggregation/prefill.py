@@ -24,7 +24,6 @@ from engine.disaggregation.wire import (
     wait_at_most,
 )
 from engine.scheduling.request import TokenLogprobs
-from engine.telemetry.trace import log_handover_end, log_handover_write
 
 __all__ = ["HandoverSender", "hand_over"]
 
@@ -116,8 +115,11 @@ class HandoverSender:
         )
         try:
             is_accepted = await wait_at_most(asyncio.shield(self._verdict), SILENCE_SECONDS)
-            seconds = time.monotonic() - self._begun_at
-            log_handover_end(self._request_id, len(digests), self._block_bytes, seconds, is_accepted=is_accepted)
+            log.debug(
+                "request %s: direct transfer %s: %d blocks written, %d bytes, %.1f ms since it began",
+                *(self._request_id, "accepted" if is_accepted else "not accepted"),
+                *(len(digests), len(digests) * self._block_bytes, 1e3 * (time.monotonic() - self._begun_at)),
+            )
             return is_accepted
         except asyncio.TimeoutError:
             log.warning(
@@ -240,10 +242,14 @@ class HandoverSender:
                     self._is_clean = False
                     self.trouble = "a write to the decode instance failed"
                     return None
-                seconds, computed = time.monotonic() - start, range(first, first + len(blocks))
-                log_handover_write(self._request_id, computed, len(written), self._block_bytes, seconds)
-                digests += written
                 num_written = first + len(blocks)
+                log.debug(
+                    "request %s: direct transfer of blocks %d to %d: %d written, %d bytes in %.1f ms; decode had %d "
+                    "already",
+                    *(self._request_id, first, num_written - 1, len(written), len(written) * self._block_bytes),
+                    *(1e3 * (time.monotonic() - start), len(blocks) - len(written)),
+                )
+                digests += written
             return digests
         except asyncio.TimeoutError:
             log.warning(

@@ -11,7 +11,7 @@ live.py         creates generations for the role of the instance; aborts those t
 detokenizer.py  turns token ids into text, piece by piece
 """
 
-from engine.generation.base import Generation, Piece
+from engine.generation.base import Generation, Piece, SharedParts
 from engine.generation.choices import Choices
 from engine.generation.live import BROKEN, Generations, PairInfo, list_unknown_ids
 
@@ -22,5 +22,6 @@ __all__ = [
     "Generations",
     "PairInfo",
     "Piece",
+    "SharedParts",
     "list_unknown_ids",
 ]

@@ -52,7 +52,7 @@ class SharedParts:
     Attributes:
         core: runs sequences.
         tokenizer: a tokenizer of transformers.
-        role: the role of the instance.
+        role: the role of the instance: ``mixed``, ``prefill`` or ``decode``.
         block_size: number of tokens in a block.
         receiver: receives hand-overs of prompts.
         memory: the blocks for direct transfers, or None if hand-overs go only through the pool.

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from engine.core import EngineCore
-from engine.disaggregation import BlockMemory, HandoverReceiver
 from engine.generation.base import Generation, Piece, SharedParts
 from engine.generation.choices import Choices, derive_choice
 from engine.generation.decode import DecodeGeneration
 from engine.generation.prefill import PrefillGeneration
 from engine.protocol import ApiError, DisaggregateInfo
 from engine.scheduling.request import Request
-from engine.telemetry.tracing import Tracer
 
 __all__ = ["BROKEN", "Generations", "MixedGeneration", "PairInfo", "list_unknown_ids"]
 
@@ -53,27 +50,11 @@ class Generations:
     """Creates generations, and has a list of the running ones.
 
     Args:
-        core: runs sequences.
-        tokenizer: a tokenizer of transformers.
-        role: the role of the instance: ``mixed``, ``prefill`` or ``decode``.
-        block_size: number of tokens in a block.
-        receiver: receives hand-overs of prompts.
-        memory: the blocks for direct transfers, or None if hand-overs go only through the pool.
-        tracer: creates spans, or None if requests are not traced.
+        parts: the parts of the instance.
     """
 
-    def __init__(
-        self,
-        core: EngineCore,
-        tokenizer: Any,
-        role: str,
-        block_size: int,
-        receiver: HandoverReceiver,
-        memory: BlockMemory | None = None,
-        tracer: Tracer | None = None,
-    ) -> None:
-        self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory, tracer)
-        self._answer_for_pair = _FOR_PAIRS[role]
+    def __init__(self, parts: SharedParts) -> None:
+        self._parts = parts
         self.is_paused = False
         """Whether new requests are refused, because the instance is paused."""
         self.is_broken = False
@@ -89,7 +70,7 @@ class Generations:
         if info is None:
             return MixedGeneration(self._parts, request)
         if isinstance(info, DisaggregateInfo):
-            return self._answer_for_pair(self._parts, request, info)
+            return _FOR_PAIRS[self._parts.role](self._parts, request, info)
         return info(self._parts, request)
 
     def begin_choices(self, prompts: Sequence[tuple[Request, PairInfo | None]], count: int) -> Choices:

@@ -29,7 +29,7 @@ from engine.scheduling.pool_use import PoolUse, Reason
 from engine.scheduling.request import Sequence
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.metrics import EngineMetrics
-from engine.telemetry.trace import log_load, log_look_up, log_save
+from engine.telemetry.trace import log_look_up
 from kvstore_backend import BlockPool, Status
 from kvstore_backend.groups import Resume, find_resume_point
 from kvstore_backend.load_or_compute import LoadOrCompute
@@ -218,7 +218,10 @@ class PoolConnector:
         seconds = load.reading[1] - start
         count = load.count_arrived(num_arrived)
         self._load_or_compute.record_load(count, seconds)
-        log_load(load.request_id, num_blocks, num_arrived, self._block_bytes, seconds)
+        log.debug(
+            "request %s: load of %d blocks: %d arrived and were verified, %d bytes in %.1f ms",
+            *(load.request_id, num_blocks, num_arrived, num_arrived * self._block_bytes, 1e3 * seconds),
+        )
         load.use = load.explain_read(present, count)
         return num_arrived
 
@@ -366,8 +369,12 @@ class PoolConnector:
             sequence.saves.ended_at = time.monotonic()
             self._metrics.saved_blocks.inc(outcome.count)
             self._metrics.unsaved_blocks.inc(len(blocks) - outcome.count)
-            name = sequence.request.request_id
-            log_save(name, first, hashes, outcome.count, self._block_bytes, outcome.seconds)
+            log.debug(
+                "request %s: save of blocks %d to %d of the prompt and answer: the pool has %d of %d now, %d bytes; "
+                "%.1f ms",
+                *(sequence.request.request_id, first, last - 1, outcome.count, len(blocks)),
+                *(outcome.count * self._block_bytes, 1e3 * outcome.seconds),
+            )
             if keep_seconds and outcome.count < len(hashes):
                 self._pinned.forget_blocks(hashes)
             self._on_saved(sequence)

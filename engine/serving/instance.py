@@ -30,7 +30,7 @@ from engine.disaggregation import (
     choose_protocol,
     list_protocols,
 )
-from engine.generation import BROKEN, Generations
+from engine.generation import BROKEN, Generations, SharedParts
 from engine.model.checkpoint import check_length, choose_device, choose_dtype, load_model_config, load_tokenizer
 from engine.model.memory_budget import choose_num_blocks
 from engine.model.model_runner import ModelRunner
@@ -111,7 +111,9 @@ class Instance:
         self.memory = self._open_block_memory(runner, choose_rdma_devices(around.pool))
         self.receiver = HandoverReceiver(self.memory)
         self.generations = Generations(
-            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, self.memory, self.tracer
+            SharedParts(
+                self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, self.memory, self.tracer
+            )
         )
         self._changed = asyncio.Event()
         pool_store = around.pool.store if around.pool else None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer
-from engine.generation import Generation, Generations, Piece
+from engine.generation import Generation, Generations, Piece, SharedParts
 from engine.pool.staging import open_direct, stage_handovers
 from engine.protocol import DisaggregateInfo
 from engine.scheduling.request import Request, SamplingParams
@@ -79,7 +79,9 @@ class Side:
         assert memory, "the host cannot read a device's memory"
         self.memory = BlockMemory(engine.core, engine.runner, self.transfer, memory)
         self.receiver = HandoverReceiver(self.memory, max(30.0, expiry_seconds), expiry_seconds)
-        self.generations = Generations(engine.core, tokenizer, role, engine.block_size, self.receiver, self.memory)
+        self.generations = Generations(
+            SharedParts(engine.core, tokenizer, role, engine.block_size, self.receiver, self.memory)
+        )
         self._before = {way: self._handed_over(way) for way in ("direct", "pool", "computed")}
         self._bytes_before = engine.metric("kvstore_handed_over_bytes_total")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.apis.completion_response import CompletionResponse
 from engine.apis.completions import Completions
-from engine.generation import Generations
+from engine.generation import Generations, SharedParts
 from engine.protocol import (
     AbortBody,
     ApiError,
@@ -40,7 +40,7 @@ DEEP = json.loads("[" * 400 + "]" * 400)
 @pytest.fixture(scope="module")
 def completions(word_tokenizer: Any, word_model: Path) -> Completions:
     """What checks prompts, without an engine behind it: nothing here runs one."""
-    generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
+    generations = Generations(SharedParts(None, word_tokenizer, "mixed", 16, None))  # type: ignore[arg-type]
     return Completions(generations, word_tokenizer, str(word_model), MAX_MODEL_LEN, VOCAB_SIZE)
 
 
@@ -75,7 +75,7 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
             "chat",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages",
-            'messages.0.content: a part of type "image_url"; only text is supported',
+            'messages.0.content.0: a part of type "image_url"; only text is supported',
         ),
         ("chat", {"messages": MESSAGES, "n": 129}, "n", "should be less than or equal to 128, but it is 129"),
         *(
@@ -283,7 +283,7 @@ def test_the_longest_prompt_that_fits_leaves_room_for_one_token(completions: Com
 def test_a_client_sets_the_variables_of_the_chat_template() -> None:
     template = "{{ messages[0].content }}{{ ' river' if enable_thinking }}"
     tokenizer = byte_fallback_tokenizer(chat_template=template)
-    completions = Completions(Generations(None, tokenizer, "mixed", 16, None), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
+    completions = Completions(Generations(SharedParts(None, tokenizer, "mixed", 16, None)), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
     lengths = [
         len(start(completions, "chat", {"messages": MESSAGES, **more}).request.prompt_token_ids)
         for more in ({}, {"chat_template_kwargs": {"enable_thinking": True}})
@@ -293,7 +293,7 @@ def test_a_client_sets_the_variables_of_the_chat_template() -> None:
 
 def test_the_model_hears_of_tools_that_it_may_call() -> None:
     tokenizer = byte_fallback_tokenizer(chat_template="{{ messages[0].content }}{{ ' river' if tools }}")
-    completions = Completions(Generations(None, tokenizer, "mixed", 16, None), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
+    completions = Completions(Generations(SharedParts(None, tokenizer, "mixed", 16, None)), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     lengths = [
         len(start(completions, "chat", {"messages": MESSAGES, **more}).request.prompt_token_ids)
@@ -358,7 +358,7 @@ def test_tokenizing_refuses_what_the_request_would_be_refused_for(fields: dict[s
 
 
 def completions_of(tokenizer: Any) -> Completions:
-    return Completions(Generations(None, tokenizer, "mixed", 16, None), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
+    return Completions(Generations(SharedParts(None, tokenizer, "mixed", 16, None)), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
 
 
 def assert_at_most_one_sentence(check: Callable[[], object]) -> None:
@@ -434,7 +434,7 @@ def test_fields_that_say_what_holds_anyway_change_nothing(
 def test_the_checkpoints_numbers_hold_for_requests_that_do_not_say_their_own(
     word_tokenizer: Any, path: str, fields: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
-    generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
+    generations = Generations(SharedParts(None, word_tokenizer, "mixed", 16, None))  # type: ignore[arg-type]
     defaults = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05)
     completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, defaults)
     params = start(completions, path, {"messages": MESSAGES, "prompt": "a", **fields}).request.params
@@ -442,7 +442,7 @@ def test_the_checkpoints_numbers_hold_for_requests_that_do_not_say_their_own(
 
 
 def test_min_tokens_of_an_answer_that_every_token_would_end_is_refused(word_tokenizer: Any) -> None:
-    generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
+    generations = Generations(SharedParts(None, word_tokenizer, "mixed", 16, None))  # type: ignore[arg-type]
     ends = frozenset({0, 2})
     completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, eos_token_ids=ends)
     fields = {"prompt": "a", "stop_token_ids": list(range(1, VOCAB_SIZE)), "min_tokens": 1}
@@ -466,7 +466,7 @@ def test_min_tokens_of_an_answer_that_every_token_would_end_is_refused(word_toke
 def test_a_client_that_gives_no_limit_gets_the_checkpoints(
     word_tokenizer: Any, fields: dict[str, Any], max_tokens: int
 ) -> None:
-    generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
+    generations = Generations(SharedParts(None, word_tokenizer, "mixed", 16, None))  # type: ignore[arg-type]
     completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, SamplingDefaults(20))
     request = start(completions, "text", {"prompt": "a", **fields}).request
     assert request.params.max_tokens == max_tokens

@@ -208,7 +208,6 @@ class TablePlan:
         self._dtype = kv.dtype
         self._form = form
         self._span = group.span
-        self._num_chunks = len(chunks)
         self._prefills: list[_Row] = []
         singles: list[_Row] = []
         start = 0

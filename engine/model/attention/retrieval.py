@@ -186,11 +186,6 @@ class Retrieval:
         self._states: dict[EngineSequence, SparseState] = {}
         self._steps: dict[bool, _Step] = {}
 
-    @property
-    def table_bytes(self) -> int:
-        """Size in bytes of the tables on the device, without the index and the working sets."""
-        return self._chosen.nbytes + self._places.nbytes
-
     def state_of(self, sequence: EngineSequence) -> SparseState:
         """Return the state of a sequence; the first call for a sequence creates it."""
         if sequence not in self._states:

@@ -83,11 +83,6 @@ class WorkingSet:
         self.kv[:, :, start + have : start + filled] = newest[:, :, have:filled]
         self._num_newest = filled
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks that ``attend`` reads for each KV head, including the newest one."""
-        return self._num_full + 1
-
     def attend(self, queries: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Compute attention of one token to all blocks of the working set.
 

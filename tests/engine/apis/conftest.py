@@ -17,7 +17,7 @@ from engine.apis.messages import Messages
 from engine.apis.response_store import ResponseStore
 from engine.apis.responses import Responses
 from engine.disaggregation import HandoverReceiver
-from engine.generation import Generations
+from engine.generation import Generations, SharedParts
 from engine.serving.endpoints import create_app
 from engine.serving.http_server import InstanceProtocol
 from tests.engine.running import Engine
@@ -36,7 +36,9 @@ async def no_lifespan(_: object) -> AsyncIterator[None]:
 def served(few_words: Path, word_tokenizer: Any) -> Iterator[SimpleNamespace]:
     """What serves, ``url`` among it."""
     with Engine(few_words, num_blocks=128) as engine:
-        generations = Generations(engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())
+        generations = Generations(
+            SharedParts(engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())
+        )
         completions = Completions(generations, word_tokenizer, MODEL, 500, engine.runner.vocab_size)
         instance: Any = SimpleNamespace(
             core=engine.core,

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletionMessage
 
 from engine.apis.completions import Completions
 from engine.disaggregation import HandoverReceiver
-from engine.generation import Generations
+from engine.generation import Generations, SharedParts
 from engine.model.checkpoint import load_tokenizer
 from engine.protocol import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from engine.serving.endpoints import create_app
@@ -36,7 +36,7 @@ def completions(engine: Engine, word_tokenizer: Any) -> Completions:
 
 
 def completions_of(engine: Engine, tokenizer: Any, max_model_len: int) -> Completions:
-    generations = Generations(engine.core, tokenizer, "mixed", engine.block_size, HandoverReceiver())
+    generations = Generations(SharedParts(engine.core, tokenizer, "mixed", engine.block_size, HandoverReceiver()))
     return Completions(generations, tokenizer, "tiny", max_model_len, engine.runner.vocab_size)
 
 

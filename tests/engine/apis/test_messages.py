@@ -117,7 +117,7 @@ def test_a_last_message_of_the_assistants_is_continued(client: anthropic.Anthrop
         ({"messages": [{"role": "system", "content": "x"}]}, 'messages.0.role: it is "system"; give user or assistant'),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            'messages.0.content.0: a block of type "image"; only text is supported',
+            'messages.0.content.0: a part of type "image"; only text is supported',
         ),
         ({"system": 5}, "system: Input should be"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: List should have at most 16 items"),

@@ -146,7 +146,7 @@ def test_responses_are_kept_unless_the_client_says_no(client: openai.OpenAI) -> 
             'an item of type "item_reference"; only messages',
         ),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", 'input.0.role: it is "tool"; give one of user'),
-        ({"input": [{"role": "user"}]}, "input", "input.0.content: it is null; give a text"),
+        ({"input": [{"role": "user"}]}, "input", "input.0.content: it is null; give a text, or a list of text parts"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input",

@@ -13,7 +13,7 @@ import pytest
 
 from engine.apis.completions import Completions
 from engine.disaggregation import HandoverReceiver
-from engine.generation import Choices, Generations
+from engine.generation import Choices, Generations, SharedParts
 from engine.protocol import ApiError, ChatBody, CompletionBody
 from engine.scheduling.request import Request, SamplingParams
 from tests.engine.event_loop import eventually, in_event_loop
@@ -31,7 +31,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def generations(engine: Engine, word_tokenizer: Any) -> Generations:
-    return Generations(engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())
+    return Generations(SharedParts(engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver()))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 
 from engine.apis.completions import Completions
 from engine.disaggregation import HandoverReceiver
-from engine.generation import Generations
+from engine.generation import Generations, SharedParts
 from engine.model.checkpoint import load_tokenizer
 from engine.protocol import ApiError, ChatBody, CompletionBody, check_body
 from tests.engine.event_loop import in_event_loop
@@ -45,7 +45,7 @@ def engine(characters_in_parts: Path) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def completions(engine: Engine, characters_in_parts: Path) -> Completions:
     tokenizer = load_tokenizer(str(characters_in_parts))
-    generations = Generations(engine.core, tokenizer, "mixed", engine.block_size, HandoverReceiver())
+    generations = Generations(SharedParts(engine.core, tokenizer, "mixed", engine.block_size, HandoverReceiver()))
     return Completions(generations, tokenizer, "parts", 400, engine.runner.vocab_size)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.disaggregation import HandoverReceiver
-from engine.generation import Generation, Generations, Piece
+from engine.generation import Generation, Generations, Piece, SharedParts
 from engine.protocol import DisaggregateInfo
 from engine.scheduling.request import Request, SamplingParams
 from kvstore_backend import StorageBackend
@@ -41,7 +41,7 @@ def text_of(pieces: list[Piece]) -> str:
 
 
 def generations_of(engine: Engine, tokenizer: Any, role: str, receiver: HandoverReceiver | None = None) -> Generations:
-    return Generations(engine.core, tokenizer, role, engine.block_size, receiver or HandoverReceiver())
+    return Generations(SharedParts(engine.core, tokenizer, role, engine.block_size, receiver or HandoverReceiver()))
 
 
 @pytest.fixture

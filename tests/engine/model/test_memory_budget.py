@@ -52,14 +52,14 @@ def test_what_is_put_aside_is_what_sparse_attention_allocates_at_most(
     config = RetrievalConfig(BLOCK, 16, 40, 0.3, 0, 0, representative, dense_layers=dense_layers)
     runner.allocate_kv(1)
     runner.enable_retrieval(config, 3, 400)
-    assert runner.retrieval
-    index = runner.retrieval.index
-    assert isinstance(index, BlockIndex)
-    allocated = index.nbytes + runner.retrieval.table_bytes
+    retrieval = runner.retrieval
+    assert retrieval
+    assert isinstance(retrieval.index, BlockIndex)
+    allocated = retrieval.index.nbytes + retrieval._chosen.nbytes + retrieval._places.nbytes
     for _ in range(0 if in_place else 3):
         sequence = Sequence(Request("", (1,) * 300, SamplingParams(100)), BLOCK)
         sequence.regime = Regime.SPARSE
-        state = runner.retrieval.state_of(sequence)
+        state = retrieval.state_of(sequence)
         allocated += sum(state.working_set(layer).kv.nbytes for layer in range(runner.shape.num_layers))
     assert runner.count_retrieval_bytes(config, 3, 400) == allocated
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.apis.completions import Completions
 from engine.disaggregation import HandoverReceiver
-from engine.generation import Generations
+from engine.generation import Generations, SharedParts
 from engine.model import model_runner
 from engine.scheduling.request import Request, SamplingParams
 from engine.serving import control as control_module
@@ -38,7 +38,7 @@ class Running:
     def __init__(self, engine: Engine, tokenizer: Any, *, has_dynamic_weights: bool = True) -> None:
         self.engine = engine
         receiver = HandoverReceiver()
-        self.generations = Generations(engine.core, tokenizer, "mixed", engine.block_size, receiver)
+        self.generations = Generations(SharedParts(engine.core, tokenizer, "mixed", engine.block_size, receiver))
         self.changes: list[bool] = []
         self.control = Control(
             engine.core,

@@ -18,7 +18,7 @@ import uvicorn
 
 from engine.apis.completions import Completions
 from engine.disaggregation import HandoverReceiver
-from engine.generation import Generations
+from engine.generation import Generations, SharedParts
 from engine.serving import http_server
 from engine.serving.control import Control
 from engine.serving.endpoints import create_app
@@ -41,7 +41,9 @@ async def no_lifespan(_: object) -> AsyncIterator[None]:
 def app(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Any]:
     """The endpoints over a running engine."""
     with Engine(tiny_checkpoint) as engine:
-        generations = Generations(engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())
+        generations = Generations(
+            SharedParts(engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())
+        )
         instance: Any = SimpleNamespace(
             run_lifespan=no_lifespan,
             core=engine.core,

@@ -56,8 +56,8 @@ async def test_by_way_of_the_pool(tiny_checkpoint: Path, word_tokenizer: Any, st
         forget_prefixes(pair.prefill.engine)
         await one_instance(pair, "second")
         await one_instance(pair, "third")
-    assert told.has("first", r"look-up of 6 blocks \(its 0 to 5, from \w{12}\): the pool has 0 leading ones and 0 .*")
-    saves = [re.match(r"save of (\d) blocks .*: the pool has (\d) of them now", line) for line in told.lines("first")]
+    assert told.has("first", r"look-up of blocks 0 to 5 of the prompt \(first hash: \w{12}\): the pool has 0 .*")
+    saves = [re.match(r"save of blocks .*: the pool has (\d) of (\d) now", line) for line in told.lines("first")]
     assert [sum(int(found[i]) for found in saves if found) for i in (1, 2)] == [6, 6]
     assert told.has("second", rf"load of 6 blocks: 6 arrived and were verified, {BLOCK_BYTES} bytes in \d+\.\d ms")
     tail = "the last 4 do not fill a block before the last token, which is always computed"
@@ -129,7 +129,7 @@ def test_a_save_that_the_pool_refuses(tiny_checkpoint: Path, store: FaultyStore,
     store.fault = Fault.REFUSES_SAVES
     with Engine(tiny_checkpoint, store=store) as engine:
         engine.answer(PROMPT, 1)
-    assert told.has("0", r"save of 1 blocks .*: the pool has 0 of them now, 0 bytes; .* ms")
+    assert told.has("0", r"save of blocks 0 to 0 .*: the pool has 0 of 1 now, 0 bytes; .* ms")
 
 
 @in_event_loop

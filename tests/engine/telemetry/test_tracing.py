@@ -12,7 +12,7 @@ import pytest
 
 from engine.args import parse_args
 from engine.disaggregation import HandoverReceiver
-from engine.generation import Generation, Generations
+from engine.generation import Generation, Generations, SharedParts
 from engine.scheduling.pool_use import PoolUse, Reason
 from engine.scheduling.request import Request, SamplingParams, Sequence
 from engine.telemetry.tracing import Tracer, list_phases, open_tracer
@@ -56,7 +56,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 def begin(engine: Engine, word_tokenizer: Any, tracer: Tracer) -> Callable[..., Generation]:
     """Begins a generation, as for a request with these headers."""
     parts = (engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())
-    generations = Generations(*parts, tracer=tracer)
+    generations = Generations(SharedParts(*parts, tracer=tracer))
 
     def start(headers: list[tuple[bytes, bytes]] = TRACED, max_tokens: int = 5) -> Generation:
         tracer.enter_request(headers)
