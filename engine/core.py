@@ -144,7 +144,7 @@ class EngineCore:
 
     @property
     def holds_stop_up(self) -> str:
-        """The operation that ``stop`` waits for now, as text for the log."""
+        """What ``stop`` waits for now, as a text for the log: the running step, saves to the pool, or its client."""
         if self.is_alive:
             return "the running step"
         if self._connector and (count := self._connector.pending_save_blocks):
@@ -237,10 +237,8 @@ class EngineCore:
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
         """Release a reservation. Any thread may call this, after all writes of other instances to its blocks.
 
-        Args:
-            reservation: the reservation to release.
-            clear: whether another instance may have written to the blocks. They are then set to zero, because a partly
-                written number can be NaN, and attention multiplies masked positions by 0: 0 times NaN is NaN.
+        With ``clear`` another instance may have written to the blocks. They are then set to zero, because a partly
+        written number can be NaN, and attention multiplies masked positions by 0: 0 times NaN is NaN.
         """
 
         def run() -> None:
@@ -360,7 +358,7 @@ class EngineCore:
         try:
             self._runner.wait_for_device()
         except Exception:
-            log.critical("The device is lost: this instance must be restarted", exc_info=True)
+            log.critical("The device (GPU) fails every call: restart this instance", exc_info=True)
             self._has_failed = True
             self._end_all("error")
 
@@ -375,7 +373,7 @@ class EngineCore:
             self._connector.start_load(sequence)
 
     def _run_commands(self, *, wait: bool) -> None:
-        """Run the queued commands. With ``wait``, block until there is at least one."""
+        """Call all queued commands of other threads. With ``wait``, block until there is at least one."""
         self._turned_at = math.inf if wait else time.monotonic()
         while True:
             try:
@@ -387,7 +385,7 @@ class EngineCore:
             try:
                 command()
             except Exception:
-                log.exception("A command failed; the running sequences continue")
+                log.exception("A command of another thread to the engine failed; the running sequences continue")
 
     @contextlib.contextmanager
     def _ending_on_error(self, sequence: Sequence) -> Iterator[None]:
@@ -395,7 +393,7 @@ class EngineCore:
         try:
             yield
         except Exception:
-            log.exception("request %s failed", sequence.request.request_id)
+            log.exception("request %s failed in the engine and ends with an error", sequence.request.request_id)
             self._end_sequence(sequence, "error")
 
     def _run_step(self, chunks: list[Chunk]) -> None:

@@ -145,11 +145,8 @@ _UNSUPPORTED_IN_CHAT: Unsupported = {
 class ApiError(Exception):
     """An error response to a request: an HTTP status and a message of one sentence.
 
-    Args:
-        status: the HTTP status.
-        message: the sentence.
-        param: the name of the field that is wrong, if it is one field.
-        code: OpenAI's error code. Default: ``invalid_value`` if the status is 400 and ``param`` is given.
+    ``param`` is the name of the field that is wrong, if it is one field. ``code`` is OpenAI's error code; its default
+    is ``invalid_value`` if the status is 400 and ``param`` is given.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:

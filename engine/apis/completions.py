@@ -182,7 +182,9 @@ class Completions:
             ApiError: the body has neither a text nor messages, or has both, or the request would be refused.
         """
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "prompt: give either prompt, a text, or messages", param="prompt")
+            given = "has both" if body.messages is not None else "has neither"
+            message = f"prompt: give either prompt (a text) or messages; this body {given}"
+            raise ApiError(400, message, param="prompt")
         others = body.model_extra or {}
         if body.messages is not None:
             tokens = await self.encode_chat(check_body(ChatBody, {**others, "messages": body.messages}))
@@ -203,12 +205,7 @@ class Completions:
         return {"prompt": text}
 
     async def _find_hints(self, body: ChatBody, tokens: list[int]) -> list[CacheHint]:
-        """Return the hints for the cache at messages and at parts of messages.
-
-        Args:
-            body: the request body.
-            tokens: the tokens of the whole prompt.
-        """
+        """Return the hints for the cache at messages and at parts of messages. ``tokens`` are those of the prompt."""
         try:
             marks = list(find_marks(body.messages, (body.prompt_cache_options or CacheOptions()).seconds))
         except ValueError as exc:
@@ -254,14 +251,7 @@ class Completions:
     def _make_request(
         self, body: GenerationBody, request_id: str, prompt: list[int], param: str, hints: Sequence[CacheHint]
     ) -> Request:
-        """Return the engine's request for one prompt.
-
-        Args:
-            body: the request body.
-            request_id: the id of the request.
-            prompt: the tokens of the prompt.
-            param: the name of the prompt's field, for messages.
-            hints: the hints at messages.
+        """Return the engine's request for one prompt. ``param`` is the name of the prompt's field, for errors.
 
         Raises:
             ApiError: 400; the prompt is too long, or a token id is not in the vocabulary.
@@ -352,11 +342,8 @@ class Completions:
     ) -> str:
         """Return the text of messages, rendered with the chat template of the checkpoint.
 
-        Args:
-            body: the request body.
-            messages: the messages to render.
-            lets_assistant_speak: whether the text ends with the beginning of the assistant's turn, or None if
-                ``add_generation_prompt`` in ``body`` decides.
+        The text ends with the beginning of the assistant's turn if ``lets_assistant_speak`` is true or, if that is
+        None, if ``add_generation_prompt`` in ``body`` is.
 
         Raises:
             ApiError: 400; the messages cannot be rendered.

@@ -27,11 +27,9 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores responses by id. If a limit is exceeded, it removes the least recently used ones.
+    """Stores responses by id, and removes the least recently used ones if there are too many.
 
-    Args:
-        max_responses: maximum number of responses.
-        max_characters: maximum number of characters of all conversations together.
+    The limits are the number of responses, and the number of characters of all their conversations together.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_characters: int = MAX_CHARACTERS) -> None:

@@ -66,9 +66,7 @@ class ResponsesBody(PlainBody):
 def chat_of_responses(body: ResponsesBody, before: Sequence[dict[str, Any]]) -> ChatBody:
     """Return the chat request that is equivalent to a request of the Responses API.
 
-    Args:
-        body: the request body.
-        before: the messages of the conversation up to the previous response; empty if there is none.
+    ``before`` are the messages of the conversation up to the previous response; it is empty if there is none.
     """
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages = [*instructions, *before, *messages_of_input(body.input)]

@@ -16,14 +16,10 @@ __all__ = ["IncomingBlocks", "digest_values"]
 
 
 class IncomingBlocks:
-    """Blocks that a prefill instance writes.
+    """The blocks of this instance that a prefill instance writes in one hand-over.
 
-    It writes to windows: KV memory itself or, with a GPU, buffers in host memory from which the blocks are copied to KV
-    memory. Any thread may call the methods.
-
-    Args:
-        memory: opens the windows.
-        blocks: the blocks to be written.
+    The prefill instance writes to windows, which ``memory`` opens: KV memory itself or, with a GPU, buffers in host
+    memory from which the blocks are copied to KV memory. Any thread may call the methods.
     """
 
     def __init__(self, memory: TransferMemory, blocks: Sequence[int]) -> None:
@@ -67,7 +63,7 @@ class IncomingBlocks:
             return True
 
     def close(self) -> None:
-        """Release the windows, when the prefill instance does not write any more."""
+        """Release the windows. Call this when the prefill instance does not write any more."""
         with self._lock:
             self._take_back()
 

@@ -142,9 +142,7 @@ class BlockMemory:
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
         """Release the blocks of a reservation, and the memory that was opened for them.
 
-        Args:
-            reservation: the reservation.
-            clear: whether another instance may have written to the blocks; they are then set to zero.
+        With ``clear`` another instance may have written to the blocks, so they are set to zero.
         """
         if (incoming := self._incoming.pop(reservation, None)) is None:
             self._core.cancel_reservation(reservation, clear=clear)
@@ -182,10 +180,7 @@ class BlockMemory:
 
         The write runs on another thread. The caller's reference on each block is released when it has ended.
 
-        Args:
-            blocks: the blocks.
-            first: index of the first of these blocks in the prompt.
-            target: where to write them.
+        ``first`` is the index of the first of these blocks in the prompt.
 
         Returns:
             A future with the digests of the written blocks, or with None if the write failed.

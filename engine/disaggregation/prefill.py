@@ -77,10 +77,7 @@ class HandoverSender:
         """Queue computed blocks of the prompt to be written to D.
 
         This is the ``on_computed`` of the engine's ``Listener``. It takes ownership of a reference on each block.
-
-        Args:
-            first: index of the first of these blocks in the prompt.
-            blocks: the blocks.
+        ``first`` is the index of the first of these blocks in the prompt.
         """
         self._queue.append((first, blocks))
         if self._is_over:
@@ -139,9 +136,7 @@ class HandoverSender:
     async def talk_to_decode(self, host: str, port: int, is_working: Callable[[], bool]) -> None:
         """Connect to D and exchange messages, until D closes the connection or this task is cancelled.
 
-        Args:
-            host, port: D's connector port.
-            is_working: returns False if the computation of the prompt hangs.
+        ``host`` and ``port`` are D's connector port. ``is_working`` returns False if the computation hangs.
         """
         alive: asyncio.Task[None] | None = None
         try:

@@ -114,8 +114,6 @@ def choose_protocol(wanted: Sequence[str], named: str = "") -> str:
 def list_protocols(wanted: Sequence[str], chosen: str) -> list[str]:
     """Return the protocols that this instance supports, for its registration.
 
-    Args:
-        wanted: the values of ``--cache-transfer-protocol``.
-        chosen: the result of ``choose_protocol``; it replaces ``rdma`` in ``wanted``.
+    These are the values of ``--cache-transfer-protocol``, with the result of ``choose_protocol`` in place of ``rdma``.
     """
     return list(dict.fromkeys(chosen if protocol == "rdma" else protocol for protocol in wanted))

@@ -72,12 +72,7 @@ class SharedParts:
 
 
 class Generation(ABC):
-    """The answer to one prompt, while it is generated. Each subclass is for one role of the instance.
-
-    Args:
-        parts: the parts of the instance.
-        request: the checked request.
-    """
+    """The answer to one prompt, while it is generated. Each subclass is for one role of the instance."""
 
     def __init__(self, parts: SharedParts, request: Request) -> None:
         self.request = request
@@ -143,7 +138,7 @@ class Generation(ABC):
     def _cached_tokens(self) -> tuple[int, int]:
         """Return how many prompt tokens were in the own cache, and how many came from the pool.
 
-        In a pair these are the numbers of the prefill instance.
+        In a pair of prefill and decode instances these are the numbers of the prefill instance.
         """
         return self.sequence.own_cached_tokens, self.sequence.pool_cached_tokens
 

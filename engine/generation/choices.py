@@ -116,11 +116,9 @@ class Choices:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin_others(self, first: int, queue: _Queue) -> list[asyncio.Task[None]]:
-        """Start the other answers to a prompt. If its first answer was aborted, they end immediately.
+        """Start the other answers to a prompt, whose first answer has the index ``first``.
 
-        Args:
-            first: the index of the first answer to the prompt.
-            queue: gets the pieces.
+        If the first answer was aborted, the others end immediately.
         """
         others = range(first + 1, first + self._per_prompt)
         if self._generations[first].is_aborted:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from engine.core import Prefilled
 from engine.disaggregation import HandoverResult, Prompt
 from engine.generation.base import Generation, Piece, SharedParts
-from engine.protocol import DisaggregateInfo
 from engine.scheduling.request import Request
 from engine.telemetry.tracing import Phase
 
@@ -28,7 +27,7 @@ class DecodeGeneration(Generation):
     _needs_handover = False
     """Whether the request fails if the hand-over fails. Tests set this, because some engines behave so."""
 
-    def __init__(self, parts: SharedParts, request: Request, _: DisaggregateInfo | None = None) -> None:
+    def __init__(self, parts: SharedParts, request: Request) -> None:
         super().__init__(parts, request)
         self._result: HandoverResult | None = None
         self._prefilled: Prefilled | None = None  # the prompt's KV, until it is submitted to the engine

@@ -166,11 +166,7 @@ _SPACE = "\u2581"
 
 
 class TokenBytes:
-    """Returns the bytes of single tokens, for byte-level and SentencePiece vocabularies.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-    """
+    """Returns the bytes of single tokens of transformers' tokenizers, byte-level ones and SentencePiece's."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._piece = tokenizer.convert_ids_to_tokens

@@ -22,19 +22,9 @@ PairInfo: TypeAlias = DisaggregateInfo | Callable[[SharedParts, Request], Genera
 class MixedGeneration(Generation):
     """The answer to a prompt that this instance computes itself."""
 
-    def __init__(self, parts: SharedParts, request: Request, _: DisaggregateInfo | None = None) -> None:
-        super().__init__(parts, request)
-
     def _answer(self) -> AsyncIterator[Piece]:
         return self._run_sequence()
 
-
-_FOR_PAIRS: dict[str, Callable[[SharedParts, Request, DisaggregateInfo], Generation]] = {
-    "mixed": MixedGeneration,
-    "prefill": PrefillGeneration,
-    "decode": DecodeGeneration,
-}
-"""The class of generations for each role of the instance, for requests with a pair."""
 
 PAUSED = "Request is aborted since LLM Engine is paused; resume this instance with POST /v1/resume"
 """Error message of a paused instance. The beginning is FastDeploy's, because scripts of its users look for it."""
@@ -61,17 +51,16 @@ class Generations:
         """Whether new requests are refused, because an update of the weights has failed."""
 
     def begin(self, request: Request, info: PairInfo | None) -> Generation:
-        """Create a generation. It starts when its ``pieces`` are iterated.
+        """Create the generation that answers ``request``. It starts when its ``pieces`` are iterated.
 
-        Args:
-            request: the request to answer.
-            info: what the request says about its pair, or None if this instance answers alone.
+        ``info`` is what the request says about its pair of prefill and decode instance, or None if this instance
+        answers alone.
         """
-        if info is None:
-            return MixedGeneration(self._parts, request)
         if isinstance(info, DisaggregateInfo):
-            return _FOR_PAIRS[self._parts.role](self._parts, request, info)
-        return info(self._parts, request)
+            if self._parts.role == "prefill":
+                return PrefillGeneration(self._parts, request, info)
+            info = DecodeGeneration if self._parts.role == "decode" else None
+        return (info or MixedGeneration)(self._parts, request)
 
     def begin_choices(self, prompts: Sequence[tuple[Request, PairInfo | None]], count: int) -> Choices:
         """Create ``count`` generations for each prompt of a client's request.

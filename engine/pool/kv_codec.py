@@ -29,11 +29,9 @@ _TYPES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
 class _QuantisingCodec:
-    """A codec that stores one scale per channel and one byte per element.
+    """A codec (``int8`` or ``fp8``) that stores one scale per channel and one byte per element.
 
-    Args:
-        kv: the KV memory, ``[block, layer, k/v, head, token, dimension]``.
-        name: ``int8`` or ``fp8``.
+    The blocks are those of KV memory ``[block, layer, k/v, head, token, dimension]``.
     """
 
     def __init__(self, kv: torch.Tensor, name: str) -> None:

@@ -226,13 +226,10 @@ class PoolConnector:
         return num_arrived
 
     def _look_up_groups(self, load: _Load, hashes: SequenceOf[bytes]) -> list[bytes]:
-        """Look up the longest resume point for which the pool has the blocks of all groups.
+        """Look up the longest resume point for which the pool has the blocks of all groups of layers.
 
-        Store the resume point in ``load``; if there is none, store the explanation in ``load.use``.
-
-        Args:
-            load: the load.
-            hashes: the block hashes of the sequence from the first block on.
+        Store the resume point in ``load``; if there is none, store the explanation in ``load.use``. ``hashes`` are the
+        block hashes of the sequence from the first block on.
 
         Returns:
             The names of the blocks that all groups need at the resume point.
@@ -304,11 +301,7 @@ class PoolConnector:
         """Start saves of the blocks of ``sequence`` that became full since the last call.
 
         If the pool is not ready, or too many blocks are being saved already, no save starts. The next call includes
-        these blocks.
-
-        Args:
-            sequence: the sequence.
-            is_last: whether this is the last call for the sequence; blocks that cannot be saved then count as unsaved.
+        these blocks; if ``is_last``, there is no next call, and they count as unsaved.
         """
         tokens = sequence.num_exact
         if not self._save_outputs:
@@ -468,5 +461,5 @@ class _Load:
         why = "was evicted, because the pool has later blocks" if self.num_behind else "is new or was evicted"
         rest = "" if present == asked else f"; it lacks block {lacking}, which {why}"
         sharding = f", {self.run}" if self.run else ""
-        text = f"it had {present} of {asked} blocks{sharding}, of which {count} arrived{rest}"
+        text = f"the pool had {present} of {asked} blocks{sharding}, of which {count} arrived{rest}"
         return PoolUse(Reason.HIT, text)

@@ -28,16 +28,11 @@ _HELD_SHARE = 0.25
 
 
 class SavedBlocks:
-    """The cached blocks that the pool had; a ``Refill`` lists them and saves them again.
+    """The blocks of the own cache that were saved to the pool or loaded from it, so that they can be saved again.
 
-    The thread of the ``Refill`` calls ``list_saved_blocks``, ``save_again``, ``end_round`` and ``withhold_blocks``.
-    These methods run their work on the engine's thread and wait for it.
-
-    Args:
-        blocks: the engine's block manager.
-        transfers: saves the blocks.
-        post: queues a callable for the engine's thread.
-        most_held: maximum number of blocks that one save may hold.
+    If the pool has lost blocks, a ``Refill`` calls ``list_saved_blocks``, ``save_again``, ``end_round`` and
+    ``withhold_blocks`` on its own thread. These methods run their work on the engine's thread, to which ``post`` passes
+    it, and wait for it. One save holds at most ``most_held`` blocks.
     """
 
     def __init__(

@@ -50,13 +50,9 @@ def open_staged(runner: ModelRunner, pool: BlockPool) -> TransferMemory:
 def stage_handovers(
     runner: ModelRunner, registry: Registry, incoming_bytes: int, buffer_bytes: int = _HANDOVER_BUFFER_BYTES
 ) -> StagedMemory:
-    """Return access to KV memory for hand-overs through buffers in host memory.
+    """Return access to KV memory for hand-overs through buffers in host memory, which ``registry`` registers.
 
-    Args:
-        runner: owns the KV memory.
-        registry: where the buffers are registered.
-        incoming_bytes: size of all buffers for incoming hand-overs.
-        buffer_bytes: size of one buffer.
+    ``incoming_bytes`` is the size of all buffers for incoming hand-overs, ``buffer_bytes`` that of one buffer.
     """
     kv = KVTensors([runner.kv], len(runner.kv))
     device = _stand_in(runner)

@@ -116,10 +116,7 @@ class Control:
             return self.is_paused
 
     async def sleep(self, tags: Sequence[str]) -> list[None]:
-        """Pause the instance, and free the memory of parts.
-
-        Args:
-            tags: the parts, of ``TAGS``.
+        """Pause the instance, and free the memory of the parts ``tags``, which are some of ``TAGS``.
 
         Returns:
             FastDeploy's result, which has one worker.
@@ -140,12 +137,9 @@ class Control:
         return [None]
 
     async def wake_up(self, tags: Sequence[str]) -> list[None]:
-        """Restore parts that were freed. If no part is freed any more, accept requests again.
+        """Restore the parts ``tags``, if they are freed. If no part is freed any more, accept requests again.
 
         The weights are loaded from the checkpoint's folder as it is now.
-
-        Args:
-            tags: the parts, of ``TAGS``.
 
         Returns:
             FastDeploy's result, which has one worker.

@@ -222,13 +222,13 @@ class Instance:
     def find_obstacle(self) -> str:
         """Return a sentence that says why the instance cannot serve requests, or gets none; "" if it can serve them."""
         if not self.core.is_alive:
-            return "the engine has failed; its log says why"
+            return "the engine of this instance has failed; the instance's log says why"
         if self.control.is_broken:
             return BROKEN
         if self.control.is_paused:
-            return "it is paused; resume it with POST /v1/resume"
+            return "this instance is paused; resume it with POST /v1/resume"
         if self.router and time.monotonic() - self._registered_at > _FORGOTTEN_SECONDS:
-            return f"it is not registered at the router {self.router}; the log says why"
+            return f"this instance is not registered at the router {self.router}; the instance's log says why"
         return ""
 
     def registration_payload(self, host_ip: str) -> dict[str, Any]:

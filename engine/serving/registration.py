@@ -89,7 +89,7 @@ async def send_heartbeats(
 
 def _explain_refusal(response: httpx.Response, *, has_token: bool) -> str:
     if response.status_code != 401:
-        return f"it answered {response.status_code}: {response.text[:200]}"
+        return f"the router answered {response.status_code}: {response.text[:200]}"
     if has_token:
-        return "it answered 401, because the token in the file of --router-token-file is wrong"
-    return "it answered 401, because it requires a registration token; give the token's file with --router-token-file"
+        return "the router answered 401, because the token in the file of --router-token-file is wrong"
+    return "the router answered 401, because it requires a token; give the file of the token with --router-token-file"

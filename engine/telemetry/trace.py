@@ -17,15 +17,9 @@ log = logging.getLogger(__name__)
 def log_look_up(
     request_id: str, first: int, hashes: SequenceOf[bytes], statuses: SequenceOf[Status], present: int, seconds: float
 ) -> None:
-    """Log a look-up in the pool.
+    """Log a look-up of the blocks ``hashes`` in the pool, with the answers ``statuses``.
 
-    Args:
-        request_id: the id of the request.
-        first: index of the first of the blocks in the prompt.
-        hashes: hashes of the blocks.
-        statuses: answers of the pool.
-        present: number of leading blocks that the pool has.
-        seconds: duration of the look-up.
+    ``first`` is the index of the first of these blocks in the prompt; the pool has ``present`` leading ones.
     """
     if not log.isEnabledFor(logging.DEBUG):
         return
@@ -40,9 +34,7 @@ def log_look_up(
 def log_prompt_sources(sequence: Sequence, handover: str) -> None:
     """Log where the KV of each part of the prompt came from, and why.
 
-    Args:
-        sequence: the sequence.
-        handover: explains the hand-over of the prompt; "" if there was none.
+    ``handover`` explains the hand-over of the prompt from a prefill instance; "" if there was none.
     """
     if not log.isEnabledFor(logging.DEBUG):
         return

@@ -23,12 +23,8 @@ _SOURCES = {
 class VllmNames(Collector):
     """Copies values of the engine's metrics to vLLM's metrics at each scrape.
 
-    Names, labels and meanings are those in vllm/v1/metrics/loggers.py of vLLM 0.32.
-
-    Args:
-        metrics: the engine's metrics.
-        model_name: name of the model for clients; it is a label of each metric, as in vLLM.
-        cache_config: the labels of ``vllm:cache_config_info``.
+    Names, labels and meanings are those in vllm/v1/metrics/loggers.py of vLLM 0.32. ``model_name`` is a label of each
+    metric, as in vLLM; ``cache_config`` has the labels of ``vllm:cache_config_info``.
     """
 
     def __init__(self, metrics: EngineMetrics, model_name: str, cache_config: Mapping[str, object]) -> None:

@@ -34,14 +34,9 @@ __all__ = ["BlockIndex", "Index", "Search", "best_blocks", "query_of", "represen
 
 
 def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
-    """Compute the representatives of blocks.
+    """Compute the representatives ``[..., width]`` of blocks with the keys ``[..., tokens, head_dim]``.
 
-    Args:
-        kind: one of ``REPRESENTATIVES``.
-        keys: the keys of the blocks, ``[..., tokens, head_dim]``.
-
-    Returns:
-        The representatives, ``[..., width]``.
+    ``kind`` is one of ``REPRESENTATIVES``.
     """
     if kind == "mean":
         return keys.mean(-2)

@@ -61,7 +61,7 @@ def test_a_prompt_shorter_than_a_block(engine: Engine) -> None:
 
 
 def test_a_prompt_that_is_there_counts_as_none_of_them(engine: Engine) -> None:
-    assert told(engine.answer(PROMPT, 1)) == (Reason.HIT, "it had 4 of 4 blocks, of which 4 arrived")
+    assert told(engine.answer(PROMPT, 1)) == (Reason.HIT, "the pool had 4 of 4 blocks, of which 4 arrived")
     assert counted(engine) == {}
 
 
@@ -132,7 +132,7 @@ def test_a_request_that_ends_while_its_blocks_are_read(engine: Engine, store: Fa
 
 def test_a_prompt_of_which_a_part_is_there(engine: Engine) -> None:
     answering = engine.answer(PROMPT[:48] + OTHER, 1)
-    text = "it had 3 of 7 blocks, of which 3 arrived; it lacks block 3, which is new or was evicted"
+    text = "the pool had 3 of 7 blocks, of which 3 arrived; it lacks block 3, which is new or was evicted"
     assert told(answering) == (Reason.HIT, text)
 
 

@@ -42,13 +42,15 @@ def test_an_instance_is_ready_once_its_router_has_taken_its_registration(
 ) -> None:
     instance = instance_of(word_model, "--router", "127.0.0.1:9")
     monkeypatch.setattr(type(instance.core), "is_alive", True)
-    assert instance.find_obstacle() == "it is not registered at the router http://127.0.0.1:9; the log says why"
+    assert instance.find_obstacle() == (
+        "this instance is not registered at the router http://127.0.0.1:9; the instance's log says why"
+    )
     instance.note_registration()
     assert instance.find_obstacle() == ""
     monkeypatch.setattr(instance_module, "_FORGOTTEN_SECONDS", -1.0)
-    assert "it is not registered" in instance.find_obstacle()
+    assert "is not registered" in instance.find_obstacle()
     monkeypatch.setattr(type(instance.core), "is_alive", False)
-    assert instance.find_obstacle() == "the engine has failed; its log says why"
+    assert instance.find_obstacle() == "the engine of this instance has failed; the instance's log says why"
 
 
 @pytest.mark.parametrize(("device", "is_own"), [("cpu", False), ("cuda", True)])

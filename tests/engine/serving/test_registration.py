@@ -86,7 +86,7 @@ async def test_registration_is_tried_until_the_router_is_up(caplog: pytest.LogCa
 async def test_a_refusal_is_told_with_the_routers_reason(router: Router, caplog: pytest.LogCaptureFixture) -> None:
     router.refuses = True
     async with registering(router.port):
-        await eventually(lambda: "it answered 400" in caplog.text, "the refusal")
+        await eventually(lambda: "the router answered 400" in caplog.text, "the refusal")
         assert "no such role" in caplog.text
         router.refuses = False
         before = len(router.registered)

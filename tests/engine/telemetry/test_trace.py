@@ -67,7 +67,7 @@ async def test_by_way_of_the_pool(tiny_checkpoint: Path, word_tokenizer: Any, st
     ]
     assert told.sources("second") == [
         "prompt of 100 tokens: 96 from the pool (0 to 95), 4 computed here (96 to 99); because "
-        f"pool: it had 6 of 6 blocks, of which 6 arrived; {tail}"
+        f"pool: the pool had 6 of 6 blocks, of which 6 arrived; {tail}"
     ]
     assert told.sources("third") == [
         "prompt of 100 tokens: 96 from own cache (0 to 95), 4 computed here (96 to 99); because "
