@@ -5,8 +5,7 @@ llama.cpp). FastDeploy's instances register themselves and do not need it. Every
 whether the server is healthy. If so, it registers the server. If not, or if the sidecar has ended, the heartbeats stop
 and the router removes the instance. The sidecar also finds out which engine the server has.
 
-The router does not import this module, because only ``router.http`` may send requests to instances. This module does
-not import ``router.fleet``, either.
+The router does not import this module, because only ``router.http`` may send requests to instances.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import httpx
 
 from kvcommon.addresses import find_own_address
 from kvcommon.kv_events import name_host
+from router.fleet import EngineKind, IdentityHidden, KvConnector, Role, ask_identity, ask_sglang
 from router.settings import (
     CERTIFICATE_REMEDY,
     FlagParser,
@@ -44,14 +44,7 @@ _log = logging.getLogger("router.register")
 
 HEARTBEAT_SECONDS = 5.0
 FIRST_RETRY_SECONDS = 0.5
-ROLES = ("mixed", "prefill", "decode")
-"""Roles of an instance: the values of ``router.fleet.Role``."""
-ENGINES = ("fastdeploy", "vllm", "sglang", "openai")
-"""Engines of an instance: the values of ``router.fleet.EngineKind``."""
-KV_CONNECTORS = ("nixl", "mooncake", "kvstore")
-"""KV connectors of vLLM: the values of ``router.fleet.KvConnector``."""
-# ``owned_by`` of the models of our own engine. FastDeploy's models have "fastdeploy".
-OUR_OWNER = "fastdeploy-kvstore"
+ROLES = tuple(role.value for role in Role)
 _TIMEOUT_SECONDS = 4.0
 
 
@@ -146,11 +139,22 @@ class Sidecar:
             raise ServerError(f"the server at {server} answers /health with {health.status_code}")
         if self._found is not None:
             return
+
+        async def fetch(path: str) -> tuple[int, bytes]:
+            response = await client.get(f"{server}{path}")
+            return response.status_code, response.content
+
         engine, role = self._payload.get("engine"), self._payload.get("role")
-        if engine is None:
-            found = await _ask_engine(client, server)
-        else:
-            found = await _ask_sglang(client, server) if engine == "sglang" else {}
+        found: dict[str, Any] = {}
+        try:
+            if engine is None:
+                found = await ask_identity(fetch)
+            elif engine == EngineKind.SGLANG.value:
+                found = await ask_sglang(fetch)
+        except httpx.HTTPError as exc:
+            raise ServerError(f"the server at {server} does not report its engine ({_describe_error(exc)})") from None
+        except IdentityHidden as exc:
+            raise ServerError(f"the server at {server} {exc}; name the engine with --engine") from None
         reported = found.get("role", role)
         if role not in (None, reported):
             raise ServerError(f"the server at {server} reports that it is a {reported} instance, but --role is {role}")
@@ -226,7 +230,7 @@ def _make_flags() -> FlagParser:
     )
     parser.add_argument(
         "--engine",
-        choices=ENGINES,
+        choices=[kind.value for kind in EngineKind],
         help="engine of the server; openai is any other engine (default: as reported by the server)",
     )
     parser.add_argument(
@@ -235,7 +239,9 @@ def _make_flags() -> FlagParser:
         help="SGLang's --disaggregation-bootstrap-port (default: as reported by the server, or 8998)",
     )
     parser.add_argument(
-        "--kv-connector", choices=KV_CONNECTORS, help="KV connector of a pair of vLLM instances (default: nixl)"
+        "--kv-connector",
+        choices=[connector.value for connector in KvConnector],
+        help="KV connector of a pair of vLLM instances (default: nixl)",
     )
     parser.add_argument(
         "--kv-events-endpoint",
@@ -265,59 +271,6 @@ async def _run_until_signal(sidecar: Sidecar) -> None:
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await running
-
-
-async def _ask_engine(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
-    """Query the engine of the server. Return ``engine``, and other fields of the registration that the server reports.
-
-    Raises:
-        ServerError: the server does not report its engine.
-    """
-    status, models = await _fetch_object(client, f"{server}/v1/models")
-    listed = models.get("data")
-    first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
-    owner = str(first.get("owned_by") or "").lower()
-    if owner.startswith("fastdeploy"):
-        return {"engine": "fastdeploy", **({"cache_salt": True} if owner == OUR_OWNER else {})}
-    if owner in ("", "vllm") and "version" in (await _fetch_object(client, f"{server}/version"))[1]:
-        return {"engine": "vllm"}
-    if owner in ("", "sglang") and (found := await _ask_sglang(client, server)):
-        return found
-    if status in (401, 403):
-        raise ServerError(
-            f"the server at {server} requires an API key, so its engine is not known; name the engine with --engine"
-        )
-    return {"engine": "openai"}
-
-
-async def _ask_sglang(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
-    """Query the registration fields of an SGLang server; empty if the server is not SGLang, or does not respond."""
-    _, info = await _fetch_object(client, f"{server}/server_info")
-    if "disaggregation_mode" not in info:
-        _, info = await _fetch_object(client, f"{server}/get_server_info")  # the earlier name of this path
-    if "disaggregation_mode" not in info:
-        return {}
-    mode, port = info["disaggregation_mode"], info.get("disaggregation_bootstrap_port")
-    found: dict[str, Any] = {"engine": "sglang", "role": mode if mode in ROLES else "mixed"}
-    if mode == "prefill" and isinstance(port, int):
-        found["bootstrap_port"] = port
-    return found
-
-
-async def _fetch_object(client: httpx.AsyncClient, url: str) -> tuple[int, dict[str, Any]]:
-    """Fetch ``url``. Return the status and the JSON object of the response; an empty object if there is none.
-
-    Raises:
-        ServerError: the server does not respond.
-    """
-    try:
-        response = await client.get(url)
-        content = response.json() if response.status_code == 200 else {}
-    except httpx.HTTPError as exc:
-        raise ServerError(f"{url} does not answer ({_describe_error(exc)})") from None
-    except ValueError:
-        content = {}
-    return response.status_code, content if isinstance(content, dict) else {}
 
 
 def _parse_endpoint(text: str) -> str:

@@ -22,7 +22,7 @@ awake.py          AwakeClock: a clock that stops while this process does not run
 from router.fleet.admin import ORDERS, clear_prefix_caches, describe_drain
 from router.fleet.awake import AwakeClock
 from router.fleet.block_index import BlockIndex, is_publisher, read_fields, write_answer
-from router.fleet.discovery import Discovery
+from router.fleet.discovery import Discovery, IdentityHidden, ask_identity, ask_sglang
 from router.fleet.health import HealthMonitor
 from router.fleet.instance import STATES, Instance, Orders
 from router.fleet.kv_events import KvEventReader
@@ -53,6 +53,7 @@ __all__ = [
     "Discovery",
     "EngineKind",
     "HealthMonitor",
+    "IdentityHidden",
     "Instance",
     "KvConnector",
     "KvEventReader",
@@ -69,6 +70,8 @@ __all__ = [
     "StoredResponses",
     "Tasks",
     "add_listed_instances",
+    "ask_identity",
+    "ask_sglang",
     "can_decode_for",
     "clear_prefix_caches",
     "describe_drain",

@@ -14,22 +14,25 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvcommon.waiting import wait_for_event
-from router.fleet.discovery.identity import ask_identity
+from router.fleet.discovery.identity import IdentityHidden, ask_identity
 from router.fleet.discovery.pod_watch import PodWatch
 from router.fleet.discovery.pods import READY, TERMINATING, UNREADY, Pod
 from router.fleet.registration import Registration, RegistrationError
+from router.http import UpstreamError
 
 if TYPE_CHECKING:
     from router.fleet.health import HealthMonitor
     from router.fleet.instance import Instance
     from router.fleet.registry import Registry
-    from router.http import ConnectionPool
+    from router.http import Address, ConnectionPool
     from router.settings import RouterSettings
 
 __all__ = ["Discovery"]
 
 _log = logging.getLogger("router.fleet.discovery")
 
+# Time limit for each query about the engine of an instance.
+ASK_SECONDS = 4.0
 # Interval for registering instances again that failed their first probe or were removed.
 RECONCILE_SECONDS = 5.0
 
@@ -144,15 +147,24 @@ class Discovery:
             RegistrationError: the instance cannot be registered with these fields.
         """
         known = Registration.from_fields({"role": "mixed", **fields})
-        if "engine" not in fields:
-            queried = await ask_identity(self._upstream, known.address)
-        else:
-            queried = {}
+        queried = {} if "engine" in fields else await self._ask_identity(known.address)
         if "role" not in fields and "role" not in queried and self._registry.splitwise:
             raise RegistrationError("it has no role; label it kvrouter/role=prefill or kvrouter/role=decode")
         registration = Registration.from_fields({"role": "mixed", **queried, **fields})
         self._registry.check_role(registration.role)
         return registration
+
+    async def _ask_identity(self, address: Address) -> dict[str, Any]:
+        async def fetch(path: str) -> tuple[int, bytes]:
+            response = await self._upstream.fetch(address, "GET", path, timeout=ASK_SECONDS)
+            return response.status, response.body
+
+        try:
+            return await ask_identity(fetch)
+        except UpstreamError as exc:
+            raise RegistrationError(f"its server does not report its engine: {exc}") from exc
+        except IdentityHidden as exc:
+            raise RegistrationError(f"its server {exc}; set the label kvrouter/engine") from None
 
 
 def _find_key(pod: Pod) -> str:

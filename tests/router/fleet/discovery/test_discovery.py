@@ -183,6 +183,27 @@ def test_one_that_does_not_answer_yet_is_tried_again(
     wait_for(router, {"ns/a": "healthy"})
 
 
+@pytest.mark.parametrize(
+    ("status", "said"), [(401, "so its engine is not known; set the label kvrouter/engine"), (0, "cannot connect")]
+)
+def test_a_server_that_does_not_tell_its_engine_is_told_of(
+    *,
+    discovering: Callable[..., RouterUnderTest],
+    api: KubernetesApi,
+    stand_in: MakeStandIn,
+    caplog: pytest.LogCaptureFixture,
+    status: int,
+    said: str,
+) -> None:
+    instance = stand_in()
+    instance.models_status = status
+    if not status:
+        instance.stop()
+    api.put(pod_of(instance))
+    discovering()
+    wait_until(lambda: any("pod ns/a is not registered" in each and said in each for each in caplog.messages), said)
+
+
 def test_the_first_worker_looks_for_all(
     discovering: Callable[..., RouterUnderTest], api: KubernetesApi, instance: StandIn
 ) -> None:

@@ -1,63 +1,53 @@
-"""Which engine answers at an address. Engines are stand-ins that answer as the real ones do."""
+"""Which engine a server runs. Servers are tables of what the real ones answer."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from router.fleet.discovery.identity import ask_identity
-from router.fleet.registration import RegistrationError
-from router.http import Address, ConnectionPool
-from tests.router.stand_in import Received, Responder, StandIn
+from router.fleet import IdentityHidden, ask_identity
 
-SGLANG = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8999}
+VERSION = {"/version": {"version": "0.32.0"}}
+SGLANG = {"disaggregation_mode": "null", "disaggregation_bootstrap_port": 8998, "version": "0.5.23"}
+PREFILL = {**SGLANG, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 9001}
+OF_SGLANG = {"engine": "sglang", "role": "mixed"}
 
 
 @pytest.mark.parametrize(
     ("owner", "answers", "told"),
     [
+        ("FastDeploy", {}, {"engine": "fastdeploy"}),
         ("fastdeploy-kvstore", {}, {"engine": "fastdeploy", "cache_salt": True}),
-        ("vllm", {"/version": {"version": "0.20"}}, {"engine": "vllm"}),
-        ("sglang", {"/server_info": SGLANG}, {"engine": "sglang", "role": "prefill", "bootstrap_port": 8999}),
-        ("sglang", {"/get_server_info": {"disaggregation_mode": "null"}}, {"engine": "sglang", "role": "mixed"}),
+        ("vllm", VERSION, {"engine": "vllm"}),
+        (None, VERSION, {"engine": "vllm"}),  # with --api-key it does not tell its models
+        ("tensorrt_llm", VERSION, {"engine": "openai"}),
+        ("sglang", {"/server_info": SGLANG}, OF_SGLANG),
+        ("sglang", {"/server_info": PREFILL}, {**OF_SGLANG, "role": "prefill", "bootstrap_port": 9001}),
+        ("", {"/get_server_info": SGLANG}, OF_SGLANG),  # before it was renamed
+        ("", {"/server_info": {"vllm_config": "..."}, **VERSION}, {"engine": "vllm"}),  # for its developers
         ("llamacpp", {}, {"engine": "openai"}),
         ("", {}, {"engine": "openai"}),
     ],
 )
-def test_an_engine_tells_what_it_is(
-    stand_in: Callable[..., StandIn], owner: str, answers: dict[str, Any], told: dict[str, Any]
-) -> None:
-    async def behave(request: Received, respond: Responder) -> None:
-        known = answers.get(request.target)
-        await respond.answer(404 if known is None else 200, json.dumps(known or {}).encode())
-
-    instance = stand_in(behave=behave)
-    instance.owner = owner
-    assert ask(instance) == told
+def test_a_server_is_asked_what_engine_it_is(owner: str | None, answers: dict[str, Any], told: dict[str, Any]) -> None:
+    assert ask(owner, answers) == told
 
 
-def test_one_that_wants_a_key_does_not_tell(stand_in: Callable[..., StandIn]) -> None:
-    async def refuse(request: Received, respond: Responder) -> None:
-        await respond.answer(401, b"{}")
-
-    instance = stand_in(behave=refuse)
-    instance.models_status = 401
-    with pytest.raises(RegistrationError, match="set the label kvrouter/engine"):
-        ask(instance)
+def test_a_server_that_wants_a_key_does_not_tell() -> None:
+    with pytest.raises(IdentityHidden, match="requires an API key"):
+        ask(None, {})
 
 
-def test_one_that_does_not_answer_does_not_tell(stand_in: Callable[..., StandIn]) -> None:
-    instance = stand_in()
-    instance.stop()
-    with pytest.raises(RegistrationError, match="its server does not report its engine: cannot connect"):
-        ask(instance)
+def ask(owner: str | None, answers: dict[str, Any]) -> dict[str, Any]:
+    """Ask a server; without an ``owner``, it requires a key for its models."""
 
+    async def fetch(path: str) -> tuple[int, bytes]:
+        if path == "/v1/models" and owner is None:
+            return 401, b""
+        said = answers.get(path) if path != "/v1/models" else {"data": [{"owned_by": owner}]}
+        return (404, b"not here") if said is None else (200, json.dumps(said).encode())
 
-def ask(instance: StandIn) -> dict[str, Any]:
-    async def ask() -> dict[str, Any]:
-        return await ask_identity(ConnectionPool(), Address("127.0.0.1", instance.port))
-
-    return instance.thread.run(ask())
+    return asyncio.run(ask_identity(fetch))
