@@ -421,6 +421,14 @@ def _add_error_handlers(app: FastAPI) -> None:
         answer.headers.update(exc.headers or {})
         return answer
 
+    @app.exception_handler(Refused)
+    async def explain_refusal(_: Request, refused: Refused) -> Response:
+        return refusal_reply(refused)
+
+    @app.exception_handler(BadBody)
+    async def explain_bad_body(_: Request, exc: BadBody) -> Response:
+        return error_reply(ApiError(400, str(exc), "invalid_body", exc.param))
+
     @app.exception_handler(Exception)
     async def explain_failure(_: Request, __: Exception) -> Response:
         return error_reply(ApiError(500, "the router failed to handle the request", "router_error"))
@@ -434,15 +442,14 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
         content_type = request.headers.get("content-type", "")
         try:
             fields = read_fields(await _read_body(request), content_type)
-            if is_publisher(fields):
-                return await _answer_index(router, BlockIndex.register, fields, content_type)
-            registration = Registration.from_fields(fields)
-            instance = await router.health.probe_and_register(registration)
-        except Refused as refused:
-            return refusal_reply(refused)
+            is_instance = not is_publisher(fields)
+            if is_instance:
+                instance = await router.health.probe_and_register(Registration.from_fields(fields))
         except (BadBody, RegistrationError) as exc:
             _log.warning("registration refused: %s", exc)
             return _refuse_registration(router.settings, exc)
+        if not is_instance:
+            return await _answer_index(router, BlockIndex.register, fields, content_type)
         await router.fleet_sync.announce_instance(instance)
         is_go = router.settings.dialect == "go"
         return json_reply(200, {"code": 200, "msg": "Register success"} if is_go else {"status": "success"})
@@ -483,12 +490,7 @@ def _add_index(app: FastAPI, router: RouterApp) -> None:
 
     async def answer_scheduler(request: Request) -> Response:
         content_type = request.headers.get("content-type", "")
-        try:
-            fields = read_fields(await _read_body(request), content_type)
-        except Refused as refused:
-            return refusal_reply(refused)
-        except BadBody as exc:
-            return error_reply(ApiError(400, str(exc), "invalid_body", exc.param))
+        fields = read_fields(await _read_body(request), content_type)
         return await _answer_index(router, answers[request.url.path], fields, content_type)
 
     for path in answers:
@@ -505,13 +507,7 @@ async def _answer_index(
     index = router.block_index
     if index is None:
         return error_reply(ApiError(404, NO_INDEX, "no_index"))
-    try:
-        answer_members = await answer(index, fields)
-    except Refused as refused:
-        return refusal_reply(refused)
-    except BadBody as exc:
-        return error_reply(ApiError(400, str(exc), "invalid_body", exc.param))
-    body, media_type = write_answer(answer_members, content_type)
+    body, media_type = write_answer(await answer(index, fields), content_type)
     return Response(body, media_type=media_type)
 
 
@@ -566,10 +562,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
     """Define the paths of operator commands."""
 
     async def carry_out_order(request: Request) -> Response:
-        try:
-            outcome = ORDERS[request.url.path](router.registry, await _read_body(request))
-        except Refused as refused:
-            return refusal_reply(refused)
+        outcome = ORDERS[request.url.path](router.registry, await _read_body(request))
         if (instance := router.registry.get(outcome["instance"])) is not None:
             await router.fleet_sync.announce_orders(instance)
         return json_reply(200, outcome)
@@ -579,10 +572,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/admin/drain")
     async def show_progress(instance: str) -> Response:
-        try:
-            return json_reply(200, describe_drain(router.registry, instance))
-        except Refused as refused:
-            return refusal_reply(refused)
+        return json_reply(200, describe_drain(router.registry, instance))
 
     @app.post("/admin/clear_prefix_cache")
     async def clear_caches() -> Response:
@@ -611,10 +601,7 @@ def _add_explanations(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/admin/explain/{request_id:path}")
     async def explain_request(request_id: str) -> Response:
-        try:
-            return json_reply(200, await _find_explanation(router, request_id))
-        except Refused as refused:
-            return refusal_reply(refused)
+        return json_reply(200, await _find_explanation(router, request_id))
 
 
 async def _find_explanation(router: RouterApp, request_id: str) -> dict[str, Any]:
@@ -653,10 +640,7 @@ def _add_clients(app: FastAPI, router: RouterApp) -> None:
 
     @app.post(ABORT_PATH)
     async def abort_requests(request: Request) -> Response:
-        try:
-            return await _pass_on_abort(router, request.headers.raw, await _read_body(request))
-        except Refused as refused:
-            return refusal_reply(refused)
+        return await _pass_on_abort(router, request.headers.raw, await _read_body(request))
 
 
 def _add_headers(send: Send, headers: Headers) -> Send:
@@ -721,13 +705,11 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
     A client that is identified by its API key can abort only its own requests.
 
     Raises:
-        Refused: the body names no requests; or it aborts all requests, but the admin token was not sent.
+        BadBody: the body names no requests.
+        Refused: the abort is for all requests, but the admin token was not sent.
     """
-    try:
-        members = parse_object(body)
-        asked = read_asked_ids(members)
-    except BadBody as exc:
-        raise Refused(ApiError(400, str(exc), "invalid_body", exc.param)) from None
+    members = parse_object(body)
+    asked = read_asked_ids(members)
     if asked is None and router.auth.has_admin_token:
         router.auth.check_admin(headers)
     scope = AbortScope(router.auth.find_scope(headers), asked)

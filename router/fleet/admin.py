@@ -30,7 +30,8 @@ def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     With ``until_restart``, the drain ends automatically when another process uses the instance's address.
 
     Raises:
-        Refused: the body is invalid, or the instance is not registered.
+        BadBody: the body is invalid.
+        Refused: the instance is not registered.
     """
     key, members = _parse_order(body)
     undrain, until_restart = (_parse_flag(members, name) for name in ("undrain", "until_restart"))
@@ -53,7 +54,8 @@ def pause_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     """Pause an instance: send it no new requests until it is resumed. Its running requests continue.
 
     Raises:
-        Refused: the body is invalid, or the instance is not registered.
+        BadBody: the body is invalid.
+        Refused: the instance is not registered.
     """
     instance = _find_instance(registry, _parse_order(body)[0])
     instance.set_pause(True)
@@ -64,7 +66,8 @@ def resume_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     """End the pause and the drain of an instance, so that it gets new requests again.
 
     Raises:
-        Refused: the body is invalid, or the instance is not registered.
+        BadBody: the body is invalid.
+        Refused: the instance is not registered.
     """
     instance = _find_instance(registry, _parse_order(body)[0])
     instance.set_pause(False)
@@ -76,13 +79,14 @@ def weigh_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     """Set the weight of an instance, from 0 to 1. Its share of the requests is multiplied by the weight.
 
     Raises:
-        Refused: the body is invalid, or the instance is not registered.
+        BadBody: the body is invalid.
+        Refused: the instance is not registered.
     """
     key, members = _parse_order(body)
     weight = members.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= 1:
         message = f"weight is {weight!r}; it must be a number from 0 to 1, by which the instance's share is multiplied"
-        raise _refuse_body(message, "weight")
+        raise BadBody(message, "weight")
     instance = _find_instance(registry, key)
     instance.set_share(float(weight))
     return {**_describe_outcome(instance), "weight": instance.share}
@@ -126,21 +130,22 @@ async def _clear_prefix_cache(instance: Instance, upstream: ConnectionPool) -> s
 
 
 def _parse_order(body: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the instance's key in the body of an operator command, and all members of the body."""
-    try:
-        members = parse_object(body)
-    except BadBody as exc:
-        raise _refuse_body(str(exc)) from None
+    """Return the instance's key in the body of an operator command, and all members of the body.
+
+    Raises:
+        BadBody: the body is invalid.
+    """
+    members = parse_object(body)
     key = members.get("instance")
     if not isinstance(key, str):
-        raise _refuse_body(f"instance is {key!r}; it must be 'host:port'", "instance")
+        raise BadBody(f"instance is {key!r}; it must be 'host:port'", "instance")
     return key, members
 
 
 def _parse_flag(members: dict[str, Any], name: str) -> bool:
     value = members.get(name, False)
     if not isinstance(value, bool):
-        raise _refuse_body(f"{name} is {value!r}; it must be true or false", name)
+        raise BadBody(f"{name} is {value!r}; it must be true or false", name)
     return value
 
 
@@ -150,10 +155,6 @@ def _find_instance(registry: Registry, key: str) -> Instance:
         known = ", ".join(each.key for each in registry) or "none"
         raise Refused(ApiError(404, f"no instance {key!r} is registered; known are: {known}", "unknown_instance"))
     return instance
-
-
-def _refuse_body(message: str, param: str | None = None) -> Refused:
-    return Refused(ApiError(400, message, "invalid_body", param))
 
 
 def _describe_outcome(instance: Instance) -> dict[str, Any]:

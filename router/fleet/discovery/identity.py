@@ -19,7 +19,7 @@ Fetch = Callable[[str], Awaitable[tuple[int, bytes]]]
 
 
 class IdentityHidden(Exception):
-    """The server requires an API key before it reports which engine it runs. The message follows a name of the server."""
+    """The server requires an API key before it reports which engine it runs. The message lacks the server's name."""
 
 
 async def ask_identity(fetch: Fetch) -> dict[str, Any]:
