@@ -546,7 +546,7 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
         # The response and the other processes get the same values, so that counters never decrease.
         own = router.metrics.dump()
         others = await router.link.ask_peers("figures", own)
-        return Response(await router.metrics.render_aside(own, *others), media_type=CONTENT_TYPE)
+        return Response(await router.metrics.render_text(own, *others), media_type=CONTENT_TYPE)
 
     @app.get("/prometheus_targets")
     async def list_targets() -> Response:

@@ -15,7 +15,7 @@ from itertools import accumulate, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -31,7 +31,7 @@ from router.telemetry.merge import dump_families, merge_families
 
 if TYPE_CHECKING:
     from router.access import Limits
-    from router.fleet import Discovery, Registry
+    from router.fleet import Discovery, Instance, Registry
     from router.telemetry.audit import Audit
     from router.telemetry.need import InstancesNeeded
     from router.telemetry.records import RequestRecord
@@ -66,6 +66,37 @@ _INFERENCE, _WORKERS = "inference_requests", ("mixed_worker", "prefill_worker", 
 _NAMING = frozenset({"instance", *_WORKERS})
 
 _OPENNESS = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
+_CACHE_EXACT = "router_instance_cache_exact"
+# The metrics of each instance: name, description, and a function that reads the value; None: the instance has no value.
+_OF_INSTANCE: Sequence[tuple[str, str, Callable[[Instance], float | None]]] = (
+    ("router_instance_requests", "Requests running", lambda each: each.load.requests),
+    ("router_instance_tokens", "Prompt tokens of the requests running, estimated", lambda each: each.load.tokens),
+    (
+        "router_instance_queued_tokens",
+        "Tokens that must be computed for requests without a first token",
+        lambda each: each.load.queued,
+    ),
+    (
+        "router_instance_reported_running",
+        "Running requests reported by the instance",
+        lambda each: each.load.running,
+    ),
+    (
+        "router_instance_reported_waiting",
+        "Waiting requests reported by the instance",
+        lambda each: each.load.waiting,
+    ),
+    (
+        "router_instance_breaker_open",
+        "0: closed; 0.5: one request is being tried; 1: open",
+        lambda each: _OPENNESS[each.breaker.state],
+    ),
+    (
+        _CACHE_EXACT,
+        "1: the instance's cache is known exactly; 0: KV events are missing",
+        lambda each: None if each.cache_known is None else float(each.cache_known == "exact"),
+    ),
+)
 
 # Number of the last requests over which the metrics of policies are means.
 _DECISION_WINDOW = 500
@@ -226,28 +257,17 @@ class RouterMetrics:
         self._audit.flush_records()
         return dump_families(self.collect())
 
-    def render_text(self, *dumps: Sequence[Any]) -> bytes:
-        """Return all metrics in Prometheus's text format.
+    async def render_text(self, *dumps: Sequence[Any]) -> bytes:
+        """Return all metrics in Prometheus's text format. A thread does most of the work, so that requests continue.
 
         Args:
-            dumps: the metrics of all processes of this router, including ended ones; if empty, of this process.
-        """
-        families = self._merge_known(dumps or [self.dump()])
-        if self._need is not None:
-            families.append(_build_need(self._need, families))
-        return _format_families(families)
-
-    async def render_aside(self, *dumps: Sequence[Any]) -> bytes:
-        """Return the same as ``render_text``. This runs in a thread, so that requests continue.
-
-        Args:
-            dumps: as in ``render_text``, at least one.
+            dumps: the metrics of all processes of this router, including ended ones.
         """
         async with self._rendering:
             families = await asyncio.to_thread(self._merge_known, dumps)
             if self._need is not None:
                 families.append(_build_need(self._need, families))
-            return await asyncio.to_thread(_format_families, families)
+            return await asyncio.to_thread(generate_latest, _Families(families))
 
     def _merge_known(self, dumps: Sequence[Sequence[Any]]) -> list[Metric]:
         """Return the merged metrics of all processes, without the series of removed instances."""
@@ -287,10 +307,8 @@ class RouterMetrics:
         if self._discovery is not None:
             text = "1: the cluster's API server reports the pods; 0: it does not, and the last known pods are used"
             yield GaugeMetricFamily("router_discovery_up", text, float(self._discovery.is_current))
-            pods = GaugeMetricFamily("router_discovered_pods", "Pods of the selector by state", labels=["state"])
-            for state, count in self._discovery.count_pods().items():
-                pods.add_metric([state], count)
-            yield pods
+            text = "Pods of the selector by state"
+            yield _gauge("router_discovered_pods", text, ("state",), self._discovery.count_pods())
         yield CounterMetricFamily(
             "router_access_log_lost_lines", "Lines that could not be written to the access log",
             self._audit.lost_lines,
@@ -309,13 +327,8 @@ class RouterMetrics:
         self._max_series = max(MAX_WORKER_SERIES, 2 * len(self._inference))
 
     def _collect_requests(self) -> Iterator[Metric]:
-        responses = CounterMetricFamily(
-            "http_requests",
-            "Total number of HTTP requests of the data plane",
-            labels=["method", "endpoint", "status_code"],
-        )
-        for (method, endpoint, status), count in self._responses.items():
-            responses.add_metric([method, endpoint, str(status)], count)
+        text = "Total number of HTTP requests of the data plane"
+        yield _count("http_requests", text, ("method", "endpoint", "status_code"), self._responses)
         name = "http_request_duration_seconds"
         durations = SummaryMetricFamily(
             name,
@@ -327,21 +340,11 @@ class RouterMetrics:
                 labels = {"method": method, "endpoint": endpoint, "quantile": str(quantile)}
                 durations.add_sample(name, labels, seconds)
             durations.add_metric([method, endpoint], observed.count, observed.sum)
-        inference = CounterMetricFamily(
-            _INFERENCE,
-            "Total number of inference requests (completions) by the instances that served them",
-            labels=[*_WORKERS, "status_code"],
-        )
-        for (mixed, prefill, decode, status), count in self._inference.items():
-            inference.add_metric([mixed, prefill, decode, str(status)], count)
-        failed = CounterMetricFamily(
-            "router_failed_requests",
-            "Requests that ended with status 5xx or with an incomplete response, by error code",
-            labels=["code"],
-        )
-        for code, count in self._failed.items():
-            failed.add_metric([code], count)
-        yield from (responses, durations, inference, failed)
+        yield durations
+        text = "Total number of inference requests (completions) by the instances that served them"
+        yield _count(_INFERENCE, text, (*_WORKERS, "status_code"), self._inference)
+        text = "Requests that ended with status 5xx or with an incomplete response, by error code"
+        yield _count("router_failed_requests", text, ("code",), self._failed)
 
     def _collect_tokens(self) -> Iterator[Metric]:
         yield self._queue_time.build_family(
@@ -359,10 +362,7 @@ class RouterMetrics:
             "router_time_per_output_token_seconds",
             "Mean time between tokens of a streaming request; between pieces if the engine does not count tokens",
         )
-        tokens = CounterMetricFamily("router_tokens", "Tokens as engines counted them", labels=["kind"])
-        for kind, count in self._tokens.items():
-            tokens.add_metric([kind], count)
-        yield tokens
+        yield _count("router_tokens", "Tokens as engines counted them", ("kind",), self._tokens)
         for name, text, value in (
             ("router_cache_request", "Completion requests whose instance was chosen by prefix", self._placed_by_prefix),
             ("router_cache_hit", "Completion requests for which cached tokens were expected", self._placed_on_a_hit),
@@ -384,11 +384,7 @@ class RouterMetrics:
             ("router_prompts_computed_twice", "Prompts that decode computed again after prefill", self._computed_twice),
             ("router_resumptions", "Streams resumed after a failure, by instance", self._resumptions),
         ):
-            family = CounterMetricFamily(name, text, labels=["instance"])
-            known = {instance.key: 0 for instance in self._registry}
-            for instance, count in (known | counts).items():
-                family.add_metric([instance], count)
-            yield family
+            yield _count(name, text, ("instance",), {instance.key: 0 for instance in self._registry} | counts)
 
     def _collect_decisions(self) -> Iterator[Metric]:
         """Yield the mean of each number in the reasons of the last decisions."""
@@ -402,77 +398,30 @@ class RouterMetrics:
                 for name, value in decision.reasons.items():
                     if not isinstance(value, str):
                         sums.setdefault((role, name), []).append(value)
-        family = GaugeMetricFamily(
-            "router_policy_figure",
-            f"Means of the values that policies used, over the last {_DECISION_WINDOW} requests",
-            labels=["role", "figure"],
-        )
-        for labels, values in sums.items():
-            family.add_metric(labels, sum(values) / len(values))
-        yield family
+        text = f"Means of the values that policies used, over the last {_DECISION_WINDOW} requests"
+        means = {labels: sum(values) / len(values) for labels, values in sums.items()}
+        yield _gauge("router_policy_figure", text, ("role", "figure"), means)
 
     def _collect_admission(self) -> Iterator[Metric]:
         gate = self._admission
         yield GaugeMetricFamily("router_running_requests", "Requests being served", gate.running)
         yield GaugeMetricFamily("router_queued_requests", "Queued requests", gate.waiting)
-        by_priority = GaugeMetricFamily(
-            "router_queued_requests_by_priority", "Queued requests by priority", labels=["priority"]
-        )
-        for priority, count in gate.waiting_by_priority.items():
-            by_priority.add_metric([str(priority)], count)
-        yield by_priority
-        refused = CounterMetricFamily("router_refused_requests", "Requests answered with 429", labels=["reason"])
-        for reason, count in gate.refused.items():
-            refused.add_metric([reason], count)
-        yield refused
+        text = "Queued requests by priority"
+        yield _gauge("router_queued_requests_by_priority", text, ("priority",), gate.waiting_by_priority)
+        yield _count("router_refused_requests", "Requests answered with 429", ("reason",), gate.refused)
 
     def _collect_instances(self) -> Iterator[Metric]:
-        states = GaugeMetricFamily("router_instances", "Instances by role and state", labels=["role", "state"])
-        counts: dict[tuple[str, str], int] = {
-            (role.value, state): 0 for role in self._registry.roles for state in STATES
-        }
-        labels = ["role", "instance"]
-        requests = GaugeMetricFamily("router_instance_requests", "Requests running", labels=labels)
-        tokens = GaugeMetricFamily(
-            "router_instance_tokens", "Prompt tokens of the requests running, estimated", labels=labels
-        )
-        queued = GaugeMetricFamily(
-            "router_instance_queued_tokens",
-            "Tokens that must be computed for requests without a first token",
-            labels=labels,
-        )
-        running = GaugeMetricFamily(
-            "router_instance_reported_running", "Running requests reported by the instance", labels=labels
-        )
-        waiting = GaugeMetricFamily(
-            "router_instance_reported_waiting", "Waiting requests reported by the instance", labels=labels
-        )
-        breakers = GaugeMetricFamily(
-            "router_instance_breaker_open", "0: closed; 0.5: one request is being tried; 1: open", labels=labels
-        )
-        known = GaugeMetricFamily(
-            "router_instance_cache_exact",
-            "1: the instance's cache is known exactly; 0: KV events are missing",
-            labels=labels,
-        )
+        counts = {(role.value, state): 0 for role in self._registry.roles for state in STATES}
+        families = [GaugeMetricFamily(name, text, labels=["role", "instance"]) for name, text, _ in _OF_INSTANCE]
         for instance in self._registry:
-            role, state, load = instance.role.value, instance.state, instance.load
-            counts[role, state] += 1
-            named = {"role": role, "instance": instance.key}
-            for family, value in (
-                (requests, load.requests),
-                (tokens, load.tokens),
-                (queued, load.queued),
-                (running, load.running),
-                (waiting, load.waiting),
-                (breakers, _OPENNESS[instance.breaker.state]),
-                (known, None if instance.cache_known is None else float(instance.cache_known == "exact")),
-            ):
+            counts[instance.role.value, instance.state] += 1
+            named = {"role": instance.role.value, "instance": instance.key}
+            for family, (name, _, read) in zip(families, _OF_INSTANCE, strict=True):
+                value = read(instance)
                 if value is not None:  # add_metric would take three times as long, for thousands of instances
-                    family.samples.append(Sample(family.name, named, value))
-        for labels_of_count, count in counts.items():
-            states.add_metric(labels_of_count, count)
-        yield from (states, requests, tokens, queued, running, waiting, breakers, *([known] if known.samples else []))
+                    family.samples.append(Sample(name, named, value))
+        yield _gauge("router_instances", "Instances by role and state", ("role", "state"), counts)
+        yield from (family for family in families if family.samples or family.name != _CACHE_EXACT)
 
 
 def _build_need(need: InstancesNeeded, families: Sequence[Metric]) -> Metric:
@@ -482,18 +431,25 @@ def _build_need(need: InstancesNeeded, families: Sequence[Metric]) -> Metric:
         families: the merged metrics of all processes.
     """
     waiting = [each.samples[0].value for each in families if each.name == "router_queued_requests"]
-    family = GaugeMetricFamily(
-        "router_instances_needed", "Instances that the present traffic needs, for the whole fleet", labels=["role"]
-    )
-    for role, count in need.compute(sum(waiting)).items():
-        family.add_metric([role.value], count)
+    text = "Instances that the present traffic needs, for the whole fleet"
+    needed = {role.value: count for role, count in need.compute(sum(waiting)).items()}
+    return _gauge("router_instances_needed", text, ("role",), needed)
+
+
+def _count(name: str, text: str, labels: Sequence[str], counts: Mapping[Any, float]) -> Metric:
+    """Return a metric family of counters: one sample for each entry of ``counts``, whose key has the label values."""
+    return _fill(CounterMetricFamily(name, text, labels=labels), counts)
+
+
+def _gauge(name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Metric:
+    """Return a metric family of gauges: one sample for each entry of ``values``, whose key has the label values."""
+    return _fill(GaugeMetricFamily(name, text, labels=labels), values)
+
+
+def _fill(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Any, float]) -> Metric:
+    for key, value in values.items():
+        family.add_metric([str(label) for label in (key if isinstance(key, tuple) else (key,))], value)
     return family
-
-
-def _format_families(families: Sequence[Metric]) -> bytes:
-    collector = CollectorRegistry()
-    collector.register(_Families(families))
-    return generate_latest(collector)
 
 
 def _names_only(known: Container[str], labels: Mapping[str, str]) -> bool:

@@ -42,7 +42,7 @@ class Counted:
 
     def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         asyncio.run(self._add_records())
-        families = text_string_to_metric_families(self.metrics.render_text().decode())
+        families = text_string_to_metric_families(asyncio.run(self.metrics.render_text(self.metrics.dump())).decode())
         return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
     def families(self) -> list[Metric]:
