@@ -296,17 +296,17 @@ def _draw_instances(history: History, reports: Sequence[InstanceReport], order: 
         style = "bold reverse" if name == order else None
         table.add_column(title, justify="right" if is_figure else "left", header_style=style, no_wrap=True)
     for report in reports:
-        listed, waiting, memory = report.listed, _read_waiting(report), _read_memory(report)
+        listed = report.listed
         shares = share_origins(_count_growth(history, listed.key), with_handed_over=True)
         table.add_row(
             Text(listed.key),
             Text(listed.role),
             Text(listed.state or NOTHING, _STATE_COLOURS.get(listed.state, "")),
             format_count(listed.running),
-            format_count(listed.running_tokens) if listed.state else NOTHING,
-            NOTHING if waiting is None else format_count(waiting),
-            NOTHING if memory is None else format_share(memory),
-            format_share(1.0 - shares[COMPUTED]) if shares else NOTHING,
+            format_count(listed.running_tokens if listed.state else None),
+            format_count(_read_waiting(report)),
+            format_share(_read_memory(report)),
+            format_share(1.0 - shares[COMPUTED] if shares else None),
             Text(listed.breaker.replace("_", " "), _BREAKER_COLOURS.get(listed.breaker, "")),
             NOTHING if listed.weight is None else f"{listed.weight:.2g}",
         )

@@ -42,7 +42,7 @@ class PrefixSync:
             for role, policy in self._policies.items():
                 policy.subscribe_to_chains(partial(self._on_chain, role))
             link.subscribe_to_topic("chains", self._on_chains)
-            link.subscribe_to_topic("prefixes", self._on_prefixes)
+            link.subscribe_to_topic("prefixes", lambda _, prefixes: self._load_prefixes(prefixes))  # another router's
             link.answer_topic("prefixes", self._dump_prefixes)
 
     async def load_from_peers(self) -> None:
@@ -70,10 +70,6 @@ class PrefixSync:
         for role, key, data in placed:
             if policy := self._policies.get(role):
                 policy.note_chain(array("Q", data), key)
-
-    def _on_prefixes(self, _: str, prefixes: _Prefixes) -> None:
-        """Load the prefixes of another router."""
-        self._load_prefixes(prefixes)
 
     def _load_prefixes(self, prefixes: _Prefixes) -> None:
         """Load the prefixes for each policy that knows fewer. They replace the policy's own prefixes."""

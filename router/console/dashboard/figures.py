@@ -95,8 +95,6 @@ class RouterFigures(NamedTuple):
     """For each bound in seconds, the number of streams whose first token came within this time."""
     output_token: Mapping[float, float]
     """For each bound in seconds, the number of streams whose mean time per further token was within this time."""
-    tokens: Mapping[str, float]
-    """Number of tokens, by kind: prompt, completion, cached, decode_cached."""
     retries: Mapping[str, float]
     """Number of failed attempts, by instance."""
     resumptions: Mapping[str, float]
@@ -144,25 +142,9 @@ class MasterFigures(NamedTuple):
     used: float
     keys: float
     clients: float
-    evicted_keys: float
-    evicted_bytes: float
-    refused_writes: float
-    reads: float
-    reads_found: float
-    file_capacity: float
-    file_used: float
+    evicted: float
+    """Counter of evicted blocks."""
     segments: tuple[Segment, ...] = ()
-
-    @property
-    def counters(self) -> Mapping[str, float]:
-        """Return the values that are counters, by name."""
-        return {
-            "evicted_keys": self.evicted_keys,
-            "evicted_bytes": self.evicted_bytes,
-            "refused_writes": self.refused_writes,
-            "reads": self.reads,
-            "reads_found": self.reads_found,
-        }
 
 
 def read_router_figures(samples: Samples) -> RouterFigures:
@@ -171,7 +153,6 @@ def read_router_figures(samples: Samples) -> RouterFigures:
         answers=_sum_by(samples.get("http_requests_total", ()), "status_code"),
         first_token=_read_buckets(samples, "router_time_to_first_token_seconds"),
         output_token=_read_buckets(samples, "router_time_per_output_token_seconds"),
-        tokens=_sum_by(samples.get("router_tokens_total", ()), "kind"),
         retries=_sum_by(samples.get("router_retries_total", ()), "instance"),
         resumptions=_sum_by(samples.get("router_resumptions_total", ()), "instance"),
         running=_sum_all(samples, ("router_running_requests",)) or 0.0,
@@ -245,25 +226,15 @@ def read_master_figures(
     health: Mapping[str, Any], figures: Mapping[str, float], segments: Sequence[Segment] = ()
 ) -> MasterFigures:
     """Return the values from a master's ``/health``, ``/metrics`` and ``/get_segments_detail``."""
-
-    def find_figure(name: str) -> float:
-        return figures.get(name, 0.0)
-
     return MasterFigures(
         role=str(health.get("role", "")),
         serves=bool(health.get("service_ready", True)),
         leader=str(health.get("leader_address") or ""),
-        capacity=find_figure("master_total_capacity_bytes"),
-        used=find_figure("master_allocated_bytes"),
-        keys=find_figure("master_key_count"),
-        clients=find_figure("master_active_clients"),
-        evicted_keys=find_figure("master_evicted_key_count"),
-        evicted_bytes=find_figure("master_evicted_size_bytes"),
-        refused_writes=find_figure("master_put_start_alloc_failures_total"),
-        reads=find_figure("total_get_nums_"),
-        reads_found=find_figure("valid_get_nums_"),
-        file_capacity=find_figure("master_total_file_capacity_bytes"),
-        file_used=find_figure("master_allocated_file_size_bytes"),
+        capacity=figures.get("master_total_capacity_bytes", 0.0),
+        used=figures.get("master_allocated_bytes", 0.0),
+        keys=figures.get("master_key_count", 0.0),
+        clients=figures.get("master_active_clients", 0.0),
+        evicted=figures.get("master_evicted_key_count", 0.0),
         segments=tuple(segments),
     )
 

@@ -62,9 +62,9 @@ NOTHING = "\u2013"
 _BREAKERS = {"open": "not used, because requests failed there", "half_open": "one request is being tried"}
 
 
-def format_count(value: float) -> str:
-    """Format a number without decimals, with thousands separators."""
-    return f"{value:,.0f}"
+def format_count(value: float | None) -> str:
+    """Format a number without decimals, with thousands separators; ``NOTHING`` if there is none."""
+    return NOTHING if value is None else f"{value:,.0f}"
 
 
 def format_rate(value: float) -> str:
@@ -72,8 +72,13 @@ def format_rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
-def format_share(share: float) -> str:
-    """Format a fraction as a percentage. Only exactly 0 and 1 become "0 %" and "100 %"."""
+def format_share(share: float | None) -> str:
+    """Format a fraction as a percentage; ``NOTHING`` if there is none.
+
+    Only exactly 0 and 1 become "0 %" and "100 %".
+    """
+    if share is None:
+        return NOTHING
     percent = share * 100
     if 0 < percent < 0.5:
         return "< 1 %"

@@ -108,7 +108,7 @@ class _FleetView:
         ready = sum(_is_ready(report) for report in reports)
         running = sum(report.listed.running for report in reports if report.listed.role != "prefill")
         self._tiles["Instances"].show(format_count(len(reports)))
-        self._tiles["Ready for requests"].show(format_count(ready) if is_known else NOTHING)
+        self._tiles["Ready for requests"].show(format_count(ready if is_known else None))
         self._tiles["Requests running"].show(format_count(running))
         self._tiles["Trouble"].show(format_count(sum(bool(describe_trouble(report)) for report in reports)))
 
@@ -198,11 +198,9 @@ class _Row:
         if figures is not None and figures.pool_open is not None:
             about.append("in the pool" if figures.pool_open else "not in the pool")
         self._about.set_text(" · ".join(filter(None, about)))
-        waiting = None if figures is None else figures.waiting
-        used = None if figures is None else figures.memory_used
         self._figures["Running"].set_text(format_count(listed.running))
-        self._figures["Waiting"].set_text(NOTHING if waiting is None else format_count(waiting))
-        self._figures["Memory used"].set_text(NOTHING if used is None else format_share(used))
+        self._figures["Waiting"].set_text(format_count(figures.waiting if figures else None))
+        self._figures["Memory used"].set_text(format_share(figures.memory_used if figures else None))
         self._figures["Weight"].set_text(NOTHING if listed.weight is None else f"{listed.weight:.2g}")
         self._weight = 1.0 if listed.weight is None else listed.weight
         is_out = listed.state in ("draining", "paused")
@@ -312,8 +310,8 @@ def _find_trends(
             "TTFT, mean", format_seconds(_divide(sum(seconds), sum(first_tokens))), _divide_all(seconds, first_tokens)
         ),
         Trend(f"{name}, mean", format_rate(sum(tokens) / known_seconds), rates),
-        Trend("Hit share", _format_share(_divide(sum(hits), sum(prompts))), _divide_all(hits, prompts), 1.0),
-        Trend("Memory, mean", _format_share(_divide(sum(used), len(used))), memory, 1.0),
+        Trend("Hit share", format_share(_divide(sum(hits), sum(prompts))), _divide_all(hits, prompts), 1.0),
+        Trend("Memory, mean", format_share(_divide(sum(used), len(used))), memory, 1.0),
     ]
 
 
@@ -323,10 +321,6 @@ def _divide(amount: float, count: float) -> float | None:
 
 def _divide_all(amounts: Sequence[float], counts: Sequence[float]) -> list[float | None]:
     return list(map(_divide, amounts, counts))
-
-
-def _format_share(share: float | None) -> str:
-    return NOTHING if share is None else format_share(share)
 
 
 def _draw_events(events: Sequence[Event]) -> str:

@@ -64,7 +64,7 @@ class _PoolView:
     def _show_tiles(self, serving: MasterFigures) -> None:
         history, span = self._context.history, self._context.span
         share = serving.used / serving.capacity if serving.capacity else 0.0
-        evicted = history.count_span(span, _read_masters).get("evicted_keys", 0.0)
+        evicted = history.count_span(span, _read_evicted).get("evicted", 0.0)
         for name, content in (
             ("Used", f"{format_bytes(serving.used)} <small>{format_share(share)}</small>"),
             ("Capacity", format_bytes(serving.capacity)),
@@ -158,8 +158,8 @@ def _find_serving(moment: Moment | None) -> MasterFigures | None:
     return next((each for each in figures if each.serves and each.role != "standby"), None)
 
 
-def _read_masters(moment: Moment) -> Mapping[str, Mapping[str, float]]:
-    return {each.address: each.figures.counters for each in moment.masters if each.figures}
+def _read_evicted(moment: Moment) -> Mapping[str, Mapping[str, float]]:
+    return {each.address: {"evicted": each.figures.evicted} for each in moment.masters if each.figures}
 
 
 def _read_look_ups(moment: Moment) -> Mapping[str, Mapping[str, float]]:

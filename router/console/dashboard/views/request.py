@@ -97,15 +97,14 @@ def _draw_list(requests: Sequence[Mapping[str, Any]]) -> str:
     for each in requests:
         name = str(each.get("request_id", ""))
         served = " → ".join(escape(str(each[role])) for role in ("mixed", "prefill", "decode") if each.get(role))
-        prompt, cached = each.get("prompt_tokens"), each.get("cached_tokens")
         rows.append(
             [
                 f'<a class="code" href="{escape(link_request(name))}">{escape(name)}</a>' if name else NOTHING,
                 _draw_age(float(each["time"])),
                 escape(str(each.get("status", ""))),
                 served or NOTHING,
-                NOTHING if prompt is None else format_count(prompt),
-                NOTHING if cached is None else format_count(cached),
+                format_count(each.get("prompt_tokens")),
+                format_count(each.get("cached_tokens")),
                 format_seconds(each["first_byte_ms"] / 1e3) if each.get("first_byte_ms") else NOTHING,
                 format_seconds(float(each.get("total_ms") or 0.0) / 1e3),
             ]

@@ -14,7 +14,7 @@ from router.console.dashboard.views.charts import Series, put_chart
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.parts import draw_table, put_head, put_html, put_text, put_tiles
 from router.console.dashboard.views.style import COLOURS, LINE_COLOURS
-from router.console.dashboard.words import NOTHING, format_count, format_rate, format_seconds
+from router.console.dashboard.words import format_count, format_rate, format_seconds
 
 __all__ = ["TRAFFIC"]
 
@@ -73,8 +73,8 @@ class _TrafficView:
             seconds, number = format_seconds(estimate_quantile(0.5, within)), max(within.values(), default=0.0)
             tiles[name].show(f"{seconds} <small>of {format_count(number)} stream{'' if number == 1 else 's'}</small>")
         router = last.router if last else None
-        tiles["Running now"].show(format_count(router.running) if router else NOTHING)
-        tiles["Queued now"].show(format_count(router.queued) if router else NOTHING)
+        tiles["Running now"].show(format_count(router.running if router else None))
+        tiles["Queued now"].show(format_count(router.queued if router else None))
         tiles["Failed"].show(f"{format_count(total['failed'])} <small>of {format_count(sum(total.values()))}</small>")
 
     def _draw_requests(self) -> None:

@@ -20,7 +20,7 @@ def look(listed: Listed = HEALTHY, computed: float = 5.0, *, paused: bool = Fals
 
 
 def master(role: str) -> Moment:
-    figures = MasterFigures(role, True, "", *(0.0,) * 11)
+    figures = MasterFigures(role, True, "", *(0.0,) * 5)
     return look(masters=(MasterReport("m:1", figures),))
 
 

@@ -121,7 +121,7 @@ fastdeploy:time_to_first_token_seconds_sum 0.5
 
 
 def test_a_masters_figures_need_no_endings_of_prometheus() -> None:
-    page = '# TYPE master_key_count gauge\nmaster_key_count 3\ntotal_get_nums_ 7\nwith_labels{a="b"} 1\n'
+    page = '# TYPE master_key_count gauge\nmaster_key_count 3\nmaster_evicted_key_count 7\nwith_labels{a="b"} 1\n'
     segments = read_segments(
         {
             "segments": [
@@ -131,7 +131,7 @@ def test_a_masters_figures_need_no_endings_of_prometheus() -> None:
         }
     )
     figures = read_master_figures({"role": "leader", "service_ready": False}, parse_plain_metrics(page), segments)
-    assert (figures.role, figures.serves, figures.keys, figures.counters["reads"]) == ("leader", False, 3, 7)
+    assert (figures.role, figures.serves, figures.keys, figures.evicted) == ("leader", False, 3, 7)
     assert [(each.name, each.used, each.capacity) for each in figures.segments] == [("a:1", 5, 10)]
 
 
