@@ -33,15 +33,16 @@ __all__ = [
     "TokenWanted",
     "UnknownInstance",
     "UntrustedCertificate",
+    "add_interval_flag",
     "add_router_flags",
     "find_own_address",
-    "parse_interval",
     "parse_samples",
 ]
 
 ROLES = ("mixed", "prefill", "decode")
 """The roles of instances, by which ``/registered`` lists them."""
 TIMEOUT_SECONDS = 5.0
+DEFAULT_INTERVAL = 2.0
 # Timeout for the next event of a stream. It is long, because the prompt is computed before the first event.
 STREAM_SECONDS = 300.0
 
@@ -253,8 +254,18 @@ def add_router_flags(parser: FlagParser) -> None:
     )
 
 
-def parse_interval(text: str) -> float:
-    """Parse the value of a flag: the seconds between two polls."""
+def add_interval_flag(parser: FlagParser) -> None:
+    """Add the flag ``--interval`` of the programs that poll the router regularly."""
+    parser.add_argument(
+        "--interval",
+        type=_parse_interval,
+        default=DEFAULT_INTERVAL,
+        metavar="SECONDS",
+        help=f"seconds between two polls (default: {DEFAULT_INTERVAL:g})",
+    )
+
+
+def _parse_interval(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:

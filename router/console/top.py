@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcommon.waiting import wait_for_event
-from router.console.client import RouterClient, add_router_flags, parse_interval
+from router.console.client import RouterClient, add_interval_flag, add_router_flags
 from router.console.dashboard.collector import Collector
 from router.console.dashboard.figures import COMPUTED, OWN_CACHE, POOL
 from router.console.dashboard.history import History, InstanceReport, Moment, Span
@@ -47,7 +47,6 @@ from router.settings import FlagParser, SettingsError, read_authorities
 
 __all__ = ["main", "make_parser"]
 
-DEFAULT_INTERVAL = 2.0
 # Time range for which the increase of counters is shown. One poll interval has too few events for quantiles.
 SPAN = Span("the last minute", 60.0, 60)
 MIN_WIDTH, MAX_BAR = 110, 60
@@ -109,13 +108,7 @@ def make_parser() -> FlagParser:
     parser = FlagParser(
         prog="kvrouter top", description="Shows the state of the router and its instances in a terminal."
     )
-    parser.add_argument(
-        "--interval",
-        type=parse_interval,
-        default=DEFAULT_INTERVAL,
-        metavar="SECONDS",
-        help=f"seconds between two polls (default: {DEFAULT_INTERVAL:g})",
-    )
+    add_interval_flag(parser)
     parser.add_argument("--sort", choices=ORDERS, default="load", help="order of the instances (default: load)")
     parser.add_argument(
         "--once",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from router.fleet import EngineKind, Instance, Tasks, gather_spread
-from router.http import BadBody, ConnectionPool, UpstreamError
+from router.http import BadBody, ConnectionPool, UpstreamError, load_object
 from router.serving.reading.api import EngineIds
 
 __all__ = ["ABORT_PATH", "AbortOutcome", "AbortScope", "Aborter", "list_unknown_ids", "read_asked_ids"]
@@ -199,11 +199,7 @@ class Aborter:
             return str(exc)
         if response.status != 200:
             return f"{instance.key} answered POST {path} with {response.status}"
-        try:
-            value = orjson.loads(response.body)
-        except orjson.JSONDecodeError:
-            value = None
-        return value if isinstance(value, dict) else {}
+        return load_object(response.body) or {}
 
 
 def list_unknown_ids(asked: Iterable[Any], aborted: Iterable[Any]) -> list[Any]:

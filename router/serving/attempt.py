@@ -11,7 +11,6 @@ may follow. After the first byte, prefill has done its work, and the end of its 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import logging
 import re
@@ -19,10 +18,18 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypedDict
 
-import orjson
-
 from router.fleet import Instance
-from router.http import Exchange, Headers, NoRoom, Receiver, Response, StaleConnection, TimedOut, UpstreamError
+from router.http import (
+    Exchange,
+    Headers,
+    NoRoom,
+    Receiver,
+    Response,
+    StaleConnection,
+    TimedOut,
+    UpstreamError,
+    load_object,
+)
 from router.serving.aborts import Aborter
 from router.serving.reading.api import EngineIds
 
@@ -602,10 +609,9 @@ def _has_pd_error(body: bytes) -> bool:
     The text "PD Error" alone is not enough, because users and models may write it, too.
     """
     for document in (body, *_EVENT_DATA.findall(body)):
-        with contextlib.suppress(orjson.JSONDecodeError):
-            value = orjson.loads(document)
-            if isinstance(value, dict) and PD_ERROR in str(value.get("error")):
-                return True
+        value = load_object(document)
+        if value is not None and PD_ERROR in str(value.get("error")):
+            return True
     return False
 
 

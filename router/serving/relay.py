@@ -17,6 +17,7 @@ from router.http import (
     TokenCount,
     Usage,
     encode_error_event,
+    load_object,
     read_cached_figures,
     read_usage,
     set_figures,
@@ -264,11 +265,8 @@ class ClientResponse:
         self.error_code = "instance_refused"
         if self.tag:
             body = body.replace(self.tag, b"")
-        try:
-            value = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            value = None
-        if isinstance(value, dict) and value.get("error"):
+        value = load_object(body)
+        if value is not None and value.get("error"):
             event = encode_error_event(orjson.dumps(value), self._request.path)
         else:
             message = body.decode(errors="replace")[:_QUOTED_CHARACTERS] or f"the instance answered with {status}"

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from router.console.client import RouterClient, add_router_flags, parse_interval
+from router.console.client import RouterClient, add_interval_flag, add_router_flags
 from router.console.dashboard.collector import Collector
 from router.console.dashboard.scraper import Scraper
 from router.settings import FlagParser, SettingsError, read_authorities, read_token
@@ -21,7 +21,6 @@ from router.settings import FlagParser, SettingsError, read_authorities, read_to
 __all__ = ["main", "make_parser"]
 
 DEFAULT_PORT = 52790
-DEFAULT_INTERVAL = 2.0
 LOOPBACK = "127.0.0.1"
 MISSING = "the dashboard needs NiceGUI, which is not installed: pip install '/path/to/this/repository[dashboard]'"
 _AUTHORITY = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", re.ASCII)
@@ -97,13 +96,7 @@ def make_parser() -> FlagParser:
         metavar="FILE",
         help="file with a client's API key for the view Try it, if the router requires one",
     )
-    parser.add_argument(
-        "--interval",
-        type=parse_interval,
-        default=DEFAULT_INTERVAL,
-        metavar="SECONDS",
-        help=f"seconds between two polls (default: {DEFAULT_INTERVAL:g})",
-    )
+    add_interval_flag(parser)
     return parser
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import orjson
-
 from router.fleet.models import parse_models
+from router.http import load_object
 
 __all__ = ["Fetch", "IdentityHidden", "ask_identity", "ask_sglang"]
 
@@ -66,8 +65,4 @@ def _find_owner(models: bytes) -> str:
 async def _fetch_object(fetch: Fetch, path: str) -> dict[str, Any]:
     """Return the JSON object in a successful response; an empty object if there is none."""
     status, body = await fetch(path)
-    try:
-        found = orjson.loads(body) if status == 200 else {}
-    except orjson.JSONDecodeError:
-        found = {}
-    return found if isinstance(found, dict) else {}
+    return (load_object(body) if status == 200 else None) or {}

@@ -15,10 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from router.fleet.discovery.pods import Pod, read_pod
-from router.http import Address, ConnectionPool, ResponseReader, TimedOut, UpstreamError
+from router.http import Address, ConnectionPool, ResponseReader, TimedOut, UpstreamError, load_object
 from router.settings import RouterSettings, SettingsError, read_authorities, read_token
 
 __all__ = ["PodWatch"]
@@ -245,11 +243,8 @@ class PodWatch:
 
 
 def _parse_object(data: bytes) -> dict[str, Any]:
-    try:
-        found = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
+    found = load_object(data)
+    if found is None:
         raise ApiFailure(f"the API server sent data that is not a JSON object: {data[:100]!r}")
     return found
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import orjson
+from router.http import load_object
 
 __all__ = ["READY", "TERMINATING", "UNREADY", "Pod", "read_pod"]
 
@@ -73,13 +73,9 @@ def read_pod(document: Mapping[str, Any], port: int) -> Pod:
     if bootstrap_port := annotations.get(_BOOTSTRAP_PORT):
         fields["bootstrap_port"] = bootstrap_port
     if text := annotations.get(_REGISTRATION):
-        try:
-            registration = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            registration = None
-        if isinstance(registration, dict):
-            fields.update(registration)
-        else:
+        registration = load_object(text)
+        fields.update(registration or {})
+        if registration is None:
             trouble = f"its annotation {_REGISTRATION} is {text!r}; it must be a JSON object"
     if not trouble and "port" not in fields:
         trouble = (

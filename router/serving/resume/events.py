@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from router.http import UpstreamError, hide_escapes, show_escapes, whole_number
+from router.http import UpstreamError, hide_escapes, load_object, show_escapes, whole_number
 
 __all__ = [
     "CACHE_COUNTS",
@@ -28,7 +28,6 @@ __all__ = [
     "is_preemption",
     "merge_usage",
     "parse_event",
-    "parse_object",
     "split_events",
     "strip_token_ids",
     "strip_usage",
@@ -193,21 +192,13 @@ def split_events(events: bytes) -> list[bytes]:
 def parse_event(event: bytes) -> dict[str, Any] | None:
     """Return the JSON object in an event; None if there is none, as in ``[DONE]`` and comments."""
     if event.startswith(b"data: {"):
-        return parse_object(event[6:])  # the end of the line is white space for orjson
-    return parse_object(b"\n".join(_DATA.findall(event)))
+        return load_object(event[6:])  # the end of the line is white space for orjson
+    return load_object(b"\n".join(_DATA.findall(event)))
 
 
 def is_comment(event: bytes) -> bool:
     """Return whether an event has no data for the client."""
     return not _DATA.search(event)
-
-
-def parse_object(data: bytes) -> dict[str, Any] | None:
-    try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def encode_event(chunk: dict[str, Any]) -> bytes:

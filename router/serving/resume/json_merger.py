@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from router.http import load_object
 from router.serving.resume.continuation import count_remaining, resume_by_ids
 from router.serving.resume.events import (
     find_choices,
@@ -16,7 +17,6 @@ from router.serving.resume.events import (
     find_text,
     is_preemption,
     merge_usage,
-    parse_object,
 )
 from router.serving.resume.resumability import follows_grammar
 
@@ -59,7 +59,7 @@ class ResponseMerger:
         """Process the response of one segment. Return the response for the client, or None after a preemption."""
         # ``find`` is faster than ``in``, which first tries to use bytes as a number (half a microsecond).
         if body.find(b"pd_reschedule") >= 0 or body.find(b"PD Error") >= 0:
-            response = parse_object(body)
+            response = load_object(body)
             if response is not None and is_preemption(response):
                 self._take_segment(response)
                 return None
@@ -167,7 +167,7 @@ class ResponseMerger:
             self._begin_again()
 
     def _merge(self, body: bytes) -> bytes | None:
-        response = parse_object(body)
+        response = load_object(body)
         choices = find_choices(response or {})
         if response is None or not choices:
             return body

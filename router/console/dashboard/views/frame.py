@@ -28,6 +28,12 @@ REFRESH_SECONDS = 0.5
 MAX_LATE_POLLS = 5
 COOKIE = "kvrouter_look"
 _SPAN_COOKIE = "kvrouter_span"
+# For each choice of colours (whether they are dark): its name, its icon, and its value of the cookie.
+_LOOKS: Mapping[bool | None, tuple[str, str, str]] = {
+    None: ("As the system", "contrast", ""),
+    False: ("Light", "light_mode", "light"),
+    True: ("Dark", "dark_mode", "dark"),
+}
 
 
 @dataclass
@@ -177,28 +183,22 @@ class _Liveness:
 class _Switch:
     """The button that switches between the system's colours, light and dark."""
 
-    _NAMES: Mapping[bool | None, tuple[str, str]] = {
-        None: ("As the system", "contrast"),
-        False: ("Light", "light_mode"),
-        True: ("Dark", "dark_mode"),
-    }
-    _FOLLOWING: Mapping[bool | None, bool | None] = {None: False, False: True, True: None}
-    _COOKIES: Mapping[bool | None, str] = {None: "", False: "light", True: "dark"}
-
     def __init__(self, dark: ui.dark_mode) -> None:
         self._dark = dark
         self._button = ui.button(on_click=self._turn, color=None).classes("button look").props("flat dense no-caps")
         self._name_choice()
 
     def _turn(self) -> None:
-        self._dark.value = self._FOLLOWING[self._dark.value]
-        self._name_choice()
-        choice = self._COOKIES[self._dark.value]
+        following = {None: False, False: True, True: None}
+        self._dark.value = following[self._dark.value]
+        choice = self._name_choice()
         ui.run_javascript(f"document.cookie = '{COOKIE}={choice};path=/;SameSite=Strict;max-age=31536000'")
 
-    def _name_choice(self) -> None:
-        name, icon = self._NAMES[self._dark.value]
+    def _name_choice(self) -> str:
+        """Show the name of the present choice on the button. Return the value of the cookie that stores this choice."""
+        name, icon, cookie = _LOOKS[self._dark.value]
         self._button.props(f'icon="{icon}" aria-label="Colours: {name}" title="Colours: {name}"')
+        return cookie
 
 
 def _read_span(request: Request) -> Span:
