@@ -58,8 +58,9 @@ SPEAKERS = {
 # stands for the HTTP server; its program has one, to the flags; the attempts have one to the instances that a gateway
 # may use. The KV events of instances have one, to the index of prefixes; the questions of other schedulers for blocks
 # have two, to the names of blocks and to the errors that they are answered with. The sidecar has one more, to the
-# question which engine a server runs; the reader of pods one, to the reader of JSON objects.
-MAX_ARROWS = 113
+# question which engine a server runs. The reader of JSON objects has two, from pods and from merged responses; the
+# failures of discovery's questions have one, to the errors of router/http.
+MAX_ARROWS = 115
 MAX_ENTRIES = 14
 
 # Each reads it for a reason of its own: config/ and settings/ are the places for it; args.py sets a variable that
