@@ -9,13 +9,12 @@ from typing import Any
 
 import orjson
 
-from engine.generation import Choices, Piece
+from engine.generation import ENGINE_FAILED, Choices, Piece
 from engine.generation.detokenizer import TokenBytes
 from engine.protocol import ApiError, GenerationBody, error_body, now
 from engine.scheduling.request import Request, TokenLogprobs
 
 __all__ = [
-    "ENGINE_FAILED",
     "REQUEST_ABORTED",
     "BegunResponse",
     "ChatResponse",
@@ -24,7 +23,6 @@ __all__ = [
     "name_answer",
 ]
 
-ENGINE_FAILED = "the engine failed while computing this request; its log says why"
 REQUEST_ABORTED = "the request was aborted before its response ended"
 
 

@@ -237,7 +237,7 @@ class Completions:
         self._check_tokens(body.completion_token_ids or [], "completion_token_ids")
         self._check_tokens(body.stop_token_ids or [], "stop_token_ids")
         if body.min_tokens and len(self._eos_token_ids.union(body.stop_token_ids or ())) >= self._vocab_size:
-            message = "stop_token_ids: every token would end the answer, so min_tokens cannot be reached"
+            message = "stop_token_ids: every token would end the answer, so min_tokens cannot be reached; give fewer"
             raise ApiError(400, message, param="stop_token_ids")
         request_id = self._dialect.find_request_id(body) or str(uuid.uuid4())
         names = [f"{param}.{index}" for index in range(len(prompts))] if len(prompts) > 1 else [param]
@@ -258,7 +258,7 @@ class Completions:
         """
         tokens = prompt + (body.completion_token_ids or [])
         if not tokens:
-            raise ApiError(400, "the prompt has no tokens")
+            raise ApiError(400, "the prompt has no tokens; give at least one")
         room = self._max_model_len - len(tokens)
         if room < 1:
             raise self._too_long(str(len(tokens)), "messages" if isinstance(body, ChatBody) else param)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.apis.completion_response import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse, name_answer
+from engine.apis.completion_response import REQUEST_ABORTED, BegunResponse, name_answer
 from engine.apis.completions import Completions
 from engine.apis.plain_body import PlainBody, encode_typed_event
-from engine.generation import Choices, Piece
+from engine.generation import ENGINE_FAILED, Choices, Piece
 from engine.protocol import (
     MAX_STOPS,
     ApiError,

@@ -7,12 +7,12 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from engine.apis.completion_response import ENGINE_FAILED, REQUEST_ABORTED, BegunResponse
+from engine.apis.completion_response import REQUEST_ABORTED, BegunResponse
 from engine.apis.completions import Completions
 from engine.apis.plain_body import encode_typed_event
 from engine.apis.response_store import ResponseStore, StoredResponse
 from engine.apis.responses_body import ResponsesBody, chat_of_responses, messages_of_input
-from engine.generation import Choices
+from engine.generation import ENGINE_FAILED, Choices
 from engine.protocol import ApiError, now, quote_short
 
 __all__ = ["Responses", "ResponsesResponse"]

@@ -1,7 +1,4 @@
-"""The decode instance's side of hand-overs: listens on the connector port, reserves blocks, verifies what was written.
-
-Here P is the prefill instance, and D is the decode instance (this one).
-"""
+"""The decode instance's side of hand-overs: listens on the connector port, reserves and verifies blocks."""
 
 from __future__ import annotations
 
@@ -33,11 +30,11 @@ __all__ = ["HandoverReceiver", "HandoverResult"]
 log = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 10.0
-"""Time after which blocks are released if their request has not arrived at D."""
+"""Time after which blocks are released if their request has not arrived at the decode instance."""
 LATE_SECONDS = 3.0
-"""Time in which P's bytes may still arrive after P has stopped, or its process has ended."""
+"""Time in which written bytes may still arrive after the prefill instance has stopped, or its process has ended."""
 UNREACHABLE_SECONDS = 60.0
-"""Time in which P's bytes may still arrive if P's host cannot be reached."""
+"""Time in which written bytes may still arrive if the host of the prefill instance cannot be reached."""
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
@@ -65,7 +62,7 @@ class _GivenUp(Exception):
 
 
 class _Handover:
-    """One hand-over: a connection from a prefill instance, P, and the request that waits for its result.
+    """One hand-over: a connection from a prefill instance and the request that waits for its result.
 
     This object owns ``reservation`` until it passes it to the request in a ``HandoverResult``.
     """
@@ -77,7 +74,7 @@ class _Handover:
         self.reservation: Reservation | None = None
         self.is_claimed = False
         self.late_seconds: float | None = None
-        """Number of seconds for which P's bytes may still arrive, or None if P has not reported that it has stopped."""
+        """For how many seconds written bytes may still arrive; None until prefill has reported its stop."""
         self._memory = memory
         self._is_taken = False
         self._result: asyncio.Future[HandoverResult | None] = loop.create_future()
@@ -114,7 +111,7 @@ class _Handover:
             either: set[asyncio.Future[Any]] = {task, self._given_up}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise _GivenUp("its request has ended, or has not arrived")
+                raise _GivenUp("the request has ended on this decode instance, or has not arrived there")
             return task.result()
         finally:
             if not task.done():
@@ -286,7 +283,7 @@ class HandoverReceiver:
         if memory is None:
             reason = "this instance does not accept direct transfers"
         elif different := [name for name, value in memory.terms.items() if first.get(name) != value]:
-            reason = f"another {' and '.join(different)}"
+            reason = f"its {' and '.join(different)} differs from that of the prefill instance"
         else:
             handover.reservation = await memory.reserve_blocks(handover.prompt)
             if handover.reservation is None:
@@ -347,7 +344,7 @@ class HandoverReceiver:
         return Prefilled(reservation, token, logprobs)
 
     async def _give_back(self, handover: _Handover, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Release the reservation of a failed hand-over, when P cannot write to its blocks any more."""
+        """Wait until the prefill instance cannot write any more, and release the reservation of a failed hand-over."""
         if handover.reservation is None or self._memory is None:
             return
         send_message(writer, "given_up")
@@ -368,12 +365,12 @@ def _parse_result(message: dict[str, Any], prompt: Prompt, prefilled: Prefilled 
 
 
 def _late_seconds(stopped: dict[str, Any]) -> float:
-    """Return for how many seconds P's bytes may still arrive after this "stopped" message."""
+    """Return for how many seconds written bytes may still arrive after this "stopped" message."""
     return 0.0 if stopped.get("clean") is True else LATE_SECONDS
 
 
 async def _wait_for_stop(reader: asyncio.StreamReader) -> float:
-    """Wait until P does not write any more; return for how many seconds its bytes may still arrive."""
+    """Wait until the prefill instance stops to write; return for how many seconds its bytes may still arrive."""
     while True:
         try:
             message = await receive_message(reader, None)
@@ -384,7 +381,7 @@ async def _wait_for_stop(reader: asyncio.StreamReader) -> float:
         except OSError:
             return UNREACHABLE_SECONDS
         except ValueError:
-            continue  # an invalid message does not mean that P has stopped
+            continue  # an invalid message does not mean that the prefill instance has stopped
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:

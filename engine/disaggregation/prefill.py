@@ -1,7 +1,4 @@
-"""The prefill instance's side of a hand-over: requests blocks from decode, writes computed KV, reports the end.
-
-Here P is the prefill instance (this one), and D is the decode instance.
-"""
+"""The prefill instance's side of a hand-over: requests blocks from decode, writes computed KV, reports the end."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ _ending: set[asyncio.Task[None]] = set()
 
 
 class HandoverSender:
-    """The hand-over of one request's prompt to a decode instance, D. ``hand_over`` creates it.
+    """The hand-over of one request's prompt to a decode instance. ``hand_over`` creates it.
 
     Call all methods on the event loop's thread.
 
@@ -53,7 +50,7 @@ class HandoverSender:
         self._memory = memory
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: list[tuple[str, dict[str, object]]] = []  # messages to send when there is a connection
-        self._reached = asyncio.Event()  # set when D is connected, or cannot be reached
+        self._reached = asyncio.Event()  # set when the decode instance is connected, or cannot be reached
         self._target: asyncio.Future[Target | None] = loop.create_future()
         self._verdict: asyncio.Future[bool] = loop.create_future()
         # Computed blocks that are not written yet, with a reference on each: index of the first block, and the blocks.
@@ -71,10 +68,10 @@ class HandoverSender:
         self._writing = asyncio.create_task(self._write_all())
         self._writing.add_done_callback(self._on_writing_done)
         self.is_wanted = True
-        """Whether D may still wait for the prompt's KV."""
+        """Whether the decode instance may still wait for the prompt's KV."""
 
     def queue_blocks(self, first: int, blocks: Sequence[int]) -> None:
-        """Queue computed blocks of the prompt to be written to D.
+        """Queue computed blocks of the prompt to be written to the decode instance.
 
         This is the ``on_computed`` of the engine's ``Listener``. It takes ownership of a reference on each block.
         ``first`` is the index of the first of these blocks in the prompt.
@@ -87,7 +84,7 @@ class HandoverSender:
     async def deliver_directly(
         self, token: int, logprobs: TokenLogprobs | None, own_cached_tokens: int, pool_cached_tokens: int
     ) -> bool:
-        """Wait until all blocks are written, and send "ready" to D.
+        """Wait until all blocks are written, and send "ready" to the decode instance.
 
         Args:
             token: the first token of the answer.
@@ -96,7 +93,7 @@ class HandoverSender:
             pool_cached_tokens: number of prompt tokens that came from the pool.
 
         Returns:
-            Whether D has accepted the blocks.
+            Whether the decode instance has accepted the blocks.
         """
         digests = await asyncio.shield(self._writing)
         if digests is None:
@@ -126,17 +123,17 @@ class HandoverSender:
             return False
 
     def report_save(self, own_cached_tokens: int, pool_cached_tokens: int) -> None:
-        """Report to D that the blocks were saved to the pool, as far as possible."""
+        """Report to the decode instance that the blocks were saved to the pool, as far as possible."""
         self._send_or_keep("saved", own_cached_tokens=own_cached_tokens, pool_cached_tokens=pool_cached_tokens)
 
     def report_failure(self, reason: str) -> None:
-        """Report to D that no KV will come, because the prompt was not computed."""
+        """Report to the decode instance that no KV will come, because the prompt was not computed."""
         self._send_or_keep("failed", reason=reason)
 
     async def talk_to_decode(self, host: str, port: int, is_working: Callable[[], bool]) -> None:
-        """Connect to D and exchange messages, until D closes the connection or this task is cancelled.
+        """Connect to the decode instance and exchange messages, until it hangs up or the task is cancelled.
 
-        ``host`` and ``port`` are D's connector port. ``is_working`` returns False if the computation hangs.
+        ``host`` and ``port`` are its connector port. ``is_working`` returns False if the computation here hangs.
         """
         alive: asyncio.Task[None] | None = None
         try:
@@ -151,10 +148,10 @@ class HandoverSender:
             while True:
                 await self._handle_message(reader)
         except EOFError:
-            pass  # D closes the connection when it has the prompt, or has ended
+            pass  # the decode instance closes the connection when it has the prompt, or has ended
         except (OSError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as exc:
             log.warning(
-                "request %s: no direct transfer to the decode instance %s:%d (%s: %s)",
+                "request %s: the direct transfer to the decode instance %s:%d failed (%s: %s)",
                 *(self._request_id, host, port, type(exc).__name__, exc),
             )
         finally:
@@ -166,7 +163,7 @@ class HandoverSender:
                 self._writer.close()
 
     async def end_handover(self) -> None:
-        """End the hand-over: start no more writes, wait for the write in progress, and send "stopped" to D."""
+        """End the hand-over: start no more writes, wait for the write in progress, and send the message "stopped"."""
         self._stop_writing()
         if not self._kinds_sent & {"ready", "saved"}:
             self.report_failure("the prefill was cancelled")
@@ -175,13 +172,15 @@ class HandoverSender:
         await self._reached.wait()
 
     async def _handle_message(self, reader: asyncio.StreamReader) -> None:
-        """Wait for the next message from D, and process it."""
+        """Wait for the next message from the decode instance, and process it."""
         message = await receive_message(reader, None)
         kind = message["type"]
         if kind == "reserved" and not self._target.done():
             self._target.set_result(self._parse_target(message))
         elif kind == "refused":
-            log.info("request %s: no direct transfer: %s", self._request_id, message.get("reason"))
+            log.info(
+                "request %s: the decode instance refused a direct transfer: %s", self._request_id, message.get("reason")
+            )
             self.trouble = f"the decode instance refused: {message.get('reason')}"
             self._stop_writing()
         elif kind in ("accepted", "rejected"):
@@ -191,7 +190,7 @@ class HandoverSender:
             self._on_no_longer_wanted()
 
     def _parse_target(self, message: dict[str, Any]) -> Target:
-        assert self._memory is not None, "D reserves blocks only for an instance that can write"
+        assert self._memory is not None, "the decode instance reserves blocks only for an instance that can write"
         target = self._memory.parse_target(message, self._prompt)
         log.debug(
             "request %s: the decode instance at %s reserves %d blocks, and has the %d before them",
@@ -258,7 +257,7 @@ class HandoverSender:
             self._drop_queue()
 
     def _on_no_longer_wanted(self) -> None:
-        """Stop the hand-over, because D has ended or does not need the blocks any more."""
+        """Stop the hand-over, because the decode instance has ended or does not need the blocks any more."""
         self.is_wanted = False
         if not self._verdict.done():
             self._verdict.set_result(False)
@@ -269,7 +268,7 @@ class HandoverSender:
             self._report_stop()
 
     def _report_stop(self) -> None:
-        """Send "stopped" to D, unless it was sent. Then D can use its blocks again."""
+        """Send "stopped", unless it was sent. The decode instance can then use the reserved blocks again."""
         if "stopped" not in self._kinds_sent:
             self._send_or_keep("stopped", clean=self._is_clean)
 
@@ -303,18 +302,18 @@ async def hand_over(
     memory: BlockMemory | None = None,
     is_working: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[HandoverSender]:
-    """Open a hand-over of a prompt to a decode instance, D, for the time in which the prompt is computed.
+    """Open a hand-over of a prompt to a decode instance for the time in which the prompt is computed.
 
-    A failure of D does not raise an exception, and does not delay the computation. If the ``with`` block ends without a
-    call of ``deliver_directly`` or ``report_save``, D gets the message "failed". The end of the hand-over runs in a
-    task of its own, so the request does not wait for a write in progress.
+    A failure of the decode instance does not raise an exception, and does not delay the computation. If the ``with``
+    block ends without a call of ``deliver_directly`` or ``report_save``, the decode instance gets the message "failed".
+    The end of the hand-over runs in a task of its own, so the request does not wait for a write in progress.
 
     Args:
-        host, port: D's connector port.
+        host, port: the decode instance's connector port.
         request_id: the id of the request.
         prompt: the prompt.
         memory: the blocks to write, or None if hand-overs go only through the pool.
-        is_working: returns False if the computation of the prompt hangs. Then D gets no more "alive" messages.
+        is_working: returns False if the computation of the prompt hangs. Then no more "alive" messages are sent.
     """
     sender = HandoverSender(request_id, prompt, memory)
     talking = asyncio.create_task(sender.talk_to_decode(host, port, is_working))

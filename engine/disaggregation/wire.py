@@ -34,7 +34,7 @@ LINE_LIMIT = 4 << 20
 
 @dataclass(frozen=True)
 class Prompt:
-    """Description of a prompt in messages, without its tokens.
+    """Description of a prompt in the messages of a hand-over, without its tokens.
 
     Attributes:
         num_tokens: number of tokens.
@@ -93,10 +93,10 @@ def decode_logprobs(value: Any, vocab_size: int) -> TokenLogprobs | None:
 
 
 def decode_number(value: Any, limit: int) -> int:
-    """Return ``value`` if it is an integer from 0 to below ``limit``.
+    """Return ``value``, which must be an integer from 0 to below ``limit``.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is something else.
     """
     if type(value) is not int or not 0 <= value < limit:
         raise ValueError(f"{str(value)[:80]} is not a whole number below {limit}")

@@ -11,12 +11,13 @@ live.py         creates generations for the role of the instance; aborts those t
 detokenizer.py  turns token ids into text, piece by piece
 """
 
-from engine.generation.base import Generation, Piece, SharedParts
+from engine.generation.base import ENGINE_FAILED, Generation, Piece, SharedParts
 from engine.generation.choices import Choices
 from engine.generation.live import BROKEN, Generations, PairInfo, list_unknown_ids
 
 __all__ = [
     "BROKEN",
+    "ENGINE_FAILED",
     "Choices",
     "Generation",
     "Generations",

@@ -21,7 +21,9 @@ from engine.scheduling.retrieval_config import Regime
 from engine.telemetry.trace import log_prompt_sources
 from engine.telemetry.tracing import Phase, RequestTrace, Tracer
 
-__all__ = ["Generation", "Piece", "SharedParts", "call_in_loop"]
+__all__ = ["ENGINE_FAILED", "Generation", "Piece", "SharedParts", "call_in_loop"]
+
+ENGINE_FAILED = "the engine failed while computing this request; the instance's log says why"
 
 log = logging.getLogger(__package__)  # the line at the end of each request has the name of the package
 
@@ -211,7 +213,7 @@ class Generation(ABC):
         trace.end(self.sequence, self._parts.role, self.num_output_tokens, reason, self._phases, trouble)
 
     def _explain_error(self) -> str:
-        return "the engine failed while computing this request; its log says why"
+        return ENGINE_FAILED
 
     def _make_detokenizer(self) -> Detokenizer:
         request = self.request

@@ -96,7 +96,7 @@ def check_length(folder: str, config: Any, max_model_len: int) -> None:
     """
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and max_model_len > longest:
-        raise ConfigError(f"--max-model-len {max_model_len} is more than the {longest} positions of {folder}")
+        raise ConfigError(f"--max-model-len {max_model_len} is more than the {longest} positions of {folder}; lower it")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and max_model_len > rope["original_max_position_embeddings"]:
         raise ConfigError(

@@ -24,7 +24,7 @@ _SUPPORTED = (_FULL, _WINDOW, _CONV)
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """A group, and the indices of its layers in the order of their KV in a block."""
+    """A group of a model's layers, and the indices of these layers in the order of their KV in a block."""
 
     group: Group
     layers: tuple[int, ...]
@@ -154,7 +154,7 @@ def _list_layer_types(folder: str, config: Any) -> list[str]:
     if _WINDOW in kinds and not window:
         raise ConfigError(f"--model {folder!r} has layers with a sliding window, but its config.json gives no length")
     if getattr(config, "num_kv_shared_layers", 0):
-        raise ConfigError(f"--model {folder!r} has layers that use the KV of other layers; this engine does not")
+        raise ConfigError(f"--model {folder!r} has layers that use the KV of other layers; this engine cannot run it")
     if _CONV in kinds and (getattr(config, "conv_L_cache", 0) < 2 or set(kinds) == {_CONV}):
         raise ConfigError(
             f"--model {folder!r} has convolution layers in a form that this engine does not support; it supports "

@@ -83,7 +83,7 @@ def _check_room(reserved: str, wanted: int, room: int, args: EngineArgs, verb: s
     if wanted > room:
         remedies = ["--max-num-seqs", "--max-model-len", *(["--retrieval-topk-percent"] if args.retrieval else [])]
         raise ConfigError(
-            f"{reserved}; KV blocks may have {_describe_size(room)} of it, but need {_describe_size(wanted)}; lower "
+            f"{reserved}; KV blocks may have {_describe_size(room)} of that, but need {_describe_size(wanted)}; lower "
             f"{', '.join(remedies[:-1])} or {remedies[-1]}, or {verb} --num-gpu-blocks-override"
         )
 

@@ -206,7 +206,7 @@ class ModelRunner:
         model, lacking = read_model(folder, dtype, is_copied=True)
         if lacking != self._lacking:
             missing = sorted(lacking - self._lacking)
-            why = f"tensors are missing: {', '.join(missing)}" if missing else "there are tensors that it does not have"
+            why = f"tensors are missing: {', '.join(missing)}" if missing else "there are more tensors than before"
             raise ConfigError(f"{folder}: these are not weights of the running model: {why}")
         if fingerprint_model(folder) != fingerprint:
             raise ConfigError(f"{folder} changed while its weights were loaded; update again")
@@ -260,7 +260,9 @@ class ModelRunner:
         """
         if not self._has_plain_scores or self.groups.members[0].group.kind != "full":
             what = "no layers with full attention" if self._has_plain_scores else "soft-capping or sinks"
-            raise ConfigError(f"--enable-retrieval: {self._folder!r} has {what}; retrieval does not work with that")
+            raise ConfigError(
+                f"--enable-retrieval: {self._folder!r} has {what}, which retrieval does not support; leave it out"
+            )
         with explain_out_of_memory("the index of retrieval; lower --max-num-seqs or --max-model-len"):
             self.retrieval = Retrieval(config, self.kv, max_num_seqs, max_model_len)
 

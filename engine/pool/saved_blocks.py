@@ -139,7 +139,7 @@ _MAX_BLOCKS = 1 << 16
 
 
 class PinnedBlocks:
-    """Remembers which blocks were pinned, and when each may be pinned again.
+    """Remembers which blocks were pinned in the pool, and when each may be pinned again.
 
     If there are too many, the blocks that were pinned first are forgotten.
     """

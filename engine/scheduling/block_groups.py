@@ -64,7 +64,7 @@ class BlockGroups:
         return range(min(last, max(first, self.find_first_needed(number, last * self.block_size))), last)
 
     def count_held(self, num_tokens: int) -> int:
-        """Return the number of blocks in ``list_held(num_tokens)``."""
+        """Return the number of blocks, in all groups together, that a sequence needs after ``num_tokens``."""
         end = -(-num_tokens // self.block_size)
         return sum(end - group.find_first_needed(num_tokens) for group in self.groups)
 

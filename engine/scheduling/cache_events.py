@@ -26,7 +26,7 @@ _KINDS: Mapping[Kind, str] = {
 
 
 class CacheEvents:
-    """Collects the events of a step. Call all methods on the engine's thread.
+    """Collects the KV events of each step, and publishes them together. Call all methods on the engine's thread.
 
     Args:
         publish: called with the events of each step; it must not block.

@@ -32,7 +32,7 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True)
 class PoolUse:
-    """A reason, and a text for the log that explains it with numbers."""
+    """Why a prompt got blocks from the pool, or got none: a reason, and a text for the log with numbers."""
 
     reason: Reason
     text: str

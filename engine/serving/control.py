@@ -251,7 +251,7 @@ class Control:
 
     async def _ask_core(self, question: Callable[[], _T]) -> _T:
         if not self._core.is_alive:
-            raise ControlFailed("this instance's engine has ended; its log says why")
+            raise ControlFailed("the engine of this instance has ended; the instance's log says why")
         answering = asyncio.wrap_future(self._core.call(question))
         # After the time limit the engine still calls ``question`` at some time.
         await asyncio.wait([answering], timeout=_COMMAND_SECONDS)

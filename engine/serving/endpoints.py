@@ -141,7 +141,7 @@ def _add_operator_paths(app: FastAPI, instance: Instance) -> None:
             message = "reset_external: an instance clears only its own cache, not the shared pool; leave it out"
             raise ApiError(400, message, param="reset_external")
         if not instance.core.is_alive:
-            raise ApiError(503, "this instance's engine has ended; its log says why")
+            raise ApiError(503, "the engine of this instance has ended; the instance's log says why")
         instance.core.clear_prefix_cache()
         return JSONResponse({"status": "success"})
 

@@ -194,7 +194,9 @@ class KvEventPublisher:
             self._is_full = False
         except zmq.Again:
             if not self._is_full:
-                log.warning("KV events are lost: %d batches wait to be sent", self._config.max_queue_size)
+                log.warning(
+                    "KV events are lost, because %d batches wait to be sent already", self._config.max_queue_size
+                )
             self._is_full = True
 
     def describe(self, host: str, block_size: int) -> Mapping[str, Any] | None:

@@ -435,7 +435,10 @@ async def test_another_models_prefill_is_refused(tiny_checkpoint: Path, word_tok
         prefill = ScriptedPrefill(reader, writer)
         described = Prompt.of_sequence(EngineSequence(Request("r", PROMPT, SamplingParams(1)), BLOCK)).to_message()
         prefill.say("begin", request_id="r", **described, **pair.decode.memory.terms | {term: "another"})
-        assert await prefill.hear() == {"type": "refused", "reason": f"another {term}"}
+        assert await prefill.hear() == {
+            "type": "refused",
+            "reason": f"its {term} differs from that of the prefill instance",
+        }
         prefill.say("failed", reason="no reason")
         assert await reader.read() == b""
         writer.close()

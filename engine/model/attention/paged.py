@@ -44,7 +44,7 @@ _ELSEWHERE = AttentionForm(256 << 20, 32 << 20, True)
 
 
 def form_for(device: torch.device) -> AttentionForm:
-    """Return the fastest form of attention for a device."""
+    """Return the settings of attention that are fastest on a device."""
     return _ON_CPU if device.type == "cpu" else _ELSEWHERE
 
 
@@ -213,7 +213,7 @@ def paged_attention(
     window = 0 if sliding_window == paged.ignored_window else sliding_window or 0
     if window != tables.span:
         raise NotImplementedError(
-            f"layer {index} has a sliding window of {window} tokens; by the config.json it has {tables.span} (0: none)"
+            f"layer {index} has a sliding window of {window} tokens, but config.json says {tables.span} (0: no window)"
         )
     if key.shape[1] != paged.kv_heads or not key.shape[3] == value.shape[3] == paged.head_dim:
         raise NotImplementedError(f"number or size of the KV heads of layer {index} differ from the config.json")

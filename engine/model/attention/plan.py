@@ -21,7 +21,7 @@ __all__ = ["StepPlan"]
 
 
 class StepPlan:
-    """The tables of one step, for all layers that read the same number of blocks.
+    """The tables of the blocks that sparse attention reads in one step, for layers that read the same number of blocks.
 
     Args:
         partitions: for each sequence the parts of its blocks.
@@ -72,7 +72,7 @@ class StepPlan:
         return self._numbers.where(~self._is_recalled, chosen.gather(2, self._ranks.expand(-1, chosen.shape[1], -1)))
 
     def find_blocks(self, numbers: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the block in memory for each index, in the same shape.
+        """Return for each block index in ``numbers`` the block in memory, in the same shape.
 
         The padding is the newest block of the sequence. It must not be a block to which a load may be writing, because
         a masked NaN is still NaN.

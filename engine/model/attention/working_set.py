@@ -24,7 +24,7 @@ __all__ = ["WorkingSet"]
 
 
 class WorkingSet:
-    """The working set of one sequence in one layer.
+    """The working set of one offloaded sequence in one layer: copies on a GPU of the blocks that a step reads.
 
     Args:
         num_slots: maximum number of blocks for each KV head, including the newest one.

@@ -186,7 +186,9 @@ class TestPause:
         running.engine.core.stop()
         async with running.asking() as client:
             failed = await client.post("/v1/pause")
-        assert failed.json()["error_message"].endswith("this instance's engine has ended; its log says why")
+        assert failed.json()["error_message"].endswith(
+            "the engine of this instance has ended; the instance's log says why"
+        )
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_a_full_queue_loses_whole_batches_and_their_numbers(publish_at: Any, cap
         for number in range(10):
             publisher.publish([BlockRemoved([number])])  # nothing is sent yet, and nobody waits
         assert [record.message for record in caplog.records if "lost" in record.message] == [
-            "KV events are lost: 4 batches wait to be sent"
+            "KV events are lost, because 4 batches wait to be sent already"
         ]
         publisher.start()
 

@@ -133,7 +133,7 @@ async def test_a_failed_step_is_an_error_with_a_sentence(
     monkeypatch.setattr(engine.core, "_run_chunks", fail)
     await answer(begin())
     (request,) = await asyncio.to_thread(receiver.wait_for, 1, kind="server")
-    assert request.trouble == "the engine failed while computing this request; its log says why"
+    assert request.trouble == "the engine failed while computing this request; the instance's log says why"
     (prefill,) = receiver.find(name="prefill")
     assert prefill.trouble == request.trouble
 
