@@ -1,8 +1,8 @@
 """The cases of ``kvstore certify``: what fails in each, and when.
 
-In each case the first instance answers new prompts and saves their blocks, and the second instance answers the same
-prompts while the fault begins and ends. An instance without a cache says which answers are right. After the fault, each
-instance must find new prompts that the other has answered.
+In each case the first instance answers new prompts and saves their blocks. Then the second instance answers the same
+prompts, while the fault begins and ends. The right answers come from a third instance, which has no cache. After the
+fault, each of the first two instances must find the blocks of new prompts that the other one has answered.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvstore_backend.cli.certify.tampering import Tampering
 __all__ = ["Case", "NoAnswer", "Result", "Trial", "list_cases"]
 
 _MANY = 4
-"""Number of prompts that a model answers in more than one way."""
+"""Number of prompts to which a model gives at least two different answers."""
 _BEGIN = 0.25
-"""Share of the prompts that are answered when a fault begins."""
+"""Fraction of the prompts that are answered when a fault begins."""
 
 _LASTS = 2 * AT_ONCE
-"""Answers from begin to end of a fault: of requests that ran when it began, and of as many that were sent during it."""
+"""Number of answers during a fault: as many from requests that ran before the fault as from requests sent later."""
 
 _EVICTED_ROUNDS = 3
 
@@ -38,14 +38,15 @@ class Result:
     """Result of one case.
 
     Attributes:
-        requests: number of requests of which the answers were compared.
-        wrong: answers that differ from those without a cache.
-        failed: requests without an answer.
-        longest_seconds: the longest time of one request.
+        case: name of the case.
+        requests: number of requests with answers that were compared.
+        wrong: number of answers that differ from those of the instance without a cache.
+        failed: number of requests without an answer.
+        longest_seconds: duration of the longest request.
         hits: prompt tokens that came from a cache before and during the fault.
         healed_seconds: time after the fault until the pool was used again; None if that was not required.
-        problems: one sentence for each requirement that was not met; empty: the case is passed.
-        skipped: why the case was not run; empty: it was.
+        problems: one sentence for each requirement that was not met; empty if the case is passed.
+        skipped: reason why the case was not run; empty if it was run.
     """
 
     case: str
@@ -60,14 +61,23 @@ class Result:
 
 
 class NoAnswer(KVStoreError):
-    """The instance without a cache did not answer, so it is not known which answers are right."""
+    """Error: the instance without a cache did not answer, so the right answers are not known."""
 
 
 class Trial:
-    """The running instances, the pool, and what was observed in one case.
+    """The running instances and programs of the pool, and the observations in the current case.
 
     Args:
-        start_changed: starts an instance with a change of the recipe and one without a cache, and ends both.
+        recipe: the recipe.
+        parts: the programs of the pool, by their names in the recipe.
+        first: instance that saves blocks.
+        second: instance that loads blocks from the same pool.
+        plain: instance without a cache, which gives the right answers.
+        tampering: joins the pool for a ``with`` block, to change its values.
+        start_changed: starts two instances with a change of the recipe for a ``with`` block: one that shares the pool,
+            and one without a cache.
+        start_part: starts a program of the pool for a ``with`` block.
+        num_prompts: number of prompts in a case.
     """
 
     def __init__(
@@ -96,10 +106,10 @@ class Trial:
         self.problems: list[str] = []
 
     def begin(self, case: str) -> None:
-        """Forget what was observed before, and start instances and parts again that have ended since.
+        """Begin a case: drop the observations of the last case, and restart instances and parts that have ended.
 
         Raises:
-            StartFailed: one of them did not start again.
+            StartFailed: an instance or a part did not start again.
         """
         self.result, self.problems = Result(case), []
         parts = [part for name, part in self.parts.items() if name != "joiner"]
@@ -109,13 +119,13 @@ class Trial:
                 program.start()
 
     def make_prompts(self, *, is_shared: bool = True) -> list[str]:
-        """Return new prompts; ``is_shared``: some begin with the same words."""
+        """Return new prompts; with ``is_shared``, some of them begin with the same words."""
         self._seed += 1
         is_shared &= bool(self.recipe.instance.hits)  # else hits in its own cache would count as hits in the pool
         return make_prompts(self._seed, self._num_prompts, self.recipe.prompt_words, is_shared=is_shared)
 
     def make_two_histories(self) -> tuple[list[str], list[str]]:
-        """Return prompts to save, and prompts with the same blocks at the same places after other words."""
+        """Return prompts to save, and prompts with the same words at the same places, but after other words."""
         self._seed += 1
         return make_two_histories(self._seed, self.recipe.prompt_words)
 
@@ -132,7 +142,10 @@ class Trial:
         end: Callable[[], None] | None = None,
         **members: Any,
     ) -> None:
-        """Let the second instance answer the prompts; the fault begins and ends meanwhile, on a thread of its own."""
+        """Let the second instance answer the prompts, and compare its answers.
+
+        Meanwhile another thread calls ``begin``, which begins the fault, and later ``end``, which ends it.
+        """
         before = self.second.count_hits(())
         fault = _Fault(len(prompts), begin, end)
         try:
@@ -140,27 +153,27 @@ class Trial:
         finally:
             fault.finish()
         if fault.error:
-            self.problems.append(f"the fault could not be made: {fault.error}")
+            self.problems.append(f"the fault of this case could not be caused: {fault.error}")
         self.compare(prompts, answers, self.plain, members)
-        self._add_hits(self.second.count_hits(answers) - before)
+        self.result = replace(self.result, hits=self.result.hits + self.second.count_hits(answers) - before)
 
     def compare(
         self, prompts: Sequence[str], answers: Sequence[Answer], plain: Instance, members: Mapping[str, Any]
     ) -> None:
-        """Compare answers with those of an instance without a cache, and count what differs, failed, and took long.
+        """Compare answers with those of ``plain``, an instance without a cache; count wrong and failed answers.
 
         Raises:
-            NoAnswer: the instance without a cache failed.
+            NoAnswer: ``plain`` did not answer.
         """
         before = plain.count_hits(())
         right = plain.ask_all(prompts, **self.limit(members))
         for answer in right:
             if answer.text is None:
-                raise NoAnswer(f"the instance without a cache failed: {answer.error}")
+                raise NoAnswer(f"the instance without a cache did not answer a prompt: {answer.error}")
         if hits := plain.count_hits(right) - before:
             self.problems.append(f"the instance without a cache read {hits:g} tokens from a cache")
         if len(set(prompts)) >= _MANY and len({answer.text for answer in right}) == 1:
-            self.problems.append("all right answers are the same, so this case would not notice a wrong one")
+            self.problems.append("all right answers are the same, so this case would not find a wrong answer")
         failures = [answer.error for answer in answers if answer.text is None]
         pairs = zip(answers, right, strict=True)
         wrong = sum(answer.text is not None and answer.text != other.text for answer, other in pairs)
@@ -176,24 +189,25 @@ class Trial:
             self.problems.append(f"a request failed: {failures[0]}")
 
     def require_hits(self) -> None:
-        """Note a problem if nothing came from the pool so far."""
+        """Record a problem if no tokens came from the pool in this case."""
         if not self.result.hits:
-            self.problems.append("no token came from the pool, so this case shows nothing")
+            self.problems.append("no tokens came from the pool, so this case shows nothing")
 
     def require_recovery(self) -> None:
-        """Wait until each instance loads what the other saves; note a problem if that takes too long."""
+        """Wait until each instance loads blocks that the other one saves; record a problem if that takes too long."""
         begun = time.monotonic()
         for saver, loader in ((self.first, self.second), (self.second, self.first)):
             while not self._is_shared(saver, loader):
                 if time.monotonic() - begun > self.recipe.heal_seconds:
                     self.problems.append(
-                        f"{self.recipe.heal_seconds:g} s after the fault, the {loader.name} instance still loads "
-                        f"nothing that the {saver.name} computes"
+                        f"{self.recipe.heal_seconds:g} s after the fault, the {loader.name} instance still loads no "
+                        f"blocks that the {saver.name} instance computes"
                     )
                     return
         self.result = replace(self.result, healed_seconds=time.monotonic() - begun)
 
     def _is_shared(self, saver: Instance, loader: Instance) -> bool:
+        """Let both instances answer new prompts; return whether ``loader`` loads blocks that ``saver`` has saved."""
         prompts = self.make_prompts()[:2]
         self.save(prompts, saver)
         before = loader.count_hits(())
@@ -202,32 +216,39 @@ class Trial:
         return loader.count_hits(answers) > before
 
     def finish(self) -> Result:
-        """Return the result of the case."""
+        """Return the result of the current case, with problems for each instance or part that has ended."""
         result, problems = self.result, self.problems
         for instance in (self.first, self.second, self.plain):
             if instance.program.has_ended:
                 problems = [*problems, f"the {instance.name} instance ended"]
         for name, part in self.parts.items():
             if name != "joiner" and part.has_ended:
-                problems = [*problems, f"the part {name} ended"]
+                problems = [*problems, f"the part {name} of the pool ended"]
         if result.wrong:
             problems = [f"{result.wrong} of {result.requests} answers are wrong", *problems]
         if result.longest_seconds > self.recipe.stall_seconds:
             problems.append(
-                f"one request took {result.longest_seconds:.1f} s; the recipe allows {self.recipe.stall_seconds:g} s"
+                f"one request took {result.longest_seconds:.1f} s; stall_seconds in the recipe is "
+                f"{self.recipe.stall_seconds:g}"
             )
         return replace(result, problems=problems)
 
-    def _add_hits(self, hits: float) -> None:
-        self.result = replace(self.result, hits=self.result.hits + hits)
-
     def limit(self, members: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``members`` of a request with the recipe's limit of tokens."""
+        """Return the members of a request: ``members``, and the recipe's limit for generated tokens."""
         return {"max_tokens": self.recipe.answer_tokens, **members}
 
 
 class _Fault:
-    """Calls ``begin`` after a share of the answers, and ``end`` some answers later, each once, on its own thread."""
+    """Thread that begins and ends a fault: it calls ``begin`` when a part of the answers is there, and ``end`` later.
+
+    Args:
+        total: total number of answers.
+        begin: begins the fault, or None if there is nothing to do.
+        end: ends the fault, or None if there is nothing to do.
+
+    Attributes:
+        error: type and message of the first exception that ``begin`` or ``end`` raised; empty if there was none.
+    """
 
     def __init__(self, total: int, begin: Callable[[], None] | None, end: Callable[[], None] | None) -> None:
         self._begin_at = max(1, int(_BEGIN * total))
@@ -240,13 +261,13 @@ class _Fault:
         self._thread.start()
 
     def on_answered(self, count: int) -> None:
-        """Note how many answers have come."""
+        """Record the number of answers that have arrived."""
         with self._changed:
             self._count = count
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Make the rest of the steps now, and wait for them."""
+        """Make the remaining calls of ``begin`` and ``end`` without further answers, and wait until they have ended."""
         with self._changed:
             self._is_finished = True
             self._changed.notify_all()
@@ -272,12 +293,13 @@ class _Fault:
 
 @dataclass(frozen=True)
 class Case:
-    """One case.
+    """Case of ``kvstore certify``.
 
     Attributes:
-        run: makes requests and faults; problems go to the trial.
-        lacks: says why the recipe cannot have this case, or returns an empty text.
-        is_quick: whether ``--quick`` includes it.
+        name: name of the case, for ``--only`` and the results.
+        run: sends the requests and causes the fault; it records problems in the trial.
+        lacks: returns the reason why a recipe cannot have this case, or an empty text if the recipe can.
+        is_quick: whether ``--quick`` includes the case.
     """
 
     name: str
@@ -287,7 +309,7 @@ class Case:
 
 
 def list_cases(recipe: Recipe) -> list[Case]:
-    """Return all cases in their order, with those of the recipe's groups and changes."""
+    """Return all cases in the order of their runs, including a case for each of the recipe's groups and changes."""
     cases = [
         Case("no fault", _run_fault(None, None), lambda recipe: ""),
         Case("evicted between look-up and read", _evict_meanwhile, _lack_pool),
@@ -340,7 +362,7 @@ def _damage(damage: Callable[[Tampering], int]) -> Callable[[Trial], None]:
         trial.save(prompts)
         with trial.tampering() as pool:
             if not damage(pool):
-                trial.problems.append("no value in the pool could be changed, so this case shows nothing")
+                trial.problems.append("no value in the pool could be damaged, so this case shows nothing")
         trial.load(prompts)
         trial.require_recovery()
 
@@ -392,7 +414,7 @@ def _salt(trial: Trial) -> None:
     trial.save(prompts, cache_salt="one tenant")
     trial.load(prompts, cache_salt="another tenant")
     if trial.result.hits:
-        trial.problems.append("a prompt was found in the pool although its salt was another one")
+        trial.problems.append("blocks of a prompt were found in the pool although they were saved with another salt")
     trial.load(prompts, cache_salt="one tenant")
     trial.require_hits()
 
@@ -425,6 +447,7 @@ def _change(change: Change) -> Callable[[Trial], None]:
 
 @contextlib.contextmanager
 def _repeat(step: Callable[[], object]) -> Iterator[None]:
+    """Call ``step`` repeatedly on another thread during the ``with`` block, also after a failure of the pool."""
     ended, errors = threading.Event(), list[Exception]()
 
     def run() -> None:
@@ -460,4 +483,4 @@ def _lack_part(name: str) -> Callable[[Recipe], str]:
 
 
 def _lack_salts(recipe: Recipe) -> str:
-    return "" if recipe.instance.has_salts else "the instances have no salts"
+    return "" if recipe.instance.salts else "instance.salts in the recipe is not true"

@@ -32,7 +32,7 @@ __all__ = ["add_arguments", "run"]
 
 _NUM_PROMPTS, _NUM_QUICK_PROMPTS = 20, 12
 _NUM_SENT, _NUM_QUICK_SENT = 60, 12
-"""Prompts of the victim, with ``--isolation``."""
+"""Number of prompts that the victim sends with ``--isolation``; the second one is with ``--quick``."""
 _MAX_PORTS = 16
 _PART_SECONDS = 120.0
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="YAML file that says how to start and break a pool and its instances")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="value of a recipe's variable")
     parser.add_argument(
-        "--only", action="append", default=[], metavar="TEXT", help="only cases whose name has this text"
+        "--only", action="append", default=[], metavar="TEXT", help="run only cases with this text in their names"
     )
     parser.add_argument("--quick", action="store_true", help=f"fewer cases, with {_NUM_QUICK_PROMPTS} prompts each")
     parser.add_argument("--list", action="store_true", help="print the names of the recipe's cases, and run none")
@@ -59,15 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the cases of a recipe, and print their results; return 0 if all are passed, else 1.
+    """Run the cases of a recipe and print their results; return the exit status, 0 if all cases are passed.
 
     Raises:
         ConfigError: the recipe or an argument cannot be used.
-        StartFailed: a program did not start.
+        StartFailed: a program of the recipe did not start.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as with nohup
-            signal.signal(number, lambda *_: sys.exit(1))  # so that the programs that it has started end, too
+            signal.signal(number, lambda *_: sys.exit(1))  # so that the programs of the recipe end, too
     if arguments.logs and arguments.logs.exists() and not arguments.logs.is_dir():
         raise ConfigError(f"--logs {arguments.logs} is not a folder")
     with contextlib.ExitStack() as opened:
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         arguments.html.write_text(make_page(recipe.title, list(facts.items()), columns, lines))
     if all(getattr(result, "skipped", "") for result in results):
-        print("no case was run", file=sys.stderr)
+        print("kvstore: no case was run, so nothing is certified; --list shows why", file=sys.stderr)
         return 1
     return 1 if any(result.problems for result in results) else 0
 
@@ -133,7 +133,7 @@ def _choose_cases(recipe: Recipe, only: Sequence[str], *, is_quick: bool) -> lis
 
 
 def _run_cases(recipe: Recipe, cases: Sequence[Case], folder: Path, num_prompts: int) -> tuple[list[Result], str]:
-    """Return the results, and the version of the instances."""
+    """Run cases; return their results, and the version of the instances."""
     results = []
     with show_progress(recipe.title, len(cases)) as tell, _start_all(recipe, folder, num_prompts) as trial:
         version = trial.plain.find_version()
@@ -156,9 +156,9 @@ def _run_cases(recipe: Recipe, cases: Sequence[Case], folder: Path, num_prompts:
 
 
 def _measure_isolation(recipe: Recipe, folder: Path, num_prompts: int) -> tuple[list[Isolation], str]:
-    """Return the results, and the version of the instances."""
+    """Measure without salts and with salts; return both results, and the version of the instances."""
     if recipe.router is None:
-        raise ConfigError("--isolation: the recipe has no router")
+        raise ConfigError('--isolation needs a recipe with a "router"')
     results = []
     with show_progress(recipe.title, 2) as tell, _start_parts(recipe, folder), contextlib.ExitStack() as running:
         instances = [
@@ -175,7 +175,9 @@ def _measure_isolation(recipe: Recipe, folder: Path, num_prompts: int) -> tuple[
 
 @contextlib.contextmanager
 def _start_parts(recipe: Recipe, folder: Path) -> Iterator[dict[str, Program]]:
-    """Start the pool; end it at the end of the block.
+    """Write the recipe's files, run its ``prepare``, and start its parts for the ``with`` block, except ``joiner``.
+
+    Yields the parts by name.
 
     Raises:
         ConfigError: the pool is a folder that has files, which the cases would remove and damage.
@@ -200,7 +202,7 @@ def _start_parts(recipe: Recipe, folder: Path) -> Iterator[dict[str, Program]]:
 
 @contextlib.contextmanager
 def _start_all(recipe: Recipe, folder: Path, num_prompts: int) -> Iterator[Trial]:
-    """Start the pool, two instances that share it, and one without a cache; end all at the end of the block."""
+    """Start the pool's programs, two instances that share the pool and one without a cache, for the ``with`` block."""
     with contextlib.ExitStack() as running:
         parts = running.enter_context(_start_parts(recipe, folder))
         names = {"first": recipe.instance.cache, "second": recipe.instance.cache, "plain": recipe.instance.plain}

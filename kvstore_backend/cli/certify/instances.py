@@ -1,4 +1,4 @@
-"""Sends prompts to an instance; collects its answers, their times and cached tokens."""
+"""Sends prompts to an inference server; collects the answers, their times and their numbers of cached tokens."""
 
 from __future__ import annotations
 
@@ -18,83 +18,15 @@ from kvstore_backend.cli.certify.processes import Program
 __all__ = ["Answer", "Instance", "make_prompts", "make_two_histories"]
 
 AT_ONCE = 4
-"""Requests that run at the same time."""
-_WORDS = [
-    "time",
-    "year",
-    "people",
-    "way",
-    "day",
-    "man",
-    "thing",
-    "woman",
-    "life",
-    "child",
-    "world",
-    "school",
-    "state",
-    "family",
-    "student",
-    "group",
-    "country",
-    "problem",
-    "hand",
-    "part",
-    "place",
-    "case",
-    "week",
-    "company",
-    "system",
-    "program",
-    "question",
-    "work",
-    "government",
-    "number",
-    "night",
-    "point",
-    "home",
-    "water",
-    "room",
-    "mother",
-    "area",
-    "money",
-    "story",
-    "fact",
-    "month",
-    "lot",
-    "right",
-    "study",
-    "book",
-    "eye",
-    "job",
-    "word",
-    "business",
-    "issue",
-    "side",
-    "kind",
-    "head",
-    "house",
-    "service",
-    "friend",
-    "father",
-    "power",
-    "hour",
-    "game",
-    "line",
-    "end",
-    "member",
-    "law",
-    "car",
-    "city",
-    "community",
-    "name",
-    "president",
-    "team",
-    "minute",
-    "idea",
-    "body",
-    "information",
-]
+"""Number of requests that run at the same time."""
+_TEXT = """
+    time year people way day man thing woman life child world school state family student group country problem
+    hand part place case week company system program question work government number night point home water room
+    mother area money story fact month lot right study book eye job word business issue side kind head house
+    service friend father power hour game line end member law car city community name president team minute idea
+    body information
+"""
+_WORDS = _TEXT.split()
 
 
 @dataclass(frozen=True)
@@ -102,10 +34,10 @@ class Answer:
     """Answer to one prompt.
 
     Attributes:
-        text: None if the request failed.
-        error: why it failed.
-        seconds: from the request to the whole answer.
-        cached_tokens: prompt tokens that came from a cache, according to ``usage``.
+        text: generated text, or None if the request failed.
+        error: reason why the request failed; empty if it did not.
+        seconds: time from the request to the complete answer.
+        cached_tokens: number of prompt tokens that came from a cache, according to ``usage`` in the response.
     """
 
     text: str | None
@@ -115,13 +47,15 @@ class Answer:
 
 
 class Instance:
-    """An inference server, and requests to it.
+    """Inference server that answers prompts.
 
     Args:
-        program: the server, or None if it is not started here.
-        hits_metric: metric with the number of tokens from the pool; empty: the cached tokens in ``usage`` count.
-        request: members of all requests.
-        answer_seconds: a request without an answer by then has failed.
+        name: name of the instance, for messages.
+        program: the server's program.
+        port: port of the server on this machine.
+        hits_metric: metric with the number of tokens from the pool; if empty, the cached tokens in ``usage`` count.
+        request: members that all requests have in common.
+        answer_seconds: seconds after which a request without an answer counts as failed.
     """
 
     def __init__(
@@ -143,7 +77,7 @@ class Instance:
         self._client = httpx.Client(timeout=answer_seconds, trust_env=False, limits=limits)
 
     def ask(self, prompt: str, **members: Any) -> Answer:
-        """Return the greedy answer to ``prompt``."""
+        """Send a prompt with temperature 0, and return the answer. ``members`` are further members of the request."""
         body = {**self._request, "prompt": prompt, "temperature": 0, **members}
         begun = time.monotonic()
         try:
@@ -163,7 +97,10 @@ class Instance:
     def ask_all(
         self, prompts: Sequence[str], on_answered: Callable[[int], None] = lambda count: None, **members: Any
     ) -> list[Answer]:
-        """Send all prompts, four at a time; ``on_answered`` gets the number of answers after each."""
+        """Send all prompts, ``AT_ONCE`` at the same time, and return the answers.
+
+        Calls ``on_answered`` after each answer with the number of answers so far.
+        """
         lock, count = threading.Lock(), 0
 
         def ask_one(prompt: str) -> Answer:
@@ -178,7 +115,7 @@ class Instance:
             return list(threads.map(ask_one, prompts))
 
     def ask_and_leave(self, prompts: Sequence[str], seconds: Sequence[float]) -> None:
-        """Send each prompt, and close its connection after its number of seconds."""
+        """Send each prompt, and close its connection after the time in ``seconds`` at the same index."""
 
         def ask_one(prompt: str, patience: float) -> None:
             body = {**self._request, "prompt": prompt, "temperature": 0}
@@ -190,7 +127,10 @@ class Instance:
             list(threads.map(ask_one, prompts, seconds))
 
     def count_hits(self, answers: Sequence[Answer]) -> float:
-        """Return the number of prompt tokens from a cache: all so far by the metric, else those of ``answers``."""
+        """Return the number of prompt tokens that came from a cache.
+
+        With a metric for hits, the number is of all prompts since the server's start; without, of ``answers`` only.
+        """
         if not self._hits_metric:
             return sum(answer.cached_tokens for answer in answers)
         page = self._client.get(f"{self._url}/metrics").text
@@ -199,7 +139,7 @@ class Instance:
         return sum(float(line[max(line.rfind("}") + 1, len(self._hits_metric)) :].split()[0]) for line in samples)
 
     def is_ready(self, path: str) -> bool:
-        """Return whether ``path`` is answered with 200."""
+        """Return whether the server answers a request for ``path`` with status 200."""
         try:
             return httpx.get(f"{self._url}{path}", timeout=2, trust_env=False).status_code == 200
         except httpx.HTTPError:
@@ -212,12 +152,15 @@ class Instance:
         return ""
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the server."""
         self._client.close()
 
 
 def make_prompts(seed: int, count: int, words: int, *, is_shared: bool) -> list[str]:
-    """Return ``count`` prompts of ``words`` words; if ``is_shared``, four each have the first two thirds in common."""
+    """Return ``count`` prompts of ``words`` random words.
+
+    With ``is_shared``, about four prompts each have the first two thirds of their words in common.
+    """
     chance = random.Random(seed)
     num_beginnings = max(1, count // 4) if is_shared else count
     beginnings = [" ".join(chance.choices(_WORDS, k=2 * words // 3)) for _ in range(num_beginnings)]
@@ -226,7 +169,7 @@ def make_prompts(seed: int, count: int, words: int, *, is_shared: bool) -> list[
 
 
 def make_two_histories(seed: int, words: int) -> tuple[list[str], list[str]]:
-    """Return prompts to save, and others to ask.
+    """Return two prompts for one instance to save, and two prompts for the other instance to answer.
 
     The prompts to save are ``A C`` and ``B D``; those to ask are ``A D`` and ``B C``. ``A`` and ``B`` have the same
     words in another order, and their first word and last third are equal. So all have equally many tokens, and all

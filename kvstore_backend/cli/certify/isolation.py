@@ -41,19 +41,20 @@ _QUANTILE = 2.576
 
 
 class ProbeFailed(KVStoreError):
-    """The router did not answer a request."""
+    """Error: the router answered a request with an error, or did not answer."""
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """What an attacker found out.
+    """Result of one measurement: how well the attacker found out which prompts the victim had sent.
 
     Attributes:
-        case: whether each API key had its own salt.
+        case: ``no salts``, or ``each has a salt`` if each API key had its own salt.
         probes: number of prompts that the attacker sent; the victim had sent half of them.
         auc: area under the ROC curve.
-        low, high: its 99 % interval.
-        sent_ms, new_ms: median time to first token of the victim's prompts, and of the others.
+        low, high: limits of the 99 % interval of ``auc``.
+        sent_ms: the attacker's median time to first token for prompts that the victim had sent, in milliseconds.
+        new_ms: the attacker's median time to first token for new prompts, in milliseconds.
         cached_tokens: prompt tokens of the attacker that came from a cache, according to ``usage``.
         problems: one sentence for each requirement that was not met.
     """
@@ -69,7 +70,7 @@ class Isolation:
     problems: Sequence[str]
 
     def describe(self) -> tuple[str, ...]:
-        """Return the cells of this result, in the order of ``ISOLATION_COLUMNS``."""
+        """Return the cells of this result's line in a table, in the order of ``ISOLATION_COLUMNS``."""
         figures = (f"{self.auc:.3f}", f"{self.low:.2f} to {self.high:.2f}", f"{self.sent_ms:.0f}", f"{self.new_ms:.0f}")
         return (
             *(self.case, str(self.probes), *figures, str(self.cached_tokens)),
@@ -84,10 +85,10 @@ def compute_auc(sooner: Sequence[float], later: Sequence[float]) -> float:
 
 
 def compute_interval(auc: float, num_sooner: int, num_later: int) -> tuple[float, float]:
-    """Return the 99 % interval of an area under the ROC curve.
+    """Return the limits of the 99 % interval of an area under the ROC curve.
 
-    It has all areas with which the measured one is compatible, by the standard error of Hanley and McNeil (1982) in the
-    form of Newcombe (2006, method 5). Other than the usual interval, it is not empty if the measured area is 1.
+    The interval contains all true areas that are compatible with the measured area ``auc``, by the standard error of
+    Hanley and McNeil (1982) in the form of Newcombe (2006, method 5). The usual interval would be empty for ``auc`` 1.
     """
     size = (num_sooner + num_later) / 2
 
@@ -100,6 +101,7 @@ def compute_interval(auc: float, num_sooner: int, num_later: int) -> tuple[float
 
 
 def _find_limit(is_inside: Callable[[float], bool], inside: float, outside: float) -> float:
+    """Return the limit of the interval between a point ``inside`` and a point ``outside``, by bisection."""
     for _ in range(40):
         middle = (inside + outside) / 2
         inside, outside = (middle, outside) if is_inside(middle) else (inside, middle)
@@ -109,11 +111,13 @@ def _find_limit(is_inside: Callable[[float], bool], inside: float, outside: floa
 def measure_isolation(
     recipe: Recipe, router: RouterSettings, ports: Sequence[int], folder: Path, num_prompts: int, *, has_salts: bool
 ) -> Isolation:
-    """Start the router in front of the instances, and measure what the attacker finds out.
+    """Start the router in front of the instances, and measure how well an attacker finds out the victim's prompts.
 
     Args:
-        ports: of the instances.
-        folder: for files and logs.
+        recipe: the recipe.
+        router: the router in the recipe.
+        ports: ports of the instances.
+        folder: folder for files and logs.
         num_prompts: number of prompts that the victim sends.
         has_salts: whether the router adds a salt for each API key.
 
@@ -149,7 +153,7 @@ def measure_isolation(
     low, high = compute_interval(auc, len(sent), len(new))
     problems = []
     if not has_salts and low <= 0.5 <= high:
-        problems.append("even without salts the attacker learns nothing, so the measurement with salts shows nothing")
+        problems.append("the attacker learns nothing without salts either, so the measurement with salts shows nothing")
     if has_salts and not low <= 0.5 <= high:
         problems.append("times to first token tell which prompts were sent before, although each API key has a salt")
     if has_salts and cached_tokens:
@@ -162,9 +166,16 @@ def measure_isolation(
 def _probe_prompts(
     ask: Callable[[str, str], tuple[float, int]], recipe: Recipe, count: int, seed: int
 ) -> tuple[list[float], list[float], int]:
-    """Return the attacker's times for the victim's prompts and for others, and its number of cached tokens.
+    """Send the prompts of the victim and of the attacker.
 
-    Prompts of the warm-up, of the victim and of the attacker alone are all different.
+    Args:
+        ask: sends a prompt with the API key of a tenant; returns time to first token and number of cached tokens.
+        recipe: the recipe.
+        count: number of prompts that the victim sends; the attacker sends these and as many new prompts.
+        seed: seed of the random prompts.
+
+    Returns:
+        The attacker's times to first token for the victim's and for new prompts, and its total of cached tokens.
     """
     chance = random.Random(seed)
     prompts = iter(make_prompts(1000 + seed, 2 * (count + len(_KEYS)), recipe.prompt_words, is_shared=False))
@@ -189,7 +200,7 @@ def _probe_prompts(
 
 
 def _ask(client: httpx.Client, recipe: Recipe, prompt: str, name: str) -> tuple[float, int]:
-    """Return the time to first token of a prompt, and its number of cached tokens."""
+    """Send a prompt with the API key of tenant ``name``; return time to first token and number of cached tokens."""
     body = {"model": recipe.instance.model, "prompt": prompt, "temperature": 0, "max_tokens": 2, "stream": True}
     body["stream_options"] = {"include_usage": True}
     headers = {"Authorization": f"Bearer {_KEYS[name]}"}

@@ -26,7 +26,7 @@ th:first-child, td:first-child, th:last-child, td:last-child { text-align: left;
 
 
 def describe_result(result: Result) -> tuple[str, ...]:
-    """Return the cells of a result, in the order of ``COLUMNS``."""
+    """Return the cells of a result's line in a table, in the order of ``COLUMNS``."""
     if result.skipped:
         return (result.case, "", "", "", "", "", "", "not run")
     healed = "" if result.healed_seconds is None else f"{result.healed_seconds:.1f}"
@@ -40,11 +40,14 @@ def make_page(
     columns: Sequence[str],
     results: Sequence[tuple[Sequence[str], Sequence[str]]],
 ) -> str:
-    """Return the page.
+    """Return the HTML text of a page with a table of results.
 
     Args:
-        facts: names and values, such as the time and the command.
-        results: for each line, its cells, and sentences that explain the result. The result is the last cell.
+        title: title of the page.
+        facts: names and values of further information, such as the time and the command.
+        columns: titles of the table's columns.
+        results: for each line of the table its cells, of which the last one has the result, and sentences that explain
+            the result.
     """
     heads = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     rows = []

@@ -1,4 +1,4 @@
-"""Starts the programs of a recipe in process groups of their own, and signals them."""
+"""Starts and signals the programs of a recipe. Each program runs in a process group of its own, with its children."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ _LAST_LINES = 12
 
 
 class StartFailed(KVStoreError):
-    """A program of the recipe did not start; the message has the last lines of its log."""
+    """Error: a program of the recipe did not start. The message has the last lines of the program's log."""
 
 
 class Program:
-    """One program with its children, in a process group of its own. Its output goes to a log file.
+    """One program of a recipe and its children, in a process group of their own. Their output goes to a log file.
 
     Args:
-        name: names the program in messages, and its log.
-        is_ready: asks whether the program is ready; called every 0.1 s by ``start``.
-        start_seconds: how long ``start`` waits.
+        name: name of the program, for messages and for the log file.
+        command: the program and its arguments.
+        environment: environment variables that are added to those of this process.
+        folder: folder for the log file.
+        is_ready: returns whether the program is ready; ``start`` calls it every 0.1 s.
+        start_seconds: seconds for which ``start`` waits until the program is ready.
     """
 
     def __init__(
@@ -55,21 +58,13 @@ class Program:
         """Start the program, and wait until it is ready.
 
         Raises:
-            StartFailed: it ended, or was not ready in time.
-        """
-        self.begin()
-        self.wait_ready()
-
-    def begin(self) -> None:
-        """Start the program without waiting.
-
-        Raises:
-            StartFailed: the system cannot start it, or another program has its port.
+            StartFailed: another program has the port, or the program cannot be started, ended, or was not ready in
+                time.
         """
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._is_ready():  # a child of a killed program keeps its port until its memory is freed
             if time.monotonic() > deadline:
-                raise StartFailed(f"{self.name} cannot be started: another program already answers in its place")
+                raise StartFailed(f"{self.name} cannot be started: another program already answers at its port; end it")
             time.sleep(_POLL_SECONDS)
         try:
             with self._log.open("ab") as log:
@@ -82,14 +77,6 @@ class Program:
                 )
         except OSError as exc:
             raise StartFailed(f"{self.name} cannot be started: {exc.strerror}") from exc
-
-    def wait_ready(self) -> None:
-        """Wait until the program is ready.
-
-        Raises:
-            StartFailed: it ended, or was not ready in time.
-        """
-        assert self._process is not None
         deadline = time.monotonic() + self._start_seconds
         while True:
             status = self._process.poll()
@@ -103,25 +90,25 @@ class Program:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the program was started and is not running any more."""
+        """Whether the program was started and has ended."""
         return self._process is not None and self._process.poll() is not None
 
     def kill(self) -> None:
-        """End the whole group, as a crash does."""
+        """Kill the program and its children, as in a crash."""
         self._send(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
 
     def hang(self) -> None:
-        """Stop the whole group from running until ``resume``."""
+        """Suspend the program and its children until ``resume``, so that the program answers nothing."""
         self._send(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let the group run again."""
+        """Let the suspended program and its children run again."""
         self._send(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Ask the program to end, and kill the group after 20 s."""
+        """Ask the program to end, wait up to 20 s, and kill what still runs of the program and its children."""
         if self._process is None:
             return
         self.resume()
@@ -144,10 +131,10 @@ class Program:
 
 
 def run_once(command: Sequence[str], folder: Path) -> None:
-    """Run a command of ``prepare`` to its end.
+    """Run a command from the recipe's ``prepare`` in ``folder``, and wait until it has ended.
 
     Raises:
-        StartFailed: it cannot be started, or its exit status is not 0.
+        StartFailed: the command cannot be started, or its exit status is not 0.
     """
     try:
         process = subprocess.Popen(
@@ -159,7 +146,7 @@ def run_once(command: Sequence[str], folder: Path) -> None:
             start_new_session=True,
         )
     except OSError as exc:
-        raise StartFailed(f"prepare: {command[0]}: {exc.strerror}") from exc
+        raise StartFailed(f"the command {command[0]!r} in prepare cannot be started: {exc.strerror}") from exc
     try:
         output = process.communicate()[0]
     except BaseException:  # this program is ended: end what the command has started, too
@@ -168,7 +155,8 @@ def run_once(command: Sequence[str], folder: Path) -> None:
         raise
     if process.returncode:
         lines = output.decode(errors="replace").splitlines()[-_LAST_LINES:]
-        raise StartFailed("\n".join([f"prepare: {command[0]} ended with status {process.returncode}:", *lines]))
+        text = f"the command {command[0]!r} in prepare ended with status {process.returncode}:"
+        raise StartFailed("\n".join([text, *lines]))
 
 
 def is_listening(port: int) -> bool:
@@ -179,7 +167,7 @@ def is_listening(port: int) -> bool:
 
 
 def find_free_ports(count: int) -> list[int]:
-    """Return ports on which nothing listens, below those that Linux gives to outgoing connections."""
+    """Return ``count`` ports on which nothing listens. Linux does not use them for outgoing connections."""
     with contextlib.ExitStack() as bound:
         ports: list[int] = []
         for port in random.sample(range(20000, 32000), 4000):

@@ -1,10 +1,10 @@
-"""Reads a recipe: how to start, stop and break a KV pool and the instances that share it.
+"""Reads a recipe: a YAML file that says how to start, stop and break a KV pool and the instances that share it.
 
-A recipe is a YAML file. ``${name}`` in any text is replaced: by a variable of the recipe or of ``--set NAME=VALUE``, by
-a port of ``ports`` (each gets a free one), by ``${folder}``, a new folder for files and logs, by ``${recipe}``, the
-folder of the recipe, and by ``${python}``, the Python that runs this command. In the command of an instance,
-``${port}`` is its own port, and ``${cache}`` is ``instance.cache``, or ``instance.plain`` for the instance without a
-cache.
+``${name}`` in any text of the recipe is replaced by the value of a variable (from ``variables`` or ``--set
+NAME=VALUE``), or by a free port for a name in ``ports``. Some names have fixed meanings: ``${folder}`` is a new folder
+for files and logs, ``${recipe}`` the folder of the recipe, and ``${python}`` the Python that runs this command. In the
+command of an instance, ``${port}`` is the instance's port, and ``${cache}`` is ``instance.cache``, or
+``instance.plain`` for the instance without a cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +26,11 @@ from kvstore_backend.backend import ConfigError
 __all__ = ["Change", "InstanceSettings", "PartSettings", "Recipe", "RouterSettings", "read_recipe", "split_command"]
 
 _NAME = re.compile(r"\$\{(\w+)\}")
-_MEMBERS = (
-    "title",
-    "variables",
-    "ports",
-    "files",
-    "prepare",
-    "parts",
-    "instance",
-    "router",
-    "pool",
-    "pool_metrics",
-    "groups",
-    "changes",
-    "stall_seconds",
-    "saved_seconds",
-    "heal_seconds",
-    "prompt_words",
-    "answer_tokens",
-)
-_PART_MEMBERS = ("command", "environment", "port")
-_INSTANCE_MEMBERS = ("command", "cache", "plain", "environment", "ready", "model", "hits", "salts", "start_seconds")
-_ROUTER_MEMBERS = ("command", "salts", "instance")
-_CHANGE_MEMBERS = ("variables", "cache", "request")
 
 
 @dataclass(frozen=True)
 class PartSettings:
-    """A program of the pool, such as its master. It is ready when something listens on ``port``.
+    """Program of the pool, such as its master. The program is ready when it listens on ``port``.
 
     If ``command`` is empty, the recipe does not have this part.
     """
@@ -65,14 +42,18 @@ class PartSettings:
 
 @dataclass(frozen=True)
 class InstanceSettings:
-    """An inference server with OpenAI's endpoints.
+    """Inference server with OpenAI's endpoints, which the command starts several times.
 
     Attributes:
+        command: command that starts the server.
+        cache: text that replaces ``${cache}`` in ``command`` for an instance that shares the pool.
         plain: text that replaces ``${cache}`` in ``command`` for the instance that runs without a cache.
-        ready: path that is answered with 200 when the instance is ready.
+        environment: environment variables of the server.
+        ready: path that the server answers with status 200 when it is ready.
         model: name of the model in requests.
-        hits: metric with the number of tokens that came from the pool; empty: ``usage`` of the responses has them.
-        has_salts: whether requests may have a ``cache_salt``.
+        hits: metric with the number of tokens from the pool; if empty, ``cached_tokens`` in the responses count.
+        salts: whether requests may have a ``cache_salt``.
+        start_seconds: longest time until the server is ready.
     """
 
     command: str
@@ -82,18 +63,18 @@ class InstanceSettings:
     ready: str = "/health"
     model: str = "default"
     hits: str = ""
-    has_salts: bool = False
+    salts: bool = False
     start_seconds: float = 300.0
 
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """A router in front of the instances, which knows its clients by their API keys.
+    """Router in front of the instances, which distinguishes its clients by their API keys.
 
     Attributes:
-        command: ``${keys}`` in it is a file with two API keys, ``${instances}`` one that lists the instances, and
-            ``${salts}`` is the next attribute or an empty text.
-        salts: flags that add a salt for each API key.
+        command: command that starts the router. ``${keys}`` is a file with two API keys, ``${instances}`` a file with a
+            list of the instances, and ``${salts}`` is the text in ``salts``, or empty in a run without salts.
+        salts: flags with which the router adds a salt for each API key.
         instance: further members of each entry in the list of the instances.
     """
 
@@ -104,12 +85,12 @@ class RouterSettings:
 
 @dataclass(frozen=True)
 class Change:
-    """A second configuration that must not use the blocks of the first.
+    """Change of the configuration after which an instance must not use the blocks that were saved before.
 
     Attributes:
-        variables: other values of variables, for the start of another instance.
-        cache: another value of ``instance.cache``, if the two configurations differ there.
-        request: members of the requests, such as another adapter's name as ``model``.
+        variables: variables of the recipe with other values, for the start of another instance.
+        cache: another value of ``instance.cache``, or None if it does not change.
+        request: members of the requests, such as the name of another adapter as ``model``.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -119,7 +100,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Recipe:
-    """See the module's docstring."""
+    """Recipe: how to start, stop and break a pool and the instances that share it (``docs/certify.md``)."""
 
     title: str
     variables: Mapping[str, str]
@@ -129,35 +110,35 @@ class Recipe:
     instance: InstanceSettings
     router: RouterSettings | None
     pool: str
-    """The URL of a Mooncake pool, or a folder whose files are all values; empty: nothing can be removed or damaged."""
+    """URL of a Mooncake pool, or a folder with one file for each value; if empty, no values are removed or damaged."""
     pool_metrics: str
-    """HOST:PORT of the metrics of Mooncake's master."""
+    """Address of the metrics of Mooncake's master, as HOST:PORT."""
     groups: Mapping[str, str]
-    """Regular expressions for the keys of one group of layers each, for models with several groups."""
+    """Name of a group of layers -> regular expression for the keys of the group's blocks."""
     changes: Mapping[str, Change]
     stall_seconds: float
-    """Longest time that a request may take."""
+    """Longest time that a request may take, in seconds."""
     saved_seconds: float
-    """Time after an answer until its blocks are in the pool."""
+    """Time after an answer until the blocks of the prompt are in the pool, in seconds."""
     heal_seconds: float
-    """Longest time after a fault until the pool is used again."""
+    """Longest time after a fault until both instances use the pool again, in seconds."""
     prompt_words: int
     answer_tokens: int
 
     def expand(self, text: str, **more: str) -> str:
-        """Replace each ``${name}`` in ``text``.
+        """Return ``text`` with each ``${name}`` replaced by the variable's value, from the recipe or ``more``.
 
         Raises:
-            ConfigError: a name is unknown.
+            ConfigError: a name is not known.
         """
         return _expand(text, {**self.variables, **more})
 
 
 def split_command(text: str) -> list[str]:
-    """Split a command into words, as a shell does.
+    """Split a command into its words, as a shell does.
 
     Raises:
-        ConfigError: a quote is not closed.
+        ConfigError: the command has a quotation that is not closed.
     """
     try:
         return shlex.split(text)
@@ -166,11 +147,12 @@ def split_command(text: str) -> list[str]:
 
 
 def read_recipe(path: Path, variables: Mapping[str, str], folder: Path, ports: Sequence[int]) -> Recipe:
-    """Read a recipe.
+    """Read a recipe from a YAML file.
 
     Args:
-        variables: values that replace those of the recipe.
-        folder: for files and logs.
+        path: the file.
+        variables: values that replace those of variables in the recipe.
+        folder: folder for files and logs.
         ports: free ports, at least as many as the recipe names.
 
     Raises:
@@ -189,10 +171,10 @@ def read_recipe(path: Path, variables: Mapping[str, str], folder: Path, ports: S
 
 
 def _make_recipe(members: Any, path: Path, variables: Mapping[str, str], folder: Path, ports: Sequence[int]) -> Recipe:
-    _check_members("the recipe", members, _MEMBERS, required=("title", "instance"))
+    _check_members("the recipe", members, Recipe, "ports", required=("title", "instance"))
     names = _read_list(members, "ports")
     if len(names) > len(ports):
-        raise ConfigError(f"ports has {len(names)} names; {len(ports)} is the maximum")
+        raise ConfigError(f"ports has {len(names)} names; at most {len(ports)} are possible")
     known = dict(zip(names, map(str, ports), strict=False))
     known |= {"folder": str(folder), "recipe": str(path.resolve().parent), "python": shlex.quote(sys.executable)}
     declared = {name: str(value) for name, value in _read_map(members, "variables").items()}
@@ -223,21 +205,21 @@ def _make_recipe(members: Any, path: Path, variables: Mapping[str, str], folder:
 
 
 def _read_part(where: str, part: Any, known: Mapping[str, str]) -> PartSettings:
-    _check_members(where, part, _PART_MEMBERS, required=("command", "port"))
+    _check_members(where, part, PartSettings, required=("command", "port"))
     port = _expand(str(part["port"]), known)
     if not (port.isascii() and port.isdecimal() and int(port) < 65536):
-        raise ConfigError(f"{where}.port is {port!r}; it is the port on which the program listens when it is ready")
+        raise ConfigError(f"{where}.port is {port!r}; it must be the port on which the program listens when ready")
     environment = {name: _expand(str(value), known) for name, value in _read_map(part, "environment").items()}
     return PartSettings(split_command(_expand(str(part["command"]), known)), environment, int(port))
 
 
 def _read_instance(instance: Any) -> InstanceSettings:
-    _check_members("instance", instance, _INSTANCE_MEMBERS, required=("command", "cache"))
+    _check_members("instance", instance, InstanceSettings, required=("command", "cache"))
     command, ready = _read_text(instance, "command"), _read_text(instance, "ready", "/health")
     salts = instance.get("salts")
     environment = {name: str(value) for name, value in _read_map(instance, "environment").items()}
     if not any("${cache}" in text for text in (command, *environment.values())):
-        raise ConfigError("instance.command has no ${cache}, so the instance without a cache would have the pool, too")
+        raise ConfigError("instance.command has no ${cache}, so the instance without a cache would use the pool, too")
     if not ready.startswith("/"):
         raise ConfigError(f"instance.ready is {ready!r}; it must be a path that begins with /")
     if not isinstance(salts, bool | None):
@@ -250,7 +232,7 @@ def _read_instance(instance: Any) -> InstanceSettings:
         ready=ready,
         model=_read_text(instance, "model", "default"),
         hits=_read_text(instance, "hits"),
-        has_salts=bool(salts),
+        salts=bool(salts),
         start_seconds=_read_number(instance, "start_seconds", 300),
     )
 
@@ -258,12 +240,12 @@ def _read_instance(instance: Any) -> InstanceSettings:
 def _read_router(router: Any) -> RouterSettings | None:
     if router is None:
         return None
-    _check_members("router", router, _ROUTER_MEMBERS, required=("command", "salts"))
+    _check_members("router", router, RouterSettings, required=("command", "salts"))
     return RouterSettings(str(router["command"]), str(router["salts"]), _read_map(router, "instance"))
 
 
 def _read_change(name: str, change: Any, declared: Mapping[str, str]) -> Change:
-    _check_members(f"changes.{name}", change, _CHANGE_MEMBERS)
+    _check_members(f"changes.{name}", change, Change)
     variables = {key: str(value) for key, value in _read_map(change, "variables").items()}
     for key in variables:
         if key not in declared:
@@ -282,9 +264,13 @@ def _expand(text: str, known: Mapping[str, str]) -> str:
     return _NAME.sub(replace, text)
 
 
-def _check_members(where: str, members: Any, names: Sequence[str], *, required: Sequence[str] = ()) -> None:
+def _check_members(where: str, members: Any, kind: type, *more: str, required: Sequence[str] = ()) -> None:
+    """Check that ``members`` is a mapping whose names are fields of the dataclass ``kind``, or in ``more``."""
+    names = [*(each.name for each in fields(kind)), *more]
     if not isinstance(members, dict):
-        raise ConfigError(f"{where} is {members!r}; it must be a mapping with {', '.join(names)}")
+        raise ConfigError(
+            f"{where} is {members!r}; it must be a mapping with some of these members: {', '.join(names)}"
+        )
     for name in members:
         if name not in names:
             raise ConfigError(f"{where} has the unknown member {name!r}{suggest_name(str(name), names)}")

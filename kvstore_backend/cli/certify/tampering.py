@@ -24,13 +24,13 @@ _MAX_FILLERS = 4096
 
 
 class Tampering(Protocol):
-    """Changes to the values of a pool."""
-
-    def count(self) -> int:
-        """Return the number of values."""
+    """Interface of an object that removes, damages and adds values in a pool."""
 
     def evict(self, share: float, keys: str = "") -> int:
-        """Remove this share of the values whose keys match the regular expression ``keys``; return how many."""
+        """Remove the fraction ``share`` of the values with keys that match the regular expression ``keys``.
+
+        Returns the number of removed values.
+        """
 
     def flip_bytes(self) -> int:
         """Invert all bytes of each value after the first quarter; return the number of changed values."""
@@ -46,14 +46,11 @@ class Tampering(Protocol):
 
 
 class _MooncakeTampering:
-    """Changes to the values of a Mooncake pool, as one of its clients."""
+    """Removes, damages and adds values in a Mooncake pool, as one of the pool's clients."""
 
     def __init__(self, holdings: MooncakeHoldings) -> None:
         self._holdings = holdings
         self._random = random.Random(0)
-
-    def count(self) -> int:
-        return len(self._holdings.list_keys())
 
     def evict(self, share: float, keys: str = "") -> int:
         found = [key for key in self._holdings.list_keys() if re.search(keys, key)]
@@ -97,14 +94,11 @@ class _MooncakeTampering:
 
 
 class _FolderTampering:
-    """Changes to the files of a pool."""
+    """Removes and damages the files of a pool in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._random = random.Random(0)
-
-    def count(self) -> int:
-        return len(self._list_files())
 
     def evict(self, share: float, keys: str = "") -> int:
         chosen = [path for path in self._list_files(keys) if self._random.random() < share]
@@ -119,7 +113,7 @@ class _FolderTampering:
         return self._replace(lambda data: data[: max(1, len(data) // 4)])
 
     def fill(self) -> int:
-        raise ConfigError("a folder cannot be filled by this command")
+        raise ConfigError("a pool in a folder cannot be filled; only a Mooncake pool can")
 
     def close(self) -> None:
         pass
@@ -136,14 +130,14 @@ class _FolderTampering:
         return count
 
     def _list_files(self, keys: str = "") -> list[Path]:
-        """Return the files, without links, because these may lead to files outside of the pool."""
+        """Return the files with paths that match ``keys``, without links, which may lead to files outside the pool."""
         every = (Path(folder, name) for folder, _, names in os.walk(self._folder) for name in names)
         found = [path for path in every if re.search(keys, str(path))]
         return sorted(path for path in found if not path.is_symlink() and _has_one_name(path))
 
 
 def _has_one_name(path: Path) -> bool:
-    """Return whether a path is a file without other hard links."""
+    """Return whether ``path`` is a file that has no second hard link."""
     try:
         return path.is_file() and path.stat().st_nlink == 1
     except FileNotFoundError:
@@ -151,14 +145,14 @@ def _has_one_name(path: Path) -> bool:
 
 
 def open_tampering(pool: str, master_metrics: str) -> Tampering:
-    """Join the pool of a recipe.
+    """Join the pool of a recipe, to change its values.
 
     Args:
         pool: the URL of a Mooncake pool, or a folder.
         master_metrics: HOST:PORT of the metrics of Mooncake's master.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: ``pool`` is neither the URL of a Mooncake pool nor a folder.
         PoolUnavailable: the pool does not answer.
     """
     if "://" not in pool:

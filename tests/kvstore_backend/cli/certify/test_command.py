@@ -75,13 +75,17 @@ def test_sound_instances_pass_every_case_that_their_recipe_can_have(tmp_path: Pa
         ("no check", "bytes flipped", "answers are wrong"),
         ("no check", "values truncated", "answers are wrong"),
         ("no namespace", "two models", "answers are wrong"),
-        ("no salt", "one prefix with two salts", "although its salt was another one"),
+        ("no salt", "one prefix with two salts", "although they were saved with another salt"),
         ("no chain", "same words after other words", "answers are wrong"),
-        ("saves nothing after a load", "no fault", "the first instance still loads nothing that the second computes"),
+        (
+            "saves nothing after a load",
+            "no fault",
+            "the first instance still loads no blocks that the second instance computes",
+        ),
         ("fails", "evicted between look-up and read", "a request failed: 500"),
         ("slow", "no fault", "one request took"),
         ("no deadline", "master hung", "a request failed: ReadTimeout"),
-        ("shares nothing", "no fault", "still loads nothing"),
+        ("shares nothing", "no fault", "still loads no blocks"),
         ("one answer", "no fault", "all right answers are the same"),
     ],
 )
@@ -97,7 +101,9 @@ def test_a_problem_is_also_printed_to_standard_error(tmp_path: Path) -> None:
     recipe = tmp_path / "toy.yaml"
     recipe.write_text(RECIPE.format(sabotage="shares nothing", stall=20))
     ended = kvstore("certify", recipe, "--quick", "--only", "no fault")
-    problem = "no fault: 1 s after the fault, the second instance still loads nothing that the first computes"
+    problem = (
+        "no fault: 1 s after the fault, the second instance still loads no blocks that the first instance computes"
+    )
     assert (ended.status, problem in ended.errors.splitlines(), problem in ended.output.splitlines()) == (1, True, True)
 
 
@@ -120,7 +126,7 @@ def test_isolation_needs_a_router(tmp_path: Path) -> None:
     recipe = tmp_path / "toy.yaml"
     recipe.write_text("title: toy\ninstance: {command: 'true ${cache}', cache: x}\n")
     ended = kvstore("certify", recipe, "--isolation")
-    assert (ended.status, "--isolation: the recipe has no router" in ended.errors) == (1, True)
+    assert (ended.status, '--isolation needs a recipe with a "router"' in ended.errors) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +221,10 @@ def test_an_instance_that_ended_in_one_case_is_started_again_for_the_next(tmp_pa
         (("saved_seconds: 0.01", "saved_seconds: soon"), "saved_seconds is 'soon'; it must be a positive number"),
         (("title: toy", "title: [toy"), "is not YAML"),
         (("mkdir -p", "mkdir '-p"), "cannot be split into words: no closing quotation"),
-        (("mkdir -p", "no-such-program"), "prepare: no-such-program: No such file or directory"),
+        (
+            ("mkdir -p", "no-such-program"),
+            "the command 'no-such-program' in prepare cannot be started: No such file or directory",
+        ),
         (
             ("command: ${{start}} ${{port}}", "command: ${{python}} -m no.such.module"),
             "first ended with status 1 before it was ready",
