@@ -19,7 +19,7 @@ from kvstore_backend.config import ascend_buffer_pool, library_folders
 __all__ = ["HCCN_FILE", "LIBRARIES", "check_machine", "context_cost", "hccl_sizing", "kv_bytes_per_token"]
 
 HCCN_FILE = Path("/etc/hccn.conf")
-"""File with the addresses of the network ports of the cards."""
+"""File with the network addresses of the Ascend cards."""
 
 LIBRARIES = ("libmooncake_common.so", "libtransfer_engine.so", "libmooncake_store.so")
 """Shared libraries of Mooncake, if it was built with ``-DBUILD_SHARED_LIBS=ON``."""
@@ -31,10 +31,10 @@ _BUFFERS = re.compile(r"(\d+):(\d+)", re.ASCII)
 
 
 def check_machine(*, needs_buffers: bool) -> Iterator[Finding]:
-    """Check Mooncake's build and libraries, the cards' network, and the buffers for transfers.
+    """Check Mooncake's build and shared libraries, the network of the Ascend cards, and the buffers for transfers.
 
     Args:
-        needs_buffers: whether missing buffers are a failure (as with MindIE) or only a warning.
+        needs_buffers: whether it is a failure (as with MindIE) if no buffers are configured, or only a warning.
     """
     yield from _check_build()
     yield from _check_libraries()
@@ -62,7 +62,7 @@ def _check_build() -> Iterator[Finding]:
     elif importlib.util.find_spec("mooncake") is None:
         yield fail(subject, "Mooncake is not installed", f"pip install {_WHEEL}, or {_BUILD}")
     else:
-        yield ok(subject, "a locally built Mooncake")
+        yield ok(subject, "Mooncake was not installed from PyPI, so it was probably built for this machine")
 
 
 def _check_libraries() -> Iterator[Finding]:
@@ -70,7 +70,7 @@ def _check_libraries() -> Iterator[Finding]:
     subject, folders = "LD_LIBRARY_PATH", library_folders()
     missing = [name for name in LIBRARIES if not any((folder / name).is_file() for folder in folders)]
     if not missing:
-        yield ok(subject, f"its folders have {', '.join(LIBRARIES)}")
+        yield ok(subject, f"its folders contain {', '.join(LIBRARIES)}")
         return
     spec = importlib.util.find_spec("mooncake")
     package = Path((spec.submodule_search_locations or [""])[0]) if spec else None
@@ -81,24 +81,26 @@ def _check_libraries() -> Iterator[Finding]:
             f"copy them from Mooncake's build folder to {package or 'the folder of its Python package'}, and add that "
             "folder to LD_LIBRARY_PATH"
         )
-    yield fail(subject, f"no folder in it has {', '.join(missing)}", f"{remedy}, before the server is started")
+    yield fail(subject, f"no folder in it contains {', '.join(missing)}", f"{remedy}, before the server is started")
 
 
 def _check_network() -> Iterator[Finding]:
     try:
         is_empty = not HCCN_FILE.read_text(errors="replace").strip()
     except OSError as exc:
-        remedy = f"in a container: mount the host's (docker run -v {HCCN_FILE}:{HCCN_FILE}:ro); hccn_tool writes it"
+        remedy = (
+            f"in a container: mount the host's file (docker run -v {HCCN_FILE}:{HCCN_FILE}:ro); hccn_tool writes it"
+        )
         yield fail("hccn.conf", f"{HCCN_FILE} cannot be read ({exc.strerror}), and the cards' network needs it", remedy)
         return
     if is_empty:
         yield fail("hccn.conf", f"{HCCN_FILE} is empty", "copy the host's file, which has an address for each card")
     else:
-        yield ok("hccn.conf", f"{HCCN_FILE} exists")
+        yield ok("hccn.conf", f"{HCCN_FILE} has the network of the cards")
 
 
 def _check_buffers(needs_buffers: bool) -> Iterator[Finding]:
-    """Check ``ASCEND_BUFFER_POOL``, which sets the number of buffers for transfers and their size in MB."""
+    """Check the variable ``ASCEND_BUFFER_POOL``, which sets number and size (in MB) of the buffers for transfers."""
     subject, value = "ASCEND_BUFFER_POOL", ascend_buffer_pool()
     remedy = "export ASCEND_BUFFER_POOL=4:8 in the environment of the server"
     match = _BUFFERS.fullmatch(value)
@@ -124,7 +126,7 @@ _ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def kv_bytes_per_token(model: Path) -> int:
-    """Return the bytes of the KV of one token, in all layers and heads, in the checkpoint's own dtype.
+    """Return the bytes of one token's KV in all layers and heads, in the dtype of the checkpoint in folder ``model``.
 
     Raises:
         ConfigError: the folder has no config.json, or the file lacks a necessary value.
@@ -147,13 +149,13 @@ def kv_bytes_per_token(model: Path) -> int:
     except OSError as exc:
         raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
     except KeyError as exc:
-        raise ConfigError(f"{path} lacks {exc.args[0]!r}, so the size of its KV is not known") from exc
+        raise ConfigError(f"{path} lacks {exc.args[0]!r}, so the size of the model's KV is not known") from exc
     except (ValueError, TypeError, AttributeError) as exc:
         raise ConfigError(f"{path} is not the configuration of a decoder model: {exc}") from exc
 
 
 def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
-    """Report whether an HCCL-based pool can link this number of cards, and the memory factor that it needs.
+    """Report whether an HCCL-based pool can link ``cards`` cards, and the memory factor that these links require.
 
     Args:
         cards: number of cards or dies in the pool.
@@ -161,10 +163,12 @@ def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
     """
     subject = "HCCL links"
     if cards < 1:
-        return [fail(subject, f"{cards} cards are not a pool", "give --cards the number of cards or dies in the pool")]
+        return [
+            fail(subject, f"a pool cannot have {cards} cards", "give --cards the number of cards or dies in the pool")
+        ]
     if not _MAX_HUNDREDTHS / 100 < memory_factor <= 1:
-        text = f"the memory factor {memory_factor:g} cannot be lowered"
-        return [fail(subject, text, "give a factor such as 0.92")]
+        text = f"the memory factor {memory_factor:g} cannot be lowered by {_MAX_HUNDREDTHS / 100:g}"
+        return [fail(subject, text, "give --memory-factor the engine's factor, such as 0.92")]
     if cards > _MAX_LINKS:
         return [
             fail(
@@ -191,7 +195,7 @@ def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
 
 
 def context_cost(cards: int, kv_bytes: int | None, cards_per_model: int = 1) -> list[Finding]:
-    """Report by how many tokens the context becomes shorter if the memory factor is lowered for the links.
+    """Report by how many tokens the context becomes shorter when the memory factor is lowered for the cards' links.
 
     Args:
         cards: number of cards in the pool, at most ``_MAX_LINKS``.
@@ -214,5 +218,5 @@ def context_cost(cards: int, kv_bytes: int | None, cards_per_model: int = 1) -> 
 
 
 def _count_hundredths(cards: int) -> int:
-    """Return the number of steps of 0.01 by which the links of ``cards`` cards lower the memory factor."""
+    """Return by how many hundredths the memory factor must be lowered for the links between ``cards`` cards."""
     return math.ceil((cards - 1) * _MB_PER_LINK / _MB_PER_HUNDREDTH)

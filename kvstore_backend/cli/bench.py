@@ -1,4 +1,4 @@
-"""Measure the throughput and latency of a pool, with all wrappers and without (the bare store)."""
+"""Measure the throughput and latency of a pool, with all wrappers (full stack) and without them (bare store)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from prometheus_client import CollectorRegistry
 
 from kvcommon.formats import format_bytes
 from kvstore_backend.backend import ConfigError, PoolUnavailable, Span, Status, StorageBackend, Value
+from kvstore_backend.cli.operator.pool import find_pool
 from kvstore_backend.cli.report import Tell, print_json, print_table, show_progress
-from kvstore_backend.config import PoolConfig, parse_size, read_config
+from kvstore_backend.config import PoolConfig, parse_size
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_pool, open_store
 
@@ -27,11 +28,15 @@ __all__ = ["add_arguments", "run"]
 
 @dataclass(frozen=True)
 class _Row:
-    """Measurements of one operation, through the bare store or the full stack.
+    """Measurements of one operation.
 
     Attributes:
-        bytes_per_second: None for an operation that moves no data.
-        median_seconds: median time of a batch; ``worst_seconds`` and ``min_seconds``: longest and shortest time.
+        operation: ``put``, ``exists`` or ``get``.
+        through: ``bare store`` or ``full stack``.
+        bytes_per_second: throughput, or None for an operation that moves no blocks.
+        median_seconds: median time of a batch.
+        worst_seconds: longest time of a batch.
+        min_seconds: shortest time of a batch.
         batches: number of measured batches.
     """
 
@@ -61,16 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the pool and print the measurements. The blocks of the measurement are removed in any case.
+    """Measure a pool and print the measurements. The blocks that were put are removed, also after a failure.
 
     Raises:
         ConfigError: the configuration or an argument cannot be used.
-        PoolUnavailable: the pool cannot be opened, or a call did not succeed for all blocks.
+        PoolUnavailable: the pool cannot be opened, or an operation did not succeed for all blocks of a batch.
     """
     logging.getLogger("kvstore_backend").setLevel(logging.ERROR)
-    config = read_config(arguments.config)
-    if config is None:
-        raise ConfigError('the configuration turns the pool off ("backend": ""); name a pool')
+    config = find_pool(arguments.config, [])
     try:
         block_bytes = parse_size(arguments.block_size)
     except ValueError as exc:
@@ -95,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Meter:
-    """Measures operations, with memory from and to which it moves blocks."""
+    """Measures operations, and has the memory for one batch of blocks to put and one to get."""
 
     def __init__(self, block_bytes: int, blocks: int, batches: int, warm_up: int, tell: Tell | None = None) -> None:
         """Allocate the memory for one batch.
@@ -124,9 +127,9 @@ class _Meter:
             register(memory.ctypes.data, memory.nbytes)
 
     def measure(self, through: str, put: _Move, get: _Move, exists: _LookUp) -> None:
-        """Measure puts of batches of new blocks, then their look-ups, then their reads.
+        """Put batches of new blocks, look them up and read them; append the measurements to ``rows``.
 
-        The warm-up batches are not measured, because connections are opened in them.
+        The warm-up batches are not counted, because connections are opened during them.
         """
         number = self._warm_up + self._batches
         batches = [[os.urandom(32) for _ in range(self._blocks)] for _ in range(number)]
@@ -138,7 +141,7 @@ class _Meter:
             self._time_batches("get", through, nbytes, lambda hashes: get(hashes, targets), batches),
         ]
         if not np.array_equal(self._source, self._target):
-            raise PoolUnavailable(f"{through}: the bytes read differ from the bytes stored")
+            raise PoolUnavailable(f"blocks that were read through the {through} have other bytes than were stored")
 
     def _time_batches(
         self,
@@ -148,10 +151,10 @@ class _Meter:
         call: _LookUp,
         batches: Sequence[Sequence[bytes]],
     ) -> _Row:
-        """Call ``call`` with each batch, and return the measurements without the warm-up batches.
+        """Call ``call`` with the block hashes of each batch; return the measurements without the warm-up batches.
 
         Raises:
-            PoolUnavailable: the number that ``call`` returned is not the number of blocks in the batch.
+            PoolUnavailable: the operation did not succeed for all blocks of a batch.
         """
         seconds = []
         for hashes in batches:
@@ -211,13 +214,16 @@ def _measure_full_stack(meter: _Meter, config: PoolConfig, namespace: Namespace)
 
 
 def _clear_blocks(store: StorageBackend, namespace: Namespace) -> None:
-    """Remove the blocks of this run, also blocks with a lease, because no other client knows their keys."""
+    """Remove the blocks that this run has put, also blocks with a lease: no other client knows their keys."""
     if not store.clear(namespace.prefix):
-        print(f"kvstore: blocks of this run stay in the pool until they are evicted: {store!r}", file=sys.stderr)
+        print(
+            f"kvstore: blocks of this run could not be removed and stay until they are evicted: {store!r}",
+            file=sys.stderr,
+        )
 
 
 def _values(memory: np.typing.NDArray[np.uint8], block_bytes: int) -> list[Value]:
-    """Return a value for each block in ``memory``."""
+    """Return the memory of each block of ``block_bytes`` bytes in ``memory``."""
     return [[Span(memory.ctypes.data + start, block_bytes)] for start in range(0, memory.nbytes, block_bytes)]
 
 

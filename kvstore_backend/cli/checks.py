@@ -1,4 +1,4 @@
-"""Checks of ``kvstore doctor`` that move no block. Each function checks one subject."""
+"""Checks of ``kvstore doctor`` that put and read no blocks. Each function checks one subject."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _SSD_SHARE = 0.9
 
 
 def check_library(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Check that Mooncake's Python module and its shared libraries can be loaded, with the clients that they need."""
+    """Check that Mooncake's library can be loaded, and was built with the clients that ``settings`` need."""
     missing = {name: package for name, package in _SYSTEM_LIBRARIES.items() if not _can_load(name)}
     for name, package in missing.items():
         yield fail("library", f"Mooncake needs {name}, which is missing", f"on Debian: apt-get install {package}")
@@ -95,8 +95,8 @@ def check_library(settings: MooncakeSettings) -> Iterator[Finding]:
     if len(wheels) > 1:
         yield warn(
             "library",
-            f"several distributions of Mooncake are installed, which overwrite each other's files: {', '.join(wheels)}",
-            f"pip uninstall {' '.join(wheels)}, then install one",
+            f"several distributions of Mooncake are installed and overwrite each other's files: {', '.join(wheels)}",
+            f"pip uninstall {' '.join(wheels)}, then install one of them",
         )
     version = next(iter(wheels.values()), "of unknown version")
     if missing_part := find_missing_backend(settings):
@@ -114,7 +114,7 @@ def _can_load(name: str) -> bool:
 
 
 def find_wheels() -> dict[str, str]:
-    """Return the installed distributions of Mooncake from PyPI, with their versions."""
+    """Return the versions of the installed distributions of Mooncake from PyPI, by name."""
     versions = {}
     for wheel in _WHEELS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -152,7 +152,7 @@ def _find_master_program() -> Path | None:
 
 
 def check_protocol(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Check whether this machine has the devices and permissions that the protocol needs."""
+    """Check whether this machine has the devices and permissions that the configured protocol needs."""
     present = list_rdma_devices()
     if settings.protocol == "ascend":
         yield warn("protocol", "ascend is passed to Mooncake unchanged; its links cannot be checked here")
@@ -169,8 +169,8 @@ def check_protocol(settings: MooncakeSettings) -> Iterator[Finding]:
         return
     wanted = [name for name in settings.rdma_devices.split(",") if name]
     if absent := [name for name in wanted if name not in present]:
-        remedy = f"name some of these in rdma_devices: {', '.join(present) or 'none here; use protocol tcp'}"
-        yield fail("protocol", f"there is no RDMA device {', '.join(absent)}", remedy)
+        remedy = f"rdma_devices must name some of {', '.join(present)}" if present else "use protocol tcp"
+        yield fail("protocol", f"this machine has no RDMA device {', '.join(absent)}", remedy)
         return
     down = [name for name in wanted or present if not has_active_port(name)]
     if down:
@@ -194,11 +194,11 @@ def check_hostname(settings: MooncakeSettings) -> Iterator[Finding]:
     name, subject = settings.local_hostname, "local_hostname"
     remedy = "leave local_hostname out, or give an address of this machine that the others reach"
     if not name and settings.ha_backend == "k8s":
-        text = "not given, and with masters behind k8s:// it cannot be found"
-        yield fail(subject, text, "set MOONCAKE_LOCAL_HOSTNAME")
+        text = "not given, and with masters behind k8s:// this machine's address cannot be found automatically"
+        yield fail(subject, text, "set MOONCAKE_LOCAL_HOSTNAME to this machine's address")
         return
     if not name:
-        yield ok(subject, "not given: the address from which this machine reaches the master")
+        yield ok(subject, "not given, so the address from which this machine reaches the master is used")
         return
     try:
         family, *_, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
@@ -223,7 +223,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def check_memory(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Check whether this machine has the memory that each process gives to the pool."""
+    """Check whether this machine has enough free memory for what each process gives to the pool."""
     needed = settings.global_segment_size + settings.local_buffer_size
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -238,7 +238,7 @@ def check_memory(settings: MooncakeSettings) -> Iterator[Finding]:
 
 
 def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Check whether Mooncake accepts the folder for SSD offload, and whether the disk has enough space."""
+    """Check whether Mooncake accepts the configured folder for SSD offload, and whether the disk has enough space."""
     if not settings.enable_ssd_offload:
         return
     path = Path(settings.ssd_offload_path or DEFAULT_FOLDER)
@@ -247,7 +247,7 @@ def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = No
         return
     if (blocks := offload_bucket(environ)) != "1":
         text = f"MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT is {blocks}: Mooncake loses blocks in buckets that are not full"
-        yield warn("ssd", text, "unset it, so that each block gets its own file")
+        yield warn("ssd", text, "unset the variable, so that each block gets its own file")
     limit = offload_limit(environ)
     disk = os.statvfs(path)
     room = disk.f_bavail * disk.f_frsize
@@ -267,7 +267,7 @@ def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = No
 
 
 def _find_ssd_refusal(path: Path) -> str:
-    """Return why Mooncake (``FileStorageConfig::ValidatePath``) would refuse a folder; empty: it would accept it."""
+    """Return why Mooncake would refuse a folder (``FileStorageConfig::ValidatePath``); empty if it would not."""
     if not path.is_absolute() or ".." in path.parts:
         return "is not an absolute path without .."
     if path.is_symlink():
@@ -277,74 +277,60 @@ def _find_ssd_refusal(path: Path) -> str:
     return "" if os.access(path, os.W_OK) else "is not writable for this user"
 
 
-def check_master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
-    """Check whether a master can be reached.
+def check_master(settings: MooncakeSettings) -> tuple[Finding, str]:
+    """Check whether a master of the cluster answers.
 
     Returns:
-        The findings, and the ``host:port`` of the leading master; empty if it is not known.
+        The finding, and the ``host:port`` of the leading master; empty if the address is not known.
     """
     if settings.ha_backend == "etcd":
         return _find_leader(settings)
     if settings.ha_backend:
-        text = f"the leading master is registered at {settings.master_server_addr}, which is not read by this command"
-        return [
-            warn("master", text, "its metrics and flags are not checked here; use kvstore stats mooncake://LEADER")
-        ], ""
+        text = f"this command cannot ask {settings.master_server_addr} which master leads, so no master was checked"
+        return warn("master", text, "give the leading master: kvstore doctor mooncake://HOST:PORT"), ""
     address = settings.master_server_addr
     remedy = f"start one there: kvstore master --port {address.rpartition(':')[2]}; or correct master_server_addr"
     try:
         response = send_http_probe(address)
     except OSError as exc:
         reason = exc.strerror or str(exc)
-        return [fail("master", f"no Mooncake master answers at {address} ({reason})", remedy)], ""
+        return fail("master", f"no Mooncake master answers at {address} ({reason})", remedy), ""
+    if response == b"":  # a master closes the connection without a response
+        return ok("master", f"a server that behaves like a Mooncake master answers at {address}"), address
     if response is None:
-        return [
-            fail(
-                "master",
-                f"the server at {address} does not answer: it is not a Mooncake master, or it hangs",
-                "ss -tlnp shows which process listens there; restart the master, or correct master_server_addr",
-            )
-        ], ""
-    if response.startswith(b"HTTP/"):
-        return [
-            fail(
-                "master",
-                f"an HTTP server answers at {address}, not a Mooncake master",
-                "master_server_addr is the master's --rpc_port; its metrics and its metadata server are other ports",
-            )
-        ], ""
-    if response:
-        return [
-            fail("master", f"the server at {address} is not a Mooncake master: it answers {response[:30]!r}", remedy)
-        ], ""
-    return [ok("master", f"a server that behaves like a Mooncake master answers at {address}")], address
+        text = f"the server at {address} does not answer: it is not a Mooncake master, or it hangs"
+        remedy = "ss -tlnp shows which process listens there; restart the master, or correct master_server_addr"
+    elif response.startswith(b"HTTP/"):
+        text = f"an HTTP server answers at {address}, not a Mooncake master"
+        remedy = "master_server_addr must have the master's --rpc_port, not the port of its metrics or metadata server"
+    else:
+        text = f"the server at {address} is not a Mooncake master: it answers {response[:30]!r}"
+    return fail("master", text, remedy), ""
 
 
-def _find_leader(settings: MooncakeSettings) -> tuple[list[Finding], str]:
+def _find_leader(settings: MooncakeSettings) -> tuple[Finding, str]:
     where = settings.master_server_addr
     try:
         clusters = list_clusters_in_etcd(settings)
     except (httpx.HTTPError, ValueError) as exc:
-        return [
-            fail("etcd", f"no etcd answers at {where} ({exc})", "start etcd there, or correct master_server_addr")
-        ], ""
+        return fail(
+            "etcd", f"no etcd answers at {where} ({exc})", "start etcd there, or correct master_server_addr"
+        ), ""
     leader = clusters.get(settings.cluster_id)
     if leader is None:
         known = f"etcd knows the clusters {', '.join(clusters)}" if clusters else "etcd knows no cluster of masters"
-        return [
-            fail(
-                "etcd",
-                f"the cluster {settings.cluster_id!r} has no leading master; {known}",
-                f"start mooncake_master --enable_ha=true --cluster_id={settings.cluster_id}, or correct cluster_id "
-                "(MC_STORE_CLUSTER_ID)",
-            )
-        ], ""
+        return fail(
+            "etcd",
+            f"the cluster {settings.cluster_id!r} has no leading master; {known}",
+            f"start mooncake_master --enable_ha=true --cluster_id={settings.cluster_id}, or correct cluster_id "
+            "(MC_STORE_CLUSTER_ID)",
+        ), ""
     text = f"the master at {leader} leads the cluster {settings.cluster_id}, according to {where}"
-    return [ok("etcd", text)], leader
+    return ok("etcd", text), leader
 
 
 def _listens_on_all(port: int) -> bool:
-    """Return whether a process on this machine listens at a port on all addresses, according to ``/proc``."""
+    """Return whether a process listens at this port on all addresses of this machine, according to ``/proc``."""
     try:
         lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     except OSError:
@@ -353,7 +339,7 @@ def _listens_on_all(port: int) -> bool:
 
 
 def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Check whether a metadata server answers at the configured URL."""
+    """Check whether Mooncake's metadata server answers at the configured URL, if one is configured."""
     url = settings.metadata_server
     scheme = url.partition("://")[0]
     if scheme in ("etcd", "redis"):
@@ -373,7 +359,11 @@ def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
         return
     if "metadata not found" not in response.text:
         text = f"the server at {url} is not Mooncake's metadata server: it answers with status {response.status_code}"
-        yield fail("metadata", text, f"the path is /metadata, the port --http_metadata_server_port; or {remedy}")
+        yield fail(
+            "metadata",
+            text,
+            f"the URL must have the path /metadata and the port of --http_metadata_server_port; {remedy}",
+        )
         return
     if _listens_on_all(urlsplit(url).port or 80) and (urlsplit(url).hostname or "").startswith(("127.", "localhost")):
         text = f"the metadata server of {url} listens on all addresses of this machine, as Mooncake's always does"
@@ -387,11 +377,11 @@ def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
 
 
 def _check_metadata_in(scheme: str, url: str, servers: Sequence[str]) -> Iterator[Finding]:
-    """Check whether one of the etcd servers, or the Redis server, can be reached."""
+    """Check whether one of the etcd servers, or the Redis server, with the metadata can be reached."""
     for server in servers:
         host, _, port = server.rpartition(":")
         with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):
-            yield ok("metadata", f"a server for the metadata answers at {server} ({url})")
+            yield ok("metadata", f"a server answers at {server}, for the metadata in {url}")
             return
     yield fail(
         "metadata", f"no {scheme} answers at {url}", f"start {scheme} there, or use P2PHANDSHAKE in every client"
@@ -399,7 +389,7 @@ def _check_metadata_in(scheme: str, url: str, servers: Sequence[str]) -> Iterato
 
 
 def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> MasterAdmin:
-    """Return the HTTP interface of a cluster's master.
+    """Return a client of the HTTP interface that a cluster's master has at its ``--metrics_port``.
 
     Args:
         settings: settings with the address of the master.
@@ -408,19 +398,19 @@ def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> Ma
     Raises:
         PoolUnavailable: no master answers, or its HTTP interface does not answer.
     """
-    findings, address = check_master(settings)
+    finding, address = check_master(settings)
     if not address:
-        raise PoolUnavailable(f"{findings[-1].text}: {findings[-1].remedy}")
+        raise PoolUnavailable(f"{finding.text}: {finding.remedy}")
     admin = find_admin(address, metrics_address)
     if admin is None:
         raise PoolUnavailable(
-            f"the master at {address} serves no metrics on the usual ports; give --master-metrics HOST:PORT"
+            f"the master at {address} does not answer on the usual ports for metrics; give --master-metrics HOST:PORT"
         )
     return admin
 
 
 def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Finding]:
-    """Check whether the master is ready, and whether it refused writes because it had no memory."""
+    """Check whether the master is ready, and whether it has refused writes because the pool had no free memory."""
     if admin is None:
         yield warn(
             "master's flags",
@@ -432,8 +422,8 @@ def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Find
     if not health["service_ready"]:
         yield fail(
             "master's flags",
-            f"the master at {admin.address} is a {health['role']} and not ready",
-            "wait until it is ready",
+            f"the master at {admin.address} has the role {health['role']} and is not ready",
+            "wait until the master is ready",
         )
         return
     yield ok(
@@ -446,14 +436,14 @@ def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Find
     if refused:
         yield warn(
             "master's flags",
-            f"the master has refused {refused} writes since its start, because it had no free memory",
+            f"the master has refused {refused} writes since its start, because the pool had no free memory",
             "give the pool more memory (global_segment_size), or let eviction begin earlier "
             "(--eviction_high_watermark_ratio=0.85)",
         )
 
 
 def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Finding]:
-    """Check whether the master has a quota for this tenant, and whether all quotas together fit into the pool."""
+    """Check whether the configured tenant has a quota, and whether all quotas together fit into the pool."""
     subject, name = "tenant", settings.tenant_id
     if not admin.has_tenants():
         yield ok(subject, "the master has one tenant: all clients that reach it may read and remove all blocks")
@@ -469,7 +459,7 @@ def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Fi
         yield fail(
             subject,
             f"the master knows no tenant {name!r}, so it refuses every block",
-            f"give it a quota in the file of --tenants, or: curl -X PUT 'http://{admin.address}/api/v1/tenant_quotas?"
+            f"give the tenant a quota in the file of --tenants, or: curl -X PUT 'http://{admin.address}/api/v1/tenant_quotas?"
             f"tenant_id={name}' -d '{{\"requested_quota_bytes\": 1073741824}}'",
         )
         return
@@ -488,7 +478,7 @@ def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Fi
 def check_capacity(
     settings: MooncakeSettings | FileSettings, admin: MasterAdmin | None, kv_bytes: int | None
 ) -> Iterator[Finding]:
-    """Check the capacity of the pool, in bytes and in tokens of the model."""
+    """Check whether the capacity of the pool is enough for the KV of the model (``kv_bytes`` for each token)."""
     others = used = 0
     if isinstance(settings, FileSettings):
         own, setting = find_size(settings.path, settings.size), "size"
@@ -523,7 +513,7 @@ def check_capacity(
 
 
 def check_sharing(settings: MooncakeSettings, admin: MasterAdmin | None) -> Iterator[Finding]:
-    """Check whether this process and the clients that have joined can read each other's memory."""
+    """Check whether this process and the clients of the pool can read each other's memory."""
     segments = admin.list_segments() if admin is not None else []
     is_handshaking = settings.metadata_server == "P2PHANDSHAKE"
     others = [each.name for each in segments if each.is_handshaking != is_handshaking]
@@ -532,16 +522,16 @@ def check_sharing(settings: MooncakeSettings, admin: MasterAdmin | None) -> Iter
         yield fail(
             "sharing",
             f"{len(others)} of {len(segments)} clients ({', '.join(others[:3])}) joined with {theirs}, but this "
-            f"configuration has {settings.metadata_server}: these clients cannot read the blocks of this process, nor "
-            "the other way round",
+            f"configuration has {settings.metadata_server}: these clients and this process cannot read each other's "
+            "blocks",
             "use one metadata_server in all clients",
         )
     elif segments:
-        yield ok("sharing", f"{len(segments)} clients have joined in the same way")
+        yield ok("sharing", f"{len(segments)} clients have joined with the same kind of metadata_server")
 
 
 def check_folder(settings: FileSettings) -> Iterator[Finding]:
-    """Check whether the folder can be used, and whether its filesystem has space for the configured size."""
+    """Check whether the folder of a pool can be used, and whether its filesystem has space for the configured size."""
     path = settings.path
     existing = next(each for each in (path, *path.parents) if each.exists())
     if not existing.is_dir():
@@ -563,7 +553,7 @@ def check_folder(settings: FileSettings) -> Iterator[Finding]:
         state = f"does not exist; it will be created at its first use, for {format_bytes(size)}"
     text = f"{path} {state}; its filesystem has {format_bytes(room)} free"
     if held + room < size:
-        remedy = "lower size, or free space; the whole folder may be deleted to remove all blocks"
+        remedy = "lower size, or free space; to remove all blocks, the whole folder may be deleted"
         if str(path).startswith("/dev/shm"):
             remedy += "; a container gets more with --shm-size"
         yield warn("folder", text, remedy)

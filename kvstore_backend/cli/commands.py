@@ -27,12 +27,12 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 @dataclass(frozen=True)
 class Command:
-    """Command of ``kvstore``.
+    """Command of the program ``kvstore``.
 
     Attributes:
-        summary: one sentence, for the list of commands.
-        add_arguments: declares the command's arguments.
-        run: runs the command; returns the exit status, or raises ``KVStoreError`` with one sentence.
+        summary: sentence about the command, for the list of commands.
+        add_arguments: declares the arguments of the command.
+        run: runs the command; returns the exit status, or raises ``KVStoreError`` with a message of one sentence.
     """
 
     summary: str
@@ -60,13 +60,16 @@ COMMANDS = {
     "pin": Command("Protect blocks from eviction for a time.", pin.add_pin_arguments, pin.pin),
     "unpin": Command("End the protection of blocks from eviction.", pin.add_unpin_arguments, pin.unpin),
 }
-"""Commands by name."""
-# If a command takes longer to stop after Ctrl-C, it prints a message.
+"""Commands of ``kvstore``, by name."""
+# A command that takes longer to stop after Ctrl-C prints a message.
 _SILENT_SECONDS = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 0 for success, 1 for a failure, 2 for a wrong command line."""
+    """Run the command that ``argv`` names; return the exit status: 0 for success, 1 for a failure, 130 after Ctrl-C.
+
+    For a command line that cannot be parsed, the process ends with status 2.
+    """
     arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         with _silence_native_log(is_wanted=arguments.command == "master"), _announce_slow_stop():
@@ -107,7 +110,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     elif unknown:
         flags = [flag for flag in list_flags(added[arguments.command]) if flag.startswith("--")]
         word = unknown[0].partition("=")[0]
-        hint = suggest_name(word, flags) if word.startswith("-") else "; one CONFIG is enough"
+        hint = suggest_name(word, flags) if word.startswith("-") else "; give only one CONFIG"
         added[arguments.command].error(f"{word!r} is not known{hint}")
     return arguments
 
@@ -129,10 +132,10 @@ def _describe_version() -> str:
 
 @contextlib.contextmanager
 def _silence_native_log(*, is_wanted: bool) -> Iterator[None]:
-    """Hide the messages that Mooncake's library writes to standard error. Messages of ``kvstore`` still appear.
+    """Hide what Mooncake's library writes to standard error in the ``with`` block; show the messages of ``kvstore``.
 
-    The library logs errors that are none, for example for each metadata entry that does not exist. If ``MC_LOG_LEVEL``
-    is set, all messages of the library appear.
+    The library logs errors without a fault, for example for each metadata entry that does not exist. Nothing is hidden
+    with ``is_wanted``, or if ``MC_LOG_LEVEL`` is set.
     """
     errors = sys.__stderr__
     if is_wanted or wants_native_log() or errors is None or sys.stderr is not errors:
@@ -157,7 +160,7 @@ def _silence_native_log(*, is_wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _announce_slow_stop() -> Iterator[None]:
-    """Print "stopping ..." if a command takes longer than ``_SILENT_SECONDS`` to end after Ctrl-C."""
+    """Print "stopping ..." if the ``with`` block takes longer than ``_SILENT_SECONDS`` to end after Ctrl-C."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield  # Ctrl-C is ignored here, or has another handler

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--instance",
         metavar="URL",
-        help="an idle instance of that checkpoint, to compare loading from the pool with computing",
+        help="an idle instance with the checkpoint of --model, to compare loading from the pool with computing",
     )
     parser.add_argument(
         "--master-metrics", metavar="HOST:PORT", help="address of the master's metrics (its --metrics_port)"
@@ -60,16 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cards",
         type=int,
-        help="HCCL-based pools: cards or dies in the pool; without CONFIG only their sizing is reported",
+        help="HCCL-based pools: number of cards or dies in the pool; without CONFIG only its sizes are computed",
     )
     parser.add_argument(
-        "--memory-factor", type=float, default=0.92, help="HCCL-based pools: the engine's (default 0.92)"
+        "--memory-factor", type=float, default=0.92, help="HCCL-based pools: memory factor of the engine (default 0.92)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings; return 0 only if the pool can be used."""
+    """Check a pool and its configuration, and print the findings; return 0 if the pool can be used, otherwise 1."""
     logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)  # the findings contain the warnings of the log
     findings = list(diagnose(arguments))
     usable = all(finding.level != "fail" for finding in findings)
@@ -85,14 +85,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _conclude(usable: bool, is_tried: bool, arguments: argparse.Namespace) -> str:
     """Return the last line of the output: whether the pool can be used."""
     if arguments.cards is not None and arguments.config is None:
-        return f"{'such a pool can be built' if usable else 'no such pool can be built'}; only sizes were computed"
+        return f"a pool of these cards {'can' if usable else 'cannot'} be built; only sizes were computed"
     if usable and is_tried:
         return "the pool can be used"
     return "the pool cannot be used as configured"
 
 
 def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Yield all findings, in the order in which the operator should repair them."""
+    """Run the checks that the arguments select; yield the findings in the order in which to repair the faults."""
     kv_bytes = None
     if arguments.model is not None:
         try:
@@ -124,9 +124,11 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
         return
     yield ok("configuration", _describe_config(config))
     if overridden := describe_override(arguments.config, environ=environ):
-        yield warn("configuration", overridden, "set the variable for every process here that joins the pool")
+        yield warn(
+            "configuration", overridden, "set the variable for every process of this machine that joins the pool"
+        )
     if unknown := describe_unknown(arguments.config, environ=environ):
-        yield warn("configuration", unknown, "correct their names, or remove them")
+        yield warn("configuration", unknown, "correct the names of these keys, or remove them")
     if isinstance(config.fast, FileSettings):
         yield from checks.check_folder(config.fast)
     match config.store:
@@ -138,7 +140,7 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
             yield warn(
                 "sharing",
                 "a memory pool belongs to one process, so nothing is shared",
-                "use mooncake, or a file pool on one machine",
+                "use mooncake, or a file pool for the processes of one machine",
             )
             yield from _try_and_compare(config, config, kv_bytes, arguments.instance)
 
@@ -161,14 +163,14 @@ def _diagnose_mindie(path: Path, arguments: argparse.Namespace, kv_bytes: int | 
     server = read_server(path)
     if server.pool is None:
         return
-    yield ok("MindIE", f"its server would accept {path}: the prefix cache is on in every model")
+    yield ok("MindIE", f"MindIE's server would accept {path}: the prefix cache is on in every model")
     if kv_bytes is None and server.model is not None:
         with contextlib.suppress(ConfigError):  # the weights may be missing on this machine
             kv_bytes = kv_bytes_per_token(server.model)
     if arguments.cards is None and server.cards:
         yield warn(
             "cards",
-            f"this server has {server.cards}, but every card of the pool is linked to every other card",
+            f"this server has {server.cards} cards, but every card of the pool is linked to every other card",
             "give --cards the number of cards in all servers of the pool",
         )
     if cards := arguments.cards if arguments.cards is not None else server.cards:
@@ -191,7 +193,7 @@ def _diagnose_mooncake(
         *checks.check_hostname(settings),
         *checks.check_memory(settings),
         *checks.check_ssd(settings),
-        *found_master,
+        found_master,
         *checks.check_metadata_server(settings),
     ]
     admin = find_admin(address, arguments.master_metrics) if address else None
@@ -206,7 +208,7 @@ def _diagnose_mooncake(
                 measured = replace(settings, global_segment_size=0)
         findings += [*checks.check_capacity(settings, admin, kv_bytes), *checks.check_sharing(settings, admin)]
     except (httpx.HTTPError, ValueError) as exc:
-        text = f"the master's report about itself cannot be read: {exc}"
+        text = f"the metrics and segments that the master reports cannot be read: {exc}"
         findings.append(warn("master's flags", text, "check that --master-metrics is this master's --metrics_port"))
     yield from findings
     if all(finding.level != "fail" for finding in findings):
@@ -242,7 +244,7 @@ def _try_and_compare(
 ) -> Iterator[Finding]:
     """Try the pool of ``config``. If the trial succeeds and ``instance`` is given, compare loading with computing.
 
-    Loads are measured with the configuration ``measured``.
+    The loads for the comparison use the configuration ``measured``.
     """
     findings = try_pool(config)
     yield from findings
@@ -266,7 +268,7 @@ def _try_and_compare(
 
 
 def _judge_pool(comparison: Comparison, kv_bytes: int) -> Finding:
-    """Return the finding whether loading is faster than computing, with the times for 1000 tokens."""
+    """Return the finding about whether loading is faster than computing, with the times for 1000 tokens."""
     load, compute = comparison.seconds_to_load(1000), 1000 * comparison.compute_seconds
     text = (
         f"1000 tokens of KV ({format_bytes(1000 * kv_bytes)}) take {_format_ms(load)} to load, and this instance "
@@ -307,7 +309,7 @@ _STEPS = ("joining the pool", "put", "exists", "get", "remove")
 
 
 def try_pool(config: PoolConfig) -> list[Finding]:
-    """Put, look up, read and remove a block; stop after a minute if the pool hangs."""
+    """Put, look up, read and remove a block in a pool; return the findings, after a minute at the latest."""
     findings: list[Finding] = []
     steps: list[str] = []
     # A daemon thread, because a native call that never returns must not prevent the end of the process.
@@ -337,7 +339,7 @@ def try_pool(config: PoolConfig) -> list[Finding]:
 def native_log_to(file: IO[bytes]) -> Iterator[IO[str]]:
     """Redirect standard error to ``file`` for the ``with`` block; yield the original standard error.
 
-    Mooncake writes to standard error even without an error.
+    Mooncake's library writes to standard error also when there is no error.
     """
     sys.stderr.flush()
     outside = os.dup(2)
@@ -374,8 +376,8 @@ def _round_trip(store: StorageBackend, on_step: Callable[[str], None]) -> Findin
             return fail(
                 "trial",
                 f"a block of {_BLOCK_BYTES >> 10} KiB could not be put",
-                "all blocks in the pool are in use, no client gives it memory, or a dead client is still listed; "
-                "kvstore stats shows which",
+                "all blocks in the pool are in use, no client gives it memory, or the master lists a dead client; "
+                "kvstore stats shows which of these",
             )
         on_step("exists")
         found = store.exists([key])[0]
@@ -390,7 +392,7 @@ def _round_trip(store: StorageBackend, on_step: Callable[[str], None]) -> Findin
         return fail(
             "trial",
             f"a block was put, but exists returned {found.value} and get returned {read.value}",
-            "the client that stores the block cannot be reached; check local_hostname, and firewalls between machines",
+            "the client that has the block cannot be reached; check local_hostname, and firewalls between machines",
         )
     if not np.array_equal(source, target):
         return fail(

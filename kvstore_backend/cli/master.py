@@ -1,4 +1,4 @@
-"""Start a Mooncake master with tested flags, and print the environment for its clients."""
+"""Start a Mooncake master with tested flags, and print the environment variables for its clients."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _add_addresses(add: Callable[..., object]) -> None:
         "--http_metadata_server_port",
         type=int,
         default=15002,
-        help="for the metadata server (default %(default)s); 0: none, clients use P2PHANDSHAKE",
+        help="port of the metadata server (default %(default)s); 0: no metadata server, clients use P2PHANDSHAKE",
     )
     add(
         "--enable_http_metadata_server",
@@ -62,10 +62,14 @@ def _add_addresses(add: Callable[..., object]) -> None:
         const=True,
         default=True,
         metavar="BOOL",
-        help="false: the same as --metadata-port 0",
+        help="whether there is a metadata server; false is the same as --metadata-port 0",
     )
     add(
-        "--metrics-port", "--metrics_port", type=int, default=15003, help="for metrics and health (default %(default)s)"
+        "--metrics-port",
+        "--metrics_port",
+        type=int,
+        default=15003,
+        help="port for metrics and health (default %(default)s)",
     )
 
 
@@ -83,7 +87,7 @@ def _add_eviction(add: Callable[..., object]) -> None:
         type=float,
         default=0.9,
         metavar="SHARE",
-        help="fraction of memory in use at which eviction begins (default %(default)s)",
+        help="fraction of the pool's memory in use at which eviction begins (default %(default)s)",
     )
     add(
         "--eviction-ratio",
@@ -91,7 +95,7 @@ def _add_eviction(add: Callable[..., object]) -> None:
         type=float,
         default=0.05,
         metavar="SHARE",
-        help="fraction of memory that is then evicted (default %(default)s)",
+        help="fraction of the pool's memory that an eviction frees (default %(default)s)",
     )
 
 
@@ -102,21 +106,21 @@ def _add_behaviour(add: Callable[..., object]) -> None:
         type=int,
         default=max(4, min(16, os.cpu_count() or 4)),
         metavar="N",
-        help="threads for clients (default %(default)s)",
+        help="number of threads for clients (default %(default)s)",
     )
     add(
         "--tenants",
         "--tenant_quota_connector_uri",
         metavar="FILE",
-        help="separate tenants, with the quotas in this file (default: one tenant)",
+        help="file with the quotas of tenants, which are then separated (default: one tenant)",
     )
-    add("--ssd", action="store_true", help="let clients store blocks on SSD that do not fit in memory")
+    add("--ssd", action="store_true", help="let clients store blocks on their SSDs when the memory is full")
     add(
         "--etcd",
         "--etcd_endpoints",
         type=lambda text: text.replace("http://", ""),
         metavar="HOST:PORT[;HOST:PORT]",
-        help="one of several masters, the leader elected through etcd",
+        help="etcd servers through which several masters elect a leader (default: one master)",
     )
     add(
         "--ha-backend-type",
@@ -130,13 +134,13 @@ def _add_behaviour(add: Callable[..., object]) -> None:
         "--ha_backend_connstring",
         default="",
         metavar="WHERE",
-        help="address of that service: redis://host:port, namespace/lease of k8s, or etcd as in --etcd",
+        help="address of the service that elects: redis://host:port, namespace/lease of k8s, or as in --etcd",
     )
     add(
         "--cluster-id",
         "--cluster_id",
         default="mooncake_cluster",
-        help="name that masters of one pool have in common (default %(default)s)",
+        help="name that all masters of one pool have in common (default %(default)s)",
     )
 
 
@@ -170,10 +174,10 @@ def _add_keeping(add: Callable[..., object]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start the master in place of this process. Returns only with ``--print``, or raises.
+    """Replace this process by a Mooncake master. With ``--print``, only print the command and return 0.
 
     Raises:
-        PoolUnavailable: the program is missing, or a port is in use.
+        PoolUnavailable: the program mooncake_master is missing, or a port is in use.
         ConfigError: the value of a flag cannot be used.
     """
     if not arguments.enable_http_metadata_server:
@@ -200,7 +204,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_when_ready(lines: Sequence[str], host: str, port: int) -> None:
-    """Start a process that prints the lines again after the master has logged its start, and then ends."""
+    """Start a process that prints ``lines`` again after the master has logged its start, and then ends."""
     if os.fork():
         os.wait()  # the first child ends immediately, and init waits for the second one
         return
@@ -220,7 +224,7 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
     """Return the command that starts the master: the program and its flags.
 
     Raises:
-        PoolUnavailable: the program is not installed.
+        PoolUnavailable: the program mooncake_master is not installed.
         ConfigError: the value of a flag cannot be used.
     """
     beside = Path(sys.executable).with_name(_PROGRAM)
@@ -264,13 +268,13 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def _find_coordinator(arguments: argparse.Namespace) -> str:
-    """Return the URL of the service at which clients find the leading master; empty for one master.
+    """Return the URL of the service at which clients find the leading master, such as ``etcd://h1:2379;h2:2379``.
 
-    For example ``etcd://h1:2379;h2:2379``.
+    The URL is empty if there is only one master.
     """
     backend, where = arguments.ha_backend_type, arguments.ha_backend_connstring
     if not where and backend != "etcd":
-        raise ConfigError(f"--ha_backend_type {backend} needs --ha_backend_connstring with its address")
+        raise ConfigError(f"--ha_backend_type {backend} needs --ha_backend_connstring with the address of this service")
     if where and arguments.etcd:
         raise ConfigError(
             "--etcd and --ha_backend_connstring both name the service that elects the leader; give one of them"
@@ -285,7 +289,7 @@ def _find_coordinator(arguments: argparse.Namespace) -> str:
 
 
 def _name_coordinator(coordinator: str) -> dict[str, str]:
-    """Return Mooncake's flags for the service that elects the leading master."""
+    """Return the flags of mooncake_master for ``coordinator``, the URL of the service that elects the leader."""
     backend, _, where = coordinator.partition("://")
     if backend == "etcd":
         return {"etcd_endpoints": ";".join(f"http://{each}" for each in where.split(";"))}
@@ -299,21 +303,21 @@ def _check_values(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{_flag_of(name)} is {port}; it must be from {least} to 65535")
     for name in ("eviction_watermark", "eviction_ratio"):
         if not 0 < (share := getattr(arguments, name)) < 1:
-            raise ConfigError(f"{_flag_of(name)} is {share}; it must be a share between 0 and 1")
+            raise ConfigError(f"{_flag_of(name)} is {share}; it must be a number between 0 and 1")
     if not _LEASE.fullmatch(arguments.lease):
         raise ConfigError(f"--lease is {arguments.lease!r}; it must be a whole number of ms, s, m or h, such as 10s")
     if arguments.oplog and not _find_coordinator(arguments).startswith("etcd://"):
         raise ConfigError("--oplog needs --etcd, which stores the log; with a single master use --snapshot-dir")
     if arguments.snapshot_dir and _find_coordinator(arguments):
         raise ConfigError(
-            "--snapshot-dir has no effect with --etcd or --ha_backend_connstring: "
-            "the next leader does not read it; see --oplog"
+            "--snapshot-dir has no effect with --etcd or --ha_backend_connstring: the next leader does not read "
+            "the folder; use --oplog"
         )
     if arguments.snapshot_interval < 1:
         raise ConfigError(f"--snapshot-interval is {arguments.snapshot_interval}; it must be at least one second")
     tenants = arguments.tenants
     if tenants and not (Path(tenants).is_file() and os.access(tenants, os.R_OK)):
-        raise ConfigError(f"--tenants is {tenants!r}; it must be a readable file of quotas")
+        raise ConfigError(f"--tenants is {tenants!r}; it must be a readable file with quotas")
 
 
 def _flag_of(name: str) -> str:
@@ -321,7 +325,7 @@ def _flag_of(name: str) -> str:
 
 
 def _client_lines(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines with the environment for clients."""
+    """Yield the lines that set the environment variables of the master's clients, and comments on them."""
     host = arguments.host if arguments.host != "0.0.0.0" else socket.gethostname()
     coordinator = _find_coordinator(arguments)
     if coordinator:
@@ -360,7 +364,7 @@ _FLAG = re.compile(r"^ +-(\w+) \(.*?\)\s+type: (\w+)\s+default:", re.MULTILINE |
 
 
 def list_native_flags(program: str) -> dict[str, bool]:
-    """Return the flags of the master program: name -> whether the flag is a switch.
+    """Return the flags of the program mooncake_master: name -> whether the flag is a switch.
 
     Raises:
         PoolUnavailable: the program cannot be run.
@@ -373,11 +377,11 @@ def list_native_flags(program: str) -> dict[str, bool]:
 
 
 def parse_native_flags(words: Sequence[str], native: dict[str, bool], own: Collection[str]) -> dict[str, str]:
-    """Parse flags of the master program: ``--name value``, ``--name=value``, ``--switch``.
+    """Parse flags of mooncake_master, ``--name value``, ``--name=value`` or ``--switch``; return the values by name.
 
     Args:
         words: words of the command line that are no flags of ``kvstore master``.
-        native: flags of the master program: name -> whether the flag is a switch.
+        native: flags of mooncake_master: name -> whether the flag is a switch.
         own: flags of ``kvstore master``, for the message about an unknown flag.
 
     Raises:
@@ -389,7 +393,7 @@ def parse_native_flags(words: Sequence[str], native: dict[str, bool], own: Colle
         word = rest.pop(0)
         if not word.startswith("--"):
             raise ConfigError(
-                f"{word!r} is not a flag of kvstore master; a flag begins with two dashes and has one value"
+                f"{word!r} is not a flag of kvstore master; each flag begins with two dashes and has at most one value"
             )
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
@@ -404,14 +408,14 @@ def parse_native_flags(words: Sequence[str], native: dict[str, bool], own: Colle
 
 
 def _take_value(name: str, rest: list[str]) -> str:
-    """Remove the value of a flag from the words after it, and return the value."""
+    """Remove the value of the flag ``name`` from ``rest``, the words after the flag, and return the value."""
     if not rest or rest[0].startswith("--"):
         raise ConfigError(f"--{name} of mooncake_master needs a value: --{name}=VALUE")
     return rest.pop(0)
 
 
 def _refuse_flag(name: str, native: dict[str, bool], own: Collection[str]) -> ConfigError:
-    """Return the error for an unknown flag."""
+    """Return the error for a flag that neither kvstore master nor mooncake_master has."""
     near = suggest_name(f"--{name}", [*own, *(f"--{each}" for each in native)])
     hint = near if "did you mean" in near else ": kvstore master --help and mooncake_master --help list them"
     return ConfigError(f"--{name} is not a flag of kvstore master, nor of mooncake_master{hint}")

@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check: the subject, a sentence about its state, and a remedy (empty: none is needed)."""
+    """Result of a check of ``kvstore doctor``: a subject, a sentence about its state, and a remedy (may be empty)."""
 
     level: Literal["ok", "warn", "fail"]
     subject: str
@@ -38,22 +38,22 @@ class Finding:
 
 
 def ok(subject: str, text: str) -> Finding:
-    """Return a finding without a problem."""
+    """Return a finding that reports no problem."""
     return Finding("ok", subject, text)
 
 
 def warn(subject: str, text: str, remedy: str = "") -> Finding:
-    """Return a finding about a problem with which the pool can still be used."""
+    """Return a finding that reports a problem with which the pool can still be used."""
     return Finding("warn", subject, text, remedy)
 
 
 def fail(subject: str, text: str, remedy: str = "") -> Finding:
-    """Return a finding about a problem with which the pool cannot be used as configured."""
+    """Return a finding that reports a problem because of which the pool cannot be used as configured."""
     return Finding("fail", subject, text, remedy)
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """Print a line for each finding, and its remedy below it."""
+    """Print a line for each finding, and below the line the remedy, if the finding has one."""
     width = max((len(finding.subject) for finding in findings), default=0)
     for finding in findings:
         print(f"{finding.level:<5} {finding.subject:<{width}}  {finding.text}")
@@ -84,13 +84,13 @@ def format_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list
 
 
 LINE_SECONDS = 5.0
-"""Seconds before the first line of progress, and between two lines, if the output is not a terminal."""
+"""Seconds between two lines of progress, if the output is not a terminal."""
 
 
 class Tell(Protocol):
     """Function that a command calls to report its progress.
 
-    Its arguments are the amount of work done, and a short name of the current step.
+    The arguments of the function are the amount of work done, and a short name of the current step.
     """
 
     def __call__(self, done: float, now: str = "") -> None: ...

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import unquote
@@ -39,11 +39,22 @@ _WATCH_SECONDS = 2.0
 
 @dataclass
 class _PoolFigures:
-    """Measurements of a pool. A value is None if the pool does not report it.
+    """Measurements of a pool. A measurement is None if the pool does not report it.
 
     Attributes:
+        backend: ``mooncake`` or ``file``.
+        keys: number of values in the pool.
+        used_bytes: bytes of all values.
+        capacity_bytes: bytes at which the pool evicts values.
         clients: number of connected clients that give memory to the pool.
-        clients_gone: number of clients that ended, but that the master still counts: for ten seconds after their end.
+        clients_gone: number of clients that have ended, but that the master counts for ten more seconds.
+        evicted_keys: number of values that were evicted since the master's start.
+        refused_writes: number of writes for which the pool had no memory.
+        reads: number of reads.
+        reads_found: number of reads that found a value.
+        keys_by_namespace: number of values of each namespace, by its digest.
+        tenants: memory of each tenant, by its name.
+        instances: counters of each instance, by its address.
     """
 
     backend: str
@@ -59,14 +70,6 @@ class _PoolFigures:
     keys_by_namespace: dict[str, int] = field(default_factory=dict)
     tenants: dict[str, TenantAccount] = field(default_factory=dict)
     instances: dict[str, dict[str, float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """Measurements of a pool, and the time when they were read."""
-
-    figures: _PoolFigures
-    time: float = field(default_factory=time.monotonic)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,12 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the measurements; with ``--watch``, print them repeatedly.
+    """Print the measurements of a pool and of instances; with ``--watch``, print them repeatedly.
 
     Raises:
-        ConfigError: the configuration cannot be used, or has no pool; an instance is not HOST:PORT; or ``--watch`` is
-            combined with JSON.
-        PoolUnavailable: the pool or an instance does not answer, or a server is not an instance with a pool.
+        ConfigError: the configuration cannot be used, or turns the pool off; an instance is not HOST:PORT; or
+            ``--watch`` is combined with ``--json``.
+        PoolUnavailable: the pool or an instance does not answer, or a server in ``--instances`` is not an instance with
+            a pool.
     """
     logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)
     for each in arguments.instances:
@@ -111,13 +115,13 @@ def run(arguments: argparse.Namespace) -> int:
                 "kvstore stats CONFIG --instances HOST:PORT ..."
             )
     if arguments.json and arguments.watch:
-        raise ConfigError("--watch shows tables and --json writes one document; leave out one of them")
+        raise ConfigError("--watch shows tables repeatedly and --json writes one document; leave out one of the two")
     config = find_pool(arguments.config, arguments.instances)
     if arguments.watch:
         _watch_figures(config, arguments)
     figures = _read_figures(config, arguments)
     if arguments.json:
-        print_json(asdict(figures))
+        print_json(figures)
     else:
         print("\n".join(_describe_figures(figures)))
     return 0
@@ -128,7 +132,8 @@ def _read_figures(config: PoolConfig, arguments: argparse.Namespace) -> _PoolFig
 
     Raises:
         ConfigError: the pool is the memory of another process, which this process cannot read.
-        PoolUnavailable: the pool or an instance does not answer, or a server is not an instance with a pool.
+        PoolUnavailable: the pool or an instance does not answer, or a server in ``--instances`` is not an instance with
+            a pool.
     """
     match config.store:
         case MooncakeSettings() as store:
@@ -142,14 +147,15 @@ def _read_figures(config: PoolConfig, arguments: argparse.Namespace) -> _PoolFig
 
 
 def _watch_figures(config: PoolConfig, arguments: argparse.Namespace) -> NoReturn:
-    """Read and show the measurements repeatedly. On a terminal, a new table replaces the last one.
+    """Read and show the measurements repeatedly. On a terminal, a new table replaces the one before.
 
     Raises:
-        KVStoreError: the first reading failed. The error of a later reading is shown, and the readings continue.
+        KVStoreError: the measurements could not be read the first time. A later error is shown, and the next try
+            follows.
     """
     console = Console(highlight=False)
-    figures = _Reading(_read_figures(config, arguments))
-    lines = _describe_figures(figures.figures)
+    figures, read_at = _read_figures(config, arguments), time.monotonic()
+    lines = _describe_figures(figures)
     with Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         while True:
             if live is not None:
@@ -158,11 +164,12 @@ def _watch_figures(config: PoolConfig, arguments: argparse.Namespace) -> NoRetur
                 print("\n".join([*lines, ""]), flush=True)
             time.sleep(arguments.watch)
             try:
-                before, figures = figures, _Reading(_read_figures(config, arguments))
+                now, now_at = _read_figures(config, arguments), time.monotonic()
             except KVStoreError as exc:
                 lines = [f"{exc}; the measurements are read again every {arguments.watch:g} s"]
             else:
-                lines = _describe_figures(figures.figures, before.figures, figures.time - before.time)
+                lines = _describe_figures(now, figures, now_at - read_at)
+                figures, read_at = now, now_at
 
 
 def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None) -> _PoolFigures:
@@ -188,17 +195,17 @@ def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None
             tenants=tenants,
         )
     except (httpx.HTTPError, ValueError) as exc:
-        raise PoolUnavailable(f"the master's metrics at {admin.address} cannot be read: {exc}") from exc
+        raise PoolUnavailable(f"the metrics of the master at {admin.address} cannot be read: {exc}") from exc
     except KeyError as exc:
         raise PoolUnavailable(
-            f"the master's metrics at {admin.address} lack {exc}; its version may be unsupported"
+            f"the metrics of the master at {admin.address} lack {exc}; this version of Mooncake may not be supported"
         ) from exc
 
 
 def _count_clients(admin: MasterAdmin, settings: MooncakeSettings, active: int) -> tuple[int, int | None]:
-    """Return the number of connected clients, and of ended clients that the master still counts.
+    """Return the number of connected clients, and the number of ended clients that the master still counts.
 
-    If the master does not list the clients, return ``active``, its own count, and None.
+    If the master does not list its clients, return ``active``, the master's own count, and None.
     """
     try:
         segments = admin.list_segments()
@@ -211,7 +218,7 @@ def _count_clients(admin: MasterAdmin, settings: MooncakeSettings, active: int) 
 
 
 def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
-    """Read the measurements of a folder from its files. The folder is not opened as a store, which would create it."""
+    """Read the measurements of a pool's folder from its files, without opening it as a store, which would create it."""
     if not settings.path.is_dir():
         raise PoolUnavailable(f"folder {settings.path} does not exist: no process has opened this pool yet")
     try:
@@ -226,7 +233,7 @@ def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
 
 
 def _namespace_of(key: str) -> str:
-    """Return the digest of a block's namespace from its key; for another key, return its type in parentheses."""
+    """Return the digest of the namespace in a block's key; for a key of no block, return its type in parentheses."""
     if key.startswith(MANIFEST_PREFIX):
         return "(manifests)"
     if key.startswith(MARK_PREFIX):
@@ -239,7 +246,7 @@ def _namespace_of(key: str) -> str:
 
 
 def _figures_of_instance(address: str) -> dict[str, float]:
-    """Read the counters of an instance: its prompt tokens by the source of their KV, and its look-ups in the pool."""
+    """Read an instance's counters: prompt tokens by the source of their KV, and blocks looked up in the pool."""
     try:
         page = httpx.get(f"http://{address}/metrics", timeout=5, trust_env=False).raise_for_status().text
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
@@ -272,19 +279,19 @@ def _figures_of_instance(address: str) -> dict[str, float]:
 
 
 def _describe_figures(figures: _PoolFigures, before: _PoolFigures | None = None, seconds: float = 0.0) -> list[str]:
-    """Return the lines of the tables.
+    """Return the lines of all tables.
 
     Args:
         figures: the measurements.
-        before: the measurements from ``seconds`` ago, to show the growth per second, or None to show no growth.
-        seconds: time between the two.
+        before: earlier measurements, to show the growth per second, or None to show no growth.
+        seconds: time between ``before`` and ``figures``.
     """
     lines = _describe_pool(figures, before, seconds)
     lines += ["", *format_table(("namespace", "keys"), list(figures.keys_by_namespace.items()) or [("(none)", 0)])]
     if figures.tenants:
         lines += ["", *_describe_tenants(figures.tenants.values())]
     if not figures.instances:
-        return [*lines, "", "for hit rates, which only instances know: kvstore stats --instances HOST:PORT ..."]
+        return [*lines, "", "only instances know their hit rates: kvstore stats --instances HOST:PORT ... shows them"]
     return [*lines, "", *_describe_instances(figures, before, seconds)]
 
 
@@ -317,7 +324,7 @@ def _describe_pool(figures: _PoolFigures, before: _PoolFigures | None, seconds: 
 
 
 def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seconds: float) -> list[str]:
-    """Return the lines of the tables of instances. The arguments are those of ``_describe_figures``."""
+    """Return the lines of the tables of instances, with the arguments of ``_describe_figures``."""
     heads = ("prompt tokens", "own cache", "pool", "blocks found", "absent", "unknown")
     total = [(name, *(f"{each:.0f}" for each in row.values())) for name, row in figures.instances.items()]
     lines = format_table(("instance", *heads), total)
@@ -332,7 +339,7 @@ def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seco
 
 
 def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:
-    """Return the lines of the table of tenants, and a line about namespaces."""
+    """Return the lines of the table of tenants, and a line that says whose namespaces the other tables have."""
     heads = ("tenant", "used", "of", "", "quota", "evicted for itself", "writes without space")
     rows = [
         (
@@ -348,12 +355,12 @@ def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:
     ]
     return [
         *format_table(heads, rows),
-        "the namespaces are those of the tenant default; Mooncake lists no keys of other tenants",
+        "the namespaces above are those of the tenant default, because Mooncake lists no keys of other tenants",
     ]
 
 
 def _format_growth(then: float, now: float, seconds: float) -> str:
-    """Format the growth from ``then`` to ``now``, per second."""
+    """Return the growth per second from ``then`` to ``now``, as text with a sign."""
     growth = (now - then) / seconds if seconds > 0 else 0.0
     return f"{growth:+.4g}" if growth else "0"
 

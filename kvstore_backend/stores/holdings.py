@@ -69,6 +69,20 @@ class _Values:
         """Remove keys and their values, also values that a client may be reading now."""
         return self._store.remove(keys, force=True)
 
+    def remove_and_count(self, keys: Sequence[str]) -> int:
+        """Remove keys like ``remove_keys``; return the number of removed keys.
+
+        Raises:
+            PoolUnavailable: some of the keys could not be removed.
+        """
+        statuses = self.remove_keys(keys)
+        removed, failed = statuses.count(Status.OK), statuses.count(Status.FAILED)
+        if failed:
+            raise PoolUnavailable(
+                f"{removed} blocks were removed; {failed} could not be removed and may still be in the pool; try again"
+            )
+        return removed
+
     def close(self) -> None:
         """Close the store, if it was opened."""
         if self._joined is not None:
@@ -191,13 +205,7 @@ class FolderHoldings(_Values):
         Raises:
             PoolUnavailable: some of the keys could not be removed.
         """
-        statuses = self.remove_keys([key for key in self._scan() if key.startswith(prefix)])
-        removed, failed = statuses.count(Status.OK), statuses.count(Status.FAILED)
-        if failed:
-            raise PoolUnavailable(
-                f"{removed} blocks were removed; {failed} could not be removed and may still be in the pool"
-            )
-        return removed
+        return self.remove_and_count([key for key in self._scan() if key.startswith(prefix)])
 
     def _scan(self) -> dict[str, Block]:
         """Return the file of each value, by key. A key too long for a file name is replaced by the name of its file."""

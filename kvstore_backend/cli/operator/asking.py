@@ -1,4 +1,4 @@
-"""Sends HTTP requests to instances and routers, for operator commands. Each error's message is one sentence."""
+"""Sends HTTP requests to instances and routers, for operator commands. Each error has a message of one sentence."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class CacheState:
     """State of an instance's own cache.
 
     Attributes:
-        address: the instance's address.
-        digest: digest of the namespace of its blocks; empty if the instance does not report it.
-        num_blocks: number of blocks in the cache; None if the instance does not report it.
+        address: address of the instance.
+        digest: digest of the namespace of the instance's blocks; empty if the instance does not report it.
+        num_blocks: number of blocks in the cache, or None if the instance does not report it.
     """
 
     address: str
@@ -50,16 +50,16 @@ class CacheState:
 
     @property
     def sentence(self) -> str:
-        """Sentence about the contents of the cache, for an operator who cleared the pool."""
+        """Sentence about the blocks that are left in the cache, for an operator who cleared the pool."""
         if self.num_blocks is None:
-            return f"{self.address} does not report the content of its own cache; --caches clears it"
+            return f"the instance at {self.address} does not report its own cache; --caches clears the cache"
         if not self.num_blocks:
-            return f"{self.address} has no blocks in its own cache"
-        return f"{self.address} still has {self.num_blocks} blocks of this model in its own cache; --caches clears it"
+            return f"the instance at {self.address} has no blocks in its own cache"
+        return f"the instance at {self.address} still has {self.num_blocks} blocks in its own cache; --caches clears it"
 
 
 def is_address(text: str) -> bool:
-    """Return whether ``text`` is an address (HOST:PORT, or http://HOST:PORT), and not a digest."""
+    """Return whether ``text`` is an address: HOST:PORT, or http://HOST:PORT."""
     with contextlib.suppress(ValueError):
         return bool(parse_address(text))
     return False
@@ -70,17 +70,17 @@ def read_instance(address: str) -> Manifest:
 
     Raises:
         ConfigError: ``address`` is not an address.
-        PoolUnavailable: no server answers at the address, or it is not an instance of this project.
+        PoolUnavailable: no server answers at the address, or the server is not an instance of this project.
     """
     content = _ask(address, "instance", "GET", "/kvcache")
     try:
         return parse_manifest(content.get("manifest"))
     except ManifestError as exc:
-        raise PoolUnavailable(f"the instance at {address} does not describe its blocks: {exc}") from None
+        raise PoolUnavailable(f"the instance at {address} reports no valid manifest of its blocks: {exc}") from None
 
 
 def read_cache(address: str) -> CacheState:
-    """Read the number of blocks in an instance's own cache. Instances of other engines do not report it.
+    """Read the state of an instance's own cache. Instances of other engines do not report theirs.
 
     Raises:
         ConfigError: ``address`` is not an address.
@@ -94,7 +94,7 @@ def read_cache(address: str) -> CacheState:
 
 
 def clear_cache(address: str) -> None:
-    """Make an instance clear its own cache: an instance of this project, vLLM or SGLang.
+    """Request an instance of this project, of vLLM or of SGLang to clear its own cache.
 
     Raises:
         ConfigError: ``address`` is not an address.
@@ -107,7 +107,7 @@ def clear_cache(address: str) -> None:
             return
         if status not in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
             break
-    raise PoolUnavailable(f"the instance at {address} did not clear its own cache; it answered {status}")
+    raise PoolUnavailable(f"the instance at {address} did not clear its own cache; it answered with status {status}")
 
 
 def list_instances(router: str, token_file: Path | None) -> list[str]:
@@ -115,7 +115,7 @@ def list_instances(router: str, token_file: Path | None) -> list[str]:
 
     Raises:
         ConfigError: ``router`` is not an address, or the file with the token cannot be read.
-        PoolUnavailable: no server answers at the address, or it is not a router.
+        PoolUnavailable: no server answers at the address, or the server is not a router.
     """
     content = _ask(router, "router", "GET", "/registered", headers=_authorise(token_file))
     entries = [each for role in _ROLES for each in content.get(role, [])]
@@ -123,7 +123,7 @@ def list_instances(router: str, token_file: Path | None) -> list[str]:
 
 
 def clear_caches_of_router(router: str, token_file: Path | None) -> list[str]:
-    """Make all instances of a router clear their own caches; return a sentence for each instance that failed.
+    """Request a router to clear the own caches of all its instances; return a sentence for each failed instance.
 
     Raises the same errors as ``list_instances``.
     """
@@ -131,8 +131,12 @@ def clear_caches_of_router(router: str, token_file: Path | None) -> list[str]:
     answer, content = _request(router, "router", "POST", "/admin/clear_prefix_cache", headers=headers)
     outcomes = content.get("instances") if isinstance(content, dict) else None
     if not isinstance(outcomes, dict):
-        raise PoolUnavailable(f"the router at {router} cleared no caches; it answered {answer.status_code}")
-    return [f"{each} did not clear its cache: {why}" for each, why in outcomes.items() if why != "success"]
+        raise PoolUnavailable(f"the router at {router} cleared no caches; it answered with status {answer.status_code}")
+    return [
+        f"the instance at {each} did not clear its own cache: {why}"
+        for each, why in outcomes.items()
+        if why != "success"
+    ]
 
 
 def find_pool_url(address: str) -> str:
@@ -140,25 +144,25 @@ def find_pool_url(address: str) -> str:
     pool = _ask(address, "instance", "GET", "/kvcache").get("pool")
     url = pool.get("url") if isinstance(pool, dict) else None
     if not isinstance(url, str) or not url:
-        raise PoolUnavailable(f"the instance at {address} does not report which pool it uses; name the pool")
+        raise PoolUnavailable(f"the instance at {address} does not report which pool it uses; give the pool as CONFIG")
     return url
 
 
 def tokenize(address: str, body: Mapping[str, Any]) -> list[int]:
-    """Return the tokens of a prompt, as an instance converts it. Raises the same errors as ``read_instance``.
+    """Let an instance convert a prompt to tokens, and return them. Raises the same errors as ``read_instance``.
 
     Args:
         address: address of the instance.
-        body: the prompt: a member ``prompt`` with text, or a member ``messages``.
+        body: JSON object with the prompt as the member ``prompt`` (a text) or ``messages``.
     """
     tokens = _ask(address, "instance", "POST", "/tokenize", body=body).get("tokens")
     if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-        raise PoolUnavailable(f"the instance at {address} does not report the tokens of a prompt")
+        raise PoolUnavailable(f"the instance at {address} did not return a list of token ids from /tokenize")
     return tokens
 
 
 def detokenize(address: str, tokens: Sequence[int]) -> str:
-    """Return the text of tokens, as an instance converts them. Raises the same errors as ``read_instance``."""
+    """Let an instance convert tokens to text, and return the text. Raises the same errors as ``read_instance``."""
     text = _ask(address, "instance", "POST", "/detokenize", body={"tokens": list(tokens)}).get("prompt")
     return text if isinstance(text, str) else ""
 
@@ -203,5 +207,5 @@ def _explain_refusal(answer: httpx.Response, content: object) -> str:
     error = content.get("error") if isinstance(content, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     if isinstance(message, str) and message.isprintable() and "no path" not in message:
-        return f"answered {answer.status_code}: {message[:300]}"
-    return f"answered {answer.status_code}: it is other software, or an older version"
+        return f"answered with status {answer.status_code}: {message[:300]}"
+    return f"answered with status {answer.status_code}: it is other software, or an older version"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore_backend.backend import ConfigError, PoolUnavailable, Status
+from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.clear_marks import ALL, make_mark, mark_key
 from kvstore_backend.cli.operator.asking import (
     CacheState,
@@ -66,39 +66,38 @@ def run(arguments: argparse.Namespace) -> int:
     """Remove the blocks that the arguments select, and print how many were removed.
 
     Raises:
-        ConfigError: the arguments select no blocks.
+        ConfigError: the arguments select no blocks, or contradict each other.
         PoolUnavailable: the pool cannot be reached, or did not remove all blocks; or an instance or a router did not
             clear all caches.
     """
     if arguments.caches and not (arguments.instances or arguments.router):
-        raise ConfigError("--caches clears the caches of instances; name them with --instances or --router")
+        raise ConfigError("--caches clears the own caches of instances; name them with --instances or --router")
     with open_holdings(arguments) as holdings:
         is_whole = arguments.all and not holdings.is_listed and not arguments.dry_run
         scopes = [] if is_whole else _find_scopes(arguments, holdings)
         if arguments.dry_run:
             _report(arguments, _count_all(scopes, holdings), 0, [])
             return 0
-        if _must_ask(arguments) and not _is_confirmed(_count_all(scopes, holdings)):
+        may_ask = not arguments.yes and not arguments.json and _is_terminal()
+        if may_ask and not _is_confirmed(_count_all(scopes, holdings)):
             print("nothing was removed")
             return 1
-        is_marked = _mark_clear(holdings, [ALL] if arguments.all else [scope.digest for scope in scopes])
+        cleared = [ALL] if arguments.all else [scope.digest for scope in scopes]
+        are_marked = [_write_mark(holdings, mark_key(digest)) for digest in cleared]
         troubles = _clear_caches(arguments) if arguments.caches else []
         removed = _remove(holdings, scopes, is_whole=is_whole)
         time.sleep(_SETTLE_SECONDS)
         late = sum(_remove(holdings, scopes, is_whole=is_whole).values())
     states = [read_cache(address) for address in _find_instances(arguments)]
     _report(arguments, removed, late, [each for each in states if is_whole or _may_hold(each, scopes, arguments)])
-    if not is_marked:
+    if not all(are_marked):
         troubles.append(
-            "the pool did not store the mark of this clear, so instances may store their cached blocks again"
+            "the pool did not store the mark with which instances learn of this removal, so they may store the removed "
+            "blocks again"
         )
     if troubles:
         raise PoolUnavailable("; ".join(troubles))
     return 0
-
-
-def _must_ask(arguments: argparse.Namespace) -> bool:
-    return not arguments.yes and not arguments.json and _is_terminal()
 
 
 def _is_terminal() -> bool:
@@ -106,7 +105,7 @@ def _is_terminal() -> bool:
 
 
 def _is_confirmed(counts: dict[str, int]) -> bool:
-    """Print the number of blocks, and ask the operator for confirmation; return whether the answer is yes."""
+    """Print how many blocks would be removed, and ask for confirmation; return whether the answer is yes."""
     for digest, count in counts.items():
         print(f"{count} blocks of namespace {digest}")
     if not counts:
@@ -121,17 +120,12 @@ def _find_scopes(arguments: argparse.Namespace, holdings: Holdings) -> list[Scop
     if not arguments.all:
         return find_scope(arguments, holdings)
     if arguments.namespace or names_prefix(arguments):
-        raise ConfigError("--all removes everything; leave it out, or leave out the other arguments")
+        raise ConfigError("--all removes the blocks of all namespaces; leave out --all, or --namespace and the prefix")
     return [Scope(digest, None) for digest in read_catalogue(holdings).namespaces]
 
 
-def _mark_clear(holdings: Holdings, digests: Sequence[str]) -> bool:
-    """Write the marks from which instances learn of the clear; return whether the pool stored all of them."""
-    are_written = [_write_mark(holdings, mark_key(digest)) for digest in digests]
-    return all(are_written)
-
-
 def _write_mark(holdings: Holdings, key: str) -> bool:
+    """Write a mark from which instances learn that blocks were removed; return whether the pool stored the mark."""
     mark = make_mark(key)
     for _ in range(_MAX_TRIES):  # another operator may write the same mark at the same time
         holdings.remove_keys([key])
@@ -167,23 +161,17 @@ def _clear_scope(scope: Scope, holdings: Holdings) -> int:
     """
     if scope.keys is None:
         return holdings.remove_prefix(key_prefix(scope.digest))
-    statuses = holdings.remove_keys(scope.keys)
-    removed, failed = statuses.count(Status.OK), statuses.count(Status.FAILED)
-    if failed:
-        raise PoolUnavailable(
-            f"{removed} blocks were removed; {failed} could not be removed and may still be in the pool"
-        )
-    return removed
+    return holdings.remove_and_count(scope.keys)
 
 
 def _find_instances(arguments: argparse.Namespace) -> list[str]:
-    """Return the addresses of the instances in the arguments, and of the router's instances."""
+    """Return the addresses of the instances in ``--instances``, and of the instances of ``--router``."""
     listed = list_instances(arguments.router, arguments.token_file) if arguments.router else []
     return list(dict.fromkeys([*arguments.instances, *listed]))
 
 
 def _clear_caches(arguments: argparse.Namespace) -> list[str]:
-    """Clear the instances' own caches; return a sentence for each failure."""
+    """Clear the own caches of the instances in the arguments; return a sentence for each failure."""
     troubles = []
     if arguments.router:
         troubles += clear_caches_of_router(arguments.router, arguments.token_file)
@@ -196,7 +184,7 @@ def _clear_caches(arguments: argparse.Namespace) -> list[str]:
 
 
 def _may_hold(state: CacheState, scopes: Sequence[Scope], arguments: argparse.Namespace) -> bool:
-    """Return whether the instance's own cache may have blocks that were removed from the pool."""
+    """Return whether the own cache of an instance may have blocks that this command removed from the pool."""
     return arguments.all or state.digest in ("", *(scope.digest for scope in scopes))
 
 
@@ -209,8 +197,8 @@ def _report(arguments: argparse.Namespace, removed: dict[str, int], late: int, s
     for digest, count in removed.items():
         print(f"{count} blocks {verb} of {'all namespaces' if digest == ALL else f'namespace {digest}'}")
     if not removed:
-        print("the pool has no namespace, so nothing was removed")
+        print("the pool has no blocks of this software, so nothing was removed")
     if late:
-        print(f"{late} more blocks arrived in the pool meanwhile and were removed")
+        print(f"{late} more blocks, which instances had stored meanwhile, were removed")
     for each in states:
         print(each.sentence)

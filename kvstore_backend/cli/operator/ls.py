@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the namespaces of the pool, or the number of blocks of the prefix.
+    """Print the namespaces of a pool, or how many blocks of the prefix in the arguments the pool has.
 
     Raises:
         ConfigError: the arguments select no blocks, or cannot be used.
@@ -91,9 +91,9 @@ def _row_of(row: dict[str, Any]) -> tuple[object, ...]:
 
 def _print_manifest(row: dict[str, Any]) -> None:
     if row["manifest"] is None:
-        print(f"\n{row['namespace']} has no manifest in the pool")
+        print(f"\nthe pool has no manifest of namespace {row['namespace']}")
         return
-    print(f"\n{row['namespace']}, first written {row['manifest']['written_at'] or '(unknown)'}")
+    print(f"\nmanifest of namespace {row['namespace']}, first written {row['manifest']['written_at'] or '(unknown)'}")
     for name, value in {**row["manifest"]["facts"], **row["manifest"]["fields"]}.items():
         print(f"  {name}: {value}")
 
@@ -122,7 +122,7 @@ def _show_prefix(scopes: Sequence[Scope], holdings: Holdings, *, is_json: bool) 
         return 0
     for row in rows:
         print(
-            f"{row['namespace']}: the pool has {row['found']} of {row['blocks']} blocks of the prefix "
+            f"namespace {row['namespace']}: the pool has {row['found']} of {row['blocks']} blocks of the prefix "
             f"({format_bytes(row['bytes'])}); the {row['leading']} leading blocks can be used: "
             f"{row['leading_tokens']} of {row['tokens']} tokens"
         )

@@ -1,7 +1,7 @@
 """Pin blocks, which protects them from eviction for a time, or unpin them: ``kvstore pin`` and ``kvstore unpin``.
 
-Mooncake sets and removes pins only in a write. So both commands read the stored bytes and write them again in the same
-place. During the write, other clients do not find the block.
+Mooncake sets and removes pins only in a write. So both commands read each block and write the same bytes again in the
+same place. During this write, other clients do not find the block.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable, Status, split_by_size
@@ -93,28 +93,35 @@ def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> in
             would = "would be " if arguments.dry_run else ""
             print(f"{counts['done']} blocks of namespace {digest} {would}{verb}{_tell_rest(counts)}")
     if seconds and not any(counts["done"] or counts["failed"] for counts in results.values()):
-        raise PoolUnavailable("the selected blocks are not in the pool or are damaged, so nothing is pinned")
+        raise PoolUnavailable("the pool has none of the selected blocks, or they are damaged, so nothing is pinned")
     if not seconds and any(counts["damaged"] for counts in results.values()):
         raise PoolUnavailable(
-            "damaged blocks are not written again, so their pins stay; remove these blocks with kvstore clear"
+            "damaged blocks are not written again, so they stay pinned; remove them with kvstore clear"
         )
     if any(counts["failed"] for counts in results.values()):
         raise PoolUnavailable(
-            f"not all blocks were {verb}: some could not be read, some were being read or written, or --for is longer "
-            "than the master allows (--max_kv_soft_pin_ttl); try again"
+            f"not all blocks were {verb}: some could not be read, another client was reading or writing some, or --for "
+            "is longer than the master allows (--max_kv_soft_pin_ttl); try again"
         )
     return 0
 
 
 def _change_scope(scope: Scope, holdings: Holdings, seconds: float, *, is_dry: bool) -> dict[str, int]:
-    """Pin or unpin the blocks; return the numbers of blocks ``done``, ``absent``, ``damaged`` and ``failed``."""
-    keys, sizes = _find_present(scope, holdings)
+    """Pin the blocks of a scope, or unpin them if ``seconds`` is 0.
+
+    Returns the numbers of blocks: ``done``, ``absent``, ``damaged`` and ``failed``. With ``is_dry``, no block changes,
+    and the present blocks count as ``done``.
+    """
+    named = scope.name_keys(holdings)
+    found = [(key, size) for key, size in zip(named, holdings.find_sizes(named), strict=True) if size is not None]
+    keys, sizes = [key for key, _ in found], [size for _, size in found]
     counts = Counter(done=0, absent=len(scope.keys) - len(keys) if scope.keys else 0, damaged=0, failed=0)
     if is_dry:
         counts["done"] = len(keys)
         return dict(counts)
     with show_progress("pin" if seconds else "unpin", len(keys)) as tell:
-        for batch in _read_batches(holdings, keys, sizes):
+        for part in split_by_size(sizes, _BATCH_BYTES):
+            batch = _read_batch(holdings, keys[part], sizes[part])
             stored = holdings.keep_values(batch.keys, batch.values, seconds).count(Status.OK)
             failed = len(batch.keys) - stored + batch.unread
             counts.update(done=stored, failed=failed, absent=batch.gone, damaged=batch.damaged)
@@ -129,12 +136,12 @@ def _tell_rest(counts: dict[str, int]) -> str:
 
 
 class _Batch(NamedTuple):
-    """Blocks that were read from the pool.
+    """Blocks that one read brought from the pool, and the numbers of those that it did not bring.
 
     Attributes:
         keys: keys of the blocks that were read and passed the check.
         values: values of these blocks, with their headers.
-        gone: number of blocks that the pool has lost meanwhile, for example because they were evicted.
+        gone: number of blocks that the pool has lost since they were looked up, for example by eviction.
         unread: number of blocks that could not be read although the pool has them, for example because a lease ended.
         damaged: number of blocks that failed the check.
     """
@@ -144,23 +151,6 @@ class _Batch(NamedTuple):
     gone: int
     unread: int
     damaged: int
-
-
-def _find_present(scope: Scope, holdings: Holdings) -> tuple[list[str], list[int]]:
-    """Return the keys of a scope that the pool has, and the size of each value in bytes.
-
-    Raises:
-        PoolUnavailable: the pool does not answer.
-    """
-    keys = scope.name_keys(holdings)
-    found = [(key, size) for key, size in zip(keys, holdings.find_sizes(keys), strict=True) if size is not None]
-    return [key for key, _ in found], [size for _, size in found]
-
-
-def _read_batches(holdings: Holdings, keys: Sequence[str], sizes: Sequence[int]) -> Iterator[_Batch]:
-    """Read blocks, and yield them in batches of up to ``_BATCH_BYTES``."""
-    for part in split_by_size(sizes, _BATCH_BYTES):
-        yield _read_batch(holdings, keys[part], sizes[part])
 
 
 def _read_batch(holdings: Holdings, keys: Sequence[str], sizes: Sequence[int]) -> _Batch:

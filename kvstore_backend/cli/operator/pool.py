@@ -1,4 +1,4 @@
-"""Reads the arguments that select the pool of an operator's command, and opens the pool's holdings."""
+"""Reads the arguments of an operator's command that select the pool, and gives access to the values in this pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvstore_backend.config import (
 )
 from kvstore_backend.stores.holdings import FolderHoldings, Holdings, MooncakeHoldings
 
-__all__ = ["add_pool_arguments", "find_pool", "open_holdings", "read_pool_config"]
+__all__ = ["add_pool_arguments", "find_pool", "open_holdings"]
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,67 +35,55 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
 
 
-def read_pool_config(arguments: argparse.Namespace) -> PoolConfig:
-    """Read the configuration of the pool and the tenant that the arguments select.
-
-    Raises:
-        ConfigError: the configuration cannot be used or has no pool, or the pool has no tenants.
-    """
-    config = find_pool(arguments.config, getattr(arguments, "instances", []))
-    if arguments.tenant is None:
-        return config
-    if not isinstance(config.store, MooncakeSettings):
-        raise ConfigError(f"--tenant is {arguments.tenant!r}, but a {config.backend} pool has no tenants")
-    try:
-        return replace(config, store=replace(config.store, tenant_id=parse_tenant(arguments.tenant)))
-    except ValueError as exc:
-        raise ConfigError(f"--tenant is {arguments.tenant!r}; {exc}") from None
-
-
 def find_pool(source: str | None, instances: Sequence[str]) -> PoolConfig:
     """Read the configuration of a pool: from ``source``, else from the environment, else from the first instance.
 
     Raises:
-        ConfigError: the configuration cannot be used, or has no pool.
-        PoolUnavailable: the instance does not report its pool.
+        ConfigError: the configuration cannot be used, or turns the pool off.
+        PoolUnavailable: the first instance does not answer, or does not report which pool it uses.
     """
     if source is None and instances and not names_pool():
         source = find_pool_url(instances[0])
     config = read_config(source)
     if config is None:
-        raise ConfigError('the configuration turns the pool off ("backend": ""); name a pool')
+        raise ConfigError('the configuration turns the pool off ("backend": ""); give a URL or another file')
     return config
 
 
 @contextlib.contextmanager
 def open_holdings(arguments: argparse.Namespace) -> Iterator[Holdings]:
-    """Open the holdings of the pool, and close them at the end of the ``with`` block.
+    """Give access to the values in the pool that the arguments select, for the ``with`` block.
+
+    The log of this package is silent in the block, because the command's own messages report errors.
 
     Raises:
-        ConfigError: the configuration cannot be used or has no pool, or only the pool's own process can list it.
+        ConfigError: the configuration cannot be used or has no pool, the pool has no tenants, or only the process that
+            owns the pool can list its blocks.
         PoolUnavailable: the pool does not answer.
     """
-    with _silence_log(), contextlib.closing(_find_holdings(arguments)) as holdings:
-        yield holdings
-
-
-@contextlib.contextmanager
-def _silence_log() -> Iterator[None]:
-    """Silence the log of this package in the ``with`` block, because the command's own messages report errors."""
     logger = logging.getLogger("kvstore_backend")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with contextlib.closing(_find_holdings(arguments)) as holdings:
+            yield holdings
     finally:
         logger.setLevel(level)
 
 
 def _find_holdings(arguments: argparse.Namespace) -> Holdings:
-    config = read_pool_config(arguments)
+    config = find_pool(arguments.config, getattr(arguments, "instances", []))
+    if arguments.tenant is not None and not isinstance(config.store, MooncakeSettings):
+        raise ConfigError(f"--tenant is {arguments.tenant!r}, but a {config.backend} pool has no tenants")
     match config.store:
         case MooncakeSettings() as store:
-            return MooncakeHoldings(store, checks.require_admin(store, arguments.master_metrics))
+            try:
+                tenant = store.tenant_id if arguments.tenant is None else parse_tenant(arguments.tenant)
+            except ValueError as exc:
+                raise ConfigError(f"--tenant is {arguments.tenant!r}; {exc}") from None
+            return MooncakeHoldings(
+                replace(store, tenant_id=tenant), checks.require_admin(store, arguments.master_metrics)
+            )
         case FileSettings() as store:
             return FolderHoldings(store)
         case MemorySettings():

@@ -39,22 +39,23 @@ __all__ = [
     "names_prefix",
     "open_tokenizer",
     "read_catalogue",
+    "read_text",
 ]
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SHORT_DIGEST = re.compile(r"[0-9a-f]{8,31}")
 _OWN_HASHES = "kvstore"
-"""Value of the fact ``block_hashes`` in the manifest if block hashes are computed by ``block_hash.py``."""
+"""Value of the fact ``block_hashes`` in a manifest if ``block_hash.py`` computes the block hashes of the namespace."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Selected blocks of one namespace.
+    """Blocks of one namespace that the arguments of a command select.
 
     Attributes:
         digest: digest of the namespace.
         keys: keys of the blocks of a prefix, in order, or None for all blocks of the namespace.
-        num_tokens: number of tokens in the blocks of the prefix.
+        num_tokens: number of tokens in the blocks of the prefix; 0 for all blocks of the namespace.
         manifest: manifest of the namespace; None if the pool does not have it.
     """
 
@@ -64,7 +65,7 @@ class Scope:
     manifest: Manifest | None = None
 
     def name_keys(self, holdings: Holdings) -> list[str]:
-        """Return the keys of the prefix, which the pool may not have; or all keys of the namespace in the pool.
+        """Return the keys of the prefix's blocks, some of which the pool may lack; or all keys of the namespace.
 
         Raises:
             PoolUnavailable: the pool cannot list its keys.
@@ -81,7 +82,7 @@ def add_scope_arguments(parser: argparse.ArgumentParser, *, verb: str) -> None:
         "--namespace",
         action="append",
         metavar="DIGEST",
-        help=f"{verb} this namespace: its 32 hex digits, or at least the first 8 of them; repeatable",
+        help=f"{verb} the namespace with this digest: 32 hex digits, or at least the first 8 of them; repeatable",
     )
     named = parser.add_mutually_exclusive_group()
     named.add_argument("--prefix", metavar="TEXT", help=f"{verb} the full blocks of this text; needs --model")
@@ -89,9 +90,14 @@ def add_scope_arguments(parser: argparse.ArgumentParser, *, verb: str) -> None:
     named.add_argument(
         "--tokens", metavar="IDS", help=f"{verb} the full blocks of these token ids: 1,2,3, or @FILE with the ids"
     )
-    add("--model", metavar="FOLDER", type=Path, help="the checkpoint whose tokenizer the text is for")
-    add("--salt", default="", help="the cache_salt of the requests with these blocks")
-    add("--block-size", type=int, metavar="N", help="tokens per block; needed if the pool has no manifest")
+    add("--model", metavar="FOLDER", type=Path, help="checkpoint with the tokenizer that converts the text to tokens")
+    add("--salt", default="", help="cache_salt of the requests that stored the blocks of the prefix")
+    add(
+        "--block-size",
+        type=int,
+        metavar="N",
+        help="tokens in a block; needed if the pool has no manifest of the namespace",
+    )
 
 
 def names_prefix(arguments: argparse.Namespace) -> bool:
@@ -100,18 +106,20 @@ def names_prefix(arguments: argparse.Namespace) -> bool:
 
 
 def find_scope(arguments: argparse.Namespace, holdings: Holdings) -> list[Scope]:
-    """Return the blocks that the arguments select, one scope for each namespace.
+    """Return the blocks that the arguments select, as one scope for each namespace.
 
-    If the arguments have a prefix and no namespace, the namespace is the only one in the pool.
+    If the arguments have a prefix and no namespace, the pool must have only one namespace.
 
     Raises:
-        ConfigError: the arguments select no blocks, or are ambiguous.
+        ConfigError: the arguments select no blocks, or match several namespaces.
         PoolUnavailable: the keys of the pool are needed, and the pool cannot list them.
     """
     tokens = _read_tokens(arguments) if names_prefix(arguments) else None
     digests = _find_digests(arguments.namespace or [], holdings, is_needed=tokens is not None)
     if not digests:
-        raise ConfigError("no blocks are named; give --namespace DIGEST (kvstore ls shows them), --prefix or --tokens")
+        raise ConfigError(
+            "no blocks are selected; give --namespace DIGEST (kvstore ls shows digests), --prefix or --tokens"
+        )
     if tokens is None:
         return [Scope(digest, None) for digest in digests]
     manifests = find_manifests(holdings, digests)
@@ -122,7 +130,7 @@ def find_scope(arguments: argparse.Namespace, holdings: Holdings) -> list[Scope]
 
 
 def _find_digests(named: Sequence[str], holdings: Holdings, *, is_needed: bool) -> list[str]:
-    """Return the complete digests for ``named``, each once.
+    """Return the complete digests for ``named``, a list of digests or of their first digits, without duplicates.
 
     If ``named`` is empty and ``is_needed``, return the digest of the only namespace in the pool.
     """
@@ -132,7 +140,7 @@ def _find_digests(named: Sequence[str], holdings: Holdings, *, is_needed: bool) 
     if named:
         return list(dict.fromkeys(_complete_digest(name, catalogue) for name in named))
     if len(catalogue.namespaces) > 1:
-        raise ConfigError(f"the pool has {_tell_namespaces(catalogue)}: choose one with --namespace")
+        raise ConfigError(f"the pool has {_tell_namespaces(catalogue)}; choose one with --namespace")
     return list(catalogue.namespaces) or _refuse_empty(catalogue)
 
 
@@ -143,7 +151,7 @@ def _complete_digest(name: str, catalogue: Catalogue) -> str:
         raise ConfigError(f"--namespace is {name!r}; it must be 32 hex digits, or at least the first 8 of them")
     found = [digest for digest in catalogue.namespaces if digest.startswith(name)]
     if len(found) != 1:
-        many = "several namespaces begin" if found else "no namespace begins"
+        many = "several digests begin" if found else "no digest begins"
         raise ConfigError(f"--namespace is {name!r}, but {many} with it; the pool has {_tell_namespaces(catalogue)}")
     return found[0]
 
@@ -165,42 +173,51 @@ def _scope_of_prefix(
     namer = manifest.facts.get("block_hashes", _OWN_HASHES) if manifest else _OWN_HASHES
     if namer != _OWN_HASHES:
         raise ConfigError(
-            f"{namer} computes the block hashes of namespace {digest}, so the blocks of a prefix cannot be found"
+            f"{namer} computes the block hashes of namespace {digest}, so this command cannot find the blocks of a "
+            "prefix; leave out the prefix to select the whole namespace"
         )
     size = block_size or (manifest.block_size if manifest else 0)
     if size <= 0:
-        raise ConfigError(f"the pool has no manifest of namespace {digest}; give the --block-size of its instances")
+        raise ConfigError(
+            f"the pool has no manifest of namespace {digest}; also give --block-size, the tokens in a block"
+        )
     try:
         hashes = extend_block_hashes([], tokens, size, root_hash(salt))
     except ValueError as exc:
-        raise ConfigError(f"--tokens cannot be used: {exc}") from None
+        raise ConfigError(f"the tokens of the prefix cannot be used: {exc}") from None
     if not hashes:
         raise ConfigError(
-            f"the prefix has {len(tokens)} tokens, less than one block of {size}, so no block contains it"
+            f"the prefix has {len(tokens)} tokens, less than one block of {size}, so it selects none; give a longer one"
         )
     keys = [f"{key_prefix(digest)}{each.hex()}" for each in hashes]
     return Scope(digest, keys, len(hashes) * size, manifest)
 
 
 def _read_tokens(arguments: argparse.Namespace) -> list[int]:
-    """Return the token ids of the prefix."""
+    """Return the token ids of the prefix that the arguments give as tokens, text or file."""
     if arguments.tokens is not None:
         return _parse_tokens(arguments.tokens)
-    text = arguments.prefix if arguments.prefix is not None else _read_text(arguments.prefix_file, "--prefix-file")
+    text = arguments.prefix if arguments.prefix is not None else read_text(arguments.prefix_file, "--prefix-file")
     if arguments.model is None:
-        raise ConfigError("a text needs a tokenizer; give --model FOLDER, or give --tokens instead")
-    return _encode_text(text, arguments.model)
+        raise ConfigError("a text needs a tokenizer; give --model FOLDER, or give --tokens instead of the text")
+    ids: list[int] = open_tokenizer(arguments.model).encode(text).ids  # as an instance encodes /v1/completions
+    return ids
 
 
 def _parse_tokens(given: str) -> list[int]:
-    text = _read_text(Path(given[1:]), "--tokens") if given.startswith("@") else given
+    text = read_text(Path(given[1:]), "--tokens") if given.startswith("@") else given
     try:
         return [int(word) for word in re.split(r"[\s,]+", text.strip(" \t\r\n,[]")) if word]
     except ValueError as exc:
         raise ConfigError(f"--tokens must be whole numbers separated by commas, such as 1,2,3: {exc}") from None
 
 
-def _read_text(path: Path, flag: str) -> str:
+def read_text(path: Path, flag: str) -> str:
+    """Read a text file that a flag names.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
@@ -208,17 +225,11 @@ def _read_text(path: Path, flag: str) -> str:
         raise ConfigError(f"{flag} names {str(path)!r}, which cannot be read: {reason}") from None
 
 
-def _encode_text(text: str, model: Path) -> list[int]:
-    """Return the tokens of a text, as an instance converts the prompt of ``/v1/completions``."""
-    ids: list[int] = open_tokenizer(model).encode(text).ids
-    return ids
-
-
 def open_tokenizer(model: Path) -> Any:
-    """Open the ``tokenizers.Tokenizer`` of the checkpoint in a folder.
+    """Return a ``tokenizers.Tokenizer`` from the tokenizer.json of the checkpoint in a folder.
 
     Raises:
-        ConfigError: the folder has no tokenizer that can be read, or the library is not installed.
+        ConfigError: the folder has no readable tokenizer.json, or the library ``tokenizers`` is not installed.
     """
     file = model / "tokenizer.json"
     if not file.is_file():
@@ -239,7 +250,7 @@ _SAMPLE = 8
 
 @dataclass
 class NamespaceEntry:
-    """Namespace in a pool.
+    """Keys and manifest of one namespace in a pool.
 
     Attributes:
         digest: digest of the namespace.
@@ -252,7 +263,7 @@ class NamespaceEntry:
     manifest: Manifest | None = None
 
     def measure(self, holdings: Holdings) -> int | None:
-        """Estimate the bytes of all blocks with their headers, from some of them; None if none of these is found."""
+        """Estimate the bytes of all blocks, with headers, from the first blocks; None if the pool has lost these."""
         found = [size for size in holdings.find_sizes(self.keys[:_SAMPLE]) if size is not None]
         if not self.keys:
             return 0
@@ -261,10 +272,10 @@ class NamespaceEntry:
 
 @dataclass
 class Catalogue:
-    """Keys of a pool, sorted by namespace.
+    """Namespaces of all keys in a pool.
 
     Attributes:
-        namespaces: namespaces by digest, including namespaces of which the pool has only the manifest.
+        namespaces: entry of each namespace, by digest, including namespaces of which the pool has only the manifest.
         others: number of keys of other software.
     """
 
@@ -273,7 +284,7 @@ class Catalogue:
 
 
 def read_catalogue(holdings: Holdings) -> Catalogue:
-    """List all keys of the pool, and read the manifests.
+    """List all keys of a pool by namespace, and read the manifests of the namespaces.
 
     Raises:
         PoolUnavailable: the pool cannot list its keys.
@@ -301,7 +312,7 @@ def read_catalogue(holdings: Holdings) -> Catalogue:
 
 
 def find_manifests(holdings: Holdings, digests: Sequence[str]) -> dict[str, Manifest]:
-    """Return the manifests of namespaces, by digest. A manifest that is missing or does not match is omitted."""
+    """Return the manifests of namespaces, by digest. A manifest that is missing, or of another digest, is omitted."""
     if not digests:
         return {}
     found = {}

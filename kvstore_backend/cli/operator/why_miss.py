@@ -1,4 +1,4 @@
-"""Explain why blocks were not shared: compare two configurations, or two prompts."""
+"""Explain why two instances or two prompts share no blocks: compare configurations, or prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.cli.operator.asking import detokenize, is_address, read_instance, tokenize
 from kvstore_backend.cli.operator.pool import add_pool_arguments, open_holdings
-from kvstore_backend.cli.operator.scope import Catalogue, open_tokenizer, read_catalogue
+from kvstore_backend.cli.operator.scope import Catalogue, open_tokenizer, read_catalogue, read_text
 from kvstore_backend.cli.report import print_json
 from kvstore_backend.manifest import Manifest
 from kvstore_backend.why_miss import Verdict, compare_prompts, compare_setups
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--between",
         nargs=2,
         metavar=("A", "B"),
-        help="two configurations, each an instance (HOST:PORT) or a namespace of the pool (its digest, or a beginning)",
+        help="two configurations, each an instance (HOST:PORT) or a namespace of the pool (first digits of its digest)",
     )
     asked.add_argument(
         "--prompt-file",
@@ -38,15 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--compare-with", type=Path, metavar="FILE", help="an earlier prompt that should have the same leading blocks")
-    add("--instance", metavar="HOST:PORT", help="the instance that converts the prompts to tokens")
-    add("--model", type=Path, metavar="FOLDER", help="the checkpoint whose tokenizer converts texts to tokens")
+    add("--instance", metavar="HOST:PORT", help="instance that converts the prompts to tokens")
+    add("--model", type=Path, metavar="FOLDER", help="checkpoint with the tokenizer that converts texts to tokens")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the reason why blocks were not shared.
+    """Compare the two configurations or prompts in the arguments, and print why they share no blocks.
 
     Raises:
-        ConfigError: the arguments are contradictory or incomplete.
+        ConfigError: the arguments contradict each other or are incomplete.
         PoolUnavailable: the pool or an instance cannot be reached.
     """
     verdict = _compare_setups(arguments) if arguments.between else _compare_prompts(arguments)
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare_setups(arguments: argparse.Namespace) -> Verdict:
-    """Compare two configurations. The pool is read only for a configuration that is given by its digest."""
+    """Compare the two configurations in ``--between``. The pool is read only if one of them is given by its digest."""
     names: list[str] = arguments.between
     found = {name: read_instance(name) for name in names if is_address(name)}
     if digests := [name for name in names if name not in found]:
@@ -72,7 +72,7 @@ def _find_manifest(name: str, catalogue: Catalogue) -> Manifest:
     """Return the manifest of the only namespace with a digest that begins with ``name``.
 
     Raises:
-        ConfigError: no namespace matches, or several do.
+        ConfigError: no digest or several digests begin with ``name``, or the pool lacks the manifest.
     """
     entries = [entry for digest, entry in catalogue.namespaces.items() if digest.startswith(name)]
     if len(entries) == 1 and entries[0].manifest is not None:
@@ -83,7 +83,7 @@ def _find_manifest(name: str, catalogue: Catalogue) -> Manifest:
             "older version; compare the instances themselves with --between HOST:PORT HOST:PORT"
         )
     if not catalogue.namespaces:
-        others = f"; its {catalogue.others} keys are of other software" if catalogue.others else ""
+        others = f"; the {catalogue.others} keys in it are of other software" if catalogue.others else ""
         raise ConfigError(f"the pool has no namespace: no instance has joined it, or it was cleared{others}")
     known = ", ".join(sorted(catalogue.namespaces)[:4])
     found = "several namespaces that begin with" if entries else "no namespace"
@@ -92,7 +92,7 @@ def _find_manifest(name: str, catalogue: Catalogue) -> Manifest:
 
 def _compare_prompts(arguments: argparse.Namespace) -> Verdict:
     if arguments.compare_with is None:
-        raise ConfigError("a prompt is compared with another prompt; also give --compare-with FILE")
+        raise ConfigError("--prompt-file is compared with an earlier prompt; also give --compare-with FILE")
     decode: Callable[[Sequence[int]], str] | None = None
     encode = _refuse_text
     if arguments.instance:
@@ -106,27 +106,23 @@ def _compare_prompts(arguments: argparse.Namespace) -> Verdict:
         def decode(ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    earlier, later = (_read_tokens(path, encode) for path in (arguments.compare_with, arguments.prompt_file))
-    return compare_prompts(earlier, later, decode)
+    earlier = _read_tokens(arguments.compare_with, "--compare-with", encode)
+    return compare_prompts(earlier, _read_tokens(arguments.prompt_file, "--prompt-file", encode), decode)
 
 
 def _refuse_text(body: dict[str, Any]) -> list[int]:
     if "messages" in body:
-        raise ConfigError("only an instance can render messages; name one with --instance HOST:PORT")
+        raise ConfigError("only an instance can convert messages to tokens; name one with --instance HOST:PORT")
     raise ConfigError("a text needs a tokenizer: give --model FOLDER, or --instance HOST:PORT")
 
 
-def _read_tokens(path: Path, encode: Callable[[dict[str, Any]], list[int]]) -> list[int]:
-    """Read a prompt from a file, and return its tokens.
+def _read_tokens(path: Path, flag: str, encode: Callable[[dict[str, Any]], list[int]]) -> list[int]:
+    """Return the tokens of a prompt in the file that ``flag`` names; ``encode`` converts text or messages to tokens.
 
     Raises:
         ConfigError: the file cannot be read or has no prompt, or the prompt cannot be converted to tokens.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = getattr(exc, "strerror", None) or "it is not UTF-8"
-        raise ConfigError(f"prompt file {path} cannot be read: {reason}") from None
+    text = read_text(path, flag)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -37,8 +37,8 @@ def test_a_device_with_an_active_port_will_do(device: Path) -> None:
 
 def test_a_device_that_is_not_there_is_named_with_those_that_are(device: Path) -> None:
     (finding,) = found("rdma", "mlx5_0,mlx5_9")
-    assert (finding.level, finding.text) == ("fail", "there is no RDMA device mlx5_9")
-    assert finding.remedy == "name some of these in rdma_devices: mlx5_0"
+    assert (finding.level, finding.text) == ("fail", "this machine has no RDMA device mlx5_9")
+    assert finding.remedy == "rdma_devices must name some of mlx5_0"
 
 
 def test_a_port_that_is_down_is_said(device: Path) -> None:

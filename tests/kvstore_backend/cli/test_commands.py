@@ -105,14 +105,17 @@ def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> Non
         (["bench", "memory:?size=1MiB", "--block-size", "1MiB"], "the pool may be too small"),
         (["bench", "memory:", "--warm-up", "-1"], "--warm-up must not be negative"),
         (["bench"], "no pool is configured"),
-        (["master", "--eviction-ratio", "3", "--print"], "--eviction-ratio is 3.0; it must be a share between 0 and 1"),
+        (
+            ["master", "--eviction-ratio", "3", "--print"],
+            "--eviction-ratio is 3.0; it must be a number between 0 and 1",
+        ),
         (["master", "--port", "99999"], "--port is 99999; it must be from 1 to 65535"),
         (
             ["master", "--print", "--evction_ratio", "3"],
             "--evction_ratio is not a flag of kvstore master, nor of mooncake_",
         ),
         (["master", "--lease", "forever"], "--lease is 'forever'; it must be a whole number of ms, s, m or h"),
-        (["master", "--tenants", "/nowhere"], "--tenants is '/nowhere'; it must be a readable file of quotas"),
+        (["master", "--tenants", "/nowhere"], "--tenants is '/nowhere'; it must be a readable file with quotas"),
     ],
 )
 def test_what_cannot_be_done_gets_one_sentence(arguments: list[str], sentence: str) -> None:
@@ -338,7 +341,7 @@ def test_a_command_that_is_not_known_is_refused() -> None:
     ("arguments", "sentence"),
     [
         (["bench", "--bloks", "3"], "'--bloks' is not known; did you mean --blocks?"),
-        (["stats", "memory:", "memory:"], "'memory:' is not known; one CONFIG is enough"),
+        (["stats", "memory:", "memory:"], "'memory:' is not known; give only one CONFIG"),
     ],
 )
 def test_a_flag_that_is_not_known_is_refused_with_the_nearest(arguments: list[str], sentence: str) -> None:
@@ -431,7 +434,7 @@ def test_a_master_of_several_is_started_in_mooncakes_words(flags: str, started: 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--ha_backend_type redis", "--ha_backend_type redis needs --ha_backend_connstring with its address"),
+        ("--ha_backend_type redis", "--ha_backend_type redis needs --ha_backend_connstring with the address of this"),
         (
             "--ha_backend_type redis --ha_backend_connstring h",
             "--ha_backend_connstring is 'h'; after redis:// it must be host:port",

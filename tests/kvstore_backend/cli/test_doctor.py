@@ -116,7 +116,12 @@ def test_2_no_master_running() -> None:
 def test_3_the_metrics_port_for_the_masters(mooncake_master: MooncakeMaster) -> None:
     address = mooncake_master.metrics_url.split("/")[2]
     diagnosis = doctor(f"mooncake://{address}?protocol=tcp")
-    told(diagnosis, "master", f"an HTTP server answers at {address}", "master_server_addr is the master's --rpc_port")
+    told(
+        diagnosis,
+        "master",
+        f"an HTTP server answers at {address}",
+        "master_server_addr must have the master's --rpc_port",
+    )
 
 
 def test_4_something_else_at_the_masters_port(silent_port: int) -> None:
@@ -143,7 +148,10 @@ def test_6_no_metadata_server(mooncake_master: MooncakeMaster) -> None:
 def test_7_something_else_for_the_metadata_server(mooncake_master: MooncakeMaster) -> None:
     diagnosis = doctor(url(mooncake_master, metadata_server=mooncake_master.metrics_url))
     told(
-        diagnosis, "metadata", "is not Mooncake's metadata server: it answers with status 200", "the path is /metadata"
+        diagnosis,
+        "metadata",
+        "is not Mooncake's metadata server: it answers with status 200",
+        "the URL must have the path /metadata",
     )
 
 
@@ -342,9 +350,9 @@ def test_a_file_that_says_rdma_passes_with_the_variable_that_says_tcp(
 def test_where_only_sizes_were_computed_no_pool_is_said_to_be_tried() -> None:
     ended = kvstore("doctor", "--cards", 128)
     assert ended.status == 0
-    assert ended.output.splitlines()[-1] == "such a pool can be built; only sizes were computed"
+    assert ended.output.splitlines()[-1] == "a pool of these cards can be built; only sizes were computed"
     assert not json.loads(kvstore("doctor", "--cards", 128, "--json").output)["tried"]
-    assert "no such pool can be built" in kvstore("doctor", "--cards", 600).output
+    assert "a pool of these cards cannot be built" in kvstore("doctor", "--cards", 600).output
 
 
 def test_a_pool_that_was_tried_is_told_from_one_that_was_not(tmp_path: Path) -> None:

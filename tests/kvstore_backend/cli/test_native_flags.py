@@ -56,7 +56,7 @@ def test_values_are_read_as_the_program_reads_them(line: str, values: dict[str, 
         ("--zzz", "--zzz is not a flag of kvstore master, nor of mooncake_master: kvstore master --help and"),
         ("--client_ttl --enable_offload", "--client_ttl of mooncake_master needs a value"),
         ("--client_ttl", "--client_ttl of mooncake_master needs a value"),
-        ("-client_ttl=20", "'-client_ttl=20' is not a flag of kvstore master; a flag begins with two dashes"),
+        ("-client_ttl=20", "'-client_ttl=20' is not a flag of kvstore master; each flag begins with two dashes"),
         ("20", "'20' is not a flag of kvstore master"),
     ],
 )

@@ -92,24 +92,27 @@ def test_what_arrives_in_the_pool_within_some_seconds_is_removed_and_counted_too
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "no blocks are named; give --namespace DIGEST (kvstore ls shows them), --prefix or --tokens"),
+        ([], "no blocks are selected; give --namespace DIGEST (kvstore ls shows digests), --prefix or --tokens"),
         (["--tokens", "0,1,2,3"], "the pool has 2 namespaces: "),
         (["--namespace", FIRST.digest[:7]], "it must be 32 hex digits, or at least the first 8 of them"),
-        (["--caches", "--all"], "--caches clears the caches of instances; name them with --instances or --router"),
+        (["--caches", "--all"], "--caches clears the own caches of instances; name them with --instances or --router"),
         (["--namespace", "zz"], "--namespace is 'zz'; it must be 32 hex digits, or at least the first 8 of them"),
         (
             ["--namespace", "00000000"],
-            "--namespace is '00000000', but no namespace begins with it; the pool has 2 namespaces",
+            "--namespace is '00000000', but no digest begins with it; the pool has 2 namespaces",
         ),
         (["--namespace", FIRST.digest, "--tokens", "1,2"], "the prefix has 2 tokens, less than one block of 4"),
         (["--namespace", FIRST.digest, "--tokens", "1,x"], "--tokens must be whole numbers separated by commas"),
-        (["--namespace", FIRST.digest, "--tokens", "1,2,3,-1"], "--tokens cannot be used: token ids must be"),
+        (
+            ["--namespace", FIRST.digest, "--tokens", "1,2,3,-1"],
+            "the tokens of the prefix cannot be used: token ids must be",
+        ),
         (["--namespace", FIRST.digest, "--prefix", "text"], "a text needs a tokenizer; give --model FOLDER"),
         (
             ["--namespace", "0" * 32, "--tokens", "1"],
-            f"the pool has no manifest of namespace {'0' * 32}; give the --block",
+            f"the pool has no manifest of namespace {'0' * 32}; also give --block-size",
         ),
-        (["--all", "--namespace", FIRST.digest], "--all removes everything; leave it out"),
+        (["--all", "--namespace", FIRST.digest], "--all removes the blocks of all namespaces; leave out --all"),
         (["--all", "--tenant", "a"], "--tenant is 'a', but a file pool has no tenants"),
     ],
 )
@@ -183,10 +186,10 @@ class Fleet:
 @pytest.mark.parametrize(
     ("digest", "cached", "sentence"),
     [
-        (FIRST.digest, 31, "still has 31 blocks of this model in its own cache; --caches clears it"),
+        (FIRST.digest, 31, "still has 31 blocks in its own cache; --caches clears it"),
         (FIRST.digest, 0, "has no blocks in its own cache"),
         (SECOND.digest, 31, ""),
-        (None, None, "does not report the content of its own cache; --caches clears it"),
+        (None, None, "does not report its own cache; --caches clears the cache"),
     ],
 )
 def test_instances_are_asked_what_they_hold_still(
@@ -199,7 +202,7 @@ def test_instances_are_asked_what_they_hold_still(
         assert ended.status == 0, ended.errors
         told = kvstore("clear", url, "--namespace", FIRST.digest, "--json", "--instances", server.address).told
         assert told["cached_blocks"] == ({server.address: cached} if sentence else {})
-    assert ended.output.splitlines()[1:] == ([f"{server.address} {sentence}"] if sentence else [])
+    assert ended.output.splitlines()[1:] == ([f"the instance at {server.address} {sentence}"] if sentence else [])
 
 
 def test_caches_are_cleared_by_whichever_path_an_instance_has(url: str, kvstore: Commands) -> None:
@@ -213,7 +216,9 @@ def test_caches_are_cleared_by_whichever_path_an_instance_has(url: str, kvstore:
 def test_an_instance_that_does_not_clear_its_cache_is_named(tmp_path: Path, url: str, kvstore: Commands) -> None:
     with JsonServer(Fleet({"/clear_prefix_cache": (503, {})}).answer) as server:
         ended = kvstore("clear", url, "--all", "--caches", "--instances", server.address)
-    assert ended.sentence == f"the instance at {server.address} did not clear its own cache; it answered 503"
+    assert (
+        ended.sentence == f"the instance at {server.address} did not clear its own cache; it answered with status 503"
+    )
     assert count(tmp_path) == {"first": 0, "second": 0}
 
 
@@ -228,16 +233,19 @@ def test_a_routers_instances_are_asked_and_cleared_by_it(tmp_path: Path, url: st
         answers["/admin/clear_prefix_cache"] = 502, {"instances": {"a:1": "success", "b:2": "it is away"}}
         named = ["--namespace", FIRST.digest, "--router", server.address, "--token-file", token]
         assert f"{server.address} still has 2 blocks" in kvstore("clear", url, *named).output
-        assert kvstore("clear", url, *named, "--caches").sentence == "b:2 did not clear its cache: it is away"
+        assert (
+            kvstore("clear", url, *named, "--caches").sentence
+            == "the instance at b:2 did not clear its own cache: it is away"
+        )
         answers["/admin/clear_prefix_cache"] = 401, {}
-        assert "cleared no caches; it answered 401" in kvstore("clear", url, *named, "--caches").sentence
+        assert "cleared no caches; it answered with status 401" in kvstore("clear", url, *named, "--caches").sentence
 
 
 def test_a_pool_that_takes_no_mark_is_cleared_and_said_so(
     tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clear, "_write_mark", lambda holdings, key: False)
-    assert ("the pool did not store the mark of this clear") in kvstore(
+    assert ("the pool did not store the mark with which instances learn of this removal") in kvstore(
         "clear", url, "--namespace", FIRST.digest
     ).sentence
     assert count(tmp_path) == {"first": 0, "second": 3}
@@ -256,7 +264,10 @@ def test_the_pool_is_that_of_an_instance_where_nobody_names_one(
     assert count(tmp_path) == {"first": 0, "second": 3}
     with JsonServer(Fleet({"/kvcache": (200, {"pool": None})}).answer) as server:
         ended = kvstore("clear", "--namespace", FIRST.digest, "--instances", server.address)
-    assert ended.sentence == f"the instance at {server.address} does not report which pool it uses; name the pool"
+    assert (
+        ended.sentence
+        == f"the instance at {server.address} does not report which pool it uses; give the pool as CONFIG"
+    )
 
 
 def test_of_many_namespaces_four_are_named(tmp_path: Path, kvstore: Commands) -> None:
@@ -266,10 +277,10 @@ def test_of_many_namespaces_four_are_named(tmp_path: Path, kvstore: Commands) ->
         fill_pool(load_config(url), space(str(number)), PROMPT[:4])
         if number == 3:
             four = ", ".join(sorted(digests))
-            assert f"the pool has 4 namespaces: {four}: choose" in kvstore("clear", url, "--tokens", "0,1,2,3").sentence
+            assert f"the pool has 4 namespaces: {four}; choose" in kvstore("clear", url, "--tokens", "0,1,2,3").sentence
     named = ", ".join(sorted(digests)[:4])
     assert (
-        f"the pool has 6 namespaces: {named} and 2 more: "
+        f"the pool has 6 namespaces: {named} and 2 more; "
         "choose" in kvstore("clear", url, "--tokens", "0,1,2,3").sentence
     )
 

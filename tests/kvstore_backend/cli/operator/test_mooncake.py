@@ -68,7 +68,7 @@ def test_blocks_are_listed_pinned_and_removed(
     assert "1 blocks" in kvstore("unpin", *there, *named, "--tokens", "0,1,2,3").output
     assert kept_keys(mooncake_master) == before + 2
     nothing = kvstore("pin", *there, *named, "--tokens", "9,9,9,9")
-    assert nothing.sentence == "the selected blocks are not in the pool or are damaged, so nothing is pinned"
+    assert nothing.sentence == "the pool has none of the selected blocks, or they are damaged, so nothing is pinned"
     assert nothing.output == f"0 blocks of namespace {namespace.digest} pinned (1 not in the pool)\n"
     assert kvstore("unpin", *there, *named, "--tokens", "9,9,9,9").status == 0
     too_long = kvstore("pin", *there, *named, "--for", "30d")

@@ -86,10 +86,10 @@ def test_prompts_are_converted_to_tokens_by_an_instance(tmp_path: Path, kvstore:
 @pytest.mark.parametrize(
     ("status", "told", "said"),
     [
-        (404, {"detail": "Not Found"}, "answered 404: it is other software"),
-        (400, {"error": {"message": "messages: one is empty"}}, "answered 400: messages: one is empty"),
-        (200, {"tokens": "many"}, "does not report the tokens of a prompt"),
-        (200, ["so"], "answered 200: it is other software"),
+        (404, {"detail": "Not Found"}, "answered with status 404: it is other software"),
+        (400, {"error": {"message": "messages: one is empty"}}, "answered with status 400: messages: one is empty"),
+        (200, {"tokens": "many"}, "did not return a list of token ids from /tokenize"),
+        (200, ["so"], "answered with status 200: it is other software"),
     ],
 )
 def test_an_instance_that_does_not_answer_as_one_is_one_sentence(
@@ -131,9 +131,12 @@ def test_an_empty_pool_a_pool_of_anothers_and_no_pool_are_one_sentence_each(tmp_
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--prompt-file", "x"], "a prompt is compared with another prompt; also give --compare-with FILE"),
+        (["--prompt-file", "x"], "--prompt-file is compared with an earlier prompt; also give --compare-with FILE"),
         (["--between", "nowhere:1/x", "eeee"], "the pool has no namespace 'nowhere:1/x'"),
-        (["--prompt-file", "x", "--compare-with", "/nowhere/at/all"], "/nowhere/at/all cannot be read: No such file"),
+        (
+            ["--prompt-file", "x", "--compare-with", "/nowhere/at/all"],
+            "--compare-with names '/nowhere/at/all', which cannot be read: No such file",
+        ),
         (["--between", "ffff", "eeee"], "the pool has no namespace 'ffff'"),
         (["--between", "", FIRST.digest], "the pool has several namespaces that begin with ''"),
     ],
@@ -146,7 +149,7 @@ def test_what_cannot_be_asked_is_one_sentence(url: str, kvstore: Commands, argum
     ("prompt", "said"),
     [
         ("a text", "give --model FOLDER, or --instance HOST:PORT"),
-        ({"messages": [{"role": "user", "content": "Hi"}]}, "only an instance can render messages"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "only an instance can convert messages to tokens"),
         *(([1, wrong], "must have a text, messages or a list of token ids") for wrong in (-2, 1 << 32, True)),
         ([], "must have a text, messages or a list of token ids"),
     ],
