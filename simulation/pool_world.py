@@ -27,7 +27,7 @@ from engine.scheduling.block_manager import BlockManager, NoFreeBlocks
 from kvstore_backend import transfers
 from kvstore_backend.backend import Span, Status, Value
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
-from kvstore_backend.clear_marks import ALL
+from kvstore_backend.clear_marks import ALL, mark_key
 from kvstore_backend.cli.operator import clear
 from kvstore_backend.cli.operator.scope import Scope
 from kvstore_backend.config import MemorySettings, MooncakeSettings, PoolConfig
@@ -672,7 +672,7 @@ class PoolWorld(World):
         settings = MooncakeSettings(_MASTER, "P2PHANDSHAKE", protocol="tcp", global_segment_size=0)
         holdings = MooncakeHoldings(settings, types.SimpleNamespace(address=""))  # type: ignore[arg-type]
         try:
-            is_marked = clear._mark_clear(holdings, [digest or ALL])
+            is_marked = clear._write_mark(holdings, mark_key(digest or ALL))
             clear._remove(holdings, scopes, is_whole=not digest)
             time.sleep(clear._SETTLE_SECONDS)
             clear._remove(holdings, scopes, is_whole=not digest)

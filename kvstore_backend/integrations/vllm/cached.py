@@ -31,7 +31,7 @@ class CachedBlocks:
 
     Args:
         pools: the pools of all ranks.
-        blocks: vLLM's blocks, each with its ``block_hash``.
+        find_block: returns vLLM's object for a block, with its ``block_hash``, from the block's number in transfers.
         post: calls a function on the scheduler's thread, in its next step.
         save: begins to save blocks with their names, and calls its last argument when the save has ended. Called on
             the scheduler's thread.
@@ -42,13 +42,13 @@ class CachedBlocks:
     def __init__(
         self,
         pools: Sequence[BlockPool],
-        blocks: Sequence[Any],
+        find_block: Callable[[int], Any],
         post: Callable[[Callable[[], None]], None],
         save: Callable[[Sequence[bytes], Sequence[int], Callable[[], None]], None],
         touch_in_order: Callable[[Sequence[int]], None],
     ) -> None:
         self._pools = pools
-        self._blocks = blocks
+        self._find_block = find_block
         self._post = post
         self._save = save
         self._touch_in_order = touch_in_order
@@ -59,7 +59,7 @@ class CachedBlocks:
         """Record blocks that are saved to the pool, or were saved. Called on the scheduler's thread."""
         # The first block is recorded last, so that it is dropped last: it is useful without the blocks after it.
         for name, block in reversed(list(zip(names, blocks, strict=True))):
-            if (block_hash := getattr(self._blocks[block], "block_hash", None)) is not None:
+            if (block_hash := getattr(self._find_block(block), "block_hash", None)) is not None:
                 self._places.pop(name, None)
                 self._places[name] = block, block_hash
         while len(self._places) > _MAX_NAMES:
@@ -130,4 +130,4 @@ class CachedBlocks:
     def _find(self, name: bytes) -> int | None:
         """Return the id of the block with this name if the block still has its contents; otherwise None."""
         block, block_hash = self._places.get(name, (0, None))
-        return block if block_hash is not None and self._blocks[block].block_hash == block_hash else None
+        return block if block_hash is not None and self._find_block(block).block_hash == block_hash else None

@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 from kvstore_backend.backend import Status, StorageBackend
 from kvstore_backend.groups import Exists, Group, Resume, find_resume_point
@@ -215,14 +215,9 @@ class HybridSchedulerHalf(SchedulerHalf):
         assert self._blocks is not None
         return number * len(self._blocks.blocks) + block
 
-    def _find_blocks(self, blocks: Sequence[int]) -> list[Any]:
+    def _find_block(self, block: int) -> Any:
         assert self._blocks is not None
-        own = self._blocks.blocks
-        return [own[block % len(own)] for block in blocks]
-
-    def _list_all_blocks(self) -> Sequence[Any]:
-        assert self._blocks is not None
-        return _Repeated(self._blocks.blocks, len(self._groups))
+        return self._blocks.blocks[block % len(self._blocks.blocks)]
 
 
 class _Namer:
@@ -264,36 +259,9 @@ class _Wanted(Sequence[bytes]):
     def __len__(self) -> int:
         return max(0, self.end - self.first)
 
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
-
-    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+    def __getitem__(self, index: Any) -> Any:
         raise TypeError("the block names of several groups must be computed one at a time")
 
     def name(self, number: int, place: int) -> bytes:
         """Return the name of the block at index ``place`` of group ``number``."""
         return self.namer.name(self.hashes, number, place, self.adapter, self.epoch)
-
-
-class _Repeated(Sequence[Any]):
-    """Sequence that repeats vLLM's blocks for each group, so that the numbers of blocks in transfers are indices."""
-
-    def __init__(self, blocks: Sequence[Any], times: int) -> None:
-        self._blocks = blocks
-        self._times = times
-
-    def __len__(self) -> int:
-        return len(self._blocks) * self._times
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
-        assert isinstance(index, int)
-        return self._blocks[index % len(self._blocks)]

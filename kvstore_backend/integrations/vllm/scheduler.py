@@ -26,7 +26,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field, replace
@@ -67,8 +67,10 @@ _PUSH_SECONDS = 30.0
 class Request(Protocol):
     """Members of vLLM's ``Request`` that this module uses."""
 
-    @property
-    def request_id(self) -> str: ...
+    request_id: str
+    num_computed_tokens: int
+    max_tokens: int
+    lora_request: Any
 
     @property
     def num_tokens(self) -> int: ...
@@ -77,16 +79,7 @@ class Request(Protocol):
     def num_prompt_tokens(self) -> int: ...
 
     @property
-    def num_computed_tokens(self) -> int: ...
-
-    @property
-    def max_tokens(self) -> int: ...
-
-    @property
     def block_hashes(self) -> Sequence[bytes]: ...
-
-    @property
-    def lora_request(self) -> Any: ...
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
@@ -643,21 +636,19 @@ class SchedulerHalf:
         )
         return Transfer(self._last_number, request_id, named, blocks, adapter=adapter)
 
-    def _find_blocks(self, blocks: Sequence[int]) -> list[Any]:
-        """Return vLLM's block objects for the blocks of a transfer."""
+    def _find_block(self, block: int) -> Any:
+        """Return vLLM's object for a block, from the number that the block has in transfers."""
         assert self._blocks is not None
-        return [self._blocks.blocks[block] for block in blocks]
+        return self._blocks.blocks[block]
 
-    def _list_all_blocks(self) -> Sequence[Any]:
-        """Return vLLM's block objects for all blocks, at the indices that transfers use."""
-        assert self._blocks is not None
-        return self._blocks.blocks
+    def _find_blocks(self, blocks: Iterable[int]) -> list[Any]:
+        return [self._find_block(block) for block in blocks]
 
     def _watch_for_losses(self) -> None:
         """Start the refill, which saves blocks again that the pool has lost, when namespaces and blocks are known."""
         if self._pools and self._blocks is not None and self._saves and self._refill is None:
             self._cached = CachedBlocks(
-                self._pools, self._list_all_blocks(), self._deferred.put, self._save_again, self._touch_in_order
+                self._pools, self._find_block, self._deferred.put, self._save_again, self._touch_in_order
             )
             digests = [pool.namespace.digest for pool in self._pools]
             self._refill = Refill(self._pools[0], self._cached, lambda _: None, digests=digests)
@@ -683,7 +674,7 @@ class SchedulerHalf:
     def _free_pin(self, pin: _Pin) -> None:
         assert self._blocks is not None
         # The last blocks of a sequence are evicted first, as when vLLM frees a request.
-        self._blocks.free_blocks(self._find_blocks(list(reversed(pin.blocks))))
+        self._blocks.free_blocks(self._find_blocks(reversed(pin.blocks)))
         pin.on_end()
         tracked = self._requests.get(pin.request_id)
         if pin.is_load and tracked is not None:

@@ -30,7 +30,11 @@ class Scheduler:
             for most in there or (9,)
         ]
         self.cached = CachedBlocks(
-            pools, self.blocks, self.posts.append, self._save, lambda blocks: self.touched.append(list(blocks))
+            pools,
+            self.blocks.__getitem__,
+            self.posts.append,
+            self._save,
+            lambda blocks: self.touched.append(list(blocks)),
         )
 
     def _save(self, names: Sequence[bytes], blocks: Sequence[int], on_end: Callable[[], None]) -> None:
