@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -26,7 +27,7 @@ __all__ = [
 REQUEST_ABORTED = "the request was aborted before its response ended"
 
 
-class BegunResponse:
+class BegunResponse(ABC):
     """Base class of responses, for all APIs.
 
     Args:
@@ -42,6 +43,18 @@ class BegunResponse:
     def request(self) -> Request:
         """The request, with its first prompt."""
         return self._choices.request
+
+    @abstractmethod
+    async def collect_whole(self) -> dict[str, Any]:
+        """Wait for all answers, and return the response object.
+
+        Raises:
+            ApiError: 500, the engine failed; 503, the request was aborted and the API cannot say so.
+        """
+
+    @abstractmethod
+    def stream_events(self) -> AsyncIterator[bytes]:
+        """Yield the response as server-sent events; the last one is the API's mark of the end, or an error."""
 
 
 class CompletionResponse(BegunResponse):
@@ -69,11 +82,6 @@ class CompletionResponse(BegunResponse):
         }
 
     async def collect_whole(self) -> dict[str, Any]:
-        """Wait for all answers, and return the response object.
-
-        Raises:
-            ApiError: 500; the engine failed.
-        """
         by_choice: list[list[Piece]] = [[] for _ in range(len(self._choices))]
         async with contextlib.aclosing(self._choices.pieces()) as pieces:
             async for index, piece in pieces:
@@ -90,7 +98,6 @@ class CompletionResponse(BegunResponse):
         return whole | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
-        """Yield the response as server-sent events; the last event is ``[DONE]``."""
         options = self._body.stream_options
         pending: dict[int, list[Piece]] = {}
         async with contextlib.aclosing(self._choices.pieces()) as pieces:
@@ -136,13 +143,13 @@ class CompletionResponse(BegunResponse):
             "finish_reason": pieces[-1].finish_reason,
         }
 
+    @abstractmethod
     def _place_text(self, text: str, ids: dict[str, Any], *, is_whole: bool, first: bool) -> dict[str, Any]:
         """Return the members of a choice with its text and its token ids."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _describe_logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any] | None:
         """Return the log probabilities of pieces of a choice, or None if the client did not request them."""
-        raise NotImplementedError
 
     def _token_ids(self, index: int, pieces: list[Piece], *, with_prompt: bool) -> dict[str, Any]:
         """Return the members for ``return_token_ids``: the token ids of pieces of a choice, and those of its prompt."""

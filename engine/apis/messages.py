@@ -141,11 +141,6 @@ class MessagesResponse(BegunResponse):
         self._model = model
 
     async def collect_whole(self) -> dict[str, Any]:
-        """Wait for the answer, and return the message object.
-
-        Raises:
-            ApiError: 500, the engine failed; 503, the request was aborted.
-        """
         texts: list[str] = []
         async with contextlib.aclosing(self._choices.pieces()) as pieces:
             async for _, piece in pieces:
@@ -156,7 +151,6 @@ class MessagesResponse(BegunResponse):
         return whole | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
-        """Yield the message as server-sent events; the last event is ``message_stop`` or an error."""
         has_begun = False
         try:
             async with contextlib.aclosing(self._choices.pieces()) as pieces:

@@ -108,11 +108,6 @@ class ResponsesResponse(BegunResponse):
         self._num_events = 0
 
     async def collect_whole(self) -> dict[str, Any]:
-        """Wait for the answer, and return the response object.
-
-        Raises:
-            ApiError: 500, the engine failed; 503, the request was aborted.
-        """
         texts: list[str] = []
         reason: str | None = None
         async with contextlib.aclosing(self._choices.pieces()) as pieces:
@@ -124,7 +119,6 @@ class ResponsesResponse(BegunResponse):
         return self._finish("".join(texts), reason) | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
-        """Yield the response as server-sent events; the last event has the complete response object."""
         begun = self._describe("in_progress")
         yield self._encode("response.created", response=begun)
         yield self._encode("response.in_progress", response=begun)

@@ -16,6 +16,7 @@ from engine.model.model_runner import ModelRunner
 from engine.model.out_of_memory import LEAVE_ROOM, explain_out_of_memory
 from engine.scheduling.request import BlockTable, Request, SamplingParams, Sequence
 from engine.scheduling.scheduler import Chunk
+from kvcommon.formats import format_bytes
 from kvstore_backend import ConfigError
 
 __all__ = ["choose_num_blocks"]
@@ -40,7 +41,7 @@ def choose_num_blocks(args: EngineArgs, runner: ModelRunner) -> int:
     if needs:
         reserved = (
             f"{_describe_needs(needs)} for --max-num-seqs {args.max_num_seqs} of --max-model-len "
-            f"{args.max_model_len}, and {_describe_size(free)} are free"
+            f"{args.max_model_len}, and {format_bytes(free)} are free"
         )
         if override:
             _check_room(reserved, override * runner.shape.nbytes, left, args, "lower")
@@ -66,7 +67,7 @@ def _list_needs(args: EngineArgs, runner: ModelRunner) -> dict[str, int]:
 
 
 def _describe_needs(needs: Mapping[str, int]) -> str:
-    first, *others = [f"{name} needs {_describe_size(nbytes)}" for name, nbytes in needs.items()]
+    first, *others = [f"{name} needs {format_bytes(nbytes)}" for name, nbytes in needs.items()]
     return ", ".join([first, *(other.replace(" needs", "") for other in others)])
 
 
@@ -83,7 +84,7 @@ def _check_room(reserved: str, wanted: int, room: int, args: EngineArgs, verb: s
     if wanted > room:
         remedies = ["--max-num-seqs", "--max-model-len", *(["--retrieval-topk-percent"] if args.retrieval else [])]
         raise ConfigError(
-            f"{reserved}; KV blocks may have {_describe_size(room)} of that, but need {_describe_size(wanted)}; lower "
+            f"{reserved}; KV blocks may have {format_bytes(room)} of that, but need {format_bytes(wanted)}; lower "
             f"{', '.join(remedies[:-1])} or {remedies[-1]}, or {verb} --num-gpu-blocks-override"
         )
 
@@ -150,7 +151,3 @@ def _share_of(nbytes: int, args: EngineArgs, runner: ModelRunner) -> int:
 
 def _describe_groups(num_groups: int) -> str:
     return f", which needs blocks in each of {num_groups} groups of layers" if num_groups > 1 else ""
-
-
-def _describe_size(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.1f} MiB"

@@ -31,7 +31,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.metrics import EngineMetrics
 from engine.telemetry.trace import log_look_up
 from kvstore_backend import BlockPool, Status
-from kvstore_backend.groups import Resume, find_resume_point
+from kvstore_backend.groups import find_resume_point
 from kvstore_backend.load_or_compute import LoadOrCompute
 from kvstore_backend.pool import count_leading
 from kvstore_backend.refill import Refill
@@ -87,7 +87,8 @@ class PoolConnector:
         self._save_outputs = save_outputs
         self._load_or_compute = LoadOrCompute(runner.shape.block_size)
         self._max_pending = max(1, int(_SAVE_SHARE * runner.kv.shape[0]))
-        self._pending_save_blocks = 0
+        self.pending_save_blocks = 0
+        """Number of blocks in saves that have not ended."""
         self._pinned = PinnedBlocks()
         self._block_bytes = runner.shape.nbytes
         self._groups = scheduler.groups
@@ -122,11 +123,6 @@ class PoolConnector:
         """Whether the pool is ready."""
         return self._pool.is_ready
 
-    @property
-    def pending_save_blocks(self) -> int:
-        """Number of blocks in saves that have not ended."""
-        return self._pending_save_blocks
-
     def start_load(self, sequence: Sequence) -> None:
         """Start a load of the full blocks that ``sequence`` lacks.
 
@@ -145,7 +141,8 @@ class PoolConnector:
 
         def decide(read_leading: ReadLeading) -> int:
             if self._groups.is_full:
-                return self._look_up_and_read(load, read_leading)
+                present = self._look_up(load)
+                return self._read(load, present, present, read_leading)
             names[:] = self._look_up_groups(load, prefix)
             blocks[:] = [wanted[name] for name in names]
             return self._read(load, load.num_reached, len(names), read_leading)
@@ -179,15 +176,6 @@ class PoolConnector:
             blocks += [number * self._num_blocks + table.blocks[i] for i in held]
         return names, blocks
 
-    def _look_up_and_read(self, load: _Load, read_leading: ReadLeading) -> int:
-        """Look up the blocks of ``load``, and read the leading ones that the pool has; on the thread of the load.
-
-        Returns:
-            The number of blocks that arrived.
-        """
-        present = self._look_up(load)
-        return self._read(load, present, present, read_leading)
-
     def _read(self, load: _Load, present: int, num_blocks: int, read_leading: ReadLeading) -> int:
         """Read blocks from the pool, unless computing them is faster.
 
@@ -213,7 +201,11 @@ class PoolConnector:
             load.use = PoolUse(Reason.SLOW, text)
             return 0
         start = time.monotonic()
-        num_arrived = read_leading(num_blocks, self._reader_of(load, load.run) if load.run else None)
+        read_blocks: ReadBlocks | None = None
+        if run := load.run:  # the pool has some of the blocks in another sharding
+            names = load.names_of(run.sharding.block_size)
+            read_blocks = self._peers.reader_of(run, load.hashes, load.first, names)
+        num_arrived = read_leading(num_blocks, read_blocks)
         load.reading = start, time.monotonic()
         seconds = load.reading[1] - start
         count = load.count_arrived(num_arrived)
@@ -254,18 +246,11 @@ class PoolConnector:
             for name in groups.name_blocks(number, hashes, groups.list_needed(number, load.first, last))
         ]
         load.num_wanted = len(names)
-        if not load.num_reached:
-            load.use = self._explain_no_resume(statuses, resume)
+        if not load.num_reached and Status.FAILED in statuses:
+            load.use = self._explain_failure()
+        elif not load.num_reached:
+            load.use = PoolUse(Reason.ABSENT, f"not in the pool ({resume.describe(groups.groups)})")
         return names
-
-    def _explain_no_resume(self, statuses: SequenceOf[Status], resume: Resume) -> PoolUse:
-        if Status.FAILED in statuses:
-            return self._explain_failure()
-        return PoolUse(Reason.ABSENT, f"not in the pool ({resume.describe(self._groups.groups)})")
-
-    def _reader_of(self, load: _Load, run: Run) -> ReadBlocks:
-        """Return a function that reads the blocks of ``load``, some of which the pool has in another sharding."""
-        return self._peers.reader_of(run, load.hashes, load.first, load.names_of(run.sharding.block_size))
 
     def _look_up(self, load: _Load) -> int:
         """Look up the blocks of ``load`` in the pool. If the pool has none, store the explanation in ``load.use``.
@@ -316,7 +301,7 @@ class PoolConnector:
         first, last = sequence.num_saved, tokens // sequence.block_size
         if first >= last:
             return
-        pending, new = self._pending_save_blocks, (last - first) * len(self._groups)
+        pending, new = self.pending_save_blocks, (last - first) * len(self._groups)
         if not self._pool.is_ready or (pending and pending + new > self._max_pending):
             if is_last:
                 self._metrics.unsaved_blocks.inc(new)
@@ -354,7 +339,7 @@ class PoolConnector:
             return
 
         def on_end(outcome: Outcome) -> None:
-            self._pending_save_blocks -= len(blocks)
+            self.pending_save_blocks -= len(blocks)
             if outcome.count == len(blocks):
                 self._saved.note_blocks(hashes, blocks)
             sequence.pending_saves -= 1
@@ -373,7 +358,7 @@ class PoolConnector:
             self._on_saved(sequence)
 
         self._scheduler.blocks.hold_blocks(held)
-        self._pending_save_blocks += len(blocks)
+        self.pending_save_blocks += len(blocks)
         sequence.pending_saves += 1
         sequence.saves.num_begun += len(blocks)
         sequence.saves.began_at = sequence.saves.began_at or time.monotonic()

@@ -52,16 +52,12 @@ class BlockGroups:
         chosen = hashes[places.start : places.stop]
         return chosen if number == 0 else [self.name_block(number, block_hash) for block_hash in chosen]
 
-    def find_first_needed(self, number: int, num_tokens: int) -> int:
-        """Return the place of the first block that group ``number`` reads to compute tokens after ``num_tokens``."""
-        return self.groups[number].find_first_needed(num_tokens)
-
     def list_needed(self, number: int, first: int, last: int) -> range:
         """Return the places of the blocks that group ``number`` needs to resume after ``last`` blocks.
 
         Places before ``first`` are left out.
         """
-        return range(min(last, max(first, self.find_first_needed(number, last * self.block_size))), last)
+        return range(min(last, max(first, self.groups[number].find_first_needed(last * self.block_size))), last)
 
     def count_held(self, num_tokens: int) -> int:
         """Return the number of blocks, in all groups together, that a sequence needs after ``num_tokens``."""

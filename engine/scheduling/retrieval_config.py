@@ -80,7 +80,8 @@ class RetrievalConfig:
         dense_layers: number of first layers that read all blocks.
 
     Raises:
-        ConfigError: a value is not possible; the message names its flag.
+        ConfigError: two values do not fit together, or one is not possible; the message names the flag. The range of a
+            single number is checked when its flag is parsed.
     """
 
     block_size: int
@@ -94,16 +95,12 @@ class RetrievalConfig:
     dense_layers: int = 0
 
     def __post_init__(self) -> None:
-        if self.init_tokens < 0:
-            raise ConfigError(f"--retrieval-init-tokens {self.init_tokens} is negative; use 0 or more")
         if self.local_tokens <= self.block_size:
             raise ConfigError(
                 f"--retrieval-local-tokens {self.local_tokens} is not more than one block; raise it above "
                 f"{self.block_size}, or lower --block-size"
             )
-        if not 0 < self.topk_percent <= 1:
-            raise ConfigError(f"--retrieval-topk-percent {self.topk_percent} is not a fraction above 0 and at most 1")
-        if not 0 <= self.dense_boundary <= self.offload_boundary:
+        if self.dense_boundary > self.offload_boundary:
             raise ConfigError(
                 f"--retrieval-dense-boundary {self.dense_boundary} is above --retrieval-offload-boundary "
                 f"{self.offload_boundary}; the offload boundary must not be lower"
@@ -111,10 +108,6 @@ class RetrievalConfig:
         if self.representative not in REPRESENTATIVES:
             raise ConfigError(
                 f"--retrieval-representative {self.representative!r} is none of {', '.join(REPRESENTATIVES)}"
-            )
-        if self.stride < 1:
-            raise ConfigError(
-                f"--retrieval-stride {self.stride} must be 1 or more; it is the number of steps that use one selection"
             )
         if self.dense_layers < 0:
             raise ConfigError(f"--retrieval-dense-layers {self.dense_layers} is negative; use 0 or more")

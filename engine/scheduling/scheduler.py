@@ -380,7 +380,7 @@ class Scheduler:
 
     def _share_out(self, blocks: SequenceOf[int], num_tokens: int) -> list[BlockTable]:
         """Return the block tables of a sequence that gets the blocks of a reservation for ``num_tokens``."""
-        firsts = [self.groups.find_first_needed(number, num_tokens) for number in range(len(self.groups))]
+        firsts = [group.find_first_needed(num_tokens) for group in self.groups.groups]
         tables = [BlockTable([_NO_BLOCK] * first, first) for first in firsts]
         for (number, _), block in zip(self.groups.list_held(num_tokens), blocks, strict=True):
             tables[number].blocks.append(block)

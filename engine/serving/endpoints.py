@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import orjson
 import prometheus_client
@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 
+from engine.apis.completion_response import BegunResponse
 from engine.apis.messages import ConversationBody, MessagesBody
 from engine.apis.responses_body import ResponsesBody
 from engine.generation import list_unknown_ids
@@ -24,7 +25,6 @@ from engine.protocol import (
     TokenizeBody,
     parse_body,
 )
-from engine.scheduling.request import Request as EngineRequest
 from engine.serving.control_paths import add_control_paths
 from engine.serving.http_server import (
     CLIENT_LEFT,
@@ -40,20 +40,6 @@ from engine.telemetry.tracing import Tracer
 __all__ = ["create_app"]
 
 _BodyT = TypeVar("_BodyT", ChatBody, CompletionBody, MessagesBody, ResponsesBody)
-
-
-class _ClientResponse(Protocol):
-    """Interface of the responses of all APIs."""
-
-    @property
-    def request(self) -> EngineRequest: ...
-
-    @property
-    def is_stream(self) -> bool: ...
-
-    async def collect_whole(self) -> dict[str, Any]: ...
-
-    def stream_events(self) -> AsyncIterator[bytes]: ...
 
 
 def create_app(instance: Instance) -> FastAPI:
@@ -193,7 +179,7 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
 async def _complete(
     request: Request,
     kind: type[_BodyT],
-    begin: Callable[[_BodyT], Awaitable[_ClientResponse]],
+    begin: Callable[[_BodyT], Awaitable[BegunResponse]],
     tracer: Tracer | None,
 ) -> Response:
     """Answer a request for a completion, of any API.
@@ -217,7 +203,7 @@ async def _complete(
     return answer
 
 
-async def _respond_unless_left(request: Request, response: _ClientResponse) -> Response:
+async def _respond_unless_left(request: Request, response: BegunResponse) -> Response:
     """Return the response: a stream, or one object. If the client disconnects before the object, abort the answer."""
     if response.is_stream:
         return StreamingResponse(response.stream_events(), media_type="text/event-stream")

@@ -18,6 +18,7 @@ from engine.model.sampler import Choice
 from engine.scheduling.request import Request, SamplingParams, Sequence
 from engine.scheduling.retrieval_config import REPRESENTATIVES, Regime, RetrievalConfig
 from engine.scheduling.scheduler import Chunk
+from kvcommon.formats import format_bytes
 from kvstore_backend import ConfigError
 
 BLOCK = 16
@@ -85,8 +86,8 @@ def test_too_little_memory_for_sparse_attention_is_one_sentence(
     with pytest.raises(ConfigError) as caught:
         choose(runner, f"{SPARSE} {override}", enough - 4, monkeypatch)
     said = str(caught.value)
-    assert said.startswith(f"retrieval needs {count_retrieval_bytes(runner) / (1 << 20):.1f} MiB for --max-num-seqs 3")
-    assert "MiB are free" in said
+    assert said.startswith(f"retrieval needs {format_bytes(count_retrieval_bytes(runner))} for --max-num-seqs 3")
+    assert "KiB are free" in said
     assert remedy in said
     assert "\n" not in said
 
@@ -94,7 +95,7 @@ def test_too_little_memory_for_sparse_attention_is_one_sentence(
 def test_memory_that_does_not_even_reach_for_sparse_attention_leaves_nothing(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"KV blocks may have 0\.0 MiB"):
+    with pytest.raises(ConfigError, match=r"KV blocks may have 0 bytes"):
         choose(runner, SPARSE, 1000, monkeypatch)
 
 
@@ -198,7 +199,7 @@ def test_too_little_memory_on_a_gpu_is_one_sentence(gpu_runner: ModelRunner, mon
     with pytest.raises(ConfigError) as caught:
         choose_num_blocks(ON_GPU, gpu_runner)
     said = str(caught.value)
-    assert said.startswith("a step needs 1.0 MiB for --max-num-seqs 3 of --max-model-len 400, and")
+    assert said.startswith("a step needs 1 MiB for --max-num-seqs 3 of --max-model-len 400, and")
     assert said.endswith("lower --max-num-seqs or --max-model-len, or set --num-gpu-blocks-override")
     assert "\n" not in said
 

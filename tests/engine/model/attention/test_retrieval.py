@@ -362,13 +362,9 @@ def test_at_128k_tokens_the_methods_defaults_hold_a_quarter_of_the_kv_at_most() 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"init_tokens": -1}, "--retrieval-init-tokens -1 is negative"),
         ({"local_tokens": BLOCK}, "--retrieval-local-tokens 16 is not more than one block; raise it above 16"),
-        ({"topk_percent": 0.0}, "--retrieval-topk-percent 0.0 is not a fraction above 0"),
-        ({"topk_percent": 1.1}, "--retrieval-topk-percent 1.1 is not a fraction"),
         ({"dense_boundary": 9, "offload_boundary": 8}, "--retrieval-dense-boundary 9 is above"),
         ({"representative": "median"}, "--retrieval-representative 'median' is none of min_max, mean_std"),
-        ({"stride": 0}, "--retrieval-stride 0"),
         ({"dense_layers": -1}, "--retrieval-dense-layers -1 is negative"),
     ],
 )
