@@ -80,7 +80,12 @@ def test_registered_lists_instances_by_role_with_all_they_sent(make_router: Make
     listed = router.client.get("/registered").json()
     assert (listed["code"], listed["msg"], listed["decode"], listed["mixed"]) == (200, "success", [], [])
     (entry,) = listed["prefill"]
-    assert (entry["url"], entry["worker_type"], entry["gpu"]) == (prefill.url, "prefill", "H800")
+    assert (entry["url"], entry["worker_type"], entry["role"], entry["gpu"]) == (
+        prefill.url,
+        "prefill",
+        "prefill",
+        "H800",
+    )
     assert (entry["state"], entry["running_requests"]) == ("healthy", 0)
 
 
@@ -378,18 +383,21 @@ def test_an_abort_reaches_every_instance(
 def test_an_abort_tells_what_instances_aborted_and_which_could_not_be_asked(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    nested, plain, dead = stand_in(), stand_in(), stand_in()
+    nested, plain, dead, failing = stand_in(), stand_in(), stand_in(), stand_in()
+    failing.abort_status = 500
     nested.abort_answer = {"result": {"aborted": [{"request_id": "a", "output_token_count": 3}], "not_found": ["b"]}}
     plain.abort_answer = {"code": 0, "aborted": ["c"]}
-    router = make_router(nested, plain, dead)
+    router = make_router(nested, plain, dead, failing)
     dead.stop()
-    answer = router.client.post("/v1/abort_requests", json={"req_ids": ["a", "b", "c"]}).json()
+    response = router.client.post("/v1/abort_requests", json={"req_ids": ["a", "b", "c"]})
+    assert response.status_code == 200
+    answer = response.json()
     assert answer["result"] == {
         "aborted": [{"request_id": "a", "output_token_count": 3}, "c"],
         "not_found": ["b"],
     }
     assert answer["status"] == "error"
-    assert dead.key in answer["errors"][0]
+    assert all(each.key in " ".join(answer["errors"]) for each in (dead, failing))
 
 
 def test_an_abort_says_which_ids_nobody_knows(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

@@ -1,33 +1,26 @@
-"""The tests that FastDeploy has for its own routers, which of them our tests translate, and where ours differ.
+"""The tests that FastDeploy has for its own routers, which of our tests make the same checks, and where ours differ.
 
 ``recorded_names.txt`` has the name of each test of FastDeploy 2.6 (branch r3_eos_2.6): of its Python router
-(``tests/router``), and of its Go router (``fastdeploy/golang_router``, named without its first folder). Our tests name
-their origins with ``translates``; what has other results, or no translation, stands in ``DIFFERENT`` and
-``NOT_APPLICABLE`` with its reason. ``docs/internals/fastdeploy_router_tests.md`` shows the same; print its lists with::
+(``tests/router``), and of its Go router (``fastdeploy/golang_router``, named without its first folder). Behind the name
+are our tests, in ``tests/router``, with commas; or ``-``. What has other results, or no test of ours, is in
+``DIFFERENT`` and ``NOT_APPLICABLE`` with its reason. ``docs/internals/fastdeploy_router_tests.md`` shows the same;
+print its lists with::
 
     python -m tests.router.fastdeploy.origins
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
-__all__ = [
-    "DIFFERENT",
-    "NOT_APPLICABLE",
-    "RECORDED",
-    "TRANSLATIONS",
-    "render_lists",
-    "translates",
-]
+__all__ = ["DIFFERENT", "NOT_APPLICABLE", "RECORDED", "render_lists"]
 
-RECORDED = Path(__file__).with_name("recorded_names.txt").read_text().split()
-"""Each test of FastDeploy's, as ``file::name``."""
-
-TRANSLATIONS: dict[str, set[str]] = {}
-"""By the name of a test of FastDeploy's, the tests of ours that translate it; filled when these are imported."""
+RECORDED = {
+    name: [] if ours == "-" else ours.split(",")
+    for name, ours in map(str.split, Path(__file__).with_name("recorded_names.txt").read_text().splitlines())
+}
+"""Each test of FastDeploy's, as ``file::name``, with our tests that make the same checks."""
 
 _UTILS = "tests/router/test_router_utils.py"
 _GATEWAY = "golang_router/internal/gateway/completions_test.go"
@@ -105,23 +98,10 @@ NOT_APPLICABLE: Mapping[str, str] = {
 }
 """By name, why there is nothing to translate."""
 
-_Test = TypeVar("_Test", bound=Callable[..., Any])
-
-
-def translates(file: str, *names: str) -> Callable[[_Test], _Test]:
-    """Say that a test, or each test of a class, makes the calls of these tests in FastDeploy's ``file``."""
-
-    def note(test: _Test) -> _Test:
-        for name in names:
-            TRANSLATIONS.setdefault(f"{file}::{name}", set()).add(f"{test.__module__}.{test.__qualname__}")
-        return test
-
-    return note
-
 
 def render_lists() -> str:
     """The lists of the page, by file: what passes, what differs, and what does not apply."""
-    passing = dict.fromkeys(set(RECORDED) - DIFFERENT.keys() - NOT_APPLICABLE.keys(), "")
+    passing = dict.fromkeys(RECORDED.keys() - DIFFERENT.keys() - NOT_APPLICABLE.keys(), "")
     parts = ["## Pass\n"]
     for file, _, names in _by_file_and_reason(passing):
         parts.append(f"**`{file}`** ({len(names)}): {_list(names)}.\n")

@@ -152,3 +152,5 @@ def test_with_an_instance_that_is_added_or_removed_others_may_be_chosen() -> Non
     added = registry.events.generation
     registry.remove(instance)
     assert before < added < registry.events.generation
+    instance.load.requests = 1
+    assert registry.register(registration(), now=1.0).load.requests == 0
